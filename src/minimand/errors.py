@@ -1,0 +1,65 @@
+"""What can go wrong, said once: what, where, why, and what to do about it.
+
+Every exception here is a :class:`MinimandError` and also the builtin that a caller would expect
+(``ValueError`` or ``TypeError``), so ``except ValueError`` keeps working.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "CapabilityError",
+    "MinimandError",
+    "NonFiniteError",
+    "NotProximal",
+    "OptionError",
+    "ShapeError",
+    "require_finite",
+    "require_positive",
+]
+
+
+class MinimandError(Exception):
+    """Base of everything the library raises on purpose."""
+
+
+class ShapeError(MinimandError, ValueError):
+    """Two sizes do not fit; the message names both."""
+
+
+class NonFiniteError(MinimandError, ValueError):
+    """A tensor holds NaN or Inf; the message names it."""
+
+
+class OptionError(MinimandError, ValueError):
+    """An option lies outside its range or is unknown; the message names the range."""
+
+
+class NotProximal(MinimandError, ValueError):
+    """An activation is the proximal operator of no convex function."""
+
+
+class CapabilityError(MinimandError, TypeError):
+    """A solver, function, operator or adjoint lacks what another needs of it."""
+
+
+def require_finite(name: str, tensor: Tensor) -> None:
+    """Raise :class:`NonFiniteError` when ``tensor`` holds NaN or Inf.
+
+    Skipped while tracing: a branch on data would break the graph.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if not bool(torch.isfinite(tensor.detach()).all()):
+        bad = int((~torch.isfinite(tensor.detach())).sum())
+        raise NonFiniteError(
+            f"{name} holds {bad} NaN or Inf among its {tensor.numel()} entries; "
+            f"clean or mask it before solving (a diverged training run is the usual cause)"
+        )
+
+
+def require_positive(name: str, value: float, *, zero: bool = False) -> None:
+    """Raise :class:`OptionError` unless ``value`` is a finite number above zero (or at it, with ``zero``)."""
+    if not (value > 0 or (zero and value == 0)) or value == float("inf"):
+        bound = "≥ 0" if zero else "> 0"
+        raise OptionError(f"{name} must be a finite number {bound}, got {value}")

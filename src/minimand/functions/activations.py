@@ -1,0 +1,295 @@
+"""Which activation is the prox of which function, and which is of none."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..errors import NotProximal, OptionError
+from . import curves
+from .base import Separable
+from .monotone import Monotone
+from .separable import L1, Box, LeakyHinge, NonNegative, Zero
+
+__all__ = ["from_activation"]
+
+
+def from_activation(act: str | nn.Module | Callable[..., Any] | Separable) -> Separable:
+    r"""The convex function :math:`g` whose prox at step 1 is the activation, exactly.
+
+    .. math:: \operatorname{prox}_g(x) = \operatorname{act}(x)
+
+    to the bit at step 1, and the true prox of the same function at every other step. Piecewise linear
+    activations have a closed form (:class:`NonNegative`, :class:`LeakyHinge`, :class:`Box`, :class:`L1`,
+    :class:`Zero`); the others are :class:`Monotone` with the closed forms of Lin (2019), Table 1, for
+    values and integrals.
+
+    Args:
+        act: A name such as ``"relu"``, a module such as ``nn.LeakyReLU(0.2)``, a function such as
+            ``torch.tanh``, or a ``functools.partial`` of one such as ``partial(F.elu, alpha=0.5)``.
+
+    Raises:
+        NotProximal: If the activation is the prox of no convex function of one variable.
+        OptionError: If the name is unknown.
+
+    Example:
+        >>> x = torch.tensor([-1.0, 0.5, 2.0])
+        >>> torch.equal(from_activation("tanh").prox(x), torch.tanh(x))
+        True
+        >>> from_activation(nn.Hardtanh(-2, 2))
+        Box(low=-2.0, high=2.0)
+        >>> from_activation("gelu")
+        Traceback (most recent call last):
+        minimand.errors.NotProximal: GELU is not monotone (it falls below zero and rises again), so ...
+    """
+    if isinstance(act, Separable):
+        return act
+    if isinstance(act, str):
+        return _from_name(act)
+    if isinstance(act, nn.Module):
+        return _from_module(act)
+    if isinstance(act, functools.partial):
+        return _from_partial(act)
+    if callable(act) and _hashable(act) and act in _FUNCTIONALS:
+        return _from_name(_FUNCTIONALS[act])
+    raise _unknown(getattr(act, "__name__", repr(act)))
+
+
+def _from_name(name: str) -> Separable:
+    key = name.lower().replace("-", "_")
+    if key in _REFUSED:
+        raise _refusal(*_REFUSED[key])
+    if key not in _MODULES:
+        raise OptionError(f"unknown activation {name!r}; known are {', '.join(sorted(_MODULES))}")
+    return _from_module(_MODULES[key]())
+
+
+def _from_module(module: nn.Module) -> Separable:
+    for kind in type(module).__mro__:
+        if kind in _BUILDERS or kind in _REFUSED_MODULES:
+            # A subclass with a forward pass of its own computes something else.
+            if type(module).forward is not kind.forward:  # type: ignore[attr-defined]
+                break
+            if kind in _REFUSED_MODULES:
+                raise _refusal(*_REFUSED[_REFUSED_MODULES[kind]])
+            return _BUILDERS[kind](module)
+    raise _unknown(type(module).__name__)
+
+
+def _from_partial(act: "functools.partial[Any]") -> Separable:
+    name = _FUNCTIONALS.get(act.func) if _hashable(act.func) else None
+    if name is None or act.args:
+        raise _unknown(getattr(act.func, "__name__", repr(act.func)))
+    options = {key: value for key, value in act.keywords.items() if key != "inplace"}
+    if name in _REFUSED:
+        raise _refusal(*_REFUSED[name])
+    try:
+        module = _MODULES[name](**options)
+    except TypeError as error:
+        raise OptionError(f"{name} does not take the options {options}: {error}") from None
+    return _from_module(module)
+
+
+def _hashable(thing: object) -> bool:
+    return getattr(type(thing), "__hash__", None) is not None
+
+
+def _refusal(what: str, why: str, remedy: str) -> NotProximal:
+    return NotProximal(f"{what} {why}, so it is the prox of no convex function of one variable; {remedy}")
+
+
+def _unknown(name: str) -> NotProximal:
+    return NotProximal(
+        f"{name} is not an activation that minimand knows to be a prox; if it is non-decreasing with slope "
+        f"at most 1, pass functions.Monotone(activation), otherwise use one of {', '.join(sorted(_MODULES))}"
+    )
+
+
+def _leaky_relu(module: nn.LeakyReLU) -> Separable:
+    slope = float(module.negative_slope)
+    if not 0 <= slope <= 1:
+        why = "decreases below zero" if slope < 0 else "is steeper than 1 below zero"
+        raise _refusal(f"LeakyReLU with slope {slope}", why, "use a negative_slope in [0, 1]")
+    if slope in (0.0, 1.0):
+        return NonNegative() if slope == 0 else Zero()
+    return LeakyHinge(slope)
+
+
+def _elu(module: nn.ELU) -> Separable:
+    alpha = float(module.alpha)
+    if not 0 <= alpha <= 1:
+        why = "decreases below zero" if alpha < 0 else f"has slope {alpha:g} > 1 just below zero"
+        raise _refusal(f"ELU with alpha={alpha:g}", why, "use alpha in [0, 1], or CELU for any alpha")
+    if alpha == 0:
+        return NonNegative()
+    return Monotone(
+        functools.partial(F.elu, alpha=alpha),
+        functools.partial(curves.elu_slope, alpha=alpha),
+        integral=functools.partial(curves.elu_integral, alpha=alpha),
+        inverse_integral=functools.partial(curves.elu_inverse_integral, alpha=alpha),
+    )
+
+
+def _celu(module: nn.CELU) -> Separable:
+    alpha = float(module.alpha)
+    if not alpha > 0:
+        raise _refusal(f"CELU with alpha={alpha:g}", "is not monotone", "use alpha > 0")
+    return Monotone(
+        functools.partial(F.celu, alpha=alpha),
+        functools.partial(curves.celu_slope, alpha=alpha),
+        integral=functools.partial(curves.celu_integral, alpha=alpha),
+        inverse_integral=functools.partial(curves.celu_inverse_integral, alpha=alpha),
+    )
+
+
+def _softplus(module: nn.Softplus) -> Separable:
+    beta, threshold = float(module.beta), float(module.threshold)
+    if not beta > 0:
+        raise _refusal(f"Softplus with beta={beta:g}", "is concave or undefined", "use beta > 0")
+    if threshold < 15:
+        jump = math.log1p(math.exp(-threshold)) / beta
+        raise _refusal(
+            f"Softplus with threshold={threshold:g}",
+            f"drops by {jump:.2g} where it switches to the identity",
+            "use the default threshold=20",
+        )
+    return Monotone(
+        functools.partial(F.softplus, beta=beta, threshold=threshold),
+        functools.partial(curves.softplus_slope, beta=beta),
+        integral=functools.partial(curves.softplus_integral, beta=beta),
+        inverse_integral=functools.partial(curves.softplus_inverse_integral, beta=beta),
+    )
+
+
+def _hardtanh(module: nn.Hardtanh) -> Separable:
+    return Box(float(module.min_val), float(module.max_val))
+
+
+def _threshold(module: nn.Threshold) -> Separable:
+    threshold, value = float(module.threshold), float(module.value)
+    if threshold != value:
+        raise _refusal(
+            f"Threshold({threshold:g}, {value:g})",
+            "jumps at its threshold",
+            f"use Threshold({threshold:g}, {threshold:g}), which is max(x, {threshold:g})",
+        )
+    return Box(threshold, math.inf)
+
+
+_TANH = Monotone(
+    torch.tanh,
+    curves.tanh_slope,
+    integral=curves.tanh_integral,
+    inverse_integral=curves.tanh_inverse_integral,
+)
+_SIGMOID = Monotone(
+    torch.sigmoid,
+    curves.sigmoid_slope,
+    integral=curves.sigmoid_integral,
+    inverse_integral=curves.sigmoid_inverse_integral,
+)
+_LOGSIGMOID = Monotone(
+    F.logsigmoid,
+    curves.logsigmoid_slope,
+    integral=curves.logsigmoid_integral,
+    inverse_integral=curves.logsigmoid_inverse_integral,
+)
+_SOFTSIGN = Monotone(
+    F.softsign,
+    curves.softsign_slope,
+    integral=curves.softsign_integral,
+    inverse_integral=curves.softsign_inverse_integral,
+)
+_HARDSIGMOID = Monotone(
+    F.hardsigmoid,
+    curves.hardsigmoid_slope,
+    integral=curves.hardsigmoid_integral,
+    inverse_integral=curves.hardsigmoid_inverse_integral,
+)
+_TANHSHRINK = Monotone(F.tanhshrink, curves.tanhshrink_slope, integral=curves.tanhshrink_integral)
+
+_BUILDERS: Mapping[type, Callable[[Any], Separable]] = {
+    nn.Identity: lambda module: Zero(),
+    nn.ReLU: lambda module: NonNegative(),
+    nn.LeakyReLU: _leaky_relu,
+    nn.Tanh: lambda module: _TANH,
+    nn.Sigmoid: lambda module: _SIGMOID,
+    nn.Softplus: _softplus,
+    nn.ELU: _elu,
+    nn.CELU: _celu,
+    nn.Softsign: lambda module: _SOFTSIGN,
+    nn.Hardtanh: _hardtanh,
+    nn.ReLU6: _hardtanh,
+    nn.Softshrink: lambda module: L1(float(module.lambd)),
+    nn.Hardsigmoid: lambda module: _HARDSIGMOID,
+    nn.LogSigmoid: lambda module: _LOGSIGMOID,
+    nn.Tanhshrink: lambda module: _TANHSHRINK,
+    nn.Threshold: _threshold,
+}
+
+_MODULES: Mapping[str, Callable[..., nn.Module]] = {
+    "celu": nn.CELU,
+    "elu": nn.ELU,
+    "hardsigmoid": nn.Hardsigmoid,
+    "hardtanh": nn.Hardtanh,
+    "identity": nn.Identity,
+    "leaky_relu": nn.LeakyReLU,
+    "logsigmoid": nn.LogSigmoid,
+    "relu": nn.ReLU,
+    "relu6": nn.ReLU6,
+    "sigmoid": nn.Sigmoid,
+    "softplus": nn.Softplus,
+    "softshrink": nn.Softshrink,
+    "softsign": nn.Softsign,
+    "tanh": nn.Tanh,
+    "tanhshrink": nn.Tanhshrink,
+}
+
+_DIP = "is not monotone (it falls below zero and rises again)"
+_VECTOR = "mixes the entries of a vector instead of acting on each"
+
+#: What, why, remedy.
+_REFUSED: Mapping[str, tuple[str, str, str]] = {
+    "gelu": ("GELU", _DIP, "use softplus or elu, its nearest monotone relatives"),
+    "silu": ("SiLU (Swish)", _DIP, "use softplus or elu, its nearest monotone relatives"),
+    "mish": ("Mish", _DIP, "use softplus or elu, its nearest monotone relatives"),
+    "hardswish": ("Hardswish", _DIP, "use relu6 or hardsigmoid"),
+    "selu": ("SELU", "has slope up to 1.76 > 1", "use elu, which has the same shape and slope at most 1"),
+    "hardshrink": ("Hardshrink", "jumps at its threshold", "use softshrink, its continuous relative"),
+    "rrelu": ("RReLU", "draws its slope at random in training", "use leaky_relu with a fixed slope"),
+    "prelu": ("PReLU", "learns its slope, which may leave [0, 1]", "use leaky_relu with a fixed slope"),
+    "glu": ("GLU", "gates one half of its input by the other and halves it", "use sigmoid or relu"),
+    "softmax": ("Softmax", _VECTOR, "use functions.Simplex(), whose prox is sparsemax"),
+    "softmin": ("Softmin", _VECTOR, "use functions.Simplex(), whose prox is sparsemax"),
+    "log_softmax": ("LogSoftmax", _VECTOR, "leave it to the loss"),
+}
+_REFUSED = {**_REFUSED, "swish": _REFUSED["silu"], "logsoftmax": _REFUSED["log_softmax"]}
+
+_REFUSED_MODULES: Mapping[type, str] = {
+    nn.GELU: "gelu",
+    nn.SiLU: "silu",
+    nn.Mish: "mish",
+    nn.Hardswish: "hardswish",
+    nn.SELU: "selu",
+    nn.Hardshrink: "hardshrink",
+    nn.RReLU: "rrelu",
+    nn.PReLU: "prelu",
+    nn.GLU: "glu",
+    nn.Softmax: "softmax",
+    nn.Softmax2d: "softmax",
+    nn.Softmin: "softmin",
+    nn.LogSoftmax: "log_softmax",
+}
+
+#: torch offers most activations in several namespaces, and in place.
+_FUNCTIONALS: Mapping[Any, str] = {
+    getattr(place, spelling): name
+    for name in (*_MODULES, *_REFUSED)
+    for place in (torch, F, torch.Tensor, torch.special)
+    for spelling in (name, name + "_")
+    if hasattr(place, spelling)
+} | {torch.special.expit: "sigmoid"}

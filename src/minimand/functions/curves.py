@@ -1,0 +1,213 @@
+r"""The curves of the smooth activations: derivative, integral, and integral of the inverse.
+
+For an activation :math:`\varphi` each family below holds ``<name>_slope`` for :math:`\varphi'`,
+``<name>_integral`` for :math:`\tilde g(z) = \int_0^z \varphi` and ``<name>_inverse_integral`` for
+:math:`\tilde f(x) = \int_{\varphi(0)}^x \varphi^{-1}`, which is +inf outside the closed range. Lin (2019),
+Table 1, lists :math:`f = \tilde f - \tfrac12 x^2` and :math:`g = \tilde g - \tfrac12 x^2`, for some of them
+without the constants that make :math:`\tilde f(\varphi(z)) + \tilde g(z) = z\varphi(z)` hold.
+
+They are module-level functions, not lambdas, so that a network that holds them can be pickled.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .base import slack
+
+_LOG2 = math.log(2.0)
+_ZETA = math.pi**2 / 12  # −Li₂(−1)
+
+
+def _within(low: float, high: float, x: Tensor, value: Tensor) -> Tensor:
+    inside = (x >= low - slack(x)) & (x <= high + slack(x))
+    return torch.where(inside, value, math.inf)
+
+
+def _xlogx(x: Tensor) -> Tensor:
+    """x log x, zero at zero, with a finite derivative there."""
+    x = x.clamp_min(torch.finfo(x.dtype).tiny)
+    return x * torch.log(x)
+
+
+def tanh_slope(z: Tensor) -> Tensor:
+    """The derivative of tanh."""
+    return 1.0 - torch.tanh(z).square()
+
+
+def tanh_integral(z: Tensor) -> Tensor:
+    """The integral of tanh from 0."""
+    return z.abs() + F.softplus(-2 * z.abs(), threshold=100) - _LOG2
+
+
+def tanh_inverse_integral(x: Tensor) -> Tensor:
+    """The integral of the inverse of tanh from its value at 0."""
+    return _within(-1.0, 1.0, x, 0.5 * (_xlogx(1 + x) + _xlogx(1 - x)))
+
+
+def sigmoid_slope(z: Tensor) -> Tensor:
+    """The derivative of the sigmoid."""
+    return torch.sigmoid(z) * torch.sigmoid(-z)
+
+
+def sigmoid_integral(z: Tensor) -> Tensor:
+    """The integral of the sigmoid from 0."""
+    return F.softplus(z, threshold=100) - _LOG2
+
+
+def sigmoid_inverse_integral(x: Tensor) -> Tensor:
+    """The integral of the inverse of the sigmoid from its value at 0."""
+    return _within(0.0, 1.0, x, _xlogx(x) + _xlogx(1 - x) + _LOG2)
+
+
+def softplus_slope(z: Tensor, beta: float = 1.0) -> Tensor:
+    """The derivative of softplus."""
+    return torch.sigmoid(beta * z)
+
+
+def softplus_integral(z: Tensor, beta: float = 1.0) -> Tensor:
+    r"""The integral :math:`-\mathrm{Li}_2(-e^z) - \pi^2/12` of softplus, at scale ``beta``."""
+    z = beta * z
+    sign = torch.where(z < 0, -1.0, 1.0).to(z.dtype)
+    tail = sign * (_ZETA + dilogarithm(-torch.exp(-sign * z)))
+    return (0.5 * torch.relu(z).square() + tail) / beta**2
+
+
+def softplus_inverse_integral(x: Tensor, beta: float = 1.0) -> Tensor:
+    r"""The integral :math:`\tfrac12 x^2 + \mathrm{Li}_2(e^{-x}) - \pi^2/12` of softplus's inverse."""
+    scaled = torch.relu(beta * x)
+    value = 0.5 * scaled.square() + dilogarithm(torch.exp(-scaled)) - _ZETA
+    return _within(0.0, math.inf, x, value / beta**2)
+
+
+def logsigmoid_slope(z: Tensor) -> Tensor:
+    """The derivative of the log-sigmoid."""
+    return torch.sigmoid(-z)
+
+
+def logsigmoid_integral(z: Tensor) -> Tensor:
+    """The integral of the log-sigmoid from 0."""
+    return softplus_integral(-z)
+
+
+def logsigmoid_inverse_integral(x: Tensor) -> Tensor:
+    """The integral of the inverse of the log-sigmoid from its value at 0."""
+    return softplus_inverse_integral(-x)
+
+
+def elu_slope(z: Tensor, alpha: float = 1.0) -> Tensor:
+    """The derivative of ELU."""
+    return torch.where(z > 0, 1.0, alpha * torch.exp(z.clamp(max=0)))
+
+
+def elu_integral(z: Tensor, alpha: float = 1.0) -> Tensor:
+    """The integral of ELU from 0."""
+    negative = z.clamp(max=0)
+    return 0.5 * torch.relu(z).square() + alpha * (torch.expm1(negative) - negative)
+
+
+def elu_inverse_integral(x: Tensor, alpha: float = 1.0) -> Tensor:
+    """The integral of the inverse of ELU from its value at 0."""
+    negative = x.clamp(max=0)
+    value = 0.5 * torch.relu(x).square() + alpha * _xlogx(1 + negative / alpha) - negative
+    return _within(-alpha, math.inf, x, value)
+
+
+def celu_slope(z: Tensor, alpha: float = 1.0) -> Tensor:
+    """The derivative of CELU."""
+    return torch.exp(z.clamp(max=0) / alpha)
+
+
+def celu_integral(z: Tensor, alpha: float = 1.0) -> Tensor:
+    """The integral of CELU from 0."""
+    negative = z.clamp(max=0) / alpha
+    return 0.5 * torch.relu(z).square() + alpha**2 * (torch.expm1(negative) - negative)
+
+
+def celu_inverse_integral(x: Tensor, alpha: float = 1.0) -> Tensor:
+    """The integral of the inverse of CELU from its value at 0."""
+    negative = x.clamp(max=0) / alpha
+    value = 0.5 * torch.relu(x).square() + alpha**2 * (_xlogx(1 + negative) - negative)
+    return _within(-alpha, math.inf, x, value)
+
+
+def softsign_slope(z: Tensor) -> Tensor:
+    """The derivative of softsign."""
+    return (1.0 + z.abs()).square().reciprocal()
+
+
+def softsign_integral(z: Tensor) -> Tensor:
+    """The integral of softsign from 0."""
+    return z.abs() - torch.log1p(z.abs())
+
+
+def softsign_inverse_integral(x: Tensor) -> Tensor:
+    """The integral of the inverse of softsign from its value at 0."""
+    # The integral diverges at ±1, which softsign reaches by rounding only.
+    size = x.abs().clamp(max=1 - torch.finfo(x.dtype).eps / 2)
+    return _within(-1.0, 1.0, x, -size - torch.log1p(-size))
+
+
+def hardsigmoid_slope(z: Tensor) -> Tensor:
+    """The derivative of the hard sigmoid."""
+    return (z.abs() < 3).to(z.dtype) / 6
+
+
+def hardsigmoid_integral(z: Tensor) -> Tensor:
+    """The integral of the hard sigmoid from 0."""
+    middle = z.clamp(-3, 3)
+    return middle.square() / 12 + middle / 2 + torch.relu(z - 3)
+
+
+def hardsigmoid_inverse_integral(x: Tensor) -> Tensor:
+    """The integral of the inverse of the hard sigmoid from its value at 0."""
+    return _within(0.0, 1.0, x, 3 * (x - 0.5).square())
+
+
+def tanhshrink_slope(z: Tensor) -> Tensor:
+    """The derivative of tanhshrink."""
+    return torch.tanh(z).square()
+
+
+def tanhshrink_integral(z: Tensor) -> Tensor:
+    """The integral of tanhshrink from 0."""
+    return 0.5 * z.square() - tanh_integral(z)
+
+
+#: Bernoulli numbers B₂ₙ/(2n+1)!, n = 1, 2, …: the dilogarithm in powers of −log(1 − y).
+_BERNOULLI = (
+    1 / 36,
+    -1 / 3600,
+    1 / 211680,
+    -1 / 10886400,
+    5 / 2634508800,
+    -691 / 16999766784000,
+    7 / 7846046208000,
+    -3617 / 181400588328960000,
+    43867 / 97072790126247936000,
+)
+
+
+def dilogarithm(y: Tensor) -> Tensor:
+    r"""The dilogarithm :math:`\mathrm{Li}_2(y) = -\int_0^y \log(1-t)/t\,dt` for :math:`-1 \le y \le 1`.
+
+    With :math:`u = -\log(1-y)` it is :math:`\sum_n B_n u^{n+1}/(n+1)!`, which gains a digit per term for
+    :math:`y \le ½`; larger arguments are reflected by :math:`\mathrm{Li}_2(y) = \pi^2/6 - \log y \log(1-y) -
+    \mathrm{Li}_2(1-y)`.
+
+    Example:
+        >>> dilogarithm(torch.tensor([1.0, -1.0], dtype=torch.float64)) * 12 / math.pi**2
+        tensor([ 2., -1.], dtype=torch.float64)
+    """
+    reflect = y > 0.5
+    tiny = torch.finfo(y.dtype).tiny
+    near = torch.where(reflect, 1 - y, y)
+    u = -torch.log1p(-near)
+    square, series = u * u, torch.zeros_like(u)
+    for coefficient in reversed(_BERNOULLI):
+        series = (series + coefficient) * square
+    value = u * (1 - 0.25 * u + series)
+    product = torch.log(torch.where(reflect, y, 1.0)) * torch.log(near.clamp_min(tiny))
+    return torch.where(reflect, 2 * _ZETA - product - value, value)

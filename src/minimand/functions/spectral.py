@@ -1,0 +1,254 @@
+r"""Functions of singular values and eigenvalues. They act on the last two dimensions.
+
+Their proxes apply a scalar function to the spectrum. Differentiating the decomposition itself divides by
+differences of singular values and fails where two coincide; the derivative of the prox needs only the
+divided differences of the scalar function (Löwner's form), which for thresholding and clipping have closed
+forms without any cancellation.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from ..errors import ShapeError, require_positive
+from .base import Function, Step, check_step, scaled, widened
+from .structured import require_common_step
+
+__all__ = ["NegativeSemidefinite", "NuclearNorm", "PositiveSemidefinite", "SpectralBall"]
+
+
+@dataclass(frozen=True)
+class NuclearNorm(Function):
+    r"""The weighted sum of singular values, :math:`g(X) = w\|X\|_*`.
+
+    .. math:: \operatorname{prox}_{\eta g}(X) = U \max(\Sigma - \eta w, 0) V^\top, \qquad X = U \Sigma V^\top
+
+    which keeps activations of low rank (Bibi et al. 2019, section 3.2). The gradient is finite and correct
+    at repeated and at zero singular values.
+
+    Example:
+        >>> NuclearNorm(1.0).prox(torch.diag(torch.tensor([3.0, 0.5])))
+        tensor([[2., 0.],
+                [0., 0.]])
+    """
+
+    weight: float
+
+    def __post_init__(self) -> None:
+        require_positive("weight", self.weight)
+
+    def value(self, x: Tensor) -> Tensor:
+        """The weighted nuclear norms, summed over the batch."""
+        return self.weight * torch.linalg.svdvals(_matrix(x)).sum()
+
+    def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
+        """The singular values soft-thresholded."""
+        wide = _matrix(x)
+        return _singular(wide, scaled(step, self.weight, wide), clip=False).to(x.dtype)
+
+    def conjugate(self) -> "SpectralBall":
+        """The indicator of the dual ball."""
+        return SpectralBall(self.weight)
+
+
+@dataclass(frozen=True)
+class SpectralBall(Function):
+    r"""The indicator of :math:`\|X\|_2 \le r`, conjugate of :class:`NuclearNorm`.
+
+    .. math:: \operatorname{prox}(X) = U \min(\Sigma, r) V^\top
+
+    Example:
+        >>> SpectralBall(1.0).prox(torch.diag(torch.tensor([3.0, 0.5])))
+        tensor([[1.0000, 0.0000],
+                [0.0000, 0.5000]])
+    """
+
+    radius: float
+
+    def __post_init__(self) -> None:
+        require_positive("radius", self.radius)
+
+    def value(self, x: Tensor) -> Tensor:
+        """Zero where every matrix lies in the ball, +inf otherwise."""
+        room = self.radius * (1 + 8 * max(x.shape[-2:]) * torch.finfo(x.dtype).eps)
+        norms = torch.linalg.matrix_norm(_matrix(x), ord=2)
+        return torch.where((norms <= room).all(), 0.0, float("inf")).to(norms.dtype)
+
+    def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
+        """The singular values clipped."""
+        check_step(step)
+        return _singular(_matrix(x), self.radius, clip=True).to(x.dtype)
+
+    def conjugate(self) -> NuclearNorm:
+        """The weighted nuclear norm."""
+        return NuclearNorm(self.radius)
+
+
+@dataclass(frozen=True)
+class PositiveSemidefinite(Function):
+    r"""The indicator of symmetric positive semidefinite matrices.
+
+    .. math::
+
+        \operatorname{prox}(X) = Q \max(\Lambda, 0) Q^\top, \qquad \tfrac12(X + X^\top) = Q \Lambda Q^\top
+
+    for any square ``X``: its nearest such matrix depends on the symmetric part alone (Bibi et al. 2019,
+    section 3.2; ReEig). The gradient is finite and correct at repeated eigenvalues; at a zero eigenvalue,
+    where the projection has a kink, it is the one that ReLU has there.
+
+    Example:
+        >>> PositiveSemidefinite().prox(torch.tensor([[2.0, 1.0], [-1.0, -3.0]]))
+        tensor([[2., 0.],
+                [0., 0.]])
+    """
+
+    def value(self, x: Tensor) -> Tensor:
+        """Zero where every matrix is symmetric and has no negative eigenvalue, +inf otherwise."""
+        return _semidefinite(x, _square(x), symmetric=True)
+
+    def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
+        """The negative eigenvalues of the symmetric part removed."""
+        check_step(step)
+        return _Rectify.apply(_symmetric(_square(x))).to(x.dtype)
+
+    def conjugate(self) -> "NegativeSemidefinite":
+        """The indicator of the polar cone."""
+        return NegativeSemidefinite()
+
+
+@dataclass(frozen=True)
+class NegativeSemidefinite(Function):
+    r"""The indicator of matrices whose symmetric part has no positive eigenvalue, polar of
+    :class:`PositiveSemidefinite`.
+
+    .. math:: \operatorname{prox}(X) = \tfrac12(X - X^\top) + Q \min(\Lambda, 0) Q^\top
+
+    The skew part is free, because it is orthogonal to every symmetric matrix.
+
+    Example:
+        >>> NegativeSemidefinite().prox(torch.tensor([[2.0, 1.0], [-1.0, -3.0]]))
+        tensor([[ 0.,  1.],
+                [-1., -3.]])
+    """
+
+    def value(self, x: Tensor) -> Tensor:
+        """Zero where every symmetric part is negative semidefinite, +inf otherwise."""
+        return _semidefinite(x, -_square(x), symmetric=False)
+
+    def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
+        """The positive eigenvalues of the symmetric part removed."""
+        check_step(step)
+        wide = _square(x)
+        return (0.5 * (wide - wide.mT) - _Rectify.apply(-_symmetric(wide))).to(x.dtype)
+
+    def conjugate(self) -> PositiveSemidefinite:
+        """The indicator of the polar cone."""
+        return PositiveSemidefinite()
+
+
+def _matrix(x: Tensor) -> Tensor:
+    if x.dim() < 2:
+        raise ShapeError(f"a function of matrices needs two dimensions or more, got shape {tuple(x.shape)}")
+    return widened(x)
+
+
+def _square(x: Tensor) -> Tensor:
+    if x.dim() < 2 or x.shape[-1] != x.shape[-2]:
+        raise ShapeError(f"a semidefinite cone needs square matrices, got shape {tuple(x.shape)}")
+    return widened(x)
+
+
+def _symmetric(x: Tensor) -> Tensor:
+    return 0.5 * (x + x.mT)
+
+
+def _semidefinite(x: Tensor, wide: Tensor, *, symmetric: bool) -> Tensor:
+    """The indicator, with room for rounding of ``x``'s own precision."""
+    size = wide.abs().amax((-2, -1)).clamp_min(1.0)
+    room = 8 * x.shape[-1] * torch.finfo(x.dtype).eps * size
+    inside = torch.linalg.eigvalsh(_symmetric(wide))[..., 0] >= -room
+    if symmetric:
+        inside = inside & ((wide - wide.mT).abs().amax((-2, -1)) <= room)
+    return torch.where(inside.all(), 0.0, float("inf")).to(wide.dtype)
+
+
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """The quotient of non-negative numbers, zero where both vanish."""
+    return numerator / torch.where(denominator > 0, denominator, 1.0)
+
+
+def _loewner(signed: Tensor) -> Tensor:
+    """The divided differences of ReLU: 1 between positive, 0 between negative, else a ratio."""
+    positive, size = torch.relu(signed), signed.abs()
+    return _ratio(
+        positive.unsqueeze(-1) + positive.unsqueeze(-2),
+        size.unsqueeze(-1) + size.unsqueeze(-2),
+    )
+
+
+class _Rectify(torch.autograd.Function):
+    """ReLU of the eigenvalues of symmetric matrices."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
+        eigenvalues, q = torch.linalg.eigh(x)
+        ctx.save_for_backward(eigenvalues, q)
+        return _symmetric((q * torch.relu(eigenvalues).unsqueeze(-2)) @ q.mT)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
+        eigenvalues, q = ctx.saved_tensors  # type: ignore[attr-defined]
+        core = q.mT @ _symmetric(grad) @ q
+        return q @ (core * _loewner(eigenvalues)) @ q.mT
+
+
+def _singular(x: Tensor, threshold: Step, *, clip: bool) -> Tensor:
+    """U f(Σ) Vᵀ, f the soft threshold, or the clipping that complements it."""
+    require_common_step(threshold, 2, "a function of matrices")
+    if not isinstance(threshold, Tensor):
+        threshold = x.new_full((), threshold)
+    # One threshold per matrix, broadcast over the batch by autograd-visible operations.
+    threshold = threshold.reshape(threshold.shape[:-2]) if threshold.dim() >= 2 else threshold.reshape(())
+    return _Singular.apply(x, threshold.expand(x.shape[:-2]), clip)
+
+
+class _Singular(torch.autograd.Function):
+    r"""A thresholding of singular values.
+
+    With :math:`P = U^\top\,dX\,V` the differential is :math:`U(K_1 \circ \operatorname{sym} P + K_2 \circ
+    \operatorname{skew} P)V^\top` on the core, :math:`K_1 = [f_i - f_j]/[\sigma_i - \sigma_j]`,
+    :math:`K_2 = [f_i + f_j]/[\sigma_i + \sigma_j]`, and :math:`f_i/\sigma_i` on the rest of a rectangle. It
+    is self-adjoint, so the gradient takes the same form.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, threshold: Tensor, clip: bool) -> Tensor:
+        u, sigma, vt = torch.linalg.svd(x, full_matrices=False)
+        over = sigma - threshold.unsqueeze(-1)
+        ctx.save_for_backward(u, sigma, vt, over)
+        ctx.clip = clip  # type: ignore[attr-defined]
+        kept = torch.minimum(sigma, threshold.unsqueeze(-1)) if clip else torch.relu(over)
+        return (u * kept.unsqueeze(-2)) @ vt
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        u, sigma, vt, over = ctx.saved_tensors  # type: ignore[attr-defined]
+        soft = torch.relu(over)
+        differences = _loewner(over)
+        sums = _ratio(soft.unsqueeze(-1) + soft.unsqueeze(-2), sigma.unsqueeze(-1) + sigma.unsqueeze(-2))
+        ratios = _ratio(soft, sigma)
+        core = u.mT @ grad @ vt.mT
+        shrunk = u @ (differences * _symmetric(core) + sums * 0.5 * (core - core.mT)) @ vt
+        if grad.shape[-2] > grad.shape[-1]:
+            rest = (grad - u @ (u.mT @ grad)) @ vt.mT
+            shrunk = shrunk + (rest * ratios.unsqueeze(-2)) @ vt
+        elif grad.shape[-2] < grad.shape[-1]:
+            rest = u.mT @ (grad - (grad @ vt.mT) @ vt)
+            shrunk = shrunk + u @ (rest * ratios.unsqueeze(-1))
+        fall = -(core.diagonal(dim1=-2, dim2=-1) * (over > 0)).sum(-1)
+        clip: bool = ctx.clip  # type: ignore[attr-defined]
+        return (grad - shrunk, -fall, None) if clip else (shrunk, fall, None)

@@ -1,0 +1,164 @@
+"""Functions of vectors: the simplex, groups, and their conjugates. They act on the last dimension."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import ShapeError, require_positive
+from .base import Function, Step, check_step, scaled, widened
+
+__all__ = ["Ball", "GroupL2", "Maximum", "Simplex"]
+
+
+def require_common_step(step: Step, dims: int, kind: str) -> None:
+    """Refuse a step that differs within one vector or matrix, where the prox is not defined by it."""
+    if isinstance(step, Tensor) and any(size != 1 for size in step.shape[-dims:]):
+        raise ShapeError(
+            f"{kind} needs one step per {'vector' if dims == 1 else 'matrix'}: a tensor step of shape "
+            f"{tuple(step.shape)} must have size 1 in its last {dims} dimension(s)"
+        )
+
+
+def _indicator(inside: Tensor, x: Tensor) -> Tensor:
+    return torch.where(inside.all(), 0.0, float("inf")).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Simplex(Function):
+    r"""The indicator of the simplex :math:`\{x \ge 0, \sum_i x_i = 1\}`; its prox is sparsemax.
+
+    .. math:: \operatorname{prox}(a) = \max(a - \tau, 0), \qquad \textstyle\sum_i \max(a_i - \tau, 0) = 1 ,
+
+    with :math:`\tau` found by sorting (Held, Wolfe and Crowder 1974; Martins and Astudillo 2016).
+
+    Example:
+        >>> Simplex().prox(torch.tensor([0.5, 0.4, -1.0]))
+        tensor([0.5500, 0.4500, 0.0000])
+    """
+
+    def value(self, x: Tensor) -> Tensor:
+        """Zero where every last dimension is a distribution, +inf otherwise."""
+        tolerance = 4 * torch.finfo(x.dtype).eps * (x.shape[-1] + 4)
+        x = widened(x)
+        return _indicator((x >= -tolerance).all(-1) & ((x.sum(-1) - 1).abs() <= tolerance), x)
+
+    def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
+        """The Euclidean projection."""
+        check_step(step)
+        wide = widened(x)
+        # The projection ignores a common shift; without it, large entries would cancel.
+        centred = wide - wide.detach().amax(-1, keepdim=True)
+        return torch.relu(centred - _level(centred, 1.0)).to(x.dtype)
+
+    def conjugate(self) -> "Maximum":
+        """The largest entry."""
+        return Maximum()
+
+
+@dataclass(frozen=True)
+class Maximum(Function):
+    r"""The largest entry :math:`g(x) = \max_i x_i`, conjugate of the :class:`Simplex`.
+
+    .. math::
+
+        \operatorname{prox}_{\eta g}(a) = \min(a, \tau), \qquad \textstyle\sum_i \max(a_i - \tau, 0) = \eta
+
+    Example:
+        >>> Maximum().prox(torch.tensor([3.0, 1.0]), 1.0)
+        tensor([2., 1.])
+    """
+
+    def value(self, x: Tensor) -> Tensor:
+        """The largest entries, summed over the batch."""
+        return widened(x).amax(-1).sum()
+
+    def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
+        """The entries above a level cut down to it."""
+        require_common_step(step, 1, "Maximum")
+        wide = widened(x)
+        return torch.minimum(wide, _level(wide, scaled(step, 1.0, wide))).to(x.dtype)
+
+    def conjugate(self) -> Simplex:
+        """The indicator of the simplex."""
+        return Simplex()
+
+
+def _level(x: Tensor, mass: Step) -> Tensor:
+    """The level above which the entries of the last dimension have the given mass."""
+    ordered = x.sort(dim=-1, descending=True).values
+    count = torch.arange(1, x.shape[-1] + 1, dtype=x.dtype, device=x.device)
+    levels = (ordered.cumsum(-1) - mass) / count
+    support = (ordered > levels).sum(-1, keepdim=True).clamp_min(1)
+    return levels.gather(-1, support - 1)
+
+
+@dataclass(frozen=True)
+class GroupL2(Function):
+    r"""The weighted Euclidean norm :math:`g(x) = w\|x\|_2` of the last dimension.
+
+    .. math:: \operatorname{prox}_{\eta g}(a) = \max\Bigl(1 - \frac{\eta w}{\|a\|}, 0\Bigr)\, a
+
+    Example:
+        >>> GroupL2(1.0).prox(torch.tensor([[3.0, 4.0], [0.1, 0.2]]))
+        tensor([[2.4000, 3.2000],
+                [0.0000, 0.0000]])
+    """
+
+    weight: float
+
+    def __post_init__(self) -> None:
+        require_positive("weight", self.weight)
+
+    def value(self, x: Tensor) -> Tensor:
+        """The weighted norms, summed over the batch."""
+        return self.weight * torch.linalg.vector_norm(widened(x), dim=-1).sum()
+
+    def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
+        """Block soft thresholding."""
+        require_common_step(step, 1, "GroupL2")
+        wide = widened(x)
+        threshold = scaled(step, self.weight, wide)
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        # Clamping before dividing keeps the gradient finite at the zero vector.
+        norm = torch.maximum(norm, threshold) if isinstance(threshold, Tensor) else norm.clamp_min(threshold)
+        return (wide * (1 - threshold / norm)).to(x.dtype)
+
+    def conjugate(self) -> "Ball":
+        """The indicator of the dual ball."""
+        return Ball(self.weight)
+
+
+@dataclass(frozen=True)
+class Ball(Function):
+    r"""The indicator of :math:`\|x\|_2 \le r` in the last dimension, conjugate of :class:`GroupL2`.
+
+    .. math:: \operatorname{prox}(a) = \min\Bigl(1, \frac{r}{\|a\|}\Bigr)\, a
+
+    Example:
+        >>> Ball(1.0).prox(torch.tensor([[3.0, 4.0], [0.1, 0.2]]))
+        tensor([[0.6000, 0.8000],
+                [0.1000, 0.2000]])
+    """
+
+    radius: float
+
+    def __post_init__(self) -> None:
+        require_positive("radius", self.radius)
+
+    def value(self, x: Tensor) -> Tensor:
+        """Zero where every last dimension lies in the ball, +inf otherwise."""
+        room = self.radius * (1 + 8 * torch.finfo(x.dtype).eps)
+        x = widened(x)
+        return _indicator(torch.linalg.vector_norm(x, dim=-1) <= room, x)
+
+    def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
+        """The Euclidean projection."""
+        check_step(step)
+        wide = widened(x)
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).clamp_min(self.radius)
+        return (wide * (self.radius / norm)).to(x.dtype)
+
+    def conjugate(self) -> GroupL2:
+        """The weighted norm."""
+        return GroupL2(self.radius)

@@ -1,0 +1,158 @@
+"""The operator's contract: apply, adjoint, restrict, and a bound on the norm."""
+
+import abc
+import copy
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from minimand.errors import ShapeError, require_finite
+
+__all__ = ["Bounds", "LinearOperator"]
+
+
+class Bounds(NamedTuple):
+    r"""Upper bounds on :math:`\|A\|^2` and on the norms of its parts, never below the truth.
+
+    ``inputs[i]`` bounds :math:`\|a_i\|^2`, the norm of ``A`` restricted to its i-th input (a column, or the
+    block of a channel); ``outputs[j]`` bounds the norm of its j-th row, or output channel. A missing one is
+    computed when it is asked for.
+    """
+
+    total: Tensor
+    inputs: Tensor | None = None
+    outputs: Tensor | None = None
+
+
+class LinearOperator(abc.ABC):
+    r"""The linear map :math:`A` of a layer, from inputs ``y`` to outputs ``x``.
+
+    Inputs and outputs are counted in the units that a sampling draws: features of a dense layer, channels of
+    a convolution. ``feature_dim`` says which dimension of a tensor holds them, from the end.
+    """
+
+    weight: Tensor
+    feature_dim: int
+    _bounds: Bounds | None = None
+
+    @property
+    @abc.abstractmethod
+    def inputs(self) -> int:
+        """The number of input features or channels (n1)."""
+
+    @property
+    @abc.abstractmethod
+    def outputs(self) -> int:
+        """The number of output features or channels (n2)."""
+
+    @property
+    @abc.abstractmethod
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of one input sample."""
+
+    @property
+    @abc.abstractmethod
+    def output_shape(self) -> tuple[int, ...]:
+        """The shape of one output sample."""
+
+    @property
+    def matrix(self) -> Tensor | None:
+        """The n2 × n1 matrix itself, where the operator is one; None where it is only applied."""
+        return None
+
+    @property
+    def formed_gram(self) -> Tensor | None:
+        """``A Aᵀ``, where :meth:`prepared` found it worth forming."""
+        return None
+
+    @abc.abstractmethod
+    def apply(self, y: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``A y + bias``, to the bit what the plain torch layer computes."""
+
+    @abc.abstractmethod
+    def adjoint(self, x: Tensor) -> Tensor:
+        """``Aᵀ x``, with exactly the input's size."""
+
+    def normal(self, x: Tensor) -> Tensor:
+        """``A Aᵀ x``."""
+        return self.apply(self.adjoint(x))
+
+    @abc.abstractmethod
+    def restrict(self, index: Tensor) -> "LinearOperator":
+        """``A`` on the inputs ``index`` only: cost and memory shrink in proportion."""
+
+    @abc.abstractmethod
+    def restrict_outputs(self, index: Tensor) -> "LinearOperator":
+        """The rows (output channels) ``index`` of ``A``."""
+
+    @abc.abstractmethod
+    def with_weight(self, weight: Tensor) -> "LinearOperator":
+        """The same operator with another weight; bounds are not carried over."""
+
+    def prepared(self, rows: int, applications: int) -> "LinearOperator":
+        """An equal operator whose ``normal`` is cheapest for ``applications`` calls on ``rows`` samples."""
+        return self
+
+    def check_input(self, y: Tensor) -> None:
+        """Raise :class:`~minimand.errors.ShapeError` unless ``y`` is an input sample or a batch of them."""
+        _check("input", y, self.input_shape)
+
+    def check_output(self, x: Tensor) -> None:
+        """Raise :class:`~minimand.errors.ShapeError` unless ``x`` is an output sample or a batch of them."""
+        _check("output", x, self.output_shape)
+
+    @abc.abstractmethod
+    def _norm_sq(self) -> Tensor:
+        """The bound on the whole operator, computed afresh, detached."""
+
+    @abc.abstractmethod
+    def _input_norms_sq(self) -> Tensor:
+        """One bound per input, computed afresh, detached."""
+
+    @abc.abstractmethod
+    def _output_norms_sq(self) -> Tensor:
+        """One bound per output, computed afresh, detached."""
+
+    def norm_sq(self) -> Tensor:
+        r"""A bound on :math:`\|A\|^2` that is never below the truth; a constant for autograd."""
+        if self._bounds is not None:
+            return self._bounds.total
+        require_finite("the operator's weight", self.weight)
+        return self._norm_sq()
+
+    def input_norms_sq(self) -> Tensor:
+        r"""Bounds on :math:`\|a_i\|^2`, one per input (column, or block of an input channel)."""
+        if self._bounds is not None and self._bounds.inputs is not None:
+            return self._bounds.inputs
+        require_finite("the operator's weight", self.weight)
+        return self._input_norms_sq()
+
+    def output_norms_sq(self) -> Tensor:
+        """Bounds on the squared norm of each row, or of the block of each output channel."""
+        if self._bounds is not None and self._bounds.outputs is not None:
+            return self._bounds.outputs
+        require_finite("the operator's weight", self.weight)
+        return self._output_norms_sq()
+
+    def with_bounds(self, bounds: Bounds) -> Self:
+        """The same operator with bounds that the caller vouches for (a tracker's, say)."""
+        other = copy.copy(self)
+        other._bounds = bounds
+        return other
+
+    def per_feature(self, values: Tensor) -> Tensor:
+        """Reshape one value per feature (last dimension of ``values``) to broadcast against a sample."""
+        return values.reshape(*values.shape, *(1,) * (-self.feature_dim - 1))
+
+    def select(self, tensor: Tensor, index: Tensor) -> Tensor:
+        """The features ``index`` of a sample or a batch of them."""
+        return torch.index_select(tensor, self.feature_dim, index)
+
+
+def _check(role: str, tensor: Tensor, sample: tuple[int, ...]) -> None:
+    if tuple(tensor.shape[-len(sample) :]) != sample:
+        raise ShapeError(
+            f"the operator takes an {role} of shape (..., {', '.join(map(str, sample))}), "
+            f"got {tuple(tensor.shape)}; reshape it or build the operator for that size"
+        )

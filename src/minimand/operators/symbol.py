@@ -1,0 +1,154 @@
+r"""The symbol of a convolution: its Gram matrix at each frequency, and certified maxima over frequencies.
+
+A convolution with stride :math:`s` and dilation :math:`d` is, phase by phase of its input, a plain
+convolution with stride one; what is left of the dilation only permutes frequencies. One mechanism therefore
+covers all: the Gram matrix of the polyphase kernel :math:`P` (Lemma 2 of Bibi et al. 2019 for stride one),
+
+.. math:: G(\omega) = \hat P(\omega) \hat P(\omega)^H = \sum_\delta C_\delta e^{i \omega\cdot\delta},
+          \qquad C_\delta = \sum_t P_{t + \delta} P_t^\top,
+
+is a trigonometric polynomial with real matrix coefficients. They are formed once, after which a frequency
+costs one linear combination of them.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minimand.operators.spectral import EPS, certified_lambda_max, power_of_two, to_float64
+
+__all__ = ["Symbol", "grid_factor", "polyphase"]
+
+BUDGET = 1 << 25  # bytes of one chunk of Gram matrices; the factorisation holds about four of them
+
+
+def polyphase(weight: Tensor, stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
+    r"""The stride-one kernel ``(n2, n1 · phases, taps…)`` of a strided and dilated ``(n2, n1, k…)``.
+
+    The input of tap :math:`t` at output :math:`p` is :math:`sp + dt`, so with :math:`S = s/\gcd(s,d)` the
+    taps :math:`t \equiv r \bmod S` see one phase of the input each, at unit distance in units of
+    :math:`\operatorname{lcm}(s, d)`.
+
+    >>> polyphase(torch.ones(1, 1, 3), [2], [1]).shape, polyphase(torch.ones(1, 1, 3), [2], [2]).shape
+    (torch.Size([1, 2, 2]), torch.Size([1, 1, 3]))
+    """
+    for axis, (s, d) in enumerate(zip(stride, dilation, strict=True), start=2):
+        k = weight.shape[axis]
+        phases = min(s // math.gcd(s, d), k)
+        taps = -(-k // phases)
+        padding = weight.new_zeros(*weight.shape[:axis], taps * phases - k, *weight.shape[axis + 1 :])
+        padded = torch.cat([weight, padding], axis)
+        split = padded.reshape(*weight.shape[:axis], taps, phases, *weight.shape[axis + 1 :])
+        weight = split.movedim(axis + 1, 2).flatten(1, 2)
+    return weight
+
+
+def grid_factor(degree: int, points: int) -> float:
+    r"""The factor from the maximum over an equispaced grid to that over all frequencies, for one dimension.
+
+    Ehlich and Zeller (1964): a trigonometric polynomial of degree :math:`d` that is bounded by :math:`m` on
+    :math:`N > 2d` equispaced points is bounded by :math:`m / \cos(\pi d/N)` everywhere. Ours is
+    non-negative, so the theorem applied to :math:`T - m/2` gives the smaller
+    :math:`\tfrac12 (1 + 1/\cos(\pi d / N))`.
+
+    >>> round(grid_factor(2, 12), 4), grid_factor(0, 1)
+    (1.0774, 1.0)
+    """
+    return (1 + 1 / math.cos(math.pi * degree / points)) / 2
+
+
+class Symbol:
+    r"""The Gram matrices of a batch of stride-one kernels ``(batch, r, c, taps…)`` as functions of frequency.
+
+    ``maxima`` gives one bound per kernel of the batch (for the channels of a convolution), ``maximum`` the
+    largest over the batch (for its groups).
+    """
+
+    def __init__(self, kernel: Tensor) -> None:
+        kernel = to_float64(kernel)
+        self.scale = power_of_two(kernel)
+        kernel = kernel / self.scale
+        if kernel.shape[1] > kernel.shape[2]:
+            kernel = kernel.transpose(1, 2)
+        self.taps = tuple(kernel.shape[3:])
+        self.size = kernel.shape[1]
+        self.batch = kernel.shape[0]
+        self.lags, self.coefficients = _autocorrelation(kernel)
+        terms = kernel.shape[2] * math.prod(self.taps)
+        # Forming a coefficient, evaluating the series and its phases each lose a few units in the last
+        # place of at most (number of taps) · ‖P‖_F².
+        energy = kernel.square().flatten(1).sum(1) * math.prod(self.taps)
+        self.rounding = 16 * (terms + len(self.lags) + 16) * EPS * energy
+
+    def frequencies(self, points: Sequence[int]) -> Tensor:
+        """Half of the grid with ``points`` per dimension, in radians: the rest are complex conjugates."""
+        grid = [a for a in product(*map(range, points)) if a <= _mirrored(a, points)]
+        ratios = torch.tensor(grid, dtype=torch.float64) / torch.tensor(points, dtype=torch.float64)
+        return (2 * math.pi * ratios).to(self.coefficients.device)
+
+    def grams(self, points: Sequence[int]) -> Iterator[Tensor]:
+        """The Gram matrices ``(frequencies, batch, size, size)`` over the grid, in chunks."""
+        angles = self.frequencies(points) @ self.lags.T
+        even = (self.coefficients + self.coefficients.mT).flatten(1)
+        odd = (self.coefficients - self.coefficients.mT).flatten(1)
+        chunk = max(1, BUDGET // (16 * max(1, even.shape[1])))
+        for part in angles.split(chunk):
+            gram = torch.complex(part.cos() @ even, part.sin() @ odd)
+            yield gram.reshape(-1, self.batch, self.size, self.size)
+
+    def maximum(self, points: Sequence[int], rtol: float = 1e-3) -> Tensor:
+        """An upper bound on the largest eigenvalue over the grid and the batch."""
+        known = torch.zeros((), dtype=torch.float64, device=self.coefficients.device)
+        for gram in self.grams(points):
+            known = certified_lambda_max(gram, rtol=rtol, floor=known)
+        return (known + self.rounding.max()) * self.scale * self.scale
+
+    def maxima(self, points: Sequence[int]) -> Tensor:
+        """Upper bounds ``(batch,)`` on the largest eigenvalues over the grid, one per kernel."""
+        known = torch.zeros(self.batch, dtype=torch.float64, device=self.coefficients.device)
+        for gram in self.grams(points):
+            known = torch.maximum(known, _schatten(gram).amax(0))
+        return (known + self.rounding) * self.scale * self.scale
+
+
+def _mirrored(a: tuple[int, ...], points: Sequence[int]) -> tuple[int, ...]:
+    return tuple((-x) % n for x, n in zip(a, points, strict=True))
+
+
+def _autocorrelation(kernel: Tensor) -> tuple[Tensor, Tensor]:
+    """Half of the lags, and the real coefficients: the other half are transposes, lag zero is halved."""
+    taps = kernel.shape[3:]
+    spans = [range(-k + 1, k) for k in taps]
+    lags = [lag for lag in product(*spans) if lag >= (0,) * len(taps)]
+    coefficients = []
+    for lag in lags:
+        ahead: tuple[Any, ...] = (
+            ...,
+            *(slice(max(d, 0), k + min(d, 0)) for d, k in zip(lag, taps, strict=True)),
+        )
+        behind: tuple[Any, ...] = (
+            ...,
+            *(slice(max(-d, 0), k + min(-d, 0)) for d, k in zip(lag, taps, strict=True)),
+        )
+        value = kernel[ahead].flatten(2) @ kernel[behind].flatten(2).mT
+        coefficients.append(value / 2 if not any(lag) else value)
+    stacked = torch.stack(coefficients)
+    return torch.tensor(lags, dtype=torch.float64, device=kernel.device).reshape(len(lags), -1), stacked
+
+
+def _schatten(gram: Tensor, squarings: int = 4) -> Tensor:
+    r"""The Schatten norm of order :math:`2^{q+1}`, at most :math:`n^{2^{-q-1}}\lambda_{\max}`."""
+    n = gram.shape[-1]
+    if n == 1:
+        return gram[..., 0, 0].real.clamp_min(0)
+    norm = torch.linalg.matrix_norm(gram)
+    matrix = gram / torch.where(norm > 0, norm, torch.ones_like(norm))[..., None, None]
+    for _ in range(squarings):
+        matrix = matrix @ matrix
+    # Each squaring loses n² ε at most; the root then divides the sum of the losses.
+    root = torch.linalg.matrix_norm(matrix) ** (0.5**squarings)
+    return norm * root * (1 + 16 * n * (n + 8) * EPS)

@@ -1,0 +1,137 @@
+"""Randomised coordinate descent: the solver behind dropout on the outputs."""
+
+import dataclasses
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .base import Solver, require_count
+from .gradient import ProxGD
+from .problem import Problem, reciprocal
+from .sampling import Nice, Request, sample_size
+from .steps import StepSize, check_step_size
+
+__all__ = ["RCD"]
+
+
+class CoordinateState(NamedTuple):
+    """The point, the residual ``y − Aᵀx``, ``A y + b`` and the step (per output for single coordinates)."""
+
+    x: Tensor | None
+    residual: Tensor
+    step: float | Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class RCD(Solver):
+    r"""Randomised block coordinate descent (NSync) over the outputs: for a random set S of τ outputs,
+
+    .. math::
+
+        x_S \leftarrow \operatorname{prox}_{g/v}\bigl(x_S - \nabla_S f(x)/v\bigr), \qquad x_{\bar S} \text{ unchanged.}
+
+    Only the sampled entries pass through the prox: applying it to all of them, as the source's eq. (32) is
+    written, stops far from the optimum. From zero with v = 1 one step is act(dropout(Ay + b)), dropout *after*
+    the linear map and unscaled, wherever act(0) = 0 (000, Proposition 6).
+
+    Args:
+        iters: Iterations.
+        tau: How many outputs (channels) a step updates; a float is a fraction, an int a count. None: half.
+        step: 1/v; automatic: :math:`1/(L+\lambda)` for blocks, which is safe for any τ, and
+            :math:`1/(\|\mathrm{row}_i\|^2+\lambda)` for a single output at a time.
+        shared_sample: One draw for the whole batch: rows of the operator are gathered, and a step costs τ/n2.
+
+    Source: Richtárik & Takáč, 2016; 000, appendix I.
+
+    >>> from minimand.functions import L1
+    >>> from minimand.operators import Dense
+    >>> from minimand.solvers import solve
+    >>> A, y = torch.eye(3), torch.tensor([[3.0, -0.5, -2.0]])
+    >>> solve(Problem(Dense(A), L1(1.0), y), RCD(iters=40)).x
+    tensor([[ 2., 0., -1.]])
+    """
+
+    stochastic: ClassVar[bool] = True
+    needs_separable: ClassVar[bool] = True
+
+    iters: int = 10
+    tau: float | int | None = None
+    step: StepSize = "auto"
+    shared_sample: bool = dataclasses.field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        require_count("iters", self.iters)
+        check_step_size(self.step)
+        if self.tau is not None:
+            sample_size(self.tau, self.tau if isinstance(self.tau, int) and self.tau > 1 else 1)
+
+    @property
+    def iterations(self) -> int:
+        """The fixed number of iterations."""
+        return self.iters
+
+    def check(self, problem: Problem) -> None:
+        """The sample must fit the operator's outputs."""
+        super().check(problem)
+        sample_size(self.tau, problem.operator.outputs)
+
+    def prepare(self, problem: Problem) -> Problem:
+        """Single coordinates have steps of their own."""
+        return problem.bounded(outputs=sample_size(self.tau, problem.operator.outputs) == 1)
+
+    def noiseless(self) -> ProxGD:
+        """All outputs at once: proximal gradient descent, whose step is safe for blocks of any size."""
+        return ProxGD(self.iters, self.step)
+
+    def init(self, problem: Problem, x0: Tensor | None) -> CoordinateState:
+        """The residual and the step, once."""
+        operator = problem.operator
+        step: float | Tensor
+        if not isinstance(self.step, str):
+            step = self.step
+        elif sample_size(self.tau, operator.outputs) == 1:
+            step = operator.per_feature(reciprocal(operator.output_norms_sq() + problem.ridge))
+        else:
+            step = reciprocal(problem.smoothness())
+        residual = problem.y if x0 is None else problem.y - operator.adjoint(x0)
+        return CoordinateState(x0, residual, step)
+
+    def advance(
+        self, problem: Problem, state: CoordinateState, k: int, generator: torch.Generator | None
+    ) -> CoordinateState:
+        """Update τ outputs, and the residual with them."""
+        operator = problem.operator
+        rows = None if self.shared_sample else problem.rows
+        size = sample_size(self.tau, operator.outputs)
+        request = Request(size, operator.outputs, rows, problem.y, generator)
+        sample = Nice().draw(request)
+        x = problem.y.new_zeros(problem.shape) if state.x is None else state.x
+        if (index := sample.index) is None:
+            assert sample.weight is not None
+            kept = operator.per_feature(sample.weight.reshape(*x.shape[: operator.feature_dim], operator.outputs)) > 0
+            updated = self._updated(problem, x, state.residual, problem.bias, state.step)
+            updated = torch.where(kept, updated, x)
+            residual = state.residual - operator.adjoint(updated - x)
+            return state._replace(x=updated, residual=residual)
+        part = dataclasses.replace(problem, operator=operator.restrict_outputs(index))
+        bias = None if problem.bias is None else self._part(problem, problem.full_bias(), index)
+        step = self._part(problem, state.step, index) if isinstance(state.step, Tensor) else state.step
+        block = operator.select(x, index)
+        updated = self._updated(part, block, state.residual, bias, step)
+        residual = state.residual - part.operator.adjoint(updated - block)
+        return state._replace(x=x.index_copy(operator.feature_dim, index, updated), residual=residual)
+
+    @staticmethod
+    def _updated(problem: Problem, x: Tensor, residual: Tensor, bias: Tensor | None, step: float | Tensor) -> Tensor:
+        direction = problem.operator.apply(residual, bias)
+        if problem.ridge > 0:
+            direction = direction - problem.ridge * x
+        return problem.prox(x + step * direction, step)
+
+    @staticmethod
+    def _part(problem: Problem, tensor: Tensor, index: Tensor) -> Tensor:
+        """The sampled outputs of something that broadcasts against x."""
+        operator = problem.operator
+        narrow = tensor.dim() < -operator.feature_dim or tensor.shape[operator.feature_dim] == 1
+        return tensor if narrow else operator.select(tensor, index)

@@ -1,0 +1,237 @@
+r"""Deterministic first-order methods: proximal gradient, heavy ball, FISTA."""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import OptionError
+from ..functions.separable import Zero
+from .base import Solver, require_count
+from .problem import GradientMap, Problem
+from .steps import (
+    StepSize,
+    check_step_size,
+    fista_weight,
+    gradient_step,
+    nesterov_momentum,
+    polyak_momentum,
+)
+
+__all__ = ["FISTA", "HeavyBall", "ProxGD"]
+
+
+class GradientState(NamedTuple):
+    """The point, the gradient step's map and the step."""
+
+    x: Tensor | None
+    move: GradientMap
+    step: float | Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class ProxGD(Solver):
+    r"""Proximal gradient descent,
+
+    .. math:: x \leftarrow \operatorname{prox}_{\eta g}\bigl(x + \eta\,(Ay + b - AA^\top x - \lambda x)\bigr).
+
+    At :math:`\eta = 1/(L+\lambda)`, the automatic step, the objective never rises. One iteration from zero with
+    unit step and no ridge is the plain layer, to the bit.
+
+    Source: 000, eq. (3), with the prox parameter equal to the step.
+
+    >>> from minimand.functions import NonNegative
+    >>> from minimand.operators import Dense
+    >>> A, y = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([[4.0, -3.0]])
+    >>> from minimand.solvers import solve
+    >>> solve(Problem(Dense(A), NonNegative(), y), ProxGD(iters=50)).x
+    tensor([[2., 0.]])
+    """
+
+    iters: int = 10
+    step: StepSize = "auto"
+
+    def __post_init__(self) -> None:
+        require_count("iters", self.iters)
+        check_step_size(self.step)
+
+    @property
+    def iterations(self) -> int:
+        """The fixed number of iterations."""
+        return self.iters
+
+    def prepare(self, problem: Problem) -> Problem:
+        """The first step from zero needs no product with the Gram."""
+        return problem.prepared(self.iters - 1).bounded()
+
+    def init(self, problem: Problem, x0: Tensor | None) -> GradientState:
+        """The step and its map, once."""
+        step = gradient_step(self.step, problem)
+        return GradientState(x0, problem.gradient_map(step), step)
+
+    def advance(
+        self, problem: Problem, state: GradientState, k: int, generator: torch.Generator | None
+    ) -> GradientState:
+        """One proximal gradient step."""
+        return state._replace(x=problem.prox(state.move(state.x), state.step))
+
+
+class MomentumState(NamedTuple):
+    """As :class:`GradientState`, with the previous point and the momentum's weight."""
+
+    x: Tensor | None
+    previous: Tensor | None
+    move: GradientMap
+    step: float | Tensor
+    momentum: float | Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class HeavyBall(Solver):
+    r"""Proximal gradient descent with Polyak's momentum,
+
+    .. math:: x^+ = \operatorname{prox}_{\eta g}\bigl(x - \eta\nabla f(x) + \beta\,(x - x_-)\bigr).
+
+    Args:
+        iters: Iterations.
+        step: :math:`\eta`; automatic: :math:`1/(L+\lambda)`.
+        momentum: :math:`\beta \in [0, 1)`; automatic: for :math:`g = 0` and a ridge, where the problem is a
+            strongly convex quadratic, :math:`(1-\sqrt{\lambda\eta})^2`, which contracts at the accelerated rate
+            :math:`1-\sqrt{\lambda\eta}`; otherwise ½, the largest for which convergence with this step and any
+            convex g is proved (Ochs, Chen, Brox & Pock, iPiano, 2014: :math:`\eta \le 2(1-\beta)/L`).
+
+    Source: 002, eq. (16); Polyak, 1964.
+
+    >>> from minimand.functions import Zero
+    >>> from minimand.operators import Dense
+    >>> from minimand.solvers import solve
+    >>> A, y = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([[4.0, -3.0]])
+    >>> solve(Problem(Dense(A), Zero(), y), HeavyBall(iters=100)).x
+    tensor([[ 2., -3.]])
+    """
+
+    iters: int = 10
+    step: StepSize = "auto"
+    momentum: float | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        require_count("iters", self.iters)
+        check_step_size(self.step)
+        if isinstance(self.momentum, str):
+            if self.momentum != "auto":
+                raise OptionError(f'momentum is "auto" or a number in [0, 1), got {self.momentum!r}')
+        elif not 0 <= self.momentum < 1:
+            raise OptionError(f"momentum must lie in [0, 1), got {self.momentum}")
+
+    @property
+    def iterations(self) -> int:
+        """The fixed number of iterations."""
+        return self.iters
+
+    def prepare(self, problem: Problem) -> Problem:
+        """One product with the Gram per iteration but the first."""
+        return problem.prepared(self.iters - 1).bounded()
+
+    def init(self, problem: Problem, x0: Tensor | None) -> MomentumState:
+        """The step, its map and the momentum, once."""
+        step = gradient_step(self.step, problem)
+        momentum: float | Tensor
+        if not isinstance(self.momentum, str):
+            momentum = self.momentum
+        elif isinstance(problem.function, Zero) and problem.ridge > 0:
+            momentum = polyak_momentum(problem.ridge, step)
+        else:
+            momentum = 0.5
+        return MomentumState(x0, x0, problem.gradient_map(step), step, momentum)
+
+    def advance(
+        self, problem: Problem, state: MomentumState, k: int, generator: torch.Generator | None
+    ) -> MomentumState:
+        """A gradient step at x, pushed on by the last displacement."""
+        x, previous, move, step, momentum = state
+        target = move(x)
+        if x is not None and previous is not x:
+            target = target + momentum * (x if previous is None else x - previous)
+        return state._replace(x=problem.prox(target, step), previous=x)
+
+
+class NesterovState(NamedTuple):
+    """As :class:`GradientState`, with the extrapolated point and Nesterov's weight per sample."""
+
+    x: Tensor | None
+    ahead: Tensor | None
+    weight: Tensor
+    move: GradientMap
+    step: float | Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class FISTA(Solver):
+    r"""Accelerated proximal gradient,
+
+    .. math::
+
+        x^+ = \operatorname{prox}_{\eta g}(z - \eta\nabla f(z)), \qquad
+        z^+ = x^+ + \beta\,(x^+ - x), \qquad \beta = \frac{t-1}{t^+},\quad t^+ = \tfrac12(1+\sqrt{1+4t^2}) .
+
+    With a ridge the momentum never exceeds :math:`(1-\sqrt{\lambda\eta})/(1+\sqrt{\lambda\eta})`, the constant
+    of strongly convex problems.
+
+    Args:
+        iters: Iterations.
+        step: :math:`\eta`; automatic: :math:`1/(L+\lambda)`, the largest that the theory allows.
+        restart: Start the momentum anew, sample by sample, when it points uphill:
+            :math:`\langle z - x^+, x^+ - x\rangle > 0` (O'Donoghue & Candès, 2015).
+
+    Source: Beck & Teboulle, 2009; 002, eq. (18).
+
+    >>> from minimand.functions import NonNegative
+    >>> from minimand.operators import Dense
+    >>> from minimand.solvers import solve
+    >>> A, y = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([[4.0, -3.0]])
+    >>> solve(Problem(Dense(A), NonNegative(), y), FISTA(iters=60)).x
+    tensor([[2., 0.]])
+    """
+
+    iters: int = 10
+    step: StepSize = "auto"
+    restart: bool = True
+
+    def __post_init__(self) -> None:
+        require_count("iters", self.iters)
+        check_step_size(self.step)
+
+    @property
+    def iterations(self) -> int:
+        """The fixed number of iterations."""
+        return self.iters
+
+    def prepare(self, problem: Problem) -> Problem:
+        """One product with the Gram per iteration but the first."""
+        return problem.prepared(self.iters - 1).bounded()
+
+    def init(self, problem: Problem, x0: Tensor | None) -> NesterovState:
+        """The step and its map, once; weight one everywhere."""
+        step = gradient_step(self.step, problem)
+        lead = problem.shape[: problem.operator.feature_dim]
+        weight = problem.operator.per_feature(torch.ones(*lead, 1, device=problem.y.device))
+        return NesterovState(x0, x0, weight, problem.gradient_map(step), step)
+
+    def advance(
+        self, problem: Problem, state: NesterovState, k: int, generator: torch.Generator | None
+    ) -> NesterovState:
+        """A proximal gradient step at the extrapolated point, then the next extrapolation."""
+        x, ahead, weight, move, step = state
+        new = problem.prox(move(ahead), step)
+        if k + 1 == self.iters:
+            return state._replace(x=new)
+        change = new if x is None else new - x
+        if self.restart and ahead is not None:
+            over = ((ahead - new) * change).detach().flatten(problem.operator.feature_dim).sum(-1, keepdim=True)
+            weight = torch.where(problem.operator.per_feature(over) > 0, torch.ones_like(weight), weight)
+        following = fista_weight(weight)
+        momentum = (weight - 1) / following
+        if problem.ridge > 0:
+            momentum = momentum.clamp(max=nesterov_momentum(problem.ridge, step))
+        return state._replace(x=new, ahead=new + momentum.to(new.dtype) * change, weight=following)

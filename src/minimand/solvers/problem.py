@@ -1,0 +1,217 @@
+"""The convex problem that a layer solves."""
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import OptionError, ShapeError, require_finite, require_positive
+from ..functions.base import Function
+from ..operators.base import Bounds, LinearOperator
+from .sampling import Sample
+
+__all__ = ["GradientMap", "Problem", "reciprocal"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    r"""The problem of a layer with weight :math:`A`, bias :math:`b` and input :math:`y`, one per sample:
+
+    .. math::
+
+        \min_x\; \tfrac12\|A^\top x - y\|^2 - \langle b, x\rangle + \tfrac{\lambda}{2}\|x\|^2 + g(x) .
+
+    One proximal gradient step from zero with unit step and :math:`\lambda = 0` is the plain layer
+    :math:`\operatorname{prox}_g(Ay + b)`: a linear map followed by an activation.
+
+    The origin costs nothing: wherever a point is asked for, ``None`` stands for zero, and no product with the
+    operator is made for it.
+
+    Args:
+        operator: :math:`A`, dense or convolutional.
+        function: :math:`g`, the activation's function.
+        y: The layer's input, a batch of samples of the operator's input shape.
+        bias: Broadcastable to x, or one number per output channel; it may depend on the input, as the skip
+            of a residual block does.
+        ridge: :math:`\lambda \ge 0`; above zero the problem is strongly convex.
+
+    Source: Bibi, Ghanem, Koltun, Ranftl, *Deep Layers as Stochastic Solvers*, ICLR 2019, eq. (5).
+
+    >>> from minimand.functions import NonNegative
+    >>> from minimand.operators import Dense
+    >>> A, y = torch.eye(2), torch.tensor([[3.0, -1.0]])
+    >>> problem = Problem(Dense(A), NonNegative(), y)
+    >>> problem.objective(torch.tensor([[3.0, 0.0]])).item()
+    0.5
+    """
+
+    operator: LinearOperator
+    function: Function
+    y: Tensor
+    bias: Tensor | None = None
+    ridge: float = 0.0
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of x."""
+        lead = self.y.shape[: self.y.dim() - len(self.operator.input_shape)]
+        return torch.Size((*lead, *self.operator.output_shape))
+
+    @property
+    def rows(self) -> int:
+        """The number of samples, which are solved independently."""
+        return int(self.shape[: len(self.shape) - len(self.operator.output_shape)].numel())
+
+    def linear(self) -> Tensor:
+        """``A y + b``: what the plain layer computes before its activation."""
+        return self.operator.apply(self.y, self.bias)
+
+    def smoothness(self) -> Tensor:
+        r""":math:`L + \lambda`, with L never below :math:`\|A\|^2`."""
+        return self.operator.norm_sq() + self.ridge
+
+    def descent(self, x: Tensor | None, linear: Tensor) -> Tensor:
+        r"""The negative gradient of the smooth part, :math:`Ay + b - AA^\top x - \lambda x`, given :meth:`linear`."""
+        if x is None:
+            return linear
+        return self._less_ridge(linear - self.operator.normal(x), x)
+
+    def gradient_map(self, step: float | Tensor) -> "GradientMap":
+        r"""The map :math:`x \mapsto x - \eta\nabla f(x)`, with all that can be computed once computed."""
+        return GradientMap.of(self, step)
+
+    def sampled_descent(self, x: Tensor | None, sample: Sample) -> Tensor:
+        r"""An unbiased estimate of :meth:`descent` from a sample of the inputs.
+
+        .. math:: A\,(w \odot (y - A^\top x)) + b - \lambda x, \qquad \mathbb{E}\, w = 1 .
+        """
+        operator, y = self.operator, self.y
+        if sample.index is not None:
+            operator, y = operator.restrict(sample.index), operator.select(y, sample.index)
+        residual = y if x is None else y - operator.adjoint(x)
+        return self._less_ridge(operator.apply(_weighted(operator, sample, residual), self.bias), x)
+
+    def sampled_curvature(self, x: Tensor, sample: Sample) -> Tensor:
+        r"""An unbiased estimate :math:`A\,(w \odot A^\top x) + \lambda x` of the Hessian times ``x``."""
+        operator = self.operator if sample.index is None else self.operator.restrict(sample.index)
+        product = operator.apply(_weighted(operator, sample, operator.adjoint(x)))
+        return product if self.ridge == 0 else product + self.ridge * x
+
+    def _less_ridge(self, direction: Tensor, x: Tensor | None) -> Tensor:
+        return direction if x is None or self.ridge == 0 else direction - self.ridge * x
+
+    def prox(self, v: Tensor, step: float | Tensor) -> Tensor:
+        """The prox of g at ``v``, with the step that the gradient took."""
+        return self.function.prox(v, step)
+
+    def objective(self, x: Tensor) -> Tensor:
+        """The objective at ``x``, summed over the batch."""
+        residual = self.operator.adjoint(x) - self.y
+        value = 0.5 * residual.square().sum() + self.function.value(x)
+        if self.bias is not None:
+            value = value - (self.full_bias() * x).sum()
+        return value + 0.5 * self.ridge * x.square().sum()
+
+    def optimality(self, x: Tensor) -> Tensor:
+        r"""How far ``x`` is from optimal: the largest norm of the gradient mapping over the samples,
+
+        .. math::
+
+            \max_{\text{samples}} \bigl\| \ell\,(x - \operatorname{prox}_{g/\ell}(x - \nabla f(x)/\ell)) \bigr\|_2,
+            \qquad \ell = L + \lambda ,
+
+        which is zero exactly at the minimiser.
+        """
+        step = reciprocal(self.smoothness())
+        moved = (x - self.prox(x + step * self.descent(x, self.linear()), step)) / step
+        return moved.flatten(self.operator.feature_dim).norm(dim=-1).amax()
+
+    def prepared(self, applications: int) -> "Problem":
+        """The same problem with its operator set up for this many products."""
+        operator = self.operator.prepared(self.rows, applications)
+        return self if operator is self.operator else dataclasses.replace(self, operator=operator)
+
+    def bounded(self, *, inputs: bool = False, outputs: bool = False) -> "Problem":
+        """The same problem with the bounds on its operator computed once, here."""
+        operator = self.operator
+        bounds = Bounds(
+            operator.norm_sq(),
+            operator.input_norms_sq() if inputs else None,
+            operator.output_norms_sq() if outputs else None,
+        )
+        return dataclasses.replace(self, operator=operator.with_bounds(bounds))
+
+    def check(self) -> None:
+        """Refuse sizes that do not fit and values that are not finite, before any work."""
+        require_positive("ridge", self.ridge, zero=True)
+        self.operator.check_input(self.y)
+        if self.y.dtype != self.operator.weight.dtype and not torch.is_autocast_enabled(self.y.device.type):
+            raise OptionError(
+                f"y is {self.y.dtype} and the operator's weight {self.operator.weight.dtype}; convert one of them"
+            )
+        if self.bias is not None:
+            self._check_bias(self.bias)
+            require_finite("bias", self.bias)
+        require_finite("weight", self.operator.weight)
+        require_finite("y", self.y)
+
+    def full_bias(self) -> Tensor:
+        """The bias, shaped to broadcast against x."""
+        assert self.bias is not None
+        # One number per channel is what a convolution's bias is; it is never a bias along the width.
+        return self.operator.per_feature(self.bias) if self.bias.dim() == 1 else self.bias
+
+    def _check_bias(self, bias: Tensor) -> None:
+        try:
+            fits = torch.broadcast_shapes(self.full_bias().shape, self.shape) == self.shape
+        except RuntimeError:
+            fits = False
+        if not fits:
+            raise ShapeError(
+                f"bias of shape {tuple(bias.shape)} does not broadcast to x of shape {tuple(self.shape)}; "
+                f"give one number per output, {self.operator.outputs} of them, or one per entry of x"
+            )
+
+
+def _weighted(operator: LinearOperator, sample: Sample, residual: Tensor) -> Tensor:
+    return residual if sample.weight is None else operator.per_feature(sample.weight) * residual
+
+
+class GradientMap(NamedTuple):
+    r"""The affine map :math:`x \mapsto x - \eta\nabla f(x) = Mx + \eta(Ay + b)`,
+    :math:`M = (1-\eta\lambda)I - \eta AA^\top`.
+
+    Where the operator holds its Gram matrix, M is formed once and a step is a single product that accumulates
+    onto the offset; otherwise the operator and its adjoint are applied. None stands for the origin.
+    """
+
+    offset: Tensor
+    matrix: Tensor | None
+    operator: LinearOperator
+    step: float | Tensor
+    ridge: float
+
+    @classmethod
+    def of(cls, problem: Problem, step: float | Tensor) -> "GradientMap":
+        """The map of a problem at one step size."""
+        gram, matrix = problem.operator.formed_gram, None
+        if gram is not None:
+            identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+            matrix = (1 - step * problem.ridge) * identity - step * gram
+        return cls(step * problem.linear(), matrix, problem.operator, step, problem.ridge)
+
+    def __call__(self, x: Tensor | None) -> Tensor:
+        """One gradient step from ``x``."""
+        if x is None:
+            return self.offset
+        if self.matrix is not None:
+            # M is symmetric: rows need no transpose.
+            return torch.addmm(self.offset, x, self.matrix) if x.dim() == 2 else self.offset + x @ self.matrix
+        kept = x if self.ridge == 0 else (1 - self.step * self.ridge) * x
+        return kept + self.offset - self.step * self.operator.normal(x)
+
+
+def reciprocal(smoothness: Tensor) -> Tensor:
+    """The step 1/ℓ of an ℓ-smooth function; one where there is no curvature at all."""
+    return torch.where(smoothness > 0, 1 / smoothness, torch.ones_like(smoothness))

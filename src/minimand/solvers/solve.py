@@ -1,0 +1,139 @@
+"""Problem, solver, adjoint: three arguments, one answer."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..adjoints import Adjoint, Unroll
+from ..errors import ShapeError, require_finite, require_positive
+from .base import Solver, State
+from .problem import Problem
+
+__all__ = ["Solution", "Trace", "solve", "trace"]
+
+# Measuring optimality costs as much as an iteration.
+_CHECK_EVERY = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Solution:
+    """What :func:`solve` returns.
+
+    Attributes:
+        x: The point, differentiable as the adjoint says.
+        objective: The objective at x, summed over the batch.
+        optimality: The largest gradient mapping over the samples; zero exactly at the minimiser.
+        iterations: How many were made.
+        converged: Whether ``optimality`` is at most ``tol``; None where no tolerance was asked for.
+    """
+
+    x: Tensor
+    objective: Tensor
+    optimality: Tensor
+    iterations: int
+    converged: bool | None
+
+
+def solve(
+    problem: Problem,
+    solver: Solver,
+    *,
+    x0: Tensor | None = None,
+    adjoint: Adjoint = Unroll(),  # noqa: B008 -- frozen
+    tol: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Solution:
+    r"""Minimise a layer's problem.
+
+    Args:
+        problem: :math:`\tfrac12\|A^\top x - y\|^2 - \langle b,x\rangle + \tfrac\lambda2\|x\|^2 + g(x)`.
+        solver: The method and its options; its iterations are a maximum where ``tol`` is given.
+        x0: The start; None is zero.
+        adjoint: How gradients pass through the solve.
+        tol: Stop once the optimality measure is at most this.
+        generator: The source of randomness; None is torch's global one.
+
+    >>> from minimand.functions import NonNegative
+    >>> from minimand.operators import Dense
+    >>> from minimand.solvers import FISTA
+    >>> problem = Problem(Dense(torch.eye(2, dtype=torch.float64)), NonNegative(),
+    ...                   torch.tensor([[3.0, -1.0]], dtype=torch.float64))
+    >>> solution = solve(problem, FISTA(iters=100), tol=1e-10)
+    >>> solution.x, solution.converged
+    (tensor([[3., 0.]], dtype=torch.float64), True)
+    """
+    check(problem, solver, adjoint, x0=x0)
+    if tol is not None:
+        require_positive("tol", tol)
+    prepared = solver.prepare(problem)
+    x, iterations = adjoint.run(prepared, solver, x0, generator, until=_stopper(prepared, tol))
+    with torch.no_grad():
+        objective, optimality = prepared.objective(x), prepared.optimality(x)
+    converged = None if tol is None else bool(optimality <= tol)
+    return Solution(x, objective, optimality, iterations, converged)
+
+
+class Trace(NamedTuple):
+    """Objective and optimality after 1, 2, … iterations."""
+
+    objective: Tensor
+    optimality: Tensor
+
+
+def trace(
+    problem: Problem,
+    solver: Solver,
+    *,
+    x0: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Trace:
+    """Run a solver and record objective and optimality after every iteration, without gradients.
+
+    >>> from minimand.functions import NonNegative
+    >>> from minimand.operators import Dense
+    >>> from minimand.solvers import ProxGD
+    >>> problem = Problem(Dense(2 * torch.eye(2)), NonNegative(), torch.tensor([[4.0, -1.0]]))
+    >>> trace(problem, ProxGD(iters=3)).objective
+    tensor([0.5000, 0.5000, 0.5000])
+    """
+    check(problem, solver, Unroll(), x0=x0)
+    rows: list[tuple[Tensor, Tensor]] = []
+
+    def record(state: State, done: int) -> bool:
+        assert state.x is not None
+        rows.append((problem.objective(state.x), prepared.optimality(state.x)))
+        return False
+
+    with torch.no_grad():
+        prepared = solver.prepare(problem)
+        Unroll().run(prepared, solver, x0, generator, until=record)
+    objective, optimality = (torch.stack(column) for column in zip(*rows, strict=True))
+    return Trace(objective, optimality)
+
+
+def check(problem: Problem, solver: Solver, adjoint: Adjoint, *, x0: Tensor | None) -> None:
+    """Everything that can be refused is refused here, before any work."""
+    problem.check()
+    solver.check(problem)
+    adjoint.check(solver)
+    if x0 is not None:
+        if x0.shape != problem.shape:
+            raise ShapeError(f"x0 has shape {tuple(x0.shape)}, but the problem's x has {tuple(problem.shape)}")
+        require_finite("x0", x0)
+
+
+def _stopper(problem: Problem, tol: float | None) -> Callable[[State, int], bool] | None:
+    if tol is None:
+        return None
+
+    def reached(state: State, done: int) -> bool:
+        if done % _CHECK_EVERY:
+            return False
+        assert state.x is not None
+        with torch.no_grad():
+            return bool(problem.optimality(state.x) <= tol)
+
+    return reached

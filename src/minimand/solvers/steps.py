@@ -1,0 +1,118 @@
+"""Step sizes and momentum: the numbers a solver moves by."""
+
+import abc
+import dataclasses
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import OptionError, require_positive
+from .problem import Problem, reciprocal
+
+__all__ = [
+    "Exponential",
+    "Harmonic",
+    "Schedule",
+    "StepSize",
+    "check_step_size",
+    "gradient_step",
+    "nesterov_momentum",
+    "polyak_momentum",
+    "resolve_decay",
+]
+
+#: ``"auto"``, or a number that the caller vouches for.
+StepSize = float | Literal["auto"]
+
+
+def check_step_size(step: StepSize) -> None:
+    """Refuse what is neither ``"auto"`` nor a positive number."""
+    if isinstance(step, str):
+        if step != "auto":
+            raise OptionError(f'step is "auto" or a number > 0, got {step!r}')
+    else:
+        require_positive("step", step)
+
+
+def gradient_step(step: StepSize, problem: Problem) -> float | Tensor:
+    r""":math:`1/(L + \lambda)` for ``"auto"``: monotone descent, and never more than theory allows."""
+    return reciprocal(problem.smoothness()) if isinstance(step, str) else step
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule(abc.ABC):
+    """How a step shrinks over the iterations; the first step is never changed."""
+
+    @abc.abstractmethod
+    def factor(self, k: int) -> float:
+        """What the initial step is multiplied by in iteration k = 0, 1, …"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Exponential(Schedule):
+    """``rate ** k``; rate 1 keeps the step constant. The paper's choice (000 §4).
+
+    >>> Exponential(0.5).factor(0), Exponential(0.5).factor(2)
+    (1.0, 0.25)
+    """
+
+    rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rate <= 1:
+            raise OptionError(f"a decay rate must lie in (0, 1], got {self.rate}")
+
+    def factor(self, k: int) -> float:
+        """Shrinks geometrically."""
+        return float(self.rate**k)
+
+
+@dataclasses.dataclass(frozen=True)
+class Harmonic(Schedule):
+    """``1 / (1 + k / horizon)``: sums to infinity, its squares do not, so the iterates converge (Bottou, 2012).
+
+    >>> Harmonic(10).factor(0), Harmonic(10).factor(10)
+    (1.0, 0.5)
+    """
+
+    horizon: float = 10.0
+
+    def __post_init__(self) -> None:
+        require_positive("horizon", self.horizon)
+
+    def factor(self, k: int) -> float:
+        """Shrinks like 1/k."""
+        return 1 / (1 + k / self.horizon)
+
+
+def resolve_decay(decay: float | Schedule) -> Schedule:
+    """A number is the rate of an exponential decay."""
+    return decay if isinstance(decay, Schedule) else Exponential(decay)
+
+
+def polyak_momentum(curvature: float, step: float | Tensor) -> float | Tensor:
+    r"""Heavy-ball momentum for a quadratic with curvature in :math:`[\mu, 1/\eta]`: :math:`(1 - \sqrt{\mu\eta})^2`.
+
+    Every mode is then critically or under-damped, and all contract at the rate :math:`1 - \sqrt{\mu\eta}`.
+
+    >>> polyak_momentum(0.25, 1.0)
+    0.25
+    """
+    root = (curvature * step) ** 0.5
+    return (1 - root) ** 2
+
+
+def nesterov_momentum(curvature: float, step: float | Tensor) -> float | Tensor:
+    r"""The constant momentum of a strongly convex problem, :math:`(1-\sqrt{\mu\eta})/(1+\sqrt{\mu\eta})`.
+
+    >>> round(nesterov_momentum(0.25, 1.0), 4)
+    0.3333
+    """
+    root = (curvature * step) ** 0.5
+    return (1 - root) / (1 + root)
+
+
+def fista_weight(t: Tensor) -> Tensor:
+    r"""The next of Nesterov's weights, :math:`t_{k+1} = \tfrac12(1 + \sqrt{1 + 4t_k^2})`."""
+    return (1 + torch.sqrt(1 + 4 * t * t)) / 2

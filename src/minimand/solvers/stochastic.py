@@ -1,0 +1,262 @@
+r"""Stochastic first-order methods: Prox-SG and SVRG / mS2GD, the solvers behind dropout."""
+
+import dataclasses
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .base import Solver, require_count
+from .problem import Problem, reciprocal
+from .sampling import Full, Request, Sample, Sampling, resolve_sampling, sample_size
+from .steps import Schedule, StepSize, check_step_size, resolve_decay
+
+__all__ = ["SVRG", "ProxSG"]
+
+
+def draw_inputs(
+    problem: Problem,
+    sampling: Sampling,
+    size: int,
+    *,
+    x: Tensor | None,
+    shared: bool,
+    generator: torch.Generator | None,
+) -> Sample:
+    """Draw inputs for every row of the problem, or once for all of them."""
+    operator = problem.operator
+    scores = None
+    with torch.no_grad():
+        if sampling.uses_residual:
+            residual = problem.y if x is None else problem.y - operator.adjoint(x)
+            scores = sampling.scores(operator, residual)
+            if shared and scores is not None:
+                scores = scores.square().mean(0).sqrt()
+        else:
+            scores = sampling.scores(operator, None)
+        rows = None if shared else problem.rows
+        sample = sampling.draw(Request(size, operator.inputs, rows, problem.y, generator, scores))
+        if sample.index is None and sample.weight is not None and not shared:
+            lead = problem.y.shape[: operator.feature_dim]
+            sample = Sample(None, sample.weight.reshape(*lead, operator.inputs))
+    return sample
+
+
+def moved(x: Tensor | None, step: float | Tensor, direction: Tensor) -> Tensor:
+    """``x + step * direction``, with None for the origin."""
+    return step * direction if x is None else x + step * direction
+
+
+class SampledState(NamedTuple):
+    """The point and the initial step."""
+
+    x: Tensor | None
+    step: float | Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class ProxSG(Solver):
+    r"""Proximal stochastic gradient over the inputs,
+
+    .. math::
+
+        x \leftarrow \operatorname{prox}_{\eta_k g}\bigl(x + \eta_k\,[A\,(w\odot(y - A^\top x)) + b - \lambda x]\bigr),
+        \qquad \mathbb{E}\,w = 1 .
+
+    One iteration from zero with unit step is dropout → linear → activation with the mask ``w`` (000,
+    Proposition 1): ``w`` already holds dropout's factor 1/(1−p).
+
+    Args:
+        iters: Iterations.
+        tau: How many inputs (channels, for a convolution) a step sees: a float is a fraction, an int a count.
+            None: half of them.
+        step: The first step; automatic: one over the *expected smoothness* of the sampling. The paper's 1/L
+            diverges for small samples.
+        decay: A factor per iteration, or a :class:`~minimand.solvers.steps.Schedule`.
+        sampling: ``"nice"``, ``"bernoulli"``, ``"importance"`` or a :class:`~minimand.solvers.sampling.Sampling`.
+        shared_sample: One draw for the whole batch; the operator is then gathered, and a step costs τ/n of a
+            full one.
+
+    >>> from minimand.functions import NonNegative
+    >>> from minimand.operators import Dense
+    >>> from minimand.solvers import solve
+    >>> A, y = torch.eye(4), torch.arange(4.0)[None]
+    >>> sample = solve(Problem(Dense(A), NonNegative(), y), ProxSG(iters=1, tau=0.5, step=1.0)).x
+    >>> sorted(set((sample / y)[0, 1:].tolist())) in ([0.0, 2.0], [0.0], [2.0])
+    True
+    """
+
+    stochastic: ClassVar[bool] = True
+
+    iters: int = 10
+    tau: float | int | None = None
+    step: StepSize = "auto"
+    decay: float | Schedule = 0.95
+    sampling: str | Sampling = "nice"
+    shared_sample: bool = dataclasses.field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        require_count("iters", self.iters)
+        check_step_size(self.step)
+        resolve_decay(self.decay)
+        resolve_sampling(self.sampling)
+        if self.tau is not None:
+            # A fraction is checked here; a count needs the operator's size and is checked by `check`.
+            sample_size(self.tau, self.tau if isinstance(self.tau, int) and self.tau > 1 else 1)
+
+    @property
+    def iterations(self) -> int:
+        """The fixed number of iterations."""
+        return self.iters
+
+    def check(self, problem: Problem) -> None:
+        """The sample must fit the operator."""
+        super().check(problem)
+        sample_size(self.tau, problem.operator.inputs)
+
+    def prepare(self, problem: Problem) -> Problem:
+        """Samplings and steps ask for the norms of the columns."""
+        return problem.bounded(inputs=True)
+
+    def noiseless(self) -> "ProxSG":
+        """The same steps along full gradients."""
+        return dataclasses.replace(self, sampling=Full(resolve_sampling(self.sampling)))
+
+    def init(self, problem: Problem, x0: Tensor | None) -> SampledState:
+        """The first step."""
+        step: float | Tensor
+        if isinstance(self.step, str):
+            size = sample_size(self.tau, problem.operator.inputs)
+            smoothness = resolve_sampling(self.sampling).smoothness(problem.operator, size)
+            step = reciprocal(smoothness + problem.ridge)
+        else:
+            step = self.step
+        return SampledState(x0, step)
+
+    def advance(self, problem: Problem, state: SampledState, k: int, generator: torch.Generator | None) -> SampledState:
+        """A proximal step along the sampled gradient."""
+        x = state.x
+        step = state.step * resolve_decay(self.decay).factor(k)
+        sample = draw_inputs(
+            problem,
+            resolve_sampling(self.sampling),
+            sample_size(self.tau, problem.operator.inputs),
+            x=x,
+            shared=self.shared_sample,
+            generator=generator,
+        )
+        direction = problem.sampled_descent(x, sample)
+        return state._replace(x=problem.prox(moved(x, step, direction), step))
+
+
+class ReferenceState(NamedTuple):
+    """The point, the reference point, the full negative gradient there, and the step."""
+
+    x: Tensor | None
+    reference: Tensor | None
+    anchor: Tensor
+    linear: Tensor
+    step: float | Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class SVRG(Solver):
+    r"""Variance-reduced proximal stochastic gradient with mini-batches: mS2GD, and S2GD for ``tau=1``.
+
+    Around a reference point :math:`\tilde x` with its full gradient, the inner step is
+
+    .. math::
+
+        x \leftarrow \operatorname{prox}_{\eta g}\bigl(x - \eta\,[\nabla f(\tilde x)
+            + A\,(w\odot A^\top(x - \tilde x)) + \lambda(x - \tilde x)]\bigr),
+
+    and after ``inner`` of them the reference moves to x. From zero the first inner step is the plain block
+    without any noise; the additive dropout noise starts at the second (000, Proposition 2 and eq. 31).
+
+    Args:
+        outer: Reference points.
+        inner: Inner steps around each.
+        tau: As in :class:`ProxSG`.
+        step: Automatic: :math:`1/(2(\mathcal{L} + 2\rho))` with the expected smoothness :math:`\mathcal{L}` of
+            τ-nice sampling and its residual :math:`\rho = \frac{n-\tau}{\tau(n-1)}L_{\max}` (Sebbouh et al.,
+            2019): half of 1/L where every input is seen.
+        shared_sample: As in :class:`ProxSG`.
+
+    Source: Konečný, Liu, Richtárik & Takáč, 2016; 000, appendix H.
+
+    >>> from minimand.functions import NonNegative
+    >>> from minimand.operators import Dense
+    >>> from minimand.solvers import solve
+    >>> A, y = torch.tensor([[1.0, -2.0]]), torch.tensor([[3.0, 1.0]])
+    >>> solve(Problem(Dense(A), NonNegative(), y), SVRG(inner=1, step=1.0)).x  # the plain block
+    tensor([[1.]])
+    """
+
+    stochastic: ClassVar[bool] = True
+
+    outer: int = 1
+    inner: int = 10
+    tau: float | int | None = None
+    step: StepSize = "auto"
+    sampling: str | Sampling = dataclasses.field(default="nice", kw_only=True)
+    shared_sample: bool = dataclasses.field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        require_count("outer", self.outer)
+        require_count("inner", self.inner)
+        ProxSG(tau=self.tau, step=self.step, sampling=self.sampling)
+
+    @property
+    def iterations(self) -> int:
+        """Inner steps altogether."""
+        return self.outer * self.inner
+
+    def check(self, problem: Problem) -> None:
+        """The sample must fit the operator."""
+        super().check(problem)
+        sample_size(self.tau, problem.operator.inputs)
+
+    def prepare(self, problem: Problem) -> Problem:
+        """Samplings and steps ask for the norms of the columns."""
+        return problem.bounded(inputs=True)
+
+    def noiseless(self) -> "SVRG":
+        """The same steps along full gradients."""
+        return dataclasses.replace(self, sampling=Full(resolve_sampling(self.sampling)))
+
+    def init(self, problem: Problem, x0: Tensor | None) -> ReferenceState:
+        """``A y + b`` and the step, once."""
+        linear = problem.linear()
+        return ReferenceState(x0, x0, linear, linear, self._first_step(problem))
+
+    def _first_step(self, problem: Problem) -> float | Tensor:
+        if not isinstance(self.step, str):
+            return self.step
+        operator, n = problem.operator, problem.operator.inputs
+        size = sample_size(self.tau, n)
+        expected = resolve_sampling(self.sampling).smoothness(operator, size) + problem.ridge
+        residual = (n - size) / (size * max(n - 1, 1)) * n * operator.input_norms_sq().amax()
+        return reciprocal(2 * (expected + 2 * residual))
+
+    def advance(
+        self, problem: Problem, state: ReferenceState, k: int, generator: torch.Generator | None
+    ) -> ReferenceState:
+        """A variance-reduced step; every ``inner``-th starts from a fresh reference and has no noise."""
+        x, step = state.x, state.step
+        if k % self.inner == 0:
+            anchor = problem.descent(x, state.linear)
+            state = state._replace(reference=x, anchor=anchor)
+            direction = anchor
+        else:
+            assert x is not None
+            sample = draw_inputs(
+                problem,
+                resolve_sampling(self.sampling),
+                sample_size(self.tau, problem.operator.inputs),
+                x=x,
+                shared=self.shared_sample,
+                generator=generator,
+            )
+            away = x if state.reference is None else x - state.reference
+            direction = state.anchor - problem.sampled_curvature(away, sample)
+        return state._replace(x=problem.prox(moved(x, step, direction), step))

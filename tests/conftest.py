@@ -1,0 +1,18 @@
+"""Deterministic tests on one thread; hypothesis without deadlines, so that a loaded machine cannot fail a law."""
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("laws", deadline=None, derandomize=True, max_examples=50)
+settings.load_profile("laws")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)

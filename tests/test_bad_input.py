@@ -1,0 +1,125 @@
+"""Law: bad input is one clear sentence, of a type in ``minimand.errors``, before any work."""
+
+import pytest
+import torch
+
+import minimand
+from minimand import errors
+from minimand.adjoints import Checkpoint, Implicit
+from minimand.functions import NonNegative, NuclearNorm, Simplex
+from minimand.operators import Conv2d, Dense
+from minimand.solvers import (
+    ADMM,
+    FISTA,
+    RCD,
+    SVRG,
+    Exponential,
+    Harmonic,
+    HeavyBall,
+    Importance,
+    Problem,
+    ProxGD,
+    ProxSG,
+    solve,
+)
+
+W, Y = torch.randn(3, 4), torch.randn(2, 4)
+
+
+def problem(**changes):
+    given = {"operator": Dense(W), "function": NonNegative(), "y": Y, "bias": None, "ridge": 0.0} | changes
+    return Problem(**given)
+
+
+def nan(tensor):
+    tensor = tensor.clone()
+    tensor.view(-1)[1] = float("nan")
+    return tensor
+
+
+BAD_PROBLEMS = [
+    (problem(y=torch.randn(2, 5)), errors.ShapeError, r"4.*\(2, 5\)"),
+    (problem(bias=torch.randn(5)), errors.ShapeError, r"\(5,\).*\(2, 3\)"),
+    (
+        problem(operator=Conv2d(torch.randn(3, 4, 3, 3), (6, 6)), y=torch.randn(2, 4, 5, 6)),
+        errors.ShapeError,
+        r"6, 6.*5, 6",
+    ),
+    (problem(y=nan(Y)), errors.NonFiniteError, "^y holds 1 NaN"),
+    (problem(operator=Dense(nan(W))), errors.NonFiniteError, "weight"),
+    (problem(bias=torch.tensor([0.0, float("inf"), 0.0])), errors.NonFiniteError, "bias"),
+    (problem(ridge=-1.0), errors.OptionError, "ridge.*≥ 0.*-1"),
+    (problem(ridge=float("nan")), errors.OptionError, "ridge"),
+    (problem(y=Y.double()), errors.OptionError, "float64.*float32"),
+]
+
+
+@pytest.mark.parametrize(("bad", "kind", "message"), BAD_PROBLEMS, ids=range(len(BAD_PROBLEMS)))
+def test_bad_problems(bad, kind, message):
+    with pytest.raises(kind, match=message) as caught:
+        solve(bad, ProxGD())
+    assert "\n" not in str(caught.value)
+
+
+BAD_OPTIONS = [
+    (lambda: ProxGD(iters=0), "iters"),
+    (lambda: ProxGD(iters=2.5), "iters"),
+    (lambda: ProxGD(step=-1.0), "step.*> 0.*-1"),
+    (lambda: ProxGD(step="fast"), "auto"),
+    (lambda: HeavyBall(momentum=1.0), "momentum"),
+    (lambda: FISTA(iters=True), "iters"),
+    (lambda: ADMM(rho=0.0), "rho"),
+    (lambda: ProxSG(tau=0.0), "tau"),
+    (lambda: ProxSG(tau=1.5), "tau"),
+    (lambda: ProxSG(tau=0), "tau"),
+    (lambda: ProxSG(tau=-2), "tau"),
+    (lambda: ProxSG(decay=0.0), "decay"),
+    (lambda: ProxSG(sampling="lucky"), "nice.*lucky"),
+    (lambda: SVRG(outer=0), "outer"),
+    (lambda: SVRG(tau=2.0), "tau"),
+    (lambda: RCD(tau=0.0), "tau"),
+    (lambda: Exponential(1.1), "decay"),
+    (lambda: Harmonic(0.0), "horizon"),
+    (lambda: Importance(by="luck"), "columns"),
+    (lambda: Checkpoint(every=0), "every"),
+    (lambda: Implicit(method="magic"), "neumann"),
+    (lambda: Implicit(tol=-1.0), "tol"),
+    (lambda: solve(problem(), ProxGD(), tol=0.0), "tol"),
+    (lambda: solve(problem(), ProxSG(tau=5)), "between 1 and the 4"),
+    (lambda: solve(problem(), SVRG(tau=5)), "between 1 and the 4"),
+    (lambda: solve(problem(), RCD(tau=4)), "between 1 and the 3"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), BAD_OPTIONS, ids=range(len(BAD_OPTIONS)))
+def test_bad_options(make, message):
+    with pytest.raises(errors.OptionError, match=message) as caught:
+        make()
+    assert isinstance(caught.value, ValueError)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bad_start():
+    with pytest.raises(errors.ShapeError, match=r"\(2, 4\).*\(2, 3\)"):
+        solve(problem(), ProxGD(), x0=torch.zeros(2, 4))
+    with pytest.raises(errors.NonFiniteError, match="x0"):
+        solve(problem(), ProxGD(), x0=nan(torch.zeros(2, 3)))
+
+
+@pytest.mark.parametrize("function", [Simplex(), NuclearNorm(1.0)], ids=lambda f: type(f).__name__)
+def test_coordinate_descent_refuses_coupled_functions_by_name(function):
+    with pytest.raises(errors.CapabilityError, match=f"RCD.*{type(function).__name__}"):
+        solve(problem(function=function), RCD())
+
+
+def test_every_error_is_a_builtin_too():
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        if isinstance(kind, type) and kind is not errors.MinimandError:
+            assert issubclass(kind, errors.MinimandError)
+            assert issubclass(kind, ValueError | TypeError)
+
+
+def test_daily_names_import_from_the_top():
+    assert minimand.solve is solve
+    assert callable(minimand.lipschitz)

@@ -1,0 +1,120 @@
+"""Laws: fixed-iteration solves compile without a graph break, export, and work in every precision."""
+
+import pytest
+import torch
+
+from minimand.adjoints import Checkpoint, Unroll
+from minimand.functions import NonNegative, from_activation
+from minimand.operators import Bounds, Conv2d, Dense
+from minimand.solvers import ADMM, FISTA, RCD, SVRG, HeavyBall, Problem, ProxGD, ProxSG, solve
+
+SOLVERS = [
+    ProxGD(iters=3),
+    HeavyBall(iters=3),
+    FISTA(iters=3),
+    ADMM(iters=2),
+    ProxSG(iters=3),
+    ProxSG(iters=3, shared_sample=True),
+    ProxSG(iters=2, sampling="bernoulli"),
+    ProxSG(iters=2, sampling="importance"),
+    SVRG(inner=3),
+    RCD(iters=2),
+    RCD(iters=2, shared_sample=True),
+]
+
+
+class Layer(torch.nn.Module):
+    """The least a layer can be: weights, bounds computed outside the graph, and a solve."""
+
+    def __init__(self, solver, adjoint=Unroll(), act="relu", conv=False):  # noqa: B008
+        super().__init__()
+        shape = (4, 3, 3, 3) if conv else (6, 8)
+        self.weight = torch.nn.Parameter(torch.randn(shape) / 4)
+        self.bias = torch.nn.Parameter(torch.zeros(shape[0]))
+        self.solver, self.adjoint, self.function = solver, adjoint, from_activation(act)
+        operator = self.operator()
+        bounds = Bounds(operator.norm_sq(), operator.input_norms_sq(), operator.output_norms_sq())
+        for name, value in bounds._asdict().items():
+            self.register_buffer(name, value, persistent=False)
+
+    def operator(self):
+        return Dense(self.weight) if self.weight.dim() == 2 else Conv2d(self.weight, (6, 6), padding=1)
+
+    def forward(self, y):
+        operator = self.operator().with_bounds(Bounds(self.total, self.inputs, self.outputs))
+        return solve(Problem(operator, self.function, y, self.bias, 1e-3), self.solver, adjoint=self.adjoint).x
+
+
+def _input(conv=False):
+    return torch.randn(2, 3, 6, 6) if conv else torch.randn(4, 8)
+
+
+@pytest.mark.parametrize("solver", SOLVERS, ids=str)
+def test_compiles_without_a_graph_break(solver):
+    torch._dynamo.reset()
+    layer, y = Layer(solver), _input()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled(y).sum().backward()
+    assert torch.isfinite(layer.weight.grad).all()
+    if not solver.stochastic:
+        torch.testing.assert_close(compiled(y), layer(y))
+
+
+@pytest.mark.parametrize("adjoint", [Unroll(), Checkpoint()], ids=str)
+@pytest.mark.parametrize("act", ["relu", "tanh"])
+def test_convolutions_compile_with_gradients(act, adjoint):
+    torch._dynamo.reset()
+    layer, y = Layer(ProxGD(iters=3), adjoint, act, conv=True), _input(conv=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    (expected,) = torch.autograd.grad(layer(y).square().sum(), layer.weight)
+    (got,) = torch.autograd.grad(compiled(y).square().sum(), layer.weight)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("conv", [False, True], ids=["dense", "conv"])
+@pytest.mark.parametrize("solver", [ProxGD(iters=3), FISTA(iters=3), ADMM(iters=2)], ids=str)
+def test_exports(solver, conv):
+    layer, y = Layer(solver, conv=conv).eval(), _input(conv)
+    program = torch.export.export(layer, (y,))
+    torch.testing.assert_close(program.module()(y), layer(y))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("solver", SOLVERS, ids=str)
+def test_dtype_follows_the_input(solver, dtype):
+    layer = Layer(solver).to(dtype)
+    x = layer(_input().to(dtype))
+    assert x.dtype == dtype
+    x.sum().backward()
+    assert layer.weight.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("conv", [False, True], ids=["dense", "conv"])
+@pytest.mark.parametrize("solver", [s for s in SOLVERS if not s.stochastic], ids=str)
+def test_bfloat16_autocast_stays_close(solver, conv):
+    layer, y = Layer(solver, conv=conv), _input(conv)
+    exact = layer(y)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        x = layer(y)
+        x.float().sum().backward()
+    assert torch.isfinite(layer.weight.grad).all()
+    torch.testing.assert_close(x.float(), exact, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("solver", [s for s in SOLVERS if s.stochastic], ids=str)
+def test_bfloat16_autocast_of_stochastic_solvers_is_finite(solver):
+    layer, y = Layer(solver), _input()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layer(y).float().sum().backward()
+    assert torch.isfinite(layer.weight.grad).all()
+
+
+def test_any_leading_dimensions():
+    weight, y = torch.randn(6, 8, dtype=torch.float64), torch.randn(2, 3, 8, dtype=torch.float64)
+    for solver in SOLVERS:
+        whole = solve(Problem(Dense(weight), NonNegative(), y), solver)
+        single = solve(Problem(Dense(weight), NonNegative(), y[0, 0]), solver)
+        assert whole.x.shape == (2, 3, 6)
+        assert single.x.shape == (6,)
+        if not solver.stochastic:
+            torch.testing.assert_close(whole.x[0, 0], single.x)

@@ -1,0 +1,71 @@
+"""Laws: the ridge solver equals dense algebra; conjugate gradients are the textbook's, iterate by iterate."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minimand.solvers import conjugate_gradient, ridge_factor
+
+
+@given(m=st.integers(1, 8), n=st.integers(1, 8), shift=st.floats(1e-3, 10), seed=st.integers(0, 1000))
+def test_ridge_factor_solves_by_either_side(m, n, shift, seed):
+    g = torch.Generator().manual_seed(seed)
+    A = torch.randn(m, n, generator=g, dtype=torch.float64)
+    rows = torch.randn(3, m, generator=g, dtype=torch.float64)
+    exact = torch.linalg.solve(A @ A.T + shift * torch.eye(m, dtype=torch.float64), rows.T).T
+    torch.testing.assert_close(ridge_factor(A, shift).solve(rows), exact, atol=1e-8, rtol=1e-8)
+
+
+def test_ridge_factor_is_differentiable():
+    A = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    rows = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda A, r: ridge_factor(A, 0.5).solve(r), (A, rows))
+    assert torch.autograd.gradcheck(lambda A, r: ridge_factor(A.T, 0.5).solve(r[:, :3]), (A, rows))
+
+
+def _textbook(M, b, k):
+    """Hestenes & Stiefel, 1952, as every textbook prints it."""
+    x, r = np.zeros_like(b), b.copy()
+    p = r.copy()
+    for _ in range(k):
+        Mp = M @ p
+        alpha = (r @ r) / (p @ Mp)
+        x = x + alpha * p
+        new = r - alpha * Mp
+        p = new + (new @ new) / (r @ r) * p
+        r = new
+    return x
+
+
+@given(k=st.integers(1, 6), seed=st.integers(0, 1000))
+def test_conjugate_gradient_is_the_textbook_method(k, seed):
+    rng = np.random.default_rng(seed)
+    root = rng.normal(size=(7, 7))
+    M, rhs = root @ root.T + np.eye(7), rng.normal(size=(4, 7))
+    expected = np.stack([_textbook(M, b, k) for b in rhs])
+    got = conjugate_gradient(lambda v: v @ torch.from_numpy(M), torch.from_numpy(rhs), k)
+    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-8, atol=1e-10)
+
+
+def test_conjugate_gradient_rows_do_not_mix_and_a_solved_one_stays():
+    M = torch.diag(torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64))
+    rhs = torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.0, 0.0], [1.0, 1.0, 1.0]], dtype=torch.float64)
+    x = conjugate_gradient(lambda v: v @ M, rhs, 20)
+    torch.testing.assert_close(x, rhs / M.diagonal())
+
+
+@pytest.mark.parametrize("tol", [1e-3, 1e-10])
+def test_conjugate_gradient_stops_at_its_relative_tolerance(tol):
+    root = torch.randn(30, 30, dtype=torch.float64)
+    M, rhs = root @ root.T + torch.eye(30, dtype=torch.float64), torch.randn(2, 30, dtype=torch.float64)
+    calls = []
+
+    def apply(v):
+        calls.append(1)
+        return v @ M
+
+    x = conjugate_gradient(apply, 1e-8 * rhs, 1000, tol=tol)
+    assert ((x @ M - 1e-8 * rhs).norm(dim=-1) <= 2 * tol * 1e-8 * rhs.norm(dim=-1)).all()
+    assert len(calls) < 200

@@ -1,0 +1,242 @@
+"""The tracked bound is never below the truth, whatever happens to the weight, and seldom far above it."""
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from minimand.errors import CapabilityError, NonFiniteError, OptionError
+from minimand.operators import Conv2d, Dense, LinearOperator, LipschitzTracker
+from tests.cases.operators import OPERATORS, OperatorCase, dense_matrix, norm_sq
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
+every_operator = pytest.mark.parametrize("case", OPERATORS, ids=lambda case: case.name)
+
+
+def _assert_bounded(operator: LinearOperator, tracker: LipschitzTracker, weight: Tensor) -> float:
+    """The bounds hold for the weight, and for every input and output; the ratio to the truth."""
+    bounds = tracker.bounds(weight)
+    current = operator.with_weight(weight.detach())
+    matrix = dense_matrix(current).reshape(*current.output_shape, *current.input_shape)
+    rows, flat_out, flat_in = (
+        len(current.output_shape),
+        math.prod(current.output_shape),
+        math.prod(current.input_shape),
+    )
+    truth = norm_sq(matrix.reshape(flat_out, flat_in))
+    assert bounds.total.double() >= truth
+    assert not bounds.total.requires_grad
+    for i, bound in enumerate(() if bounds.inputs is None else bounds.inputs):
+        assert bound.double() >= norm_sq(matrix.select(rows, i).reshape(flat_out, -1))
+    for j, bound in enumerate(() if bounds.outputs is None else bounds.outputs):
+        assert bound.double() >= norm_sq(matrix.select(0, j).reshape(-1, flat_in))
+    return float(bounds.total.double() / truth.clamp_min(1e-300))
+
+
+def _rank_one(weight: Tensor) -> None:
+    weight.data.add_(0.05 * torch.ones_like(weight))
+
+
+def _one_entry(weight: Tensor) -> None:
+    weight.data.view(-1)[0] += 0.3
+
+
+def _tiny(weight: Tensor) -> None:
+    weight.data.mul_(1 + 1e-7)
+
+
+EDITS: dict[str, Callable[[Tensor], object]] = {
+    "rank one": _rank_one,
+    "one entry": _one_entry,
+    "rounding": _tiny,
+    "grow": lambda w: w.data.mul_(1.05),
+    "explode": lambda w: w.data.mul_(50.0),
+    "shrink": lambda w: w.data.mul_(0.02),
+    "flip": lambda w: w.data.neg_(),
+    "noise": lambda w: w.data.add_(0.02 * torch.randn_like(w)),
+    "zero": lambda w: w.data.zero_(),
+    "replace": lambda w: w.data.copy_(torch.randn_like(w)),
+}
+
+
+@every_operator
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_never_below_the_truth_after_any_edit(case: OperatorCase, dtype: torch.dtype) -> None:
+    operator = case.operator(dtype)
+    tracker = LipschitzTracker(operator, inputs=True, outputs=True)
+    for name in [*EDITS, *reversed(EDITS), "rank one", "rank one", "noise", "noise"]:
+        EDITS[name](operator.weight)
+        _assert_bounded(operator, tracker, operator.weight)
+        assert tracker.bound() == tracker.bounds().total
+
+
+@every_operator
+def test_the_drift_alone_is_a_bound(case: OperatorCase) -> None:
+    """From a zero anchor that is never refreshed: √r‖W‖_F ≥ ‖A‖, also for the kernel that attains it best."""
+    operator = case.operator()
+    tracker = LipschitzTracker(operator, inputs=True, outputs=True)
+    flat = tracker._squared(operator.weight, tracker._drift(operator.weight))
+    ones = torch.ones_like(operator.weight)
+    flat_ones = tracker._squared(ones, tracker._drift(ones))
+    assert flat.total >= norm_sq(dense_matrix(operator))
+    assert flat_ones.total >= norm_sq(dense_matrix(operator.with_weight(ones)))
+    assert flat.inputs is not None
+    assert (flat.inputs >= operator.input_norms_sq() / 1.3).all()
+
+
+@pytest.mark.parametrize("kind", ["dense", "conv", "strided"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_training_run(kind: str, momentum: float) -> None:
+    x, labels = torch.randn(256, 1, 8, 8), torch.randint(0, 4, (256,))
+    x += labels[:, None, None, None] / 2
+    if kind == "dense":
+        body = nn.Sequential(nn.Flatten(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 48))
+        operator: LinearOperator = Dense(body[3].weight)
+        features = 48
+    else:
+        stride = 2 if kind == "strided" else 1
+        body = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Identity(), nn.Conv2d(8, 8, 3, stride, 1))
+        operator = Conv2d(body[3].weight, (8, 8), stride=stride, padding=1)
+        features = 8 * (8 // stride) ** 2
+    net = nn.Sequential(body, nn.ReLU(), nn.Flatten(), nn.Linear(features, 4))
+    tracker = LipschitzTracker(operator)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=momentum)
+    ratios = []
+    for step in range(60):
+        ratios.append(_assert_bounded(operator, tracker, operator.weight))
+        batch = slice(64 * (step % 4), 64 * (step % 4) + 64)
+        optimizer.zero_grad()
+        F.cross_entropy(net(x[batch]), labels[batch]).backward()
+        optimizer.step()
+    assert max(ratios) < 1.5
+    assert tracker.refreshes < 60
+
+
+def test_load_state_dict_and_another_shape() -> None:
+    layer, other = nn.Linear(6, 5), nn.Linear(6, 5)
+    tracker = LipschitzTracker(Dense(layer.weight))
+    tracker.bound()
+    other.weight.data.mul_(7)
+    layer.load_state_dict(other.state_dict())
+    _assert_bounded(Dense(layer.weight), tracker, layer.weight)
+    _assert_bounded(Dense(layer.weight), tracker, torch.randn(9, 4))
+    _assert_bounded(Dense(layer.weight), tracker, torch.randn(9, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("types", [[torch.float64, torch.float32], [torch.bfloat16], [torch.float16, torch.float32]])
+def test_casting_keeps_the_bound_without_a_refresh(types: list[torch.dtype]) -> None:
+    weight = torch.randn(6, 5, dtype=torch.float64)
+    tracker = LipschitzTracker(Dense(weight), inputs=True, outputs=True).refresh()
+    for dtype in types:
+        weight = weight.to(dtype)
+        tracker.to(dtype)
+    count = tracker.refreshes
+    bounds = tracker._squared(weight, tracker._drift(weight))
+    assert bounds.total.double() >= norm_sq(weight.double())
+    assert tracker.refreshes == count
+    _assert_bounded(Dense(weight), tracker, weight)
+
+
+def test_state_is_copied_but_never_saved() -> None:
+    weight = torch.randn(4, 4)
+    tracker = LipschitzTracker(Dense(weight.to("meta"))).refresh(weight)
+    assert not tracker.state_dict()
+    for twin in (copy.deepcopy(tracker), pickle.loads(pickle.dumps(tracker))):
+        assert twin.bounds(weight).total == tracker.bounds(weight).total
+        twin.bounds(weight * 10)
+    assert tracker.bounds(weight).total < 1.01 * norm_sq(weight.double())
+
+
+def test_manual_refresh_is_the_papers_rule_with_its_risk() -> None:
+    weight = torch.eye(3)
+    tracker = LipschitzTracker(Dense(weight), refresh="manual")
+    first = tracker.bound()
+    weight.mul_(2)
+    assert tracker.bound() == first  # below the truth: that is the risk
+    assert tracker.refresh().bound() >= 4
+
+
+class _Layer(nn.Module):
+    """What a solver layer does with its tracker."""
+
+    def __init__(self, weight: Tensor, operator: LinearOperator) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.operator = operator
+        self.tracker = LipschitzTracker(operator, inputs=True, outputs=True)
+
+    def forward(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        bound = self.tracker.bounds(self.weight).total
+        return self.operator.with_weight(self.weight).apply(y) / bound, bound
+
+
+def _layers() -> list[tuple[_Layer, Tensor]]:
+    dense, conv = torch.randn(6, 5), torch.randn(4, 2, 3, 3)
+    return [
+        (_Layer(dense, Dense(dense.to("meta"))), torch.randn(3, 5)),
+        (_Layer(conv, Conv2d(conv.to("meta"), (6, 6), 2, 1, groups=1)), torch.randn(3, 2, 6, 6)),
+    ]
+
+
+def test_compiled_training_refreshes_without_a_graph_break() -> None:
+    for layer, y in _layers():
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.3)
+        for _ in range(4):
+            out, bound = compiled(y)
+            truth = norm_sq(dense_matrix(layer.operator.with_weight(layer.weight.detach())))
+            assert truth <= bound.double() <= 1.7 * truth
+            optimizer.zero_grad()
+            (out - 1).square().sum().backward()
+            optimizer.step()
+            layer.weight.data.mul_(1.5)
+
+
+def test_exported_the_formula_remains() -> None:
+    for layer, y in _layers():
+        layer(y)
+        exported = torch.export.export(layer, (y,)).module()
+        torch.testing.assert_close(exported(y), layer(y))
+
+
+def test_vmap_over_an_ensemble() -> None:
+    layers = [_layers()[0][0] for _ in range(3)]
+    y = _layers()[0][1]
+    expected = torch.stack([layer(y)[0] for layer in layers])
+    params, buffers = torch.func.stack_module_state(layers)
+
+    def call(p: dict[str, Tensor], b: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(layers[0], (p, b), (y,))[0]
+
+    torch.testing.assert_close(torch.func.vmap(call)(params, buffers), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_autocast_leaves_the_bound_alone() -> None:
+    weight = torch.randn(8, 8)
+    tracker = LipschitzTracker(Dense(weight))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _assert_bounded(Dense(weight), tracker, weight)
+        assert tracker.bound().dtype == torch.float32
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_diverged_weight_is_named(value: float) -> None:
+    weight = torch.eye(3)
+    tracker = LipschitzTracker(Dense(weight))
+    tracker.bound()
+    weight[0, 0] = value
+    with pytest.raises(NonFiniteError, match="weight"):
+        tracker.bound()
+
+
+def test_bad_trackers_are_refused() -> None:
+    with pytest.raises(OptionError, match="drift"):
+        LipschitzTracker(Dense(torch.eye(2)), refresh="epoch")
+    part = Conv2d(torch.randn(4, 1, 3, 3), (5, 5), groups=4).restrict(torch.tensor([0]))
+    with pytest.raises(CapabilityError, match="GroupedPart"):
+        LipschitzTracker(part)
