@@ -157,6 +157,8 @@ def test_prepared_is_the_same_operator() -> None:
     plain, prepared = Dense(weight), Dense(weight).prepared(rows=20, applications=10)
     assert prepared is not plain
     assert plain.prepared(rows=1, applications=1) is plain
+    wide = Dense(torch.randn(9, 3))
+    assert wide.prepared(rows=1000, applications=1000) is wide  # its Gram is larger than its two factors
     torch.testing.assert_close(prepared.normal(x), plain.normal(x))
     grads = [torch.autograd.grad(a.normal(x).sin().sum(), weight)[0] for a in (plain, prepared)]
     torch.testing.assert_close(*grads)

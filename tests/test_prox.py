@@ -185,7 +185,8 @@ def test_monotone_roots_are_accurate(act: str, dtype: torch.dtype, with_derivati
         error = (chosen.prox(a, step).double() - expected).abs()
         # A step above 1 multiplies the rounding of z − φ(z); float32 is spared by working in float64.
         amplification = max(1.0, step) if dtype == torch.float64 else 1.0
-        assert bool((error <= 8 * torch.finfo(dtype).eps * amplification * a.abs().clamp_min(1).double()).all())
+        ulps = 8 if with_derivative else 16
+        assert bool((error <= ulps * torch.finfo(dtype).eps * amplification * a.abs().clamp_min(1).double()).all())
 
 
 def bisected(phi: "functools.partial[Tensor]", a: Tensor, step: float) -> Tensor:

@@ -92,17 +92,17 @@ def test_the_drift_alone_is_a_bound(case: OperatorCase) -> None:
 @pytest.mark.parametrize("kind", ["dense", "conv", "strided"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_training_run(kind: str, momentum: float) -> None:
-    x, labels = torch.randn(256, 1, 8, 8), torch.randint(0, 4, (256,))
+    x, labels = torch.randn(256, 1, 6, 6), torch.randint(0, 4, (256,))
     x += labels[:, None, None, None] / 2
     if kind == "dense":
-        body = nn.Sequential(nn.Flatten(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 48))
+        body = nn.Sequential(nn.Flatten(), nn.Linear(36, 48), nn.ReLU(), nn.Linear(48, 48))
         operator: LinearOperator = Dense(body[3].weight)
         features = 48
     else:
         stride = 2 if kind == "strided" else 1
         body = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Identity(), nn.Conv2d(8, 8, 3, stride, 1))
-        operator = Conv2d(body[3].weight, (8, 8), stride=stride, padding=1)
-        features = 8 * (8 // stride) ** 2
+        operator = Conv2d(body[3].weight, (6, 6), stride=stride, padding=1)
+        features = 8 * (6 // stride) ** 2
     net = nn.Sequential(body, nn.ReLU(), nn.Flatten(), nn.Linear(features, 4))
     tracker = LipschitzTracker(operator)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=momentum)

@@ -14,6 +14,7 @@ __all__ = [
     "NotProximal",
     "OptionError",
     "ShapeError",
+    "is_traced",
     "require_finite",
     "require_positive",
 ]
@@ -43,12 +44,17 @@ class CapabilityError(MinimandError, TypeError):
     """A solver, function, operator or adjoint lacks what another needs of it."""
 
 
+def is_traced(tensor: Tensor) -> bool:
+    """Whether a branch on the tensor's values is impossible: under a compiler, an exporter or torch.func."""
+    return torch.compiler.is_compiling() or bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
 def require_finite(name: str, tensor: Tensor) -> None:
     """Raise :class:`NonFiniteError` when ``tensor`` holds NaN or Inf.
 
     Skipped while tracing: a branch on data would break the graph.
     """
-    if torch.compiler.is_compiling():
+    if is_traced(tensor):
         return
     if not bool(torch.isfinite(tensor.detach()).all()):
         bad = int((~torch.isfinite(tensor.detach())).sum())

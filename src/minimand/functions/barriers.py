@@ -22,9 +22,8 @@ class LogBarrier(Separable):
 
         \operatorname{prox}_{\eta g}(a) = \tfrac{a}{2} + \sqrt{\tfrac{a^2}{4} + \eta\gamma}
 
-    (Bibi et al. 2019, Proposition 4, eq. 10), which approximates softplus: best with
-    :math:`\gamma \approx 0.38`, where it is off by at most 0.077. The exact softplus is
-    ``from_activation("softplus")``.
+    (Bibi et al. 2019, Proposition 4, eq. 10), which approximates softplus: best with :math:`\gamma = 0.381`,
+    where it is off by at most 0.076. The exact softplus is ``from_activation("softplus")``.
 
     Example:
         >>> LogBarrier(2.0).prox(torch.tensor([-1.0, 1.0]))
@@ -98,8 +97,7 @@ class LogBox(Separable):
     .. math:: x^3 - a x^2 - (1 + 2\eta\gamma) x + a = 0
 
     (Bibi et al. 2019, Proposition 5, eq. 12 for :math:`\gamma = 1`), which approximates tanh: best with
-    :math:`\gamma \approx 0.06`, where it is off by at most 0.028. The exact tanh is
-    ``from_activation("tanh")``.
+    :math:`\gamma = 0.054`, where it is off by at most 0.024. The exact tanh is ``from_activation("tanh")``.
 
     The trigonometric root loses all digits for large inputs. With :math:`x = t/(1+|t|)` the condition
     :math:`x + 2\eta\gamma x/(1-x^2) = a` becomes
@@ -247,8 +245,9 @@ class LogUnit(Separable):
         \operatorname{prox}_{\eta g}(a) = \tfrac12\bigl(1 + \operatorname{prox}_{4\eta h}(2a - 1)\bigr),
         \qquad h = -\gamma\log(1 - x^2)
 
-    (Bibi et al. 2019, appendix C), which approximates the sigmoid of :math:`a - ½`; :math:`\gamma = 3/8`
-    has its slope of ¼ at the centre. The exact sigmoid is ``from_activation("sigmoid")``.
+    (Bibi et al. 2019, appendix C), which approximates the sigmoid of :math:`a - \tfrac12`. With
+    :math:`\gamma = 3/8` it has the sigmoid's slope ¼ at the centre and is off by at most 0.077; the best is
+    :math:`\gamma = 0.236`, off by 0.044. The exact sigmoid is ``from_activation("sigmoid")``.
 
     Example:
         >>> LogUnit(0.375).prox(torch.tensor([0.5]))

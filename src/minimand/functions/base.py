@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import CapabilityError, OptionError
+from ..errors import CapabilityError, OptionError, is_traced
 
 __all__ = ["Function", "Separable", "Step"]
 
@@ -103,9 +103,10 @@ def scaled(step: Step, weight: float, x: Tensor) -> Step:
 
 
 def check_step(step: Step) -> Step:
-    """Refuse a step that is not positive (tensors are checked outside tracing only)."""
+    """Refuse a step that is not positive; of tensors only where a look costs nothing."""
     if isinstance(step, Tensor):
-        if not torch.compiler.is_compiling() and not bool((step.detach() > 0).all()):
+        look = step.device.type == "cpu" and not is_traced(step)
+        if look and not bool((step.detach() > 0).all()):
             raise OptionError("step must be positive in every entry")
     elif not 0 < step < float("inf"):
         raise OptionError(f"step must be a finite number > 0, got {step}")

@@ -109,9 +109,10 @@ def newton(equation: Increasing, target: Tensor, step: Step) -> Tensor:
     row have not halved the residual.
     """
     low, z, high = equation.bracket(target, step)
-    tolerance, scale = torch.finfo(target.dtype).eps ** 0.75, target.abs() + 0.1
+    eps, scale = torch.finfo(target.dtype).eps, target.abs() + 0.1
     residual = mark = equation.left(z, step) - target
-    slope, moving = torch.zeros_like(z) + equation.slopes(step)[1], torch.ones_like(z, dtype=torch.bool)
+    slope = torch.zeros_like(z) + equation.slopes(step)[1]
+    large = moving = torch.ones_like(z, dtype=torch.bool)
     tracing = torch.compiler.is_compiling()
     for count in range(equation.iterations if tracing else EAGER_ITERATIONS):
         below = residual < 0
@@ -124,10 +125,10 @@ def newton(equation: Increasing, target: Tensor, step: Step) -> Tensor:
             move, mark = torch.where(stalled, gap, move), residual
         move = torch.where(move.abs() < gap.abs(), move, 0.5 * gap)
         z, previous = z + move, residual
-        # The error of the next step is of the order of this one's square, so one this small is the last; but
-        # the first chord is a guess.
-        if tangent is not None or count > 0:
-            moving = move.abs() > tolerance * (z.abs() + scale)
+        # The error after a Newton step is of the order of its square. A chord may have bridged a kink, so it takes
+        # two short ones.
+        large, before = move.abs() > eps ** (0.75 if tangent is not None else 0.9) * (z.abs() + scale), large
+        moving = large | before if tangent is None else large
         if not tracing and not bool(moving.any()):
             break
         residual = equation.left(z, step) - target
@@ -139,8 +140,8 @@ def newton(equation: Increasing, target: Tensor, step: Step) -> Tensor:
 def _chord(rise: Tensor, run: Tensor, flattest: Step, steepest: Step) -> Tensor:
     """The slope of a chord, within its bounds; the steepest, which moves least, where there is none."""
     slope = torch.where(run == 0, torch.zeros_like(run) + steepest, rise / run)
-    if isinstance(flattest, Tensor) and isinstance(steepest, Tensor):
-        return torch.minimum(torch.maximum(slope, flattest), steepest)
+    if isinstance(flattest, Tensor) or isinstance(steepest, Tensor):
+        return torch.clamp(slope, torch.as_tensor(flattest), torch.as_tensor(steepest))
     return slope.clamp(flattest, steepest)
 
 

@@ -1,5 +1,17 @@
-"""Layers that are solvers."""
+"""Layers that are solvers, the dropouts they induce, and what they do to a network."""
 
+from .dropout import AdditiveDropout, ImportanceDropout
+from .explain import Explanation, explain
 from .layers import SolverConv1d, SolverConv2d, SolverLayer, SolverLinear, SolverOptions
 
-__all__ = ["SolverConv1d", "SolverConv2d", "SolverLayer", "SolverLinear", "SolverOptions"]
+__all__ = [
+    "AdditiveDropout",
+    "Explanation",
+    "ImportanceDropout",
+    "SolverConv1d",
+    "SolverConv2d",
+    "SolverLayer",
+    "SolverLinear",
+    "SolverOptions",
+    "explain",
+]

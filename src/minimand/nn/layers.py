@@ -16,6 +16,7 @@ from ..adjoints import Adjoint, Unroll
 from ..errors import CapabilityError, OptionError, require_positive
 from ..functions import Function, from_activation
 from ..operators import Conv1d, Conv2d, Dense, LinearOperator, LipschitzTracker
+from ..operators.lipschitz import majorant
 from ..solvers import Problem, ProxGD, Solver
 from ..solvers.base import require_count
 
@@ -151,6 +152,11 @@ class SolverLayer(nn.Module, abc.ABC):
     def __getstate__(self) -> dict[str, Any]:
         # A generator is a resource of the process, not a part of the model.
         return self.__dict__ | {"generator": None}
+
+
+@majorant.register
+def _(target: SolverLayer, input_size: int | tuple[int, ...] | None) -> tuple[LinearOperator, float]:
+    return majorant(target.operator(), input_size)
 
 
 class SolverLinear(SolverLayer):

@@ -83,15 +83,12 @@ class Geometry:
     def overlaps(self) -> tuple[int, int]:
         """How many windows share one input at most, and how many inputs one window sums at most."""
         shared = [
-            -(-k // (s // math.gcd(s, d)))
-            for k, s, d in zip(self.kernel, self.stride, self.dilation, strict=True)
+            -(-k // (s // math.gcd(s, d))) for k, s, d in zip(self.kernel, self.stride, self.dilation, strict=True)
         ]
         summed = list(self.kernel)
         if self.size is not None:
             shared = [min(r, o) for r, o in zip(shared, self.output(), strict=True)]
-            summed = [
-                min(k, -(-n // d)) for k, n, d in zip(self.kernel, self.size, self.dilation, strict=True)
-            ]
+            summed = [min(k, -(-n // d)) for k, n, d in zip(self.kernel, self.size, self.dilation, strict=True)]
         return math.prod(shared), math.prod(summed)
 
 
@@ -123,10 +120,8 @@ def channel_norms_sq(weight: Tensor, geometry: Geometry, *, of: str) -> Tensor:
     All channels go through one batched symbol: a kernel ``(n2, 1)`` per input, ``(1, n1)`` per output.
     """
     parts = weight.detach().unflatten(0, (geometry.groups, -1))
-    if of == "inputs":
-        parts = parts.transpose(1, 2).flatten(0, 1).unsqueeze(2)
-    else:
-        parts = parts.flatten(0, 1).unsqueeze(1)
+    inputs = of == "inputs"
+    parts = parts.transpose(1, 2).flatten(0, 1).unsqueeze(2) if inputs else parts.flatten(0, 1).unsqueeze(1)
     batch, rows = parts.shape[:2]
     # The batch rides along as rows, which the polyphase split leaves alone.
     split = polyphase(parts.flatten(0, 1), geometry.stride, geometry.dilation)

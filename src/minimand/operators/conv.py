@@ -157,9 +157,7 @@ class Convolution(LinearOperator, abc.ABC):
     def _tuple(self, name: str, value: Size, least: int) -> tuple[int, ...]:
         values = (value,) * self.dimensions if isinstance(value, int) else tuple(value)
         if len(values) != self.dimensions or min(values) < least:
-            raise OptionError(
-                f"{name} must be {self.dimensions} integers ≥ {least} (or one for all), got {value}"
-            )
+            raise OptionError(f"{name} must be {self.dimensions} integers ≥ {least} (or one for all), got {value}")
         return values
 
     def _pairs(

@@ -108,9 +108,7 @@ def _pack(whole: "Convolution", given: Tensor, taken: Tensor) -> tuple["Convolut
     """The smallest grouped convolution that computes the part, and where its channels are."""
     groups = whole.geometry.groups
     per_input, per_output = whole.inputs // groups, whole.outputs // groups
-    counts = [
-        torch.bincount(i // per, minlength=groups) for i, per in ((given, per_input), (taken, per_output))
-    ]
+    counts = [torch.bincount(i // per, minlength=groups) for i, per in ((given, per_input), (taken, per_output))]
     live = torch.nonzero((counts[0] > 0) & (counts[1] > 0)).flatten()
     if live.numel() == 0:
         live = live.new_zeros(1)

@@ -23,7 +23,7 @@ from minimand.operators.spectral import EPS, certified_lambda_max, power_of_two,
 
 __all__ = ["Symbol", "grid_factor", "polyphase"]
 
-BUDGET = 1 << 25  # bytes of one chunk of Gram matrices; the factorisation holds about four of them
+BUDGET = 1 << 24  # bytes of one chunk of Gram matrices; the factorisation holds about four of them
 
 
 def polyphase(weight: Tensor, stride: Sequence[int], dilation: Sequence[int]) -> Tensor:

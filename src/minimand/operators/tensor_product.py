@@ -55,7 +55,7 @@ def fold(vector: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def t_product(tensor: Tensor, x: Tensor) -> Tensor:
-    r"""The product :math:`D \circledast_{HO} X = \mathrm{fold}(\mathrm{circ}(D)\,\mathrm{MatVec}(X))` (eq. 19).
+    r"""The product :math:`D \circledast X = \mathrm{fold}(\mathrm{circ}(D)\,\mathrm{MatVec}(X))` (eq. 19).
 
     Lemma 1: it is the circular convolution of ``x`` with the filters of ``tensor``, summed over the input
     features. With :math:`n_3 = n_4 = 1` it is a matrix-vector product, the fully-connected layer.
@@ -84,8 +84,9 @@ def bdiag(tensor: Tensor) -> Tensor:
 def dft_basis(n3: int, n4: int, features: int) -> Tensor:
     r"""The unitary matrix :math:`F_{n_4} \otimes F_{n_3} \otimes I_n` of eq. (21), complex.
 
-    There
-    :math:`\mathrm{circ}(D) = (F_{n_4} \otimes F_{n_3} \otimes I_{n_1})\, \mathrm{bdiag}(\hat D)\, (F_{n_4} \otimes F_{n_3} \otimes I_{n_2})^H`.
+    .. math:: \mathrm{circ}(D) = (F_{n_4} \otimes F_{n_3} \otimes I_{n_1})\, \mathrm{bdiag}(\hat D)\,
+              (F_{n_4} \otimes F_{n_3} \otimes I_{n_2})^H.
+
     Since the paper's :math:`\hat D` is the forward transform, the columns of :math:`F_n` must be the waves
     :math:`e^{+2\pi i jk/n}/\sqrt n` themselves: the conjugate of what is usually called the DFT matrix.
 

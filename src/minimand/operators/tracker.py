@@ -40,7 +40,7 @@ class LipschitzTracker(nn.Module):
     values of :math:`W` only, so in-place edits, ``.data``, ``load_state_dict`` and optimizers are all seen.
 
     - ``refresh="drift"``: :math:`W_0, L_0` are renewed when the second term exceeds ``tolerance`` times the
-      first.
+      first (by default 0.18 for dense weights, 0.12 for convolutions, whose :math:`L_0` is less tight).
     - ``refresh="manual"``: the bound is :math:`L_0` of the last :meth:`refresh`, as in Bibi et al. 2019,
       who renew it once an epoch. **Unsafe**: early in training the truth can be several times larger, and
       the step is then too long.
@@ -69,7 +69,7 @@ class LipschitzTracker(nn.Module):
         operator: LinearOperator,
         *,
         refresh: str = "drift",
-        tolerance: float = 0.12,
+        tolerance: float | None = None,
         inputs: bool = False,
         outputs: bool = False,
     ) -> None:
@@ -83,7 +83,7 @@ class LipschitzTracker(nn.Module):
             )
         self.operator = operator
         self.policy = refresh
-        self.tolerance = tolerance
+        self.tolerance = tolerance if tolerance is not None else 0.18 if isinstance(operator, Dense) else 0.12
         self.inputs = inputs
         self.outputs = outputs
         self.refreshes = 0
@@ -97,25 +97,22 @@ class LipschitzTracker(nn.Module):
     def bounds(self, weight: Tensor | None = None) -> Bounds:
         """The bounds for ``weight``, by default the operator's own; constants for autograd."""
         weight = self.operator.weight.detach() if weight is None else weight.detach()
-        with torch.autocast(weight.device.type, enabled=False):
-            if weight.shape != self.anchor.shape or weight.dtype != self.anchor.dtype:
-                self._reset(weight)
-            if self.policy == "manual":
-                if self.refreshes == 0 and not _traced(weight):
-                    self.refresh(weight)
-                return self._squared(weight, None)
-            if not _traced(weight):
+        if weight.shape != self.anchor.shape or weight.dtype != self.anchor.dtype:
+            self._reset(weight)
+        if self.policy == "manual":
+            if self.refreshes == 0 and not _traced(weight):
+                self.refresh(weight)
+            return self._squared(weight, None)
+        if not _traced(weight):
+            drift = self._drift(weight)
+            # Written so that NaN refreshes too: the certificate then names the weight.
+            if self.refreshes == 0 or not bool(drift.total <= self.tolerance * self.root_total):
+                self.refresh(weight)
                 drift = self._drift(weight)
-                # Written so that NaN refreshes too: the certificate then names the weight.
-                if self.refreshes == 0 or not bool(drift.total <= self.tolerance * self.root_total):
-                    self.refresh(weight)
-                    drift = self._drift(weight)
-                return self._squared(weight, drift)
-            if not torch.compiler.is_exporting() and torch.compiler.is_compiling():
-                _renew(
-                    weight, *self._state(), self.tolerance, self.inputs, self.outputs, *_encode(self.operator)
-                )
-            return self._squared(weight, self._drift(weight))
+            return self._squared(weight, drift)
+        if not torch.compiler.is_exporting() and torch.compiler.is_compiling():
+            _renew(weight, *self._state(), self.tolerance, self.inputs, self.outputs, *_encode(self.operator))
+        return self._squared(weight, self._drift(weight))
 
     @torch.no_grad()
     def refresh(self, weight: Tensor | None = None) -> Self:
@@ -137,8 +134,7 @@ class LipschitzTracker(nn.Module):
         inputs = self.operator.inputs if self.inputs else 0
         outputs = self.operator.outputs if self.outputs else 0
         values = (
-            torch.zeros(shape, dtype=weight.dtype, device=device)
-            for shape in (weight.shape, (), inputs, outputs)
+            torch.zeros(shape, dtype=weight.dtype, device=device) for shape in (weight.shape, (), inputs, outputs)
         )
         for name, value in zip(("anchor", "root_total", "root_inputs", "root_outputs"), values, strict=True):
             self.register_buffer(name, value, persistent=False)
@@ -191,7 +187,7 @@ def _drift(weight: Tensor, anchor: Tensor, operator: LinearOperator, inputs: boo
         groups, shared = operator.geometry.groups, min(operator.geometry.overlaps())
     # Norms of norms: one flat sum of millions of float32 squares is off by a per cent.
     rows = torch.linalg.vector_norm(delta.flatten(1), dim=1)
-    total = torch.linalg.vector_norm(rows.unflatten(0, (groups, -1)), dim=1).amax()
+    total = torch.linalg.vector_norm(rows.unflatten(0, (groups, -1)), dim=1).amax(0)
     info = torch.finfo(work)
     factor = shared**0.5 * (1 + (delta[0].numel() + delta.shape[0] + 16) * info.eps)
     none = rows.new_zeros(0)
@@ -218,11 +214,12 @@ def _anchor(
         return round_up(to_float64(norm_sq).sqrt() * (1 + 4 * EPS), dtype).to(anchor.device)
 
     anchor.copy_(operator.weight)
-    root_total.copy_(root(operator.norm_sq(), root_total.dtype))
-    if inputs:
-        root_inputs.copy_(root(operator.input_norms_sq(), root_inputs.dtype))
-    if outputs:
-        root_outputs.copy_(root(operator.output_norms_sq(), root_outputs.dtype))
+    with torch.autocast(anchor.device.type, enabled=False):
+        root_total.copy_(root(operator.norm_sq(), root_total.dtype))
+        if inputs:
+            root_inputs.copy_(root(operator.input_norms_sq(), root_inputs.dtype))
+        if outputs:
+            root_outputs.copy_(root(operator.output_norms_sq(), root_outputs.dtype))
 
 
 Code = tuple[list[int], list[int], list[int], int, list[int]]
@@ -248,9 +245,7 @@ def _decode(
     return kind(weight, tuple(size) or None, tuple(stride), given, tuple(dilation), groups)
 
 
-@torch.library.custom_op(
-    "minimand::renew_anchor", mutates_args=("anchor", "root_total", "root_inputs", "root_outputs")
-)
+@torch.library.custom_op("minimand::renew_anchor", mutates_args=("anchor", "root_total", "root_inputs", "root_outputs"))
 def _renew(
     weight: Tensor,
     anchor: Tensor,

@@ -50,6 +50,10 @@ class Solver(abc.ABC):
     def advance(self, problem: Problem, state: Any, k: int, generator: torch.Generator | None) -> Any:
         """One iteration."""
 
+    def first_step(self, problem: Problem) -> float | Tensor | None:
+        """The step size of the first iteration; None for a method without one."""
+        return None
+
     def prepare(self, problem: Problem) -> Problem:
         """The same problem, set up for what this solver will ask of it: bounds, and products with the operator."""
         return problem.bounded()

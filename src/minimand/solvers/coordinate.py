@@ -80,20 +80,22 @@ class RCD(Solver):
         """Single coordinates have steps of their own."""
         return problem.bounded(outputs=sample_size(self.tau, problem.operator.outputs) == 1)
 
+    def first_step(self, problem: Problem) -> float | Tensor:
+        """1/v, one for each output where single outputs are updated."""
+        operator = problem.operator
+        if not isinstance(self.step, str):
+            return self.step
+        if sample_size(self.tau, operator.outputs) == 1:
+            return operator.per_feature(reciprocal(operator.output_norms_sq() + problem.ridge))
+        return reciprocal(problem.smoothness())
+
     def noiseless(self) -> ProxGD:
         """All outputs at once: proximal gradient descent, whose step is safe for blocks of any size."""
         return ProxGD(self.iters, self.step)
 
     def init(self, problem: Problem, x0: Tensor | None) -> CoordinateState:
         """The residual and the step, once."""
-        operator = problem.operator
-        step: float | Tensor
-        if not isinstance(self.step, str):
-            step = self.step
-        elif sample_size(self.tau, operator.outputs) == 1:
-            step = operator.per_feature(reciprocal(operator.output_norms_sq() + problem.ridge))
-        else:
-            step = reciprocal(problem.smoothness())
+        operator, step = problem.operator, self.first_step(problem)
         residual = problem.y if x0 is None else problem.y - operator.adjoint(x0)
         return CoordinateState(x0, residual, step)
 

@@ -61,13 +61,17 @@ class ProxGD(Solver):
         """The fixed number of iterations."""
         return self.iters
 
+    def first_step(self, problem: Problem) -> float | Tensor:
+        """The step of every iteration."""
+        return gradient_step(self.step, problem)
+
     def prepare(self, problem: Problem) -> Problem:
         """The first step from zero needs no product with the Gram."""
         return problem.prepared(self.iters - 1).bounded()
 
     def init(self, problem: Problem, x0: Tensor | None) -> GradientState:
         """The step and its map, once."""
-        step = gradient_step(self.step, problem)
+        step = self.first_step(problem)
         return GradientState(x0, problem.gradient_map(step), step)
 
     def advance(
@@ -129,13 +133,17 @@ class HeavyBall(Solver):
         """The fixed number of iterations."""
         return self.iters
 
+    def first_step(self, problem: Problem) -> float | Tensor:
+        """The step of every iteration."""
+        return gradient_step(self.step, problem)
+
     def prepare(self, problem: Problem) -> Problem:
         """One product with the Gram per iteration but the first."""
         return problem.prepared(self.iters - 1).bounded()
 
     def init(self, problem: Problem, x0: Tensor | None) -> MomentumState:
         """The step, its map and the momentum, once."""
-        step = gradient_step(self.step, problem)
+        step = self.first_step(problem)
         momentum: float | Tensor
         if not isinstance(self.momentum, str):
             momentum = self.momentum
@@ -207,13 +215,17 @@ class FISTA(Solver):
         """The fixed number of iterations."""
         return self.iters
 
+    def first_step(self, problem: Problem) -> float | Tensor:
+        """The step of every iteration."""
+        return gradient_step(self.step, problem)
+
     def prepare(self, problem: Problem) -> Problem:
         """One product with the Gram per iteration but the first."""
         return problem.prepared(self.iters - 1).bounded()
 
     def init(self, problem: Problem, x0: Tensor | None) -> NesterovState:
         """The step and its map, once; weight one everywhere."""
-        step = gradient_step(self.step, problem)
+        step = self.first_step(problem)
         lead = problem.shape[: problem.operator.feature_dim]
         weight = problem.operator.per_feature(torch.ones(*lead, 1, device=problem.y.device))
         return NesterovState(x0, x0, weight, problem.gradient_map(step), step)

@@ -118,20 +118,20 @@ class ProxSG(Solver):
         """Samplings and steps ask for the norms of the columns."""
         return problem.bounded(inputs=True)
 
+    def first_step(self, problem: Problem) -> float | Tensor:
+        """One over the expected smoothness of the sampling and the ridge."""
+        if not isinstance(self.step, str):
+            return self.step
+        size = sample_size(self.tau, problem.operator.inputs)
+        return reciprocal(resolve_sampling(self.sampling).smoothness(problem.operator, size) + problem.ridge)
+
     def noiseless(self) -> "ProxSG":
         """The same steps along full gradients."""
         return dataclasses.replace(self, sampling=Full(resolve_sampling(self.sampling)))
 
     def init(self, problem: Problem, x0: Tensor | None) -> SampledState:
         """The first step."""
-        step: float | Tensor
-        if isinstance(self.step, str):
-            size = sample_size(self.tau, problem.operator.inputs)
-            smoothness = resolve_sampling(self.sampling).smoothness(problem.operator, size)
-            step = reciprocal(smoothness + problem.ridge)
-        else:
-            step = self.step
-        return SampledState(x0, step)
+        return SampledState(x0, self.first_step(problem))
 
     def advance(self, problem: Problem, state: SampledState, k: int, generator: torch.Generator | None) -> SampledState:
         """A proximal step along the sampled gradient."""
@@ -227,9 +227,10 @@ class SVRG(Solver):
     def init(self, problem: Problem, x0: Tensor | None) -> ReferenceState:
         """``A y + b`` and the step, once."""
         linear = problem.linear()
-        return ReferenceState(x0, x0, linear, linear, self._first_step(problem))
+        return ReferenceState(x0, x0, linear, linear, self.first_step(problem))
 
-    def _first_step(self, problem: Problem) -> float | Tensor:
+    def first_step(self, problem: Problem) -> float | Tensor:
+        """Well below one over the smoothness: the noise is reduced, not gone."""
         if not isinstance(self.step, str):
             return self.step
         operator, n = problem.operator, problem.operator.inputs

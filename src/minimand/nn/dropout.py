@@ -1,0 +1,106 @@
+"""The dropouts that stochastic solvers induce, as modules of their own."""
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import OptionError, ShapeError
+from ..operators.lipschitz import majorant
+from ..solvers.sampling import Importance, Nice, Request, Sampling, sample_size
+
+__all__ = ["AdditiveDropout", "ImportanceDropout"]
+
+
+class _SampledDropout(nn.Module):
+    """What both share: a drop rate, a feature dimension, and weights that average to one."""
+
+    def __init__(self, p: float, feature_dim: int) -> None:
+        super().__init__()
+        if not 0 <= p < 1:
+            raise OptionError(f"p must lie in [0, 1), got {p}")
+        if feature_dim >= 0:
+            raise OptionError(f"feature_dim counts from the end and is negative, got {feature_dim}")
+        self.p = p
+        self.feature_dim = feature_dim
+        self.generator: torch.Generator | None = None
+
+    def _weights(self, like: Tensor, sampling: Sampling, scores: Tensor | None = None) -> Tensor:
+        """One weight per sample and feature, shaped to broadcast against ``like``."""
+        features = like.shape[self.feature_dim]
+        lead = like.shape[: self.feature_dim]
+        size = sample_size(1 - self.p, features)
+        with torch.no_grad():
+            sample = sampling.draw(Request(size, features, lead.numel(), like, self.generator, scores))
+        assert sample.weight is not None
+        return sample.weight.reshape(*lead, features, *(1,) * (-self.feature_dim - 1))
+
+    def extra_repr(self) -> str:
+        """What ``print`` shows."""
+        return f"p={self.p}, feature_dim={self.feature_dim}"
+
+
+class AdditiveDropout(_SampledDropout):
+    r"""Zero-mean noise that is added instead of multiplied: the dropout of mS2GD (000, Proposition 2).
+
+    In training :math:`y \mapsto y + (1 - w)\odot r`, with τ-nice weights :math:`w`, :math:`\mathbb{E}\,w = 1`; in
+    evaluation the identity. The reconstruction :math:`r` is :math:`A^\top x` for the output x of the layer that
+    follows, with which :math:`\operatorname{act}(A(\text{drop}(y, A^\top x) - A^\top x) + b + x)` is the second inner step
+    of :class:`~minimand.solvers.SVRG` at unit step; without one it is y itself.
+
+    Args:
+        p: The share of features whose noise is drawn as :math:`+r`; the others get :math:`-\frac{p}{1-p} r`.
+        feature_dim: Where the features are: −1, or −3 for the channels of images.
+
+    >>> drop = AdditiveDropout(0.5)
+    >>> y = torch.ones(1, 4)
+    >>> sorted(drop(y)[0].tolist()), drop.eval()(y)[0].tolist()
+    ([0.0, 0.0, 2.0, 2.0], [1.0, 1.0, 1.0, 1.0])
+    """
+
+    def __init__(self, p: float = 0.5, *, feature_dim: int = -1) -> None:
+        super().__init__(p, feature_dim)
+
+    def forward(self, y: Tensor, reconstruction: Tensor | None = None) -> Tensor:
+        """Add the noise, in training."""
+        if not self.training or self.p == 0:
+            return y
+        reconstruction = y if reconstruction is None else reconstruction
+        if reconstruction.shape != y.shape:
+            raise ShapeError(f"y has shape {tuple(y.shape)} but its reconstruction {tuple(reconstruction.shape)}")
+        return y + (1 - self._weights(y, Nice())) * reconstruction
+
+
+class ImportanceDropout(_SampledDropout):
+    r"""Dropout that keeps an input the more likely, the larger its part in the gradient (000, §5).
+
+    :math:`\tau = (1-p)n` draws with :math:`p_i \propto \|a_i\|\,|y_i|`, the norm of the i-th gradient at zero, each of weight
+    :math:`1/(\tau p_i)`, so that the mean is y. Followed by the layer and its activation it is one step of
+    :class:`~minimand.solvers.ProxSG` with importance sampling by gradients, from zero, with unit step.
+
+    Args:
+        p: The drop rate.
+        layer: The layer that follows, whose column norms :math:`\|a_i\|` count; None: all equal.
+        feature_dim: Where the features are: −1, or −3 for the channels of images.
+
+    >>> drop = ImportanceDropout(0.5)
+    >>> y = torch.tensor([[0.0, 0.0, 3.0, 0.0]])
+    >>> drop(y).tolist()  # the only input that matters is always kept
+    [[0.0, 0.0, 3.0, 0.0]]
+    """
+
+    def __init__(self, p: float = 0.5, layer: nn.Module | None = None, *, feature_dim: int = -1) -> None:
+        super().__init__(p, feature_dim)
+        # Held in a tuple: the layer is the network's, not a child of its dropout.
+        self._layer = (layer,)
+
+    def forward(self, y: Tensor) -> Tensor:
+        """Draw and reweight, in training."""
+        if not self.training or self.p == 0:
+            return y
+        size = y.detach().float().square()
+        if self.feature_dim < -1:
+            size = size.flatten(self.feature_dim + 1).sum(-1)
+        scores = size.reshape(-1, y.shape[self.feature_dim])
+        (layer,) = self._layer
+        if layer is not None:
+            scores = scores * majorant(layer, None)[0].input_norms_sq()
+        return y * self._weights(y, Importance(), scores.sqrt())

@@ -1,0 +1,261 @@
+"""What the solver layers of a model are doing, measured on a batch of yours."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CapabilityError
+from ..solvers import FISTA, Problem, Solver, trace
+from .layers import SolverLayer
+
+__all__ = ["Explanation", "LayerReport", "explain"]
+
+# Enough for FISTA to be far below anything a layer would reach.
+_REFERENCE = 300
+_REPEATS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerReport:
+    """One solver layer on one batch.
+
+    Attributes:
+        path: Where it is in the model.
+        layer: Its sizes and activation, in words.
+        solver: Its method.
+        lipschitz: The bound on ‖A‖² that its steps rest on.
+        step: The first step size; None where the method has none.
+        objective: The objective at the start, after one iteration, after all, and at the optimum.
+        optimality: The gradient mapping at the start and after all iterations.
+        suboptimality: What is left of the objective's gap, as a share of the gap at zero.
+        converges: Whether the objective after all iterations is below that of the first; None for one iteration.
+        time_ratio: Forward and backward, relative to dropout → linear → activation.
+        memory_ratio: Bytes saved for the backward pass, relative to the same.
+        advice: A sentence, or nothing.
+    """
+
+    path: str
+    layer: str
+    solver: str
+    lipschitz: float
+    step: float | None
+    objective: tuple[float, float, float, float]
+    optimality: tuple[float, float]
+    suboptimality: float
+    converges: bool | None
+    time_ratio: float
+    memory_ratio: float
+    advice: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Reports on every solver layer; prints as a table, and ``as_dict`` for machines."""
+
+    layers: tuple[LayerReport, ...]
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        """Plain numbers by path."""
+        return {report.path: dataclasses.asdict(report) for report in self.layers}
+
+    def _rows(self) -> tuple[list[str], list[list[str]]]:
+        head = ["path", "layer", "solver", "L", "step", "objective 0 → 1 → K (best)", "optimality 0 → K", "left",
+                "time", "memory"]  # fmt: skip
+        rows = []
+        for r in self.layers:
+            start, first, last, best = (f"{v:.4g}" for v in r.objective)
+            rows.append([
+                r.path, r.layer, r.solver, f"{r.lipschitz:.3g}", "—" if r.step is None else f"{r.step:.3g}", f"{start} → {first} → {last} ({best})",
+                f"{r.optimality[0]:.2g} → {r.optimality[1]:.2g}", f"{100 * r.suboptimality:.1f} %",
+                f"{r.time_ratio:.1f}×", f"{r.memory_ratio:.1f}×",
+            ])  # fmt: skip
+        return head, rows
+
+    def __str__(self) -> str:
+        head, rows = self._rows()
+        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
+        ]
+        lines.insert(1, "  ".join("─" * w for w in widths))
+        return "\n".join(lines + [f"{r.path}: {r.advice}" for r in self.layers if r.advice])
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+        from rich.table import Table
+
+        head, rows = self._rows()
+        table = Table(title="Solver layers: what is left after the iterations, and what they cost")
+        for name in head:
+            table.add_column(name, justify="left" if name in ("path", "layer", "solver") else "right")
+        for row in rows:
+            table.add_row(*row)
+        return Group(table, *(f"[bold]{r.path}[/bold]: {r.advice}" for r in self.layers if r.advice))
+
+
+def explain(model: nn.Module, *inputs: Any) -> Explanation:
+    r"""Run ``model`` on ``inputs`` and report what each solver layer does to its problem.
+
+    Per layer: the bound L and the step, the objective from zero over one iteration (the plain block, scaled) to the last, how
+    much of the way to the optimum is left, what time and memory it costs relative to dropout → linear → activation, and
+    advice where another choice reaches the same objective in fewer iterations. Mode, weights, gradients and the random
+    state are left as they were.
+
+    >>> from minimand.nn import SolverLinear
+    >>> net = nn.Sequential(SolverLinear(8, 4), nn.Linear(4, 2))
+    >>> report = explain(net, torch.randn(16, 8))
+    >>> report.layers[0].path, report.layers[0].converges
+    ('0', True)
+    """
+    found = {path: module for path, module in model.named_modules() if isinstance(module, SolverLayer)}
+    if not found:
+        raise CapabilityError(
+            f"{type(model).__name__} has no solver layer to explain; convert it first, "
+            f'e.g. convert(model, {{"*": ProxGD(iters=10)}})'
+        )
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(list(devices)):
+        problems = _problems(model, found, inputs)
+        reports = [_report(path, found[path], problem) for path, problem in problems.items()]
+    return Explanation(tuple(reports))
+
+
+def _problems(model: nn.Module, found: dict[str, SolverLayer], inputs: tuple[Any, ...]) -> dict[str, Problem]:
+    """The problem that each layer was given, by one forward pass."""
+    seen: dict[str, Problem] = {}
+
+    def remember(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            assert isinstance(module, SolverLayer)
+            seen[path] = module.problem(*args, **kwargs)
+
+        return hook
+
+    handles = [m.register_forward_pre_hook(remember(path), with_kwargs=True) for path, m in found.items()]
+    try:
+        with torch.no_grad(), _quiet(model, found.values()):
+            model(*inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+@contextmanager
+def _quiet(model: nn.Module, layers: Iterable[SolverLayer]) -> Iterator[None]:
+    """Leave the layers' own generators, and buffers such as batch statistics, where they were."""
+    states = [(g, g.get_state()) for g in {layer.generator for layer in layers} if g is not None]
+    buffers = [(b, b.clone()) for b in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in buffers:
+            if buffer.shape == value.shape:
+                buffer.copy_(value)
+        for generator, state in states:
+            generator.set_state(state)
+
+
+def _report(path: str, layer: SolverLayer, problem: Problem) -> LayerReport:
+    solver = layer.options.solver
+    problem = dataclasses.replace(problem, y=problem.y.detach()).bounded(inputs=solver.stochastic)
+    with torch.no_grad():
+        zero = torch.zeros(problem.shape, dtype=problem.y.dtype, device=problem.y.device)
+        start = float(problem.objective(zero))
+        run = trace(problem, solver)
+        accelerated = trace(problem, FISTA(iters=_REFERENCE)).objective
+        best = float(accelerated.min())
+        step = solver.first_step(problem)
+        first_optimality = float(problem.optimality(zero))
+    first, last = float(run.objective[0]), float(run.objective[-1])
+    gap = start - best
+    left = (last - best) / gap if gap > 0 else 0.0
+    time_ratio, memory_ratio = _costs(layer, problem)
+    return LayerReport(
+        path=path,
+        layer=_describe(layer),
+        solver=f"{type(solver).__name__}({solver.iterations})",
+        lipschitz=float(problem.operator.norm_sq()),
+        step=None if step is None else float(torch.as_tensor(step).max()),
+        objective=(start, first, last, best),
+        optimality=(first_optimality, float(run.optimality[-1])),
+        suboptimality=max(left, 0.0),
+        converges=None if solver.iterations == 1 else last <= first,
+        time_ratio=time_ratio,
+        memory_ratio=memory_ratio,
+        advice=_advice(solver, start, last, left, accelerated),
+    )
+
+
+def _describe(layer: SolverLayer) -> str:
+    operator = layer.operator()
+    return f"{operator.inputs}→{operator.outputs} {type(layer.function).__name__}"
+
+
+def _advice(solver: Solver, start: float, last: float, left: float, accelerated: Tensor) -> str:
+    iterations = solver.iterations
+    if not last < start:
+        return "the objective has risen above its value at zero: the step is too long; use step='auto'"
+    if isinstance(solver, FISTA) or left < 0.01:
+        return ""
+    reached = int((accelerated > last).sum()) + 1
+    share = f"{iterations} iterations leave {100 * left:.0f}% of the gap"
+    if solver.stochastic:
+        return f"{share}, most of it the samples' noise; more iterations or a larger tau lower it"
+    if reached < iterations:
+        return f"{share}: FISTA(iters={reached}) reaches the same objective"
+    return f"{share}; more iterations would lower it"
+
+
+def _costs(layer: SolverLayer, problem: Problem) -> tuple[float, float]:
+    """Time and saved bytes of the layer relative to dropout → linear → activation on the same input."""
+    rate = 0.5
+    y = problem.y.detach()
+    operator, function, bias = problem.operator, layer.function, problem.bias
+
+    def plain(y: Tensor) -> Tensor:
+        return function.prox(operator.apply(nn.functional.dropout(y, rate, True), bias))
+
+    def solved(y: Tensor) -> Tensor:
+        return layer(y)
+
+    weights = [p for p in layer.parameters() if p.requires_grad]
+    ratios = []
+    for measure in (_seconds, _saved_bytes):
+        cost = [measure(block, y.clone().requires_grad_(), weights) for block in (solved, plain)]
+        ratios.append(cost[0] / max(cost[1], 1e-12))
+    return ratios[0], ratios[1]
+
+
+def _seconds(block: Callable[[Tensor], Tensor], y: Tensor, weights: list[nn.Parameter]) -> float:
+    """The fastest of a few forward and backward passes; no ``.grad`` is touched."""
+    times = []
+    with torch.enable_grad():
+        for _ in range(_REPEATS):
+            begin = time.perf_counter()
+            out = block(y)
+            torch.autograd.grad(out, [y, *weights], torch.ones_like(out))
+            times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def _saved_bytes(block: Callable[[Tensor], Tensor], y: Tensor, weights: list[nn.Parameter]) -> float:
+    """Bytes that autograd keeps, without parameters and input."""
+    seen: dict[int, int] = {}
+    own = {t.untyped_storage().data_ptr() for t in (y, *weights)}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = block(y)
+    assert out.requires_grad
+    return float(sum(seen.values()))

@@ -1,0 +1,79 @@
+"""Law: ``explain`` names every solver layer, tells the truth about it, and leaves the model as it was."""
+
+import pytest
+import torch
+from torch import nn
+
+from minimand import explain
+from minimand.errors import CapabilityError
+from minimand.nn import SolverConv2d, SolverLinear
+from minimand.solvers import ADMM, FISTA, ProxGD, ProxSG, solve
+
+
+@pytest.fixture
+def net():
+    return nn.Sequential(
+        SolverConv2d(3, 4, 3, padding=1, solver=ProxSG(5)),
+        nn.BatchNorm2d(4),
+        nn.Flatten(),
+        nn.Sequential(nn.Dropout(), SolverLinear(4 * 36, 32, solver=ProxGD(5))),
+        SolverLinear(32, 32, solver=ADMM(4)),
+        nn.Linear(32, 10),
+    )
+
+
+def test_every_layer_is_named_with_its_numbers(net):
+    x = torch.randn(8, 3, 6, 6)
+    report = explain(net, x)
+    assert [r.path for r in report.layers] == ["0", "3.1", "4"]
+    text = str(report)
+    for r in report.layers:
+        assert r.path in text
+        assert f"{r.lipschitz:.3g}" in text
+    assert set(report.as_dict()) == {"0", "3.1", "4"}
+    assert report.layers[2].step is None
+    first = net[0].problem(x)
+    solution = solve(first, FISTA(300))
+    assert report.layers[0].objective[0] == pytest.approx(float(0.5 * x.square().sum()), rel=1e-5)
+    assert report.layers[0].objective[3] == pytest.approx(float(solution.objective), rel=1e-3)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_nothing_is_changed(net, training):
+    net.train(training)
+    x = torch.randn(8, 3, 6, 6)
+    net(x).sum().backward()
+    state = {k: v.clone() for k, v in net.state_dict().items() if "running" not in k and "num_batches" not in k}
+    gradients = [p.grad.clone() for p in net.parameters()]
+    modes = [m.training for m in net.modules()]
+    rng = torch.get_rng_state()
+    hooks = [len(m._forward_pre_hooks) for m in net.modules()]
+    everything = {k: v.clone() for k, v in net.state_dict().items()}
+    explain(net, x)
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert modes == [m.training for m in net.modules()]
+    assert hooks == [len(m._forward_pre_hooks) for m in net.modules()]
+    for (name, old), new in zip(everything.items(), net.state_dict().values(), strict=True):
+        assert torch.equal(old, new), name
+    for old, parameter in zip(gradients, net.parameters(), strict=True):
+        assert torch.equal(old, parameter.grad)
+    assert state
+
+
+def test_advice():
+    torch.manual_seed(0)
+    layer = SolverLinear(64, 128, solver=ProxGD(30))
+    (report,) = explain(nn.Sequential(layer), torch.randn(16, 64)).layers
+    assert report.suboptimality > 0.01
+    assert "FISTA(iters=" in report.advice
+    reached = int(report.advice.split("FISTA(iters=")[1].split(")")[0])
+    assert reached < 30
+    layer.solver = ProxGD(30, step=50.0)
+    (report,) = explain(nn.Sequential(layer), torch.randn(16, 64)).layers
+    assert report.converges is False
+    assert "too long" in report.advice
+
+
+def test_a_model_without_solver_layers_is_refused_with_the_remedy():
+    with pytest.raises(CapabilityError, match="convert"):
+        explain(nn.Linear(3, 3), torch.randn(2, 3))
