@@ -78,6 +78,19 @@ def test_finite_at_the_zero_matrix_and_in_batches(function: mf.Function, dtype: 
     assert bool(grad.isfinite().all())
 
 
+@pytest.mark.parametrize("function", [*SINGULAR, *SYMMETRIC], ids=repr)
+def test_autocast_changes_nothing(function: mf.Function) -> None:
+    a = torch.randn(2, 3, 3, requires_grad=True)
+    b = a.detach().clone().requires_grad_()
+    expected = function.prox(a, 0.5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = function.prox(b, 0.5)
+    assert torch.equal(got, expected)
+    expected.square().sum().backward()
+    got.square().sum().backward()
+    assert torch.equal(a.grad, b.grad)
+
+
 def test_the_batch_is_a_stack_of_matrices() -> None:
     x = torch.randn(2, 3, 5, 4, dtype=torch.float64)
     for function in SINGULAR:

@@ -1,4 +1,4 @@
-"""The command line: ``minimand demo``."""
+"""Deep networks as optimisation: see a layer solve its problem."""
 
 from pathlib import Path
 
@@ -15,16 +15,20 @@ def demo(out: Path = Path("runs"), iters: int = 60, seeds: int = 5) -> None:
         iters: Iterations of every solver.
         seeds: How many runs the stochastic solvers are averaged over.
     """
+    import torch
     from rich.console import Console
 
     from .lab import demo as lab
 
+    # The matrices are small: a second thread would only wait for the first.
+    torch.set_num_threads(1)
     console = Console()
     rows = lab.run(iters, seeds)
     path = out / "demo" / "convergence.png"
     lab.plot(rows, path)
     console.print(lab.table(rows))
-    console.print(f"dashed in the picture: stochastic, mean of {seeds} runs · {path}")
+    console.print(f"The stochastic solvers (dashed in the picture) are means over {seeds} seeds.")
+    console.print(f"Picture: {path}")
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from .errors import CapabilityError, OptionError, require_positive
 from .solvers.base import Solver, State, require_count
 from .solvers.iterate import iterate
 from .solvers.linear import conjugate_gradient
-from .solvers.problem import Problem, reciprocal
+from .solvers.problem import Problem, as_number, reciprocal
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
@@ -228,7 +228,7 @@ class Implicit(Adjoint):
 
     def _pull_back(self, problem: Problem, x: Tensor, v: Tensor) -> Tensor:
         """Solve u = v + (I − ηH) D u."""
-        step = reciprocal(problem.smoothness())
+        step = as_number(reciprocal(problem.smoothness()))
         inner = (x + step * problem.descent(x, problem.linear())).requires_grad_()
         with torch.enable_grad():
             outer = problem.prox(inner, step)
@@ -288,7 +288,7 @@ class _Transform(torch.autograd.Function):
 def _attach(problem: Problem, x: Tensor, pull_back: Callable[[Tensor], Tensor] | None) -> Tensor:
     """``x`` unchanged in value, with the gradient of one proximal gradient step at it."""
     x = x.detach()
-    step = reciprocal(problem.smoothness())
+    step = as_number(reciprocal(problem.smoothness()))
     moved = problem.prox(x + step * problem.descent(x, problem.linear()), step)
     if pull_back is not None and moved.requires_grad:
         moved = _Transform.apply(moved, pull_back)

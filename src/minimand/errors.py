@@ -9,6 +9,7 @@ from torch import Tensor
 
 __all__ = [
     "CapabilityError",
+    "ConversionError",
     "MinimandError",
     "NonFiniteError",
     "NotProximal",
@@ -42,6 +43,10 @@ class NotProximal(MinimandError, ValueError):
 
 class CapabilityError(MinimandError, TypeError):
     """A solver, function, operator or adjoint lacks what another needs of it."""
+
+
+class ConversionError(MinimandError, ValueError):
+    """A network cannot be converted as asked; the message lists every problem with its path."""
 
 
 def is_traced(tensor: Tensor) -> bool:

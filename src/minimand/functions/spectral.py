@@ -174,6 +174,11 @@ def _semidefinite(x: Tensor, wide: Tensor, *, symmetric: bool) -> Tensor:
     return torch.where(inside.all(), 0.0, float("inf")).to(wide.dtype)
 
 
+def _full_precision(x: Tensor) -> torch.autocast:
+    """Autocast off: it would multiply the factors in half precision."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     """The quotient of non-negative numbers, zero where both vanish."""
     return numerator / torch.where(denominator > 0, denominator, 1.0)
@@ -193,16 +198,18 @@ class _Rectify(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
-        eigenvalues, q = torch.linalg.eigh(x)
-        ctx.save_for_backward(eigenvalues, q)
-        return _symmetric((q * torch.relu(eigenvalues).unsqueeze(-2)) @ q.mT)
+        with _full_precision(x):
+            eigenvalues, q = torch.linalg.eigh(x)
+            ctx.save_for_backward(eigenvalues, q)
+            return _symmetric((q * torch.relu(eigenvalues).unsqueeze(-2)) @ q.mT)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
         eigenvalues, q = ctx.saved_tensors  # type: ignore[attr-defined]
-        core = q.mT @ _symmetric(grad) @ q
-        return q @ (core * _loewner(eigenvalues)) @ q.mT
+        with _full_precision(q):
+            core = q.mT @ _symmetric(grad) @ q
+            return q @ (core * _loewner(eigenvalues)) @ q.mT
 
 
 def _singular(x: Tensor, threshold: Step, *, clip: bool) -> Tensor:
@@ -226,29 +233,36 @@ class _Singular(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, threshold: Tensor, clip: bool) -> Tensor:
-        u, sigma, vt = torch.linalg.svd(x, full_matrices=False)
-        over = sigma - threshold.unsqueeze(-1)
-        ctx.save_for_backward(u, sigma, vt, over)
-        ctx.clip = clip  # type: ignore[attr-defined]
-        kept = torch.minimum(sigma, threshold.unsqueeze(-1)) if clip else torch.relu(over)
-        return (u * kept.unsqueeze(-2)) @ vt
+        with _full_precision(x):
+            u, sigma, vt = torch.linalg.svd(x, full_matrices=False)
+            over = sigma - threshold.unsqueeze(-1)
+            ctx.save_for_backward(u, sigma, vt, over)
+            ctx.clip = clip  # type: ignore[attr-defined]
+            kept = torch.minimum(sigma, threshold.unsqueeze(-1)) if clip else torch.relu(over)
+            return (u * kept.unsqueeze(-2)) @ vt
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         u, sigma, vt, over = ctx.saved_tensors  # type: ignore[attr-defined]
-        soft = torch.relu(over)
-        differences = _loewner(over)
-        sums = _ratio(soft.unsqueeze(-1) + soft.unsqueeze(-2), sigma.unsqueeze(-1) + sigma.unsqueeze(-2))
-        ratios = _ratio(soft, sigma)
-        core = u.mT @ grad @ vt.mT
-        shrunk = u @ (differences * _symmetric(core) + sums * 0.5 * (core - core.mT)) @ vt
-        if grad.shape[-2] > grad.shape[-1]:
-            rest = (grad - u @ (u.mT @ grad)) @ vt.mT
-            shrunk = shrunk + (rest * ratios.unsqueeze(-2)) @ vt
-        elif grad.shape[-2] < grad.shape[-1]:
-            rest = u.mT @ (grad - (grad @ vt.mT) @ vt)
-            shrunk = shrunk + u @ (rest * ratios.unsqueeze(-1))
-        fall = -(core.diagonal(dim1=-2, dim2=-1) * (over > 0)).sum(-1)
+        with _full_precision(u):
+            core = u.mT @ grad @ vt.mT
+            shrunk = _shrinkage_gradient(u, sigma, vt, over, grad, core)
+            fall = -(core.diagonal(dim1=-2, dim2=-1) * (over > 0)).sum(-1)
         clip: bool = ctx.clip  # type: ignore[attr-defined]
         return (grad - shrunk, -fall, None) if clip else (shrunk, fall, None)
+
+
+def _shrinkage_gradient(u: Tensor, sigma: Tensor, vt: Tensor, over: Tensor, grad: Tensor, core: Tensor) -> Tensor:
+    """The gradient through the soft threshold of the singular values."""
+    soft = torch.relu(over)
+    sums = _ratio(soft.unsqueeze(-1) + soft.unsqueeze(-2), sigma.unsqueeze(-1) + sigma.unsqueeze(-2))
+    shrunk = u @ (_loewner(over) * _symmetric(core) + sums * 0.5 * (core - core.mT)) @ vt
+    ratios = _ratio(soft, sigma)
+    if grad.shape[-2] > grad.shape[-1]:
+        rest = (grad - u @ (u.mT @ grad)) @ vt.mT
+        return shrunk + (rest * ratios.unsqueeze(-2)) @ vt
+    if grad.shape[-2] < grad.shape[-1]:
+        rest = u.mT @ (grad - (grad @ vt.mT) @ vt)
+        return shrunk + u @ (rest * ratios.unsqueeze(-1))
+    return shrunk

@@ -50,7 +50,7 @@ def solvers(iters: int) -> dict[str, Solver]:
         "Prox-SG, τ-nice": ProxSG(iters),
         "Prox-SG, Bernoulli": ProxSG(iters, sampling="bernoulli"),
         "Prox-SG, importance": ProxSG(iters, sampling="importance"),
-        "SVRG / mS2GD": SVRG(outer=max(1, iters // 10), inner=min(10, iters)),
+        "SVRG (mS2GD)": SVRG(outer=max(1, iters // 10), inner=min(10, iters)),
         "coordinate descent": RCD(iters),
     }
 
@@ -92,11 +92,11 @@ def table(rows: list[Row]) -> Any:
     """The rich table of the demo."""
     from rich.table import Table
 
-    out = Table(title="One 64 → 128 ReLU layer on 256 digits: what is left of the objective's gap")
-    out.add_column("solver")
+    out = Table(title="One 64 → 128 ReLU layer on 256 digits: gap left after k iterations")
+    out.add_column("solver", no_wrap=True)
     marks = [k for k in (1, 10, 30, 60) if k <= len(rows[0].gap)]
     for k in marks:
-        out.add_column(f"after {k}", justify="right")
+        out.add_column(f"k = {k}", justify="right")
     out.add_column("optimality", justify="right")
     out.add_column("time", justify="right")
     for row in rows:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..errors import CapabilityError
 from ..solvers import FISTA, Problem, Solver, trace
 from .layers import SolverLayer
 
-__all__ = ["Explanation", "LayerReport", "explain"]
+__all__ = ["Explanation", "LayerReport", "explain", "saved_bytes"]
 
 # Enough for FISTA to be far below anything a layer would reach.
 _REFERENCE = 300
@@ -214,25 +214,20 @@ def _advice(solver: Solver, start: float, last: float, left: float, accelerated:
 
 def _costs(layer: SolverLayer, problem: Problem) -> tuple[float, float]:
     """Time and saved bytes of the layer relative to dropout → linear → activation on the same input."""
-    rate = 0.5
-    y = problem.y.detach()
-    operator, function, bias = problem.operator, layer.function, problem.bias
 
     def plain(y: Tensor) -> Tensor:
-        return function.prox(operator.apply(nn.functional.dropout(y, rate, True), bias))
-
-    def solved(y: Tensor) -> Tensor:
-        return layer(y)
+        dropped = nn.functional.dropout(y, 0.5, True)
+        return layer.function.prox(problem.operator.apply(dropped, problem.bias))
 
     weights = [p for p in layer.parameters() if p.requires_grad]
-    ratios = []
-    for measure in (_seconds, _saved_bytes):
-        cost = [measure(block, y.clone().requires_grad_(), weights) for block in (solved, plain)]
-        ratios.append(cost[0] / max(cost[1], 1e-12))
+    y = problem.y.detach().clone().requires_grad_()
+    ratios = [
+        measure(layer, y, weights) / max(measure(plain, y, weights), 1e-12) for measure in (_seconds, saved_bytes)
+    ]
     return ratios[0], ratios[1]
 
 
-def _seconds(block: Callable[[Tensor], Tensor], y: Tensor, weights: list[nn.Parameter]) -> float:
+def _seconds(block: Callable[[Tensor], Tensor], y: Tensor, weights: Sequence[Tensor]) -> float:
     """The fastest of a few forward and backward passes; no ``.grad`` is touched."""
     times = []
     with torch.enable_grad():
@@ -244,8 +239,8 @@ def _seconds(block: Callable[[Tensor], Tensor], y: Tensor, weights: list[nn.Para
     return min(times)
 
 
-def _saved_bytes(block: Callable[[Tensor], Tensor], y: Tensor, weights: list[nn.Parameter]) -> float:
-    """Bytes that autograd keeps, without parameters and input."""
+def saved_bytes(block: Callable[[Tensor], Tensor], y: Tensor, weights: Sequence[Tensor] = ()) -> float:
+    """The bytes that autograd keeps for the backward pass, without the input and the ``weights``."""
     seen: dict[int, int] = {}
     own = {t.untyped_storage().data_ptr() for t in (y, *weights)}
 

@@ -15,16 +15,18 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minimand.errors import OptionError
-from minimand.operators.spectral import certified_norm_sq
+from minimand.operators.spectral import certified_norm_sq, to_float64
 from minimand.operators.symbol import Symbol, grid_factor, polyphase
 
 __all__ = ["Geometry", "channel_norms_sq", "convolution_norm_sq"]
 
 POINTS_PER_DEGREE = 6
-CHEAP = 2e7  # flops of a factorisation that nobody waits for
+CHEAP = 2e7  # operations of a factorisation that nobody waits for
+TINY = 5e7  # the same, where it buys the truth itself
 
 
 @dataclass(frozen=True)
@@ -95,11 +97,19 @@ class Geometry:
 def convolution_norm_sq(weight: Tensor, geometry: Geometry, method: str = "auto") -> Tensor:
     """A bound on the squared norm, float64; ``method`` is "auto", "exact" or "grid" as in the module's text.
 
-    "auto" takes the circular grid in every dimension where it is the smaller one, everywhere if it costs
-    next to nothing, and a bound by the unfolded weight where windows hardly overlap.
+    "auto" takes the circular grid in every dimension where it is the smaller one, everywhere if it costs next to
+    nothing, a bound by the unfolded weight where windows hardly overlap, and the matrix itself on tiny maps, where
+    nothing else is tight.
     """
     if weight.numel() == 0:
         return torch.zeros((), dtype=torch.float64, device=weight.device)
+    if method == "auto" and geometry.size is not None:
+        sides = [
+            c * math.prod(n)
+            for c, n in zip(_channels(weight, geometry), (geometry.size, geometry.output()), strict=True)
+        ]
+        if min(sides) ** 2 * max(sides) <= TINY:
+            return certified_norm_sq(_matrix(weight, geometry)) * (1 + 1e-9)
     grouped = weight.detach().unflatten(0, (geometry.groups, -1))
     kernel = torch.stack([polyphase(w, geometry.stride, geometry.dilation) for w in grouped])
     symbol = Symbol(kernel)
@@ -128,6 +138,21 @@ def channel_norms_sq(weight: Tensor, geometry: Geometry, *, of: str) -> Tensor:
     symbol = Symbol(split.unflatten(0, (batch, rows)))
     points, factor = _grid(symbol, geometry, "auto")
     return symbol.maxima(points) * factor
+
+
+def _channels(weight: Tensor, geometry: Geometry) -> tuple[int, int]:
+    return weight.shape[1] * geometry.groups, weight.shape[0]
+
+
+def _matrix(weight: Tensor, geometry: Geometry) -> Tensor:
+    """The convolution as a matrix (transposed), by its action on unit inputs."""
+    shape = (_channels(weight, geometry)[0], *geometry.known_size())
+    double = to_float64(weight)
+    units = torch.eye(math.prod(shape), dtype=torch.float64, device=double.device).reshape(-1, *shape)
+    # torch counts the sides of a padding from the last dimension backwards
+    padded = F.pad(units, [side for pair in reversed(geometry.padding) for side in pair])
+    conv = F.conv1d if len(geometry.kernel) == 1 else F.conv2d
+    return conv(padded, double, None, geometry.stride, 0, geometry.dilation, geometry.groups).flatten(1)
 
 
 def _grid(symbol: Symbol, geometry: Geometry, method: str) -> tuple[tuple[int, ...], float]:

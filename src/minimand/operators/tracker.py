@@ -40,7 +40,7 @@ class LipschitzTracker(nn.Module):
     values of :math:`W` only, so in-place edits, ``.data``, ``load_state_dict`` and optimizers are all seen.
 
     - ``refresh="drift"``: :math:`W_0, L_0` are renewed when the second term exceeds ``tolerance`` times the
-      first (by default 0.18 for dense weights, 0.12 for convolutions, whose :math:`L_0` is less tight).
+      first (by default 0.18 for dense weights, 0.1 for convolutions, whose :math:`L_0` is less tight).
     - ``refresh="manual"``: the bound is :math:`L_0` of the last :meth:`refresh`, as in Bibi et al. 2019,
       who renew it once an epoch. **Unsafe**: early in training the truth can be several times larger, and
       the step is then too long.
@@ -83,7 +83,7 @@ class LipschitzTracker(nn.Module):
             )
         self.operator = operator
         self.policy = refresh
-        self.tolerance = tolerance if tolerance is not None else 0.18 if isinstance(operator, Dense) else 0.12
+        self.tolerance = tolerance if tolerance is not None else 0.18 if isinstance(operator, Dense) else 0.1
         self.inputs = inputs
         self.outputs = outputs
         self.refreshes = 0

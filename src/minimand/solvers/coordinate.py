@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .base import Solver, require_count
 from .gradient import ProxGD
-from .problem import Problem, reciprocal
+from .problem import Problem, as_number, reciprocal
 from .sampling import Nice, Request, sample_size
 from .steps import StepSize, check_step_size
 
@@ -87,7 +87,7 @@ class RCD(Solver):
             return self.step
         if sample_size(self.tau, operator.outputs) == 1:
             return operator.per_feature(reciprocal(operator.output_norms_sq() + problem.ridge))
-        return reciprocal(problem.smoothness())
+        return as_number(reciprocal(problem.smoothness()))
 
     def noiseless(self) -> ProxGD:
         """All outputs at once: proximal gradient descent, whose step is safe for blocks of any size."""

@@ -6,12 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, ShapeError, require_finite, require_positive
+from ..errors import OptionError, ShapeError, is_traced, require_finite, require_positive
 from ..functions.base import Function
 from ..operators.base import Bounds, LinearOperator
 from .sampling import Sample
 
-__all__ = ["GradientMap", "Problem", "reciprocal"]
+__all__ = ["GradientMap", "Problem", "as_number", "reciprocal"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Problem:
 
         which is zero exactly at the minimiser.
         """
-        step = reciprocal(self.smoothness())
+        step = as_number(reciprocal(self.smoothness()))
         moved = (x - self.prox(x + step * self.descent(x, self.linear()), step)) / step
         return moved.flatten(self.operator.feature_dim).norm(dim=-1).amax()
 
@@ -215,3 +215,9 @@ class GradientMap(NamedTuple):
 def reciprocal(smoothness: Tensor) -> Tensor:
     """The step 1/ℓ of an ℓ-smooth function; one where there is no curvature at all."""
     return torch.where(smoothness > 0, 1 / smoothness, torch.ones_like(smoothness))
+
+
+def as_number(step: Tensor) -> float | Tensor:
+    """A single step as a Python number where reading it costs nothing: proxes are faster with one."""
+    readable = step.dim() == 0 and step.device.type == "cpu" and not is_traced(step)
+    return float(step) if readable else step

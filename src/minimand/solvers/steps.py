@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError, require_positive
-from .problem import Problem, reciprocal
+from .problem import Problem, as_number, reciprocal
 
 __all__ = [
     "Exponential",
@@ -37,7 +37,7 @@ def check_step_size(step: StepSize) -> None:
 
 def gradient_step(step: StepSize, problem: Problem) -> float | Tensor:
     r""":math:`1/(L + \lambda)` for ``"auto"``: monotone descent, and never more than theory allows."""
-    return reciprocal(problem.smoothness()) if isinstance(step, str) else step
+    return as_number(reciprocal(problem.smoothness())) if isinstance(step, str) else step
 
 
 @dataclasses.dataclass(frozen=True)

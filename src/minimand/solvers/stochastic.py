@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .base import Solver, require_count
-from .problem import Problem, reciprocal
+from .problem import Problem, as_number, reciprocal
 from .sampling import Full, Request, Sample, Sampling, resolve_sampling, sample_size
 from .steps import Schedule, StepSize, check_step_size, resolve_decay
 
@@ -123,7 +123,8 @@ class ProxSG(Solver):
         if not isinstance(self.step, str):
             return self.step
         size = sample_size(self.tau, problem.operator.inputs)
-        return reciprocal(resolve_sampling(self.sampling).smoothness(problem.operator, size) + problem.ridge)
+        smoothness = resolve_sampling(self.sampling).smoothness(problem.operator, size)
+        return as_number(reciprocal(smoothness + problem.ridge))
 
     def noiseless(self) -> "ProxSG":
         """The same steps along full gradients."""
@@ -237,7 +238,7 @@ class SVRG(Solver):
         size = sample_size(self.tau, n)
         expected = resolve_sampling(self.sampling).smoothness(operator, size) + problem.ridge
         residual = (n - size) / (size * max(n - 1, 1)) * n * operator.input_norms_sq().amax()
-        return reciprocal(2 * (expected + 2 * residual))
+        return as_number(reciprocal(2 * (expected + 2 * residual)))
 
     def advance(
         self, problem: Problem, state: ReferenceState, k: int, generator: torch.Generator | None

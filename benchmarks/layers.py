@@ -1,0 +1,97 @@
+"""Solver layers against the block they replace: dropout → linear → ReLU, forward and backward, one thread.
+
+Every block of a group is timed in turn, round after round, so that a machine that slows down slows all of them.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import Row, at_most
+from minimand.nn import SolverConv2d, SolverLayer, SolverLinear
+from minimand.nn.explain import saved_bytes
+from minimand.solvers import FISTA, ProxGD, ProxSG, trace
+
+__all__ = ["run"]
+
+
+def _pass(block: nn.Module, y: Tensor, upstream: Tensor) -> Callable[[], None]:
+    def call() -> None:
+        block.zero_grad()
+        y.grad = None
+        block(y).backward(upstream)
+
+    return call
+
+
+def _medians(calls: list[Callable[[], None]], rounds: int) -> list[float]:
+    for call in calls:
+        call()
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for call, record in zip(calls, times, strict=True):
+            begin = time.perf_counter()
+            call()
+            record.append(time.perf_counter() - begin)
+    return [sorted(record)[rounds // 2] for record in times]
+
+
+def _ratios(plain: nn.Module, layers: list[SolverLayer], shape: tuple[int, ...], rounds: int) -> list[float]:
+    y = torch.randn(shape, requires_grad=True)
+    upstream = torch.randn_like(plain(y))
+    base, *others = _medians([_pass(block, y, upstream) for block in (plain, *layers)], rounds)
+    return [other / base for other in others]
+
+
+def _block(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Dropout(0.5), layer, nn.ReLU())
+
+
+def _dense() -> list[Row]:
+    shared = SolverLinear(512, 512, solver=ProxSG(10, tau=0.5), shared_sample=True)
+    layers: list[tuple[str, SolverLayer, float]] = [
+        ("fc 512→512 ProxGD(10)", SolverLinear(512, 512, solver=ProxGD(10)), 7.5),
+        ("fc 512→512 ProxGD(30)", SolverLinear(512, 512, solver=ProxGD(30)), 21),
+        ("fc 512→512 ProxSG(10), τ = n/2, shared", shared, 10),
+    ]
+    ratios = _ratios(_block(nn.Linear(512, 512)), [layer for _, layer, _ in layers], (128, 512), 25)
+    rows = [at_most(name, ratio, target) for (name, _, target), ratio in zip(layers, ratios, strict=True)]
+    y = torch.randn(128, 512, requires_grad=True)
+    plain = _block(nn.Linear(512, 512))
+    saved, base = (saved_bytes(block, y, list(block.parameters())) for block in (layers[0][1], plain))
+    return [*rows, at_most("fc 512→512 ProxGD(10), saved bytes", saved / base, 5)]
+
+
+def _wide() -> list[Row]:
+    layer = SolverLinear(4096, 4096, solver=ProxSG(10, tau=0.5), shared_sample=True)
+    (ratio,) = _ratios(_block(nn.Linear(4096, 4096)), [layer], (128, 4096), 3)
+    return [at_most("fc 4096→4096 ProxSG(10), shared", ratio, 14)]
+
+
+def _convolution() -> list[Row]:
+    layer = SolverConv2d(64, 64, 3, padding=1, solver=ProxGD(10))
+    (ratio,) = _ratios(_block(nn.Conv2d(64, 64, 3, padding=1)), [layer], (16, 64, 16, 16), 9)
+    return [at_most("conv 64→64 3×3 @16 ProxGD(10)", ratio, 9)]
+
+
+def _equal_objective() -> list[Row]:
+    """What FISTA costs when it stops at the objective that plain descent reaches."""
+    rows = []
+    for iters, stretch in ((10, 4.0), (30, 7.0)):
+        plain = SolverLinear(512, 512, solver=ProxGD(iters))
+        y = torch.randn(128, 512)
+        problem = plain.problem(y)
+        goal = trace(problem, ProxGD(iters)).objective[-1]
+        needed = int((trace(problem, FISTA(iters)).objective > goal).sum()) + 1
+        fast = SolverLinear(512, 512, solver=FISTA(needed))
+        (ratio,) = _ratios(_block(nn.Linear(512, 512)), [fast], (128, 512), 15)
+        rows.append(at_most(f"fc 512→512 FISTA({needed}) at ProxGD({iters})'s objective", ratio, stretch, "stretch"))
+    return rows
+
+
+def run() -> list[Row]:
+    """Ratios of time and memory, with the targets they were set."""
+    torch.manual_seed(0)
+    return [*_dense(), *_wide(), *_convolution(), *_equal_objective()]

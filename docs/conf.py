@@ -1,0 +1,45 @@
+"""Sphinx: `make docs`. Nothing is fetched while building, and every warning is an error."""
+
+import os
+from importlib.metadata import version as installed
+
+os.environ["MPLBACKEND"] = "Agg"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+project = "minimand"
+author = "The minimand developers"
+copyright = f"2026, {author}"
+version = release = installed("minimand")
+language = "en_GB"
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_gallery.gen_gallery",
+]
+exclude_patterns = ["_build", "gallery/**/*.ipynb", "gallery/*.py", "gallery/*.zip"]
+
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+# State and options are named tuples and dataclasses: their fields are described in the class.
+autodoc_default_options = {"exclude-members": "__init__, __new__"}
+python_maximum_signature_line_length = 88
+napoleon_use_ivar = True
+
+sphinx_gallery_conf = {
+    "examples_dirs": "../examples",
+    "gallery_dirs": "gallery",
+    "filename_pattern": r"/plot_",
+    "within_subsection_order": "FileNameSortKey",
+    "download_all_examples": False,
+    "show_memory": False,
+    "abort_on_example_error": True,
+    "remove_config_comments": True,
+}
+
+html_theme = "furo"
+html_title = "minimand"
+html_static_path = ["_static"]
+html_css_files = ["minimand.css"]

@@ -1,0 +1,1 @@
+"""How a network is converted: copied, traced, planned, and changed in place."""

@@ -1,0 +1,169 @@
+"""What a conversion does to a module, and how it is undone. The objects stay, whoever holds them; so do hooks,
+attributes and places in the ``state_dict``."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch.fx
+from torch import Tensor, nn
+
+from ...errors import ConversionError
+from ..layers import SolverLayer
+
+__all__ = ["Absorbed", "RewrittenForward", "Source", "absorb", "become", "is_converted", "rewrite", "undo"]
+
+_ORIGIN = "_minimand_origin"
+_INTERNAL = frozenset(vars(nn.Module()))
+
+
+class Origin(NamedTuple):
+    """What a module was: its class, attributes that were written over, and the names of all that were added."""
+
+    kind: type[nn.Module]
+    replaced: dict[str, Any]
+    added: tuple[str, ...]
+    children: tuple[str, ...]
+
+
+class Absorbed(nn.Identity):
+    """An activation or a dropout that a solver layer has taken in."""
+
+    def extra_repr(self) -> str:
+        """What it was."""
+        return vars(self)[_ORIGIN].kind.__name__
+
+
+def is_converted(module: nn.Module) -> bool:
+    """Whether the module was changed by a conversion."""
+    return _ORIGIN in vars(module) or isinstance(vars(module).get("forward"), RewrittenForward)
+
+
+def become(module: nn.Module, layer: SolverLayer) -> None:
+    """Turn a plain layer into a solver layer, in place."""
+    state = {name: value for name, value in vars(layer).items() if name not in _INTERNAL}
+    replaced = {name: vars(module)[name] for name in state if name in vars(module)}
+    origin = Origin(type(module), replaced, tuple(state), tuple(layer._modules))
+    vars(module).update(state)
+    vars(module)[_ORIGIN] = origin
+    module._modules.update(layer._modules)
+    module.__class__ = type(layer)
+
+
+def absorb(module: nn.Module) -> None:
+    """Turn an activation or a dropout into the identity, in place."""
+    vars(module)[_ORIGIN] = Origin(type(module), {}, (), ())
+    module.__class__ = Absorbed
+
+
+def undo(module: nn.Module) -> bool:
+    """Make a module what it was; False where nothing was changed."""
+    changed = False
+    if (origin := vars(module).pop(_ORIGIN, None)) is not None:
+        for name in origin.added:
+            del vars(module)[name]
+        for name in origin.children:
+            del module._modules[name]
+        vars(module).update(origin.replaced)
+        module.__class__ = origin.kind
+        changed = True
+    forward = vars(module).get("forward")
+    if isinstance(forward, RewrittenForward):
+        del vars(module)["forward"]
+        vars(module).update(forward.previous)
+        changed = True
+    return changed
+
+
+class Source(NamedTuple):
+    """A function as text with the names it uses, which can be stored where the function cannot."""
+
+    text: str
+    names: dict[str, Any]
+    modules: dict[str, str]
+
+    @classmethod
+    def of(cls, graph: torch.fx.Graph) -> "Source":
+        """The ``forward`` that a graph stands for."""
+        code = graph.python_code("self")
+        modules = {name: value.__name__ for name, value in code.globals.items() if _is_namespace(value)}
+        names = {name: value for name, value in code.globals.items() if name not in modules}
+        return cls(code.src, names, modules)
+
+    def compile(self) -> Callable[..., Any]:
+        """The function."""
+        import importlib
+
+        space: dict[str, Any] = {name: importlib.import_module(module) for name, module in self.modules.items()}
+        space.update(self.names)
+        exec(compile(self.text, "<minimand: a forward without what its solver layers took in>", "exec"), space)
+        return space["forward"]
+
+
+def _is_namespace(value: object) -> bool:
+    return type(value).__name__ == "module"
+
+
+class RewrittenForward:
+    """A module's ``forward`` without the calls that its solver layers have taken in.
+
+    There is one for training and one for evaluation, as the user's code may ask ``self.training``. Attributes that
+    the code read while it was traced are constants in it; one that has changed since is an error, not a surprise.
+
+    Args:
+        module: Whose forward it is.
+        sources: For evaluation and for training.
+        constants: The attributes that were read, with their values.
+        previous: The ``forward`` that the instance had before, if it had one of its own.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sources: tuple[Source, Source],
+        constants: dict[str, Any],
+        previous: dict[str, Any],
+    ) -> None:
+        self.module = module
+        self.sources = sources
+        self.constants = constants
+        self.previous = previous
+        self._compile()
+
+    def _compile(self) -> None:
+        evaluation, training = (source.compile() for source in self.sources)
+        self.evaluation, self.training = evaluation, training
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass of the present mode."""
+        module = self.module
+        for name, value in self.constants.items():
+            if getattr(module, name) != value:
+                raise ConversionError(
+                    f"{type(module).__name__}.{name} was {value!r} when its forward was converted and is now "
+                    f"{getattr(module, name)!r}; revert the model, set it, and convert again"
+                )
+        if module.training:
+            return self.training(module, *args, **kwargs)
+        return self.evaluation(module, *args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("evaluation", "training")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._compile()
+
+
+def rewrite(module: nn.Module, sources: tuple[Source, Source], constants: dict[str, Any]) -> None:
+    """Give a module a rewritten forward, in place."""
+    before = vars(module).get("forward")
+    if isinstance(before, RewrittenForward):
+        previous = before.previous
+    else:
+        previous = {} if before is None else {"forward": before}
+    vars(module)["forward"] = RewrittenForward(module, sources, constants, previous)
+
+
+def passed(x: Tensor) -> Tensor:
+    """The forward of a module that a solver layer computes itself."""
+    return x

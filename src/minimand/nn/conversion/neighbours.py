@@ -1,0 +1,258 @@
+"""What stands directly before and directly after a layer in a graph."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from ...errors import MinimandError
+from ...functions import Function, from_activation
+from ...functions.activations import _BUILDERS, _FUNCTIONALS, _MODULES, _REFUSED_MODULES
+from .trace import Traced
+
+__all__ = ["Activation", "Dropout", "Obstacle", "activation_after", "activation_of", "dropout_before", "dropout_of", "shares_input"]
+
+
+class Obstacle(Exception):
+    """Why a neighbour cannot be taken in: what is wrong, and what to do about it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """The activation of one call of a layer; ``name`` tells equal ones."""
+
+    function: Function
+    name: tuple[Any, ...]
+    node: fx.Node | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Dropout:
+    """The dropout before one call of a layer: its probability, and whether it drops entries, channels or else."""
+
+    p: float
+    unit: str
+    inplace: bool = False
+    node: fx.Node | None = None
+
+
+#: Softmax acts on vectors: it belongs to the loss or to an attention, not to the layer before it.
+_VECTOR = (nn.Softmax, nn.Softmax2d, nn.Softmin, nn.LogSoftmax)
+_VECTOR_NAMES = ("softmax", "softmin", "log_softmax", "logsoftmax")
+_NORMS = (nn.modules.batchnorm._BatchNorm,)
+_ACTIVATIONS = tuple(kind for kind in (*_BUILDERS, *_REFUSED_MODULES) if kind not in (*_VECTOR, nn.Identity))
+
+_DROPOUT_UNITS: Mapping[type[nn.Module], str] = {
+    nn.Dropout: "entries",
+    nn.Dropout1d: "channels of a sequence",
+    nn.Dropout2d: "channels of a map",
+    nn.Dropout3d: "channels of a volume",
+    nn.AlphaDropout: "alpha",
+    nn.FeatureAlphaDropout: "alpha",
+}
+_DROPOUT_FUNCTIONS: Mapping[Any, str] = {
+    F.dropout: "entries",
+    F.dropout1d: "channels of a sequence",
+    F.dropout2d: "channels of a map",
+    F.dropout3d: "channels of a volume",
+    F.alpha_dropout: "alpha",
+    F.feature_alpha_dropout: "alpha",
+}
+_ALIASES: Mapping[Any, Any] = {
+    torch.dropout: F.dropout,
+    torch.dropout_: F.dropout,
+    torch.alpha_dropout: F.alpha_dropout,
+    torch.feature_dropout: F.dropout2d,
+}
+_RESHAPES = (torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze)
+_RESHAPE_METHODS = ("flatten", "reshape", "view", "squeeze", "unsqueeze", "contiguous")
+_SIZE_METHODS = ("size", "dim", "numel", "ndimension", "nelement", "is_contiguous", "stride")
+_SIZE_ATTRIBUTES = ("shape", "ndim", "dtype", "device")
+
+_LEAVE = "Rule(..., activation=None) solves without it and leaves it in place"
+_IDENTITY = Activation(from_activation("identity"), (nn.Identity,))
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """The users of a node's values; asking for its size does not count."""
+    return [user for user in node.users if not _asks_size(user)]
+
+
+def _asks_size(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target in _SIZE_METHODS
+    return node.op == "call_function" and node.target is getattr and node.args[1] in _SIZE_ATTRIBUTES
+
+
+def _source(node: fx.Node) -> fx.Node | None:
+    """The tensor that an elementwise call acts on."""
+    source = node.args[0] if node.args else node.kwargs.get("input")
+    return source if isinstance(source, fx.Node) else None
+
+
+def activation_of(module: nn.Module) -> Activation:
+    """A module's function."""
+    options = {k: v for k, v in vars(module).items() if not k.startswith("_") and k not in ("training", "inplace")}
+    try:
+        return Activation(from_activation(module), (type(module), *sorted(options.items())))
+    except MinimandError as error:
+        raise Obstacle(f"{error} ({_LEAVE})") from None
+
+
+def _activation_module(node: fx.Node, traced: Traced) -> nn.Module | None:
+    """The activation that a node applies, as a module; None where it applies none."""
+    if (module := traced.module(node)) is not None:
+        return module if isinstance(module, _ACTIVATIONS) else None
+    target = node.target
+    if node.op == "call_method":
+        target = getattr(torch.Tensor, str(target), None)
+    if node.op not in ("call_function", "call_method"):
+        return None
+    if target in _CLAMPS:
+        return _clamp(node, _CLAMPS[target])
+    name = _FUNCTIONALS.get(target)
+    if name is None or name in _VECTOR_NAMES:
+        return None
+    if name not in _MODULES:
+        from_activation(target)  # raises: it is known to be no prox
+    # torch.relu and its like take nothing but the input.
+    names = [p for p in inspect.signature(_MODULES[name].__init__).parameters if p != "self"]  # type: ignore[misc]
+    options = dict(zip(names, node.args[1:], strict=False)) | dict(node.kwargs)
+    options = {key: value for key, value in options.items() if key not in ("input", "inplace")}
+    if any(isinstance(value, fx.Node) for value in options.values()):
+        raise Obstacle(f"the options of {name} after it depend on data; fix them to numbers")
+    from_activation(functools.partial(target, **options))
+    return _MODULES[name](**options)
+
+
+_CLAMPS: Mapping[Any, tuple[str, ...]] = {
+    torch.clamp: ("min", "max"),
+    torch.clamp_: ("min", "max"),
+    torch.Tensor.clamp: ("min", "max"),
+    torch.Tensor.clamp_: ("min", "max"),
+    torch.clamp_min: ("min",),
+    torch.Tensor.clamp_min: ("min",),
+    torch.Tensor.clamp_min_: ("min",),
+}
+
+
+def _clamp(node: fx.Node, names: tuple[str, ...]) -> nn.Module | None:
+    """``x.clamp(min=0)`` is written for ReLU; other clamps stay."""
+    given = dict(zip(names, node.args[1:], strict=False)) | dict(node.kwargs)
+    low, high = given.get("min"), given.get("max")
+    if low == 0 and high is None:
+        return nn.ReLU()
+    if isinstance(low, int | float) and isinstance(high, int | float) and low <= high:
+        return nn.Hardtanh(low, high)
+    return None
+
+
+def activation_after(node: fx.Node, traced: Traced) -> Activation:
+    """The activation that alone reads a layer's output; the identity where something else does."""
+    while True:
+        readers = _readers(node)
+        found = [reader for reader in readers if _is_activation(reader, node, traced)]
+        if len(readers) != 1:
+            if found:
+                others = ", ".join(traced.describe(reader) for reader in readers if reader is not found[0])
+                raise Obstacle(
+                    f"its output goes to {traced.describe(found[0])}, but also to {others}, which needs it "
+                    f"before the activation; use Rule(..., activation=None) to leave the activation where it is"
+                )
+            return _IDENTITY
+        reader = readers[0]
+        module = traced.module(reader)
+        if type(module) is nn.Identity:
+            node = reader
+        elif isinstance(module, _NORMS):
+            raise Obstacle(
+                f"{traced.describe(reader)} stands between it and its activation; fold it into the layer "
+                f"(torch.nn.utils.fusion), or use Rule(..., activation=None) to solve before the normalisation"
+            )
+        elif found:
+            activation = _activation_module(reader, traced)
+            assert activation is not None
+            return dataclasses.replace(activation_of(activation), node=reader)
+        else:
+            return _IDENTITY
+
+
+def _is_activation(reader: fx.Node, node: fx.Node, traced: Traced) -> bool:
+    try:
+        return _source(reader) is node and _activation_module(reader, traced) is not None
+    except MinimandError as error:
+        raise Obstacle(f"{error} ({_LEAVE})") from None
+
+
+def dropout_of(module: nn.Module) -> Dropout | None:
+    """What a module drops; None where it is no dropout."""
+    for kind, unit in _DROPOUT_UNITS.items():
+        if isinstance(module, kind) and type(module).forward is kind.forward:  # type: ignore[attr-defined]
+            return Dropout(module.p, unit, module.inplace)
+    return None
+
+
+def _dropout_at(node: fx.Node, traced: Traced) -> Dropout | None:
+    if (module := traced.module(node)) is not None:
+        found = dropout_of(module)
+        return None if found is None else dataclasses.replace(found, node=node)
+    target = _ALIASES.get(node.target, node.target) if node.op == "call_function" else None
+    if target not in _DROPOUT_FUNCTIONS:
+        return None
+    names = list(inspect.signature(target).parameters)
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    given = {"p": 0.5, "training": target is F.dropout, "inplace": False, **given}
+    p, training = given["p"], given.get("train", given["training"])
+    if isinstance(p, fx.Node) or isinstance(training, fx.Node):
+        return None
+    return Dropout(float(p) if training else 0.0, _DROPOUT_FUNCTIONS[target], bool(given["inplace"]), node)
+
+
+def dropout_before(node: fx.Node, traced: Traced, layer: nn.Module) -> Dropout | None:
+    """The dropout whose output is the layer's input, where it drops what a solver of this layer samples.
+
+    Entries may be reshaped in between: dropping them commutes with that. Whole channels fit a convolution of
+    the same dimension only.
+    """
+    reshaped = False
+    source = _source(node)
+    while source is not None:
+        found = _dropout_at(source, traced)
+        if found is not None:
+            return found if _fits(found, layer, reshaped) else None
+        if len(_readers(source)) != 1:
+            return None
+        if type(traced.module(source)) is not nn.Identity:
+            if not _reshapes(source, traced):
+                return None
+            reshaped = True
+        source = _source(source)
+    return None
+
+
+def _reshapes(node: fx.Node, traced: Traced) -> bool:
+    if (module := traced.module(node)) is not None:
+        return isinstance(module, nn.Flatten | nn.Unflatten)
+    return node.target in (_RESHAPE_METHODS if node.op == "call_method" else _RESHAPES)
+
+
+def _fits(dropout: Dropout, layer: nn.Module, reshaped: bool) -> bool:
+    if dropout.unit in ("entries", "alpha"):
+        return True
+    if dropout.unit == "channels of a sequence":
+        return isinstance(layer, nn.Conv1d) and not reshaped
+    return dropout.unit == "channels of a map" and isinstance(layer, nn.Conv2d) and not reshaped
+
+
+def shares_input(dropout: Dropout) -> bool:
+    """Whether an in-place dropout changes a tensor that others read, too."""
+    assert dropout.node is not None
+    source = _source(dropout.node)
+    return dropout.inplace and source is not None and len(_readers(source)) > 1
+
+

@@ -1,0 +1,130 @@
+"""A module's own forward as a graph that can stand in for it, or the reason why none can."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from .trace import SIMPLE, Traced, Tracer, Untraceable, defaults, set_mode, undisturbed
+
+__all__ = ["Shallow", "Unfaithful", "shallow"]
+
+
+class Unfaithful(Exception):
+    """A graph would not do all that the forward does; the message says what it would miss."""
+
+
+@dataclasses.dataclass
+class Shallow:
+    """A forward, in evaluation and in training, with its children as single calls, and the attributes it read."""
+
+    modes: tuple[Traced, Traced]
+    constants: dict[str, Any]
+
+
+def shallow(owner: nn.Module) -> Shallow:
+    """Trace one forward of a scratch copy.
+
+    A graph forgets what is not a tensor operation. Whatever is noticed of that is refused: branches on arguments or
+    on the mode of other modules, attributes that are set, tensors that are made or drawn on the way, and ``with``
+    statements.
+    """
+    before = _snapshot(owner)
+    constants: dict[str, Any] = {}
+    with undisturbed() as used:
+        modes = (_mode(owner, False, constants), _mode(owner, True, constants))
+    if used:
+        raise Unfaithful(f"draws random numbers with {' and '.join(used)} outside of tensor operations")
+    for name, value in _snapshot(owner).items():
+        if name not in before or before[name] != value:
+            if name.startswith("_tensor_constant"):
+                raise Unfaithful("makes a tensor that does not depend on its input; register it as a buffer")
+            raise Unfaithful(f"sets its attribute {name!r}")
+    for traced in modes:
+        if traced.frames[0].in_context:
+            raise Unfaithful("computes inside a with statement such as torch.no_grad() or autocast")
+    return Shallow(modes, constants)
+
+
+def _mode(owner: nn.Module, mode: bool, constants: dict[str, Any]) -> Traced:
+    set_mode(owner, mode)
+    traced = _watched(owner, constants, lambda: _run(owner, {}))
+    expected = list(_signature(traced, owner))
+    if list(_signature(_run(owner, defaults(owner)), owner)) != expected:
+        raise Unfaithful(f"branches on its arguments (one of {', '.join(defaults(owner))})")
+    set_mode(owner, not mode)
+    owner.training = mode
+    if list(_signature(_run(owner, {}), owner)) != expected:
+        raise Unfaithful("asks whether one of its submodules is training")
+    return traced
+
+
+def _run(owner: nn.Module, concrete: dict[str, Any]) -> Traced:
+    try:
+        return Tracer({}, deep=False).run(owner, concrete)
+    except Untraceable as failure:
+        raise Unfaithful(f"cannot be traced ({failure.reason})") from failure
+
+
+def _signature(traced: Traced, owner: nn.Module) -> Iterator[tuple[Any, ...]]:
+    """What a graph computes, with the arguments that have a default as constants."""
+    fixed = defaults(owner)
+    checks = {f"{name}_1" for name in fixed}
+    index: dict[fx.Node, Any] = {}
+    skipped: set[fx.Node] = set()
+
+    def place(node: fx.Node) -> Any:
+        return index[node]
+
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            index[node] = fixed.get(node.target, ("argument", node.target))
+            if node.target in checks:
+                skipped.add(node)
+        elif skipped & set(node.all_input_nodes):
+            skipped.add(node)
+        else:
+            index[node] = ("value", len(index))
+            yield node.op, node.target, *(str(fx.map_arg(part, place)) for part in (node.args, node.kwargs))
+
+
+def _snapshot(owner: nn.Module) -> dict[str, Any]:
+    """What a forward might change about its module."""
+    return {name: _frozen(value) for name, value in vars(owner).items() if name != "training"}
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, dict):
+        return id(value), *((key, id(item)) for key, item in value.items())
+    if isinstance(value, list | set):
+        return id(value), *map(id, value)
+    return value if type(value) in SIMPLE else id(value)
+
+
+def _watched(owner: nn.Module, reads: dict[str, Any], run: Callable[[], Traced]) -> Traced:
+    """Run, and list the plain attributes of ``owner`` that were read: they are constants of the graph."""
+    kind = type(owner)
+    ordinary = frozenset(dir(nn.Module)) | frozenset(vars(nn.Module()))
+
+    def look(self: nn.Module, name: str) -> Any:
+        value = kind.__getattribute__(self, name)
+        if name not in ordinary and _is_plain(value):
+            reads[name] = value.copy() if isinstance(value, list | dict) else value
+        return value
+
+    space = {"__getattribute__": look, "__module__": kind.__module__}
+    owner.__class__ = type(kind.__name__, (kind,), space)
+    try:
+        return run()
+    finally:
+        owner.__class__ = kind
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(type(item) in SIMPLE for item in value)
+    if isinstance(value, dict):
+        return all(type(item) in SIMPLE for item in value.values())
+    return type(value) in SIMPLE or isinstance(value, torch.dtype)
