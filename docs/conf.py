@@ -20,6 +20,8 @@ extensions = [
     "sphinx_gallery.gen_gallery",
 ]
 exclude_patterns = ["_build", "gallery/**/*.ipynb", "gallery/*.py", "gallery/*.zip"]
+# docs/convert.rst may not be there yet.
+suppress_warnings = ["toc.empty_glob"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
@@ -27,6 +29,8 @@ autodoc_typehints_format = "short"
 autodoc_default_options = {"exclude-members": "__init__, __new__"}
 python_maximum_signature_line_length = 88
 napoleon_use_ivar = True
+# Docstrings write the absolute value of x plainly, which reST takes for a substitution.
+rst_prolog = r".. |x| replace:: \|x\|"
 
 sphinx_gallery_conf = {
     "examples_dirs": "../examples",
@@ -35,6 +39,7 @@ sphinx_gallery_conf = {
     "within_subsection_order": "FileNameSortKey",
     "download_all_examples": False,
     "show_memory": False,
+    "write_computation_times": False,
     "abort_on_example_error": True,
     "remove_config_comments": True,
 }

@@ -24,7 +24,7 @@ from minimand.lab import demo
 rows = {row.name: row.gap for row in demo.run(iters=40, seeds=3)}
 stochastic = {name for name, solver in demo.solvers(1).items() if solver.stochastic}
 for name, gap in rows.items():
-    print(f"{name:20s} after 1: {100 * gap[0]:5.1f} %   after 10: {100 * gap[9]:5.1f} %   after 40: {100 * gap[-1]:5.1f} %")
+    print(f"{name:20s}", *(f"after {k}: {100 * gap[k - 1]:4.1f} %" for k in (1, 10, 40)), sep="   ")
 
 # %%
 # Draw

@@ -3,8 +3,8 @@ Dropout is sampling
 ===================
 
 One step of proximal stochastic gradient with a τ-nice sample, from zero and with unit step, is
-dropout → linear → ReLU (000, Proposition 1). More steps of the same solver average the masks: the output depends less
-and less on which inputs were dropped.
+dropout → linear → ReLU (Bibi et al. 2019, Proposition 1). More steps of the same solver average the masks: the
+output depends less and less on which inputs were dropped.
 """
 
 # %%

@@ -1,6 +1,7 @@
 """Convolutional operators in one and two dimensions."""
 
 import abc
+import copy
 from collections.abc import Callable
 from typing import ClassVar, Self
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from minimand.errors import OptionError, ShapeError
 from minimand.operators.base import LinearOperator
 from minimand.operators.bounds import Geometry, channel_norms_sq, convolution_norm_sq
+from minimand.operators.gather import Columns
 from minimand.operators.grouped import GroupedPart
 from minimand.operators.spectral import round_up
 
@@ -41,6 +43,7 @@ class Convolution(LinearOperator, abc.ABC):
                 f"n2 a multiple of groups; got {tuple(weight.shape)} with groups={groups}"
             )
         self.weight = weight
+        self._columns: Columns | None = None
         self.feature_dim = -1 - self.dimensions
         kernel = tuple(weight.shape[2:])
         strides, dilations = self._tuple("stride", stride, 1), self._tuple("dilation", dilation, 1)
@@ -109,13 +112,22 @@ class Convolution(LinearOperator, abc.ABC):
         """``A`` on the input channels ``index`` (with groups: :class:`~.grouped.GroupedPart`)."""
         if self.geometry.groups > 1:
             return GroupedPart(self, index, torch.arange(self.outputs, device=index.device))
-        return self.with_weight(self.weight.index_select(1, index), 1)
+        part = self.weight.index_select(1, index) if self._columns is None else self._columns.take(index)
+        return self.with_weight(part, 1)
 
     def restrict_outputs(self, index: Tensor) -> LinearOperator:
         """The output channels ``index`` of ``A``."""
         if self.geometry.groups > 1:
             return GroupedPart(self, torch.arange(self.inputs, device=index.device), index)
         return self.with_weight(self.weight.index_select(0, index), 1)
+
+    def gathered(self) -> Self:
+        """The same operator, with its channels laid out for :meth:`restrict`."""
+        if self.geometry.groups > 1:
+            return self
+        other = copy.copy(self)
+        other._columns = Columns(self.weight)
+        return other
 
     def with_weight(self, weight: Tensor, groups: int | None = None) -> Self:
         """The same convolution with another weight; no bounds are carried over."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from minimand.errors import ShapeError
 from minimand.operators.base import LinearOperator
+from minimand.operators.gather import Columns
 from minimand.operators.gram import gram
 from minimand.operators.spectral import certified_norm_sq, round_up, sum_of_squares
 
@@ -35,6 +36,7 @@ class Dense(LinearOperator):
             raise ShapeError(f"a dense weight has 2 dimensions (n2, n1), got shape {tuple(weight.shape)}")
         self.weight = weight
         self._gram: Tensor | None = None
+        self._columns: Columns | None = None
 
     @property
     def inputs(self) -> int:
@@ -89,11 +91,17 @@ class Dense(LinearOperator):
 
     def restrict(self, index: Tensor) -> "Dense":
         """The columns ``index`` of ``A``."""
-        return Dense(self.weight.index_select(1, index))
+        return Dense(self.weight.index_select(1, index) if self._columns is None else self._columns.take(index))
 
     def restrict_outputs(self, index: Tensor) -> "Dense":
         """The rows ``index`` of ``A``."""
         return Dense(self.weight.index_select(0, index))
+
+    def gathered(self) -> "Dense":
+        """The same operator, with its columns laid out for :meth:`restrict`."""
+        other = copy.copy(self)
+        other._columns = Columns(self.weight)
+        return other
 
     def with_weight(self, weight: Tensor) -> "Dense":
         """The operator of another weight."""

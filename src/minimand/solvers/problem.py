@@ -142,6 +142,10 @@ class Problem:
         )
         return dataclasses.replace(self, operator=operator.with_bounds(bounds))
 
+    def gathered(self) -> "Problem":
+        """The same problem with its operator set up to be restricted in every iteration."""
+        return dataclasses.replace(self, operator=self.operator.gathered())
+
     def check(self) -> None:
         """Refuse sizes that do not fit and values that are not finite, before any work."""
         require_positive("ridge", self.ridge, zero=True)
@@ -197,8 +201,8 @@ class GradientMap(NamedTuple):
         """The map of a problem at one step size."""
         gram, matrix = problem.operator.formed_gram, None
         if gram is not None:
-            identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-            matrix = (1 - step * problem.ridge) * identity - step * gram
+            kept = torch.diag(gram.new_ones(gram.shape[-1]) * (1 - step * problem.ridge))
+            matrix = kept - step * gram
         return cls(step * problem.linear(), matrix, problem.operator, step, problem.ridge)
 
     def __call__(self, x: Tensor | None) -> Tensor:

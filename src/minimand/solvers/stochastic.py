@@ -115,8 +115,9 @@ class ProxSG(Solver):
         sample_size(self.tau, problem.operator.inputs)
 
     def prepare(self, problem: Problem) -> Problem:
-        """Samplings and steps ask for the norms of the columns."""
-        return problem.bounded(inputs=True)
+        """Samplings and steps ask for the norms of the columns; shared samples gather them."""
+        problem = problem.bounded(inputs=True)
+        return problem.gathered() if self.shared_sample else problem
 
     def first_step(self, problem: Problem) -> float | Tensor:
         """One over the expected smoothness of the sampling and the ridge."""
@@ -218,8 +219,9 @@ class SVRG(Solver):
         sample_size(self.tau, problem.operator.inputs)
 
     def prepare(self, problem: Problem) -> Problem:
-        """Samplings and steps ask for the norms of the columns."""
-        return problem.bounded(inputs=True)
+        """Samplings and steps ask for the norms of the columns; shared samples gather them."""
+        problem = problem.bounded(inputs=True)
+        return problem.gathered() if self.shared_sample else problem
 
     def noiseless(self) -> "SVRG":
         """The same steps along full gradients."""

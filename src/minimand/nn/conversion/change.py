@@ -1,6 +1,7 @@
 """What a conversion does to a module, and how it is undone. The objects stay, whoever holds them; so do hooks,
 attributes and places in the ``state_dict``."""
 
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,7 +11,17 @@ from torch import Tensor, nn
 from ...errors import ConversionError
 from ..layers import SolverLayer
 
-__all__ = ["Absorbed", "RewrittenForward", "Source", "absorb", "become", "is_converted", "rewrite", "undo"]
+__all__ = [
+    "Absorbed",
+    "RewrittenForward",
+    "Source",
+    "absorb",
+    "become",
+    "is_converted",
+    "pass_through",
+    "rewrite",
+    "undo",
+]
 
 _ORIGIN = "_minimand_origin"
 _INTERNAL = frozenset(vars(nn.Module()))
@@ -55,9 +66,8 @@ def absorb(module: nn.Module) -> None:
     module.__class__ = Absorbed
 
 
-def undo(module: nn.Module) -> bool:
-    """Make a module what it was; False where nothing was changed."""
-    changed = False
+def undo(module: nn.Module) -> None:
+    """Make a module what it was."""
     if (origin := vars(module).pop(_ORIGIN, None)) is not None:
         for name in origin.added:
             del vars(module)[name]
@@ -65,13 +75,12 @@ def undo(module: nn.Module) -> bool:
             del module._modules[name]
         vars(module).update(origin.replaced)
         module.__class__ = origin.kind
-        changed = True
     forward = vars(module).get("forward")
     if isinstance(forward, RewrittenForward):
         del vars(module)["forward"]
         vars(module).update(forward.previous)
-        changed = True
-    return changed
+    elif forward is passed:
+        del vars(module)["forward"]
 
 
 class Source(NamedTuple):
@@ -91,8 +100,6 @@ class Source(NamedTuple):
 
     def compile(self) -> Callable[..., Any]:
         """The function."""
-        import importlib
-
         space: dict[str, Any] = {name: importlib.import_module(module) for name, module in self.modules.items()}
         space.update(self.names)
         exec(compile(self.text, "<minimand: a forward without what its solver layers took in>", "exec"), space)
@@ -158,12 +165,17 @@ def rewrite(module: nn.Module, sources: tuple[Source, Source], constants: dict[s
     """Give a module a rewritten forward, in place."""
     before = vars(module).get("forward")
     if isinstance(before, RewrittenForward):
-        previous = before.previous
+        previous, constants = before.previous, before.constants | constants
     else:
         previous = {} if before is None else {"forward": before}
     vars(module)["forward"] = RewrittenForward(module, sources, constants, previous)
 
 
-def passed(x: Tensor) -> Tensor:
-    """The forward of a module that a solver layer computes itself."""
-    return x
+def pass_through(module: nn.Module) -> None:
+    """Make a normalisation the identity, in place; its class, parameters and statistics stay."""
+    vars(module)["forward"] = passed
+
+
+def passed(input: Tensor) -> Tensor:
+    """The forward of a normalisation that a solver layer computes itself."""
+    return input

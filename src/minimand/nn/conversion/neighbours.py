@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,20 @@ from ...functions import Function, from_activation
 from ...functions.activations import _BUILDERS, _FUNCTIONALS, _MODULES, _REFUSED_MODULES
 from .trace import Traced
 
-__all__ = ["Activation", "Dropout", "Obstacle", "activation_after", "activation_of", "dropout_before", "dropout_of", "shares_input"]
+__all__ = [
+    "IDENTITY",
+    "Activation",
+    "After",
+    "Dropout",
+    "Obstacle",
+    "Skip",
+    "activation_of",
+    "after",
+    "dropout_before",
+    "dropout_of",
+    "readers_of",
+    "shares_input",
+]
 
 
 class Obstacle(Exception):
@@ -24,11 +38,30 @@ class Obstacle(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """The activation of one call of a layer; ``name`` tells equal ones."""
+    """An activation; ``name`` tells equal ones."""
 
     function: Function
     name: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Skip:
+    """A tensor that is added before the activation: the calls from the layer on, the addition, and which of
+    its operands the layer is."""
+
+    chain: tuple[fx.Node, ...]
+    add: fx.Node
+    operand: int
+
+
+@dataclasses.dataclass(frozen=True)
+class After:
+    """What one call of a layer takes in: its activation, the call of it, a normalisation, and a skip."""
+
+    activation: Activation
     node: fx.Node | None = None
+    norm: fx.Node | None = None
+    skip: Skip | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +77,6 @@ class Dropout:
 #: Softmax acts on vectors: it belongs to the loss or to an attention, not to the layer before it.
 _VECTOR = (nn.Softmax, nn.Softmax2d, nn.Softmin, nn.LogSoftmax)
 _VECTOR_NAMES = ("softmax", "softmin", "log_softmax", "logsoftmax")
-_NORMS = (nn.modules.batchnorm._BatchNorm,)
 _ACTIVATIONS = tuple(kind for kind in (*_BUILDERS, *_REFUSED_MODULES) if kind not in (*_VECTOR, nn.Identity))
 
 _DROPOUT_UNITS: Mapping[type[nn.Module], str] = {
@@ -75,10 +107,10 @@ _SIZE_METHODS = ("size", "dim", "numel", "ndimension", "nelement", "is_contiguou
 _SIZE_ATTRIBUTES = ("shape", "ndim", "dtype", "device")
 
 _LEAVE = "Rule(..., activation=None) solves without it and leaves it in place"
-_IDENTITY = Activation(from_activation("identity"), (nn.Identity,))
+IDENTITY = Activation(from_activation("identity"), (nn.Identity,))
 
 
-def _readers(node: fx.Node) -> list[fx.Node]:
+def readers_of(node: fx.Node) -> list[fx.Node]:
     """The users of a node's values; asking for its size does not count."""
     return [user for user in node.users if not _asks_size(user)]
 
@@ -108,7 +140,7 @@ def _activation_module(node: fx.Node, traced: Traced) -> nn.Module | None:
     """The activation that a node applies, as a module; None where it applies none."""
     if (module := traced.module(node)) is not None:
         return module if isinstance(module, _ACTIVATIONS) else None
-    target = node.target
+    target: Any = node.target
     if node.op == "call_method":
         target = getattr(torch.Tensor, str(target), None)
     if node.op not in ("call_function", "call_method"):
@@ -121,7 +153,7 @@ def _activation_module(node: fx.Node, traced: Traced) -> nn.Module | None:
     if name not in _MODULES:
         from_activation(target)  # raises: it is known to be no prox
     # torch.relu and its like take nothing but the input.
-    names = [p for p in inspect.signature(_MODULES[name].__init__).parameters if p != "self"]  # type: ignore[misc]
+    names = [p for p in inspect.signature(_MODULES[name].__init__).parameters if p != "self"]
     options = dict(zip(names, node.args[1:], strict=False)) | dict(node.kwargs)
     options = {key: value for key, value in options.items() if key not in ("input", "inplace")}
     if any(isinstance(value, fx.Node) for value in options.values()):
@@ -152,34 +184,99 @@ def _clamp(node: fx.Node, names: tuple[str, ...]) -> nn.Module | None:
     return None
 
 
-def activation_after(node: fx.Node, traced: Traced) -> Activation:
-    """The activation that alone reads a layer's output; the identity where something else does."""
+def after(layer: fx.Node, traced: Traced, is_target: Callable[[fx.Node], bool]) -> After:
+    """What alone reads a layer's output: a batch normalisation, an addition, an activation, each if there is one.
+
+    ``is_target`` says whether another call is of a layer that is converted, too: of two that are added, the
+    first takes the sum in.
+    """
+    found = After(IDENTITY)
+    chain = [layer]
     while True:
-        readers = _readers(node)
-        found = [reader for reader in readers if _is_activation(reader, node, traced)]
+        node = chain[-1]
+        readers = readers_of(node)
+        activations = [reader for reader in readers if _is_activation(reader, node, traced)]
+        if activations and (len(readers) == 1 or _overwrites(activations[0], readers, traced)):
+            activation = _activation_module(activations[0], traced)
+            assert activation is not None
+            return dataclasses.replace(found, activation=activation_of(activation), node=activations[0])
+        if activations:
+            others = ", ".join(traced.describe(reader) for reader in readers if reader is not activations[0])
+            raise Obstacle(
+                f"its output goes to {traced.describe(activations[0])}, but also to {others}, which needs it "
+                f"before the activation; use Rule(..., activation=None) to leave the activation where it is"
+            )
         if len(readers) != 1:
-            if found:
-                others = ", ".join(traced.describe(reader) for reader in readers if reader is not found[0])
-                raise Obstacle(
-                    f"its output goes to {traced.describe(found[0])}, but also to {others}, which needs it "
-                    f"before the activation; use Rule(..., activation=None) to leave the activation where it is"
-                )
-            return _IDENTITY
+            return found
         reader = readers[0]
         module = traced.module(reader)
-        if type(module) is nn.Identity:
-            node = reader
-        elif isinstance(module, _NORMS):
-            raise Obstacle(
-                f"{traced.describe(reader)} stands between it and its activation; fold it into the layer "
-                f"(torch.nn.utils.fusion), or use Rule(..., activation=None) to solve before the normalisation"
-            )
-        elif found:
-            activation = _activation_module(reader, traced)
-            assert activation is not None
-            return dataclasses.replace(activation_of(activation), node=reader)
-        else:
-            return _IDENTITY
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and found.norm is None and _source(reader) is node:
+            _check_norm(module, layer, traced, reader)
+            found = dataclasses.replace(found, norm=reader)
+        elif type(module) is not nn.Identity:
+            return _added(found, chain, reader, traced, is_target)
+        chain.append(reader)
+
+
+def _check_norm(norm: Any, layer: fx.Node, traced: Traced, reader: fx.Node) -> None:
+    expected = {nn.Linear: nn.BatchNorm1d, nn.Conv1d: nn.BatchNorm1d, nn.Conv2d: nn.BatchNorm2d}
+    plain: Any = traced.module(layer)
+    fits = any(isinstance(plain, kind) and type(norm) is match for kind, match in expected.items())
+    if not fits or plain.weight.shape[0] != norm.num_features:
+        raise Obstacle(
+            f"{traced.describe(reader)} between it and its activation is not the plain batch normalisation of its "
+            f"outputs, and only that can be folded into it; use Rule(..., activation=None) to solve before it"
+        )
+
+
+def _added(
+    found: After, chain: list[fx.Node], add: fx.Node, traced: Traced, is_target: Callable[[fx.Node], bool]
+) -> After:
+    """Take a skip in, where the layer's own forward adds it and an activation alone reads the sum."""
+    operands = _operands(add)
+    readers = readers_of(add)
+    try:
+        if operands is None or len(readers) != 1 or not _is_activation(readers[0], add, traced):
+            return found
+    except Obstacle:  # no prox, but not directly after the layer either
+        return found
+    if any(traced.frame[node] is not traced.frame[add] for node in chain):
+        return found
+    operand = operands.index(chain[-1])
+    if operand == 1 and _leads_back(operands[0], traced, is_target):
+        return found
+    activation = _activation_module(readers[0], traced)
+    assert activation is not None
+    skip = Skip(tuple(chain), add, operand)
+    return dataclasses.replace(found, activation=activation_of(activation), node=readers[0], skip=skip)
+
+
+def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The two tensors that a node adds."""
+    adds = node.op == "call_function" and node.target in (operator.add, operator.iadd, torch.add)
+    adds = adds or (node.op == "call_method" and node.target in ("add", "add_", "__add__", "__iadd__"))
+    match node.args:
+        case (fx.Node() as left, fx.Node() as right) if adds and not node.kwargs and left is not right:
+            return left, right
+    return None
+
+
+def _leads_back(node: fx.Node, traced: Traced, is_target: Callable[[fx.Node], bool]) -> bool:
+    """Whether a value comes from a converted layer, through a normalisation at most."""
+    while isinstance(traced.module(node), nn.modules.batchnorm._BatchNorm | nn.Identity):
+        source = _source(node)
+        if source is None:
+            return False
+        node = source
+    return is_target(node)
+
+
+def _overwrites(activation: fx.Node, readers: list[fx.Node], traced: Traced) -> bool:
+    """Whether an in-place activation, itself unread, comes before all other readers, which thus see its result."""
+    module = traced.module(activation)
+    named = str(getattr(activation.target, "__name__", activation.target)).endswith("_")
+    inplace = named or bool(activation.kwargs.get("inplace")) or bool(getattr(module, "inplace", False))
+    return inplace and not activation.users and readers[0] is activation
 
 
 def _is_activation(reader: fx.Node, node: fx.Node, traced: Traced) -> bool:
@@ -189,11 +286,12 @@ def _is_activation(reader: fx.Node, node: fx.Node, traced: Traced) -> bool:
         raise Obstacle(f"{error} ({_LEAVE})") from None
 
 
-def dropout_of(module: nn.Module) -> Dropout | None:
+def dropout_of(module: Any) -> Dropout | None:
     """What a module drops; None where it is no dropout."""
     for kind, unit in _DROPOUT_UNITS.items():
-        if isinstance(module, kind) and type(module).forward is kind.forward:  # type: ignore[attr-defined]
-            return Dropout(module.p, unit, module.inplace)
+        if isinstance(module, kind) and type(module).forward is kind.forward:
+            given = vars(module)
+            return Dropout(given["p"], unit, given["inplace"])
     return None
 
 
@@ -201,11 +299,11 @@ def _dropout_at(node: fx.Node, traced: Traced) -> Dropout | None:
     if (module := traced.module(node)) is not None:
         found = dropout_of(module)
         return None if found is None else dataclasses.replace(found, node=node)
-    target = _ALIASES.get(node.target, node.target) if node.op == "call_function" else None
+    target: Any = _ALIASES.get(node.target, node.target) if node.op == "call_function" else None
     if target not in _DROPOUT_FUNCTIONS:
         return None
     names = list(inspect.signature(target).parameters)
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     given = {"p": 0.5, "training": target is F.dropout, "inplace": False, **given}
     p, training = given["p"], given.get("train", given["training"])
     if isinstance(p, fx.Node) or isinstance(training, fx.Node):
@@ -225,7 +323,7 @@ def dropout_before(node: fx.Node, traced: Traced, layer: nn.Module) -> Dropout |
         found = _dropout_at(source, traced)
         if found is not None:
             return found if _fits(found, layer, reshaped) else None
-        if len(_readers(source)) != 1:
+        if len(readers_of(source)) != 1:
             return None
         if type(traced.module(source)) is not nn.Identity:
             if not _reshapes(source, traced):
@@ -253,6 +351,4 @@ def shares_input(dropout: Dropout) -> bool:
     """Whether an in-place dropout changes a tensor that others read, too."""
     assert dropout.node is not None
     source = _source(dropout.node)
-    return dropout.inplace and source is not None and len(_readers(source)) > 1
-
-
+    return dropout.inplace and source is not None and len(readers_of(source)) > 1

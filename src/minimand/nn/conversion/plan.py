@@ -2,7 +2,7 @@
 
 import dataclasses
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,18 +12,31 @@ from torch.nn.parameter import is_lazy
 from ...errors import ConversionError, MinimandError
 from ...solvers import Problem, Solver
 from ..layers import SolverConv1d, SolverConv2d, SolverLayer, SolverLinear, SolverOptions
-from .change import Source, is_converted
-from .neighbours import Activation, Dropout, Obstacle, activation_after, activation_of, dropout_before, dropout_of
-from .neighbours import shares_input as _shares_input
-from .shallow import Unfaithful, shallow
-from .trace import Frame, Key, Survey, Traced, is_builtin, scratch, survey
+from .change import is_converted
+from .neighbours import (
+    IDENTITY,
+    Activation,
+    After,
+    Dropout,
+    Obstacle,
+    activation_of,
+    after,
+    dropout_before,
+    dropout_of,
+    readers_of,
+    shares_input,
+)
+from .normalised import NormalisedConv1d, NormalisedConv2d, NormalisedLinear, Reference
+from .rewriting import Edit, Rewrite, rewritten
+from .shallow import Unfaithful
+from .trace import Frame, Traced, is_builtin, scratch, survey
 
-__all__ = ["Plan", "Rewrite", "Rule", "plan"]
+__all__ = ["Layer", "Plan", "Rule", "plan", "solver_layer"]
 
 _LAYERS: Mapping[type[nn.Module], Any] = {
-    nn.Linear: SolverLinear,
-    nn.Conv1d: SolverConv1d,
-    nn.Conv2d: SolverConv2d,
+    nn.Linear: (SolverLinear, NormalisedLinear),
+    nn.Conv1d: (SolverConv1d, NormalisedConv1d),
+    nn.Conv2d: (SolverConv2d, NormalisedConv2d),
 }
 
 
@@ -52,26 +65,30 @@ class Rule:
 
 
 @dataclasses.dataclass
-class Rewrite:
-    """A new forward for a module."""
+class Layer:
+    """A layer to be: what it takes in."""
 
-    sources: tuple[Source, Source]
-    constants: dict[str, Any]
+    activation: Activation
+    options: SolverOptions
+    norm: str | None = None
 
 
 @dataclasses.dataclass
 class Plan:
     """What to do, by the path of the module that it is done to."""
 
-    layers: dict[str, tuple[Activation, SolverOptions]] = dataclasses.field(default_factory=dict)
+    layers: dict[str, Layer] = dataclasses.field(default_factory=dict)
     absorbed: list[str] = dataclasses.field(default_factory=list)
     rewrites: dict[str, Rewrite] = dataclasses.field(default_factory=dict)
 
 
-def solver_layer(module: nn.Module, activation: Activation, options: SolverOptions) -> SolverLayer:
+def solver_layer(plain: nn.Module, layer: Layer, norm: nn.Module | None) -> SolverLayer:
     """The solver form of a plain layer."""
-    kind = next(solver for plain, solver in _LAYERS.items() if isinstance(module, plain))
-    return kind.from_plain(module, activation.function, options)
+    kind = next(kinds for base, kinds in _LAYERS.items() if isinstance(plain, base))[norm is not None]
+    result: SolverLayer = kind.from_plain(plain, layer.activation.function, layer.options)
+    if norm is not None:
+        vars(result)["norm"] = Reference(norm)
+    return result
 
 
 def plan(model: nn.Module, rules: Mapping[str, Solver | SolverOptions | Rule]) -> Plan:
@@ -84,8 +101,8 @@ class _Planner:
         self.model = model
         self.problems: list[str] = []
         self.result = Plan()
-        #: Calls to drop, per trace.
-        self.dropped: dict[int, set[fx.Node]] = {}
+        #: Calls that disappear, with all that the removal needs; per trace.
+        self.dropped: dict[int, dict[fx.Node, After | None]] = {}
 
     def problem(self, path: str, what: str) -> None:
         self.problems.append(f"{path}: {what}")
@@ -94,10 +111,11 @@ class _Planner:
         targets = self._targets(_checked(rules))
         twin = scratch(self.model)
         self.survey = survey(twin)
-        self.dropped = {id(traced): set() for traced in self._traces()}
-        for path, rule in targets.items():
+        self.targets = {twin.get_submodule(path): rule for path, rule in targets.items()}
+        self.dropped = {id(traced): {} for traced in self._traces()}
+        for module, (path, rule) in zip(self.targets, targets.items(), strict=True):
             try:
-                self._layer(path, twin.get_submodule(path), rule)
+                self._layer(path, module, rule)
             except (Obstacle, MinimandError) as error:
                 self.problem(path, str(error))
         self._remove()
@@ -114,36 +132,35 @@ class _Planner:
 
     def _targets(self, rules: dict[str, Rule]) -> dict[str, Rule]:
         """The layers to convert; of several patterns that pick a layer the last one decides."""
+        places = list(self.model.named_modules(remove_duplicate=False))
+        first = {module: path for path, module in self.model.named_modules()}
         hidden = set(_hidden(self.model))
         targets: dict[str, Rule] = {}
         for pattern, rule in rules.items():
-            matched = [
-                (path, module)
-                for path, module in self.model.named_modules()
-                if path and fnmatch.fnmatchcase(path, pattern)
-            ]
-            done = [path for path, module in matched if is_converted(module) and isinstance(module, SolverLayer)]
-            picked = [path for path, module in matched if isinstance(module, tuple(_LAYERS)) and path not in hidden]
+            matched = {m: first[m] for path, m in places if path and fnmatch.fnmatchcase(path, pattern)}
+            done = [path for m, path in matched.items() if is_converted(m) and isinstance(m, SolverLayer)]
+            picked = [path for m, path in matched.items() if isinstance(m, tuple(_LAYERS)) and m not in hidden]
             for path in done:
                 self.problem(path, f"is a solver layer already (pattern {pattern!r}); revert the model first")
-            for path in picked:
-                targets.pop(path, None)
-                targets[path] = rule
+            targets.update(dict.fromkeys(picked, rule))
             if not picked and not done:
                 self.problem(pattern, self._nothing(matched, hidden))
             named = [name for name in (rule.activation, rule.dropout) if name not in (None, "auto")]
             if named and len(picked) > 1:
                 self.problem(pattern, f"names {' and '.join(map(str, named))} but picks {len(picked)} layers, not one")
-        order = {path: i for i, (path, _) in enumerate(self.model.named_modules())}
-        return dict(sorted(targets.items(), key=lambda item: order[item[0]]))
+        return {path: targets[path] for path in first.values() if path in targets}
 
-    def _nothing(self, matched: list[tuple[str, nn.Module]], hidden: set[str]) -> str:
-        inside = [path for path, module in matched if path in hidden and isinstance(module, tuple(_LAYERS))]
+    def _nothing(self, matched: dict[nn.Module, str], hidden: set[nn.Module]) -> str:
+        """Why a pattern picks nothing."""
+        inside = [path for module, path in matched.items() if module in hidden and isinstance(module, tuple(_LAYERS))]
         if inside:
-            return f"picks only layers inside torch's own modules ({', '.join(inside)}), which compute with them directly"
+            return f"picks only {', '.join(inside)}, inside a module of torch's own that does not call its layers"
         known = [path for path, module in self.model.named_modules() if isinstance(module, tuple(_LAYERS))]
         have = f"there are {', '.join(known[:8])}{' …' if len(known) > 8 else ''}" if known else "the model has none"
-        what = f"matches {matched[0][0]} ({type(matched[0][1]).__name__}), but" if matched else "matches no module:"
+        what = "matches no module:"
+        if matched:
+            module, path = next(iter(matched.items()))
+            what = f"matches {path} ({type(module).__name__}), but"
         return f"{what} no Linear, Conv1d or Conv2d; {have}"
 
     # One layer -------------------------------------------------------------------------------------------------
@@ -159,47 +176,67 @@ class _Planner:
             if traced.module(node) is module
         ]
         if calls:
-            activation, p = self._seen(calls, module, rule, options)
+            layer, p = self._seen(calls, module, rule, options)
         else:
-            activation, p = self._named(path, rule, options)
-        options = _with_tau(options, p)
-        layer = solver_layer(module, activation, options)
-        options.solver.check(Problem(layer.operator(), layer.function, layer.weight.detach()))
-        self.result.layers[path] = (activation, options)
+            layer, p = self._named(path, rule, options)
+        layer.options = _with_tau(options, p)
+        norm = None if layer.norm is None else self._module(layer.norm)
+        solver = solver_layer(module, layer, norm)
+        layer.options.solver.check(Problem(solver.operator(), solver.function, solver.weight.detach()))
+        self.result.layers[path] = layer
 
     def _seen(
         self, calls: list[tuple[int, Traced, fx.Node]], module: nn.Module, rule: Rule, options: SolverOptions
-    ) -> tuple[Activation, float | None]:
+    ) -> tuple[Layer, float | None]:
         """The neighbours of all calls of a layer, which must agree."""
         for name in ("activation", "dropout"):
             if getattr(rule, name) not in (None, "auto"):
                 raise Obstacle(f"the forward that calls it can be traced, so {name}='auto' finds it, or None leaves it")
-        activations, dropouts = [], []
+        found: list[After] = []
+        probabilities: list[float | None] = []
         for mode, traced, node in calls:
             if len(node.args) != 1 or node.kwargs:
                 raise Obstacle("it is called with keywords; call it with its input alone")
-            if rule.activation is None:
-                activation = activation_of(nn.Identity())
-            else:
-                activation = activation_after(node, traced)
-            activations.append(activation)
+            around = After(IDENTITY) if rule.activation is None else after(node, traced, self._is_target(traced))
             dropout = self._dropout(traced, node, module) if options.solver.stochastic and rule.dropout else None
+            found.append(around)
             if mode:
-                dropouts.append(None if dropout is None else dropout.p)
-            for found in (activation, dropout):
-                if found is not None and found.node is not None:
-                    self.dropped[id(traced)].add(found.node)
-        names = {activation.name for activation in activations}
+                probabilities.append(None if dropout is None else dropout.p)
+            dropped = self.dropped[id(traced)]
+            if dropout is not None and dropout.node is not None:
+                dropped[dropout.node] = None
+            if around.node is not None:
+                dropped[around.node] = None
+            if around.skip is not None:
+                dropped[around.skip.add] = around
+        names = {around.activation.name for around in found}
         if len(names) > 1:
             kinds = " and ".join(sorted(name[0].__name__ for name in names))
-            raise Obstacle(f"it is called {_times(calls)} with different activations ({kinds})")
-        if len(set(dropouts)) > 1:
-            raise Obstacle(f"it is called {_times(calls)} with different dropouts before it ({dropouts})")
-        return activations[0], dropouts[0] if dropouts else None
+            raise Obstacle(f"it is called {_times(calls)} with different activations after it ({kinds})")
+        if len(set(probabilities)) > 1:
+            raise Obstacle(f"it is called {_times(calls)} with different dropouts before it ({probabilities})")
+        layer = Layer(found[0].activation, options, self._norm(calls, found))
+        return layer, probabilities[0] if probabilities else None
+
+    def _is_target(self, traced: Traced) -> Callable[[fx.Node], bool]:
+        return lambda node: traced.module(node) in self.targets
+
+    def _norm(self, calls: list[tuple[int, Traced, fx.Node]], found: list[After]) -> str | None:
+        """The path of the normalisation after every call of a layer, and after nothing else."""
+        nodes = [around.norm for around in found]
+        norms = {None if n is None else traced.module(n) for (_, traced, _), n in zip(calls, nodes, strict=True)}
+        if norms == {None}:
+            return None
+        norm = norms.pop()
+        uses = [node for traced in self._traces() for node in traced.frame if traced.module(node) is norm]
+        if norms or norm is None or set(uses) != set(nodes) or not self._is_enclosed(norm):
+            raise Obstacle("a batch normalisation follows some of its calls, or calls of other layers, too")
+        return self.survey.paths[norm]
 
     def _dropout(self, traced: Traced, node: fx.Node, module: nn.Module) -> Dropout | None:
+        """The dropout to take in: one that feeds nothing but layers that take it in."""
         found = dropout_before(node, traced, module)
-        if found is None:
+        if found is None or found.node is None:
             return None
         if found.unit == "alpha":
             raise Obstacle(
@@ -208,14 +245,15 @@ class _Planner:
             )
         if found.p >= 1:
             raise Obstacle("the dropout before it drops everything (p=1); use p < 1")
-        assert found.node is not None
-        stays = len([user for user in found.node.users if user.op != "output"]) != 1 or _shares_input(found)
-        return None if stays and not self._all_converted(found.node, traced) else found
+        readers = readers_of(found.node)
+        alone = len(readers) == 1 or all(self._samples(traced.module(reader)) for reader in readers)
+        return found if alone and not shares_input(found) else None
 
-    def _all_converted(self, node: fx.Node, traced: Traced) -> bool:
-        return False
+    def _samples(self, module: nn.Module | None) -> bool:
+        rule = None if module is None else self.targets.get(module)
+        return rule is not None and rule.dropout == "auto" and rule.resolved().solver.stochastic
 
-    def _named(self, path: str, rule: Rule, options: SolverOptions) -> tuple[Activation, float | None]:
+    def _named(self, path: str, rule: Rule, options: SolverOptions) -> tuple[Layer, float | None]:
         """The neighbours that a rule names, for a layer whose calls were not seen."""
         if rule.activation == "auto" or (rule.dropout == "auto" and options.solver.stochastic):
             parent = self.survey.model.get_submodule(path.rpartition(".")[0])
@@ -225,7 +263,7 @@ class _Planner:
                 f"{why}, so its neighbours are unknown; put them into an nn.Sequential, or name them: "
                 f"Rule(solver, activation=path or None, dropout=path or None)"
             )
-        activation, p = activation_of(nn.Identity()), None
+        activation, p = IDENTITY, None
         if rule.activation is not None:
             activation = activation_of(self._module(rule.activation))
             self._absorb_named(rule.activation)
@@ -235,7 +273,7 @@ class _Planner:
                 raise Obstacle(f"{rule.dropout} is not a dropout that can be taken in")
             p = dropout.p
             self._absorb_named(str(rule.dropout))
-        return activation, p
+        return Layer(activation, options), p
 
     def _module(self, path: str) -> nn.Module:
         try:
@@ -261,23 +299,35 @@ class _Planner:
         whole = {module for module, dropped in calls.items() if dropped == {True} and self._is_enclosed(module)}
         paths = self.survey.paths
         self.result.absorbed += sorted(paths[module] for module in whole)
-        edits: dict[nn.Module, tuple[list[set[Key]], list[set[Key]]]] = {}
+        edits: dict[nn.Module, tuple[list[set[Edit]], list[set[Edit]]]] = {}
         for region in self.survey.regions:
             for mode, traced in enumerate(region.modes):
                 for frame in traced.frames:
-                    keys = self._keys(traced, frame, whole)
-                    edits.setdefault(frame.owner, ([], []))[mode].append(keys)
+                    found = self._edits(traced, frame, whole)
+                    edits.setdefault(frame.owner, ([], []))[mode].append(found)
         for owner, modes in edits.items():
-            if any(keys for mode in modes for keys in mode):
+            if any(found for mode in modes for found in mode):
                 try:
-                    self.result.rewrites[paths[owner]] = _rewritten(owner, modes)
+                    self.result.rewrites[paths[owner]] = rewritten(owner, modes)
                 except (Unfaithful, Obstacle) as reason:
-                    where = paths[owner] or "the model"
-                    self.problem(where, f"its forward has to be rewritten without what its layers take in, but {reason}")
+                    where = paths[owner] or type(owner).__name__
+                    self.problem(where, f"its forward has to go on without what its layers take in, but it {reason}")
 
-    def _keys(self, traced: Traced, frame: Frame, whole: set[nn.Module]) -> set[Key]:
-        dropped = self.dropped[id(traced)]
-        return {traced.key(n) for n in frame.calls if n in dropped and traced.module(n) not in whole}
+    def _edits(self, traced: Traced, frame: Frame, whole: set[nn.Module]) -> set[Edit]:
+        """What one run of a forward has to change."""
+        dropped, result = self.dropped[id(traced)], set[Edit]()
+        if not any(node in dropped for node in frame.calls):
+            return result
+        keys = {node: key for key, node in traced.keys(frame).items()}
+        for node, key in keys.items():
+            if node not in dropped or traced.module(node) in whole:
+                continue
+            around = dropped[node]
+            if around is None or around.skip is None:
+                result.add(key)
+            else:
+                result.add((tuple(keys[link] for link in around.skip.chain), key, around.skip.operand))
+        return result
 
     def _is_enclosed(self, module: nn.Module) -> bool:
         """Whether no forward that could not be traced holds the module as its own."""
@@ -288,33 +338,11 @@ def _times(calls: list[tuple[int, Traced, fx.Node]]) -> str:
     return f"{sum(mode for mode, _, _ in calls)} times"
 
 
-def _rewritten(owner: nn.Module, modes: tuple[list[set[Key]], list[set[Key]]]) -> Rewrite:
-    for mode in modes:
-        if any(keys != mode[0] for keys in mode):
-            raise Obstacle(
-                f"it runs {len(mode)} times per pass, and not every time before and after layers that take the same "
-                f"in; use a module of its own for each"
-            )
-    own = shallow(owner)
-    sources = []
-    for traced, mode in zip(own.modes, modes, strict=True):
-        calls = traced.keys(traced.frames[0])
-        for key in mode[0] if mode else set():
-            if key not in calls:
-                raise Obstacle(f"the call of {key[1]} in it was not found again")
-            node = calls[key]
-            node.replace_all_uses_with(node.args[0] if node.args else node.kwargs["input"])  # type: ignore[arg-type]
-            traced.graph.erase_node(node)
-        traced.graph.lint()
-        sources.append(Source.of(traced.graph))
-    return Rewrite((sources[0], sources[1]), own.constants)
-
-
-def _hidden(model: nn.Module) -> Iterator[str]:
-    """The paths inside modules of torch's own, which do not call their children as modules."""
-    for path, module in model.named_modules():
+def _hidden(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules inside modules of torch's own, which do not call their children as modules."""
+    for module in model.modules():
         if is_builtin(module) and not isinstance(module, tuple(_LAYERS)):
-            yield from (f"{path}.{name}" for name, _ in module.named_modules() if name)
+            yield from (part for part in module.modules() if part is not module)
 
 
 def _checked(rules: Mapping[str, Solver | SolverOptions | Rule]) -> dict[str, Rule]:

@@ -55,7 +55,7 @@ def _mode(owner: nn.Module, mode: bool, constants: dict[str, Any]) -> Traced:
     if list(_signature(_run(owner, defaults(owner)), owner)) != expected:
         raise Unfaithful(f"branches on its arguments (one of {', '.join(defaults(owner))})")
     set_mode(owner, not mode)
-    owner.training = mode
+    set_mode(owner, mode, recurse=False)
     if list(_signature(_run(owner, {}), owner)) != expected:
         raise Unfaithful("asks whether one of its submodules is training")
     return traced

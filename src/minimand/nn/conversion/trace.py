@@ -16,14 +16,32 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ..layers import SolverLayer
+from .change import RewrittenForward
 from .clone import clone
 
-__all__ = ["Frame", "Key", "Region", "Survey", "Traced", "Untraceable", "is_builtin", "scratch", "survey", "undisturbed"]
+__all__ = [
+    "SIMPLE",
+    "Frame",
+    "Key",
+    "Region",
+    "Survey",
+    "Traced",
+    "Tracer",
+    "Untraceable",
+    "defaults",
+    "is_builtin",
+    "scratch",
+    "set_mode",
+    "survey",
+    "undisturbed",
+]
 
 #: Which of the calls in a frame: what is called, and the how-manieth call of it.
 Key = tuple[str, Any, int]
 _CALLS = ("call_function", "call_method", "call_module")
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_FORWARDS = "_minimand_forwards"
 SIMPLE = (bool, int, float, str, type(None))
 
 
@@ -60,9 +78,13 @@ class Traced:
     frame: dict[fx.Node, Frame]
     paths: dict[nn.Module, str] = dataclasses.field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        found = {node.target for node in self.frame if node.op == "call_module"}
+        self._modules = {target: self.root.get_submodule(str(target)) for target in found}
+
     def module(self, node: fx.Node) -> nn.Module | None:
         """The module that a node calls."""
-        return self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+        return self._modules[node.target] if node.op == "call_module" else None
 
     def describe(self, node: fx.Node) -> str:
         """What a node calls, in words."""
@@ -70,14 +92,15 @@ class Traced:
             return f"{self.paths.get(module, node.target)} ({type(module).__name__})"
         return getattr(node.target, "__name__", str(node.target))
 
-    def key(self, node: fx.Node) -> Key:
-        """Which call of its frame a node is."""
-        same = [call for call in self.frame[node].calls if self._what(call) == self._what(node)]
-        return (*self._what(node), same.index(node))
-
     def keys(self, frame: Frame) -> dict[Key, fx.Node]:
-        """The calls of a frame."""
-        return {self.key(node): node for node in frame.calls}
+        """The calls of a frame, by what they call and the how-manieth call of it they are."""
+        result: dict[Key, fx.Node] = {}
+        count: dict[tuple[str, Any], int] = {}
+        for node in frame.calls:
+            what = self._what(node)
+            count[what] = count.get(what, -1) + 1
+            result[*what, count[what]] = node
+        return result
 
     def _what(self, node: fx.Node) -> tuple[str, Any]:
         return node.op, node.target if (module := self.module(node)) is None else id(module)
@@ -169,9 +192,11 @@ def _asserts(frame: types.FrameType) -> bool:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """A subclass of torch's layer that does not change what it computes."""
+    """A solver layer, or a subclass of torch's layer that does not change what it computes."""
     kinds = (nn.Linear, nn.Conv1d, nn.Conv2d)
-    return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
+    return isinstance(module, SolverLayer) or any(
+        isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds
+    )
 
 
 def _context() -> tuple[bool, ...]:
@@ -210,9 +235,12 @@ def undisturbed() -> Iterator[list[str]]:
             torch.set_rng_state(theirs)
 
 
-def set_mode(root: nn.Module, mode: bool) -> None:
-    for module in root.modules():
-        module.training = mode
+def set_mode(module: nn.Module, mode: bool, *, recurse: bool = True) -> None:
+    """Set the mode of a scratch copy: flags alone, as ``train`` may do more."""
+    for part in module.modules() if recurse else [module]:
+        part.training = mode
+        if (forwards := vars(part).get(_FORWARDS)) is not None:
+            type(part).forward = forwards[mode]
 
 
 @dataclasses.dataclass
@@ -242,21 +270,24 @@ def scratch(model: nn.Module) -> nn.Module:
                 value.clear()
         forward = vars(module).pop("forward", None)
         if forward is not None:
-            function = getattr(forward, "traceable", None) or _function(forward)
             kind = type(module)
-            space = {"forward": function, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+            space = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
             module.__class__ = type(kind.__name__, (kind,), space)
+            vars(module)[_FORWARDS] = _functions(forward)
     return twin
 
 
-def _function(forward: Any) -> Any:
+def _functions(forward: Any) -> tuple[Any, Any]:
+    """A forward of an instance as functions of a class, for evaluation and training."""
+    if isinstance(forward, RewrittenForward):
+        return forward.evaluation, forward.training
     if isinstance(forward, types.MethodType) and isinstance(forward.__func__, types.FunctionType):
-        return forward.__func__
+        return forward.__func__, forward.__func__
 
     def unknown(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("its forward was replaced on the instance")
 
-    return unknown
+    return unknown, unknown
 
 
 def survey(model: nn.Module) -> Survey:
