@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import Row, at_most
+from minimand.adjoints import Checkpoint
 from minimand.nn import SolverConv2d, SolverLayer, SolverLinear
-from minimand.nn.explain import saved_bytes
+from minimand.nn.explain import held_bytes
 from minimand.solvers import FISTA, ProxGD, ProxSG, trace
 
 __all__ = ["run"]
@@ -60,8 +61,10 @@ def _dense() -> list[Row]:
     rows = [at_most(name, ratio, target) for (name, _, target), ratio in zip(layers, ratios, strict=True)]
     y = torch.randn(128, 512, requires_grad=True)
     plain = _block(nn.Linear(512, 512))
-    saved, base = (saved_bytes(block, y, list(block.parameters())) for block in (layers[0][1], plain))
-    return [*rows, at_most("fc 512→512 ProxGD(10), saved bytes", saved / base, 5)]
+    again = SolverLinear(512, 512, solver=ProxGD(10), adjoint=Checkpoint())
+    saved, recomputed, base = (held_bytes(block, y) for block in (layers[0][1], again, plain))
+    rows.append(at_most("fc 512→512 ProxGD(10), bytes held", saved / base, 5))
+    return [*rows, at_most("… with Checkpoint()", recomputed / base, 2, "stretch")]
 
 
 def _wide() -> list[Row]:

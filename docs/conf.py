@@ -1,6 +1,7 @@
 """Sphinx: `make docs`. Nothing is fetched while building, and every warning is an error."""
 
 import os
+import re
 from importlib.metadata import version as installed
 
 os.environ["MPLBACKEND"] = "Agg"
@@ -20,8 +21,6 @@ extensions = [
     "sphinx_gallery.gen_gallery",
 ]
 exclude_patterns = ["_build", "gallery/**/*.ipynb", "gallery/*.py", "gallery/*.zip"]
-# docs/convert.rst may not be there yet.
-suppress_warnings = ["toc.empty_glob"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
@@ -39,6 +38,7 @@ sphinx_gallery_conf = {
     "within_subsection_order": "FileNameSortKey",
     "download_all_examples": False,
     "show_memory": False,
+    "capture_repr": (),
     "write_computation_times": False,
     "abort_on_example_error": True,
     "remove_config_comments": True,
@@ -48,3 +48,14 @@ html_theme = "furo"
 html_title = "minimand"
 html_static_path = ["_static"]
 html_css_files = ["minimand.css"]
+
+
+def _breakable(app, page, template, context, doctree) -> None:
+    """Let the browser break long paths and test names at their joints, so that tables stay narrow."""
+    if "body" in context:
+        named = r'(?<=<span class="pre">)(?:src|tests)/[^<]*'
+        context["body"] = re.sub(named, lambda m: re.sub(r"(?<=[/_:])(?=[a-zA-Z])", "<wbr>", m[0]), context["body"])
+
+
+def setup(app) -> None:
+    app.connect("html-page-context", _breakable)

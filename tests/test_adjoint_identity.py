@@ -151,17 +151,18 @@ def test_channels_last_stays_channels_last(groups: int) -> None:
     assert operator.adjoint(x).is_contiguous(memory_format=torch.channels_last)
 
 
-def test_prepared_is_the_same_operator() -> None:
+def test_the_gram_is_formed_where_it_pays_and_is_the_same_operator() -> None:
     weight = torch.randn(6, 9, dtype=torch.float64, requires_grad=True)
     x = torch.randn(20, 6, dtype=torch.float64)
-    plain, prepared = Dense(weight), Dense(weight).prepared(rows=20, applications=10)
-    assert prepared is not plain
-    assert plain.prepared(rows=1, applications=1) is plain
-    wide = Dense(torch.randn(9, 3))
-    assert wide.prepared(rows=1000, applications=1000) is wide  # its Gram is larger than its two factors
-    torch.testing.assert_close(prepared.normal(x), plain.normal(x))
-    grads = [torch.autograd.grad(a.normal(x).sin().sum(), weight)[0] for a in (plain, prepared)]
-    torch.testing.assert_close(*grads)
+    plain = Dense(weight)
+    assert plain.gram_if_cheaper(rows=1, applications=1) is None
+    # The Gram of a tall matrix is larger than its two factors.
+    assert Dense(torch.randn(9, 3)).gram_if_cheaper(rows=1000, applications=1000) is None
+    formed = plain.gram_if_cheaper(rows=20, applications=10)
+    assert formed is not None
+    ways = (plain.normal(x), x @ formed)
+    torch.testing.assert_close(*ways)
+    torch.testing.assert_close(*(torch.autograd.grad(way.sin().sum(), weight)[0] for way in ways))
 
 
 @every_operator

@@ -64,7 +64,7 @@ def test_noisy_solvers_approach_the_optimum_with_a_decaying_step(case, one_for_a
 
 
 def test_small_samples_need_the_expected_smoothness():
-    """The paper's step 1/L diverges for small τ (math.md: 7.8e7 against an optimum of 64); the automatic one does not."""
+    """The paper's step 1/L diverges for small τ; the automatic one does not."""
     g = torch.Generator().manual_seed(0)
     problem = problems.dense(NonNegative(), outputs=256, inputs=512, rows=4, ridge=1e-3)
     best = solve(problem, FISTA(iters=500)).objective

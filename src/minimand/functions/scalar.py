@@ -16,6 +16,7 @@ from .base import Step
 
 __all__ = ["Increasing", "bracketed", "root"]
 
+QUICK_ITERATIONS = 8
 #: Never reached by an increasing function; they bound the damage of one that is not.
 EAGER_ITERATIONS = 300
 BRACKET_ITERATIONS = 120
@@ -109,11 +110,13 @@ def newton(equation: Increasing, target: Tensor, step: Step) -> Tensor:
     row have not halved the residual.
     """
     low, z, high = equation.bracket(target, step)
+    tracing = torch.compiler.is_compiling()
+    if not tracing and (quick := _unguarded(equation, target, step, low, z, high)) is not None:
+        return quick
     eps, scale = torch.finfo(target.dtype).eps, target.abs() + 0.1
     residual = mark = equation.left(z, step) - target
     slope = torch.zeros_like(z) + equation.slopes(step)[1]
     large = moving = torch.ones_like(z, dtype=torch.bool)
-    tracing = torch.compiler.is_compiling()
     for count in range(equation.iterations if tracing else EAGER_ITERATIONS):
         below = residual < 0
         gap = torch.where(below, high, low) - z
@@ -135,6 +138,20 @@ def newton(equation: Increasing, target: Tensor, step: Step) -> Tensor:
         if tangent is None:
             slope = torch.where(moving, _chord(residual - previous, move, *equation.slopes(step)), slope)
     return z
+
+
+def _unguarded(equation: Increasing, target: Tensor, step: Step, low: Tensor, z: Tensor, high: Tensor) -> Tensor | None:
+    """Newton's method kept inside the first bracket only: a third of the work, and nearly always enough."""
+    limit = torch.finfo(target.dtype).eps ** 0.75 * (target.abs() + 0.1)
+    for count in range(QUICK_ITERATIONS):
+        tangent = equation.tangent(z, step)
+        if tangent is None:
+            return None
+        move = (target - equation.left(z, step)) / tangent
+        z = torch.clamp(z + move, low, high)
+        if count >= 2 and bool((move.abs() <= limit).all()):
+            return z
+    return None
 
 
 def _chord(rise: Tensor, run: Tensor, flattest: Step, steepest: Step) -> Tensor:

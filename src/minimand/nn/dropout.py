@@ -43,8 +43,8 @@ class AdditiveDropout(_SampledDropout):
 
     In training :math:`y \mapsto y + (1 - w)\odot r`, with τ-nice weights :math:`w`, :math:`\mathbb{E}\,w = 1`; in
     evaluation the identity. The reconstruction :math:`r` is :math:`A^\top x` for the output x of the layer that
-    follows, with which :math:`\operatorname{act}(A(\text{drop}(y, A^\top x) - A^\top x) + b + x)` is the second inner step
-    of :class:`~minimand.solvers.SVRG` at unit step; without one it is y itself.
+    follows, with which :math:`\operatorname{act}(A(\text{drop}(y, A^\top x) - A^\top x) + b + x)` is the second
+    inner step of :class:`~minimand.solvers.SVRG` at unit step; without one it is y itself.
 
     Args:
         p: The share of features whose noise is drawn as :math:`+r`; the others get :math:`-\frac{p}{1-p} r`.
@@ -72,8 +72,8 @@ class AdditiveDropout(_SampledDropout):
 class ImportanceDropout(_SampledDropout):
     r"""Dropout that keeps an input the more likely, the larger its part in the gradient (000, §5).
 
-    :math:`\tau = (1-p)n` draws with :math:`p_i \propto \|a_i\|\,|y_i|`, the norm of the i-th gradient at zero, each of weight
-    :math:`1/(\tau p_i)`, so that the mean is y. Followed by the layer and its activation it is one step of
+    :math:`\tau = (1-p)n` draws with :math:`p_i \propto \|a_i\|\,|y_i|`, the norm of the i-th gradient at zero, each of
+    weight :math:`1/(\tau p_i)`, so that the mean is y. Followed by the layer and its activation it is one step of
     :class:`~minimand.solvers.ProxSG` with importance sampling by gradients, from zero, with unit step.
 
     Args:

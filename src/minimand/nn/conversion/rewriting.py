@@ -23,15 +23,20 @@ class Rewrite:
     constants: dict[str, Any]
 
 
-def rewritten(owner: nn.Module, modes: tuple[list[set[Edit]], list[set[Edit]]]) -> Rewrite:
-    """Trace a forward of a scratch copy and edit it; ``modes`` has the edits of each of its runs in a pass."""
+def rewritten(owner: nn.Module, modes: tuple[list[set[Edit]], list[set[Edit]]], plain: set[frozenset[str]]) -> Rewrite:
+    """Trace a forward of a scratch copy and edit it.
+
+    ``modes`` has the edits of each of its runs in a pass, ``plain`` the arguments that were no tensors in them.
+    """
+    if len(plain) > 1:
+        raise Unfaithful("is called with a tensor in one place and with something else in another")
     for mode in modes:
         if any(found != mode[0] for found in mode):
             raise Unfaithful(
                 f"runs {len(mode)} times per pass, and not every time between layers that take the same in; "
                 f"use a module of its own for each"
             )
-    own = shallow(owner)
+    own = shallow(owner, *plain)
     for traced, mode in zip(own.modes, modes, strict=True):
         calls = traced.keys(traced.frames[0])
         # Skips first: they need the calls in between.

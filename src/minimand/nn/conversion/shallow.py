@@ -24,8 +24,8 @@ class Shallow:
     constants: dict[str, Any]
 
 
-def shallow(owner: nn.Module) -> Shallow:
-    """Trace one forward of a scratch copy.
+def shallow(owner: nn.Module, plain: frozenset[str] = frozenset()) -> Shallow:
+    """Trace one forward of a scratch copy; the arguments ``plain`` are no tensors.
 
     A graph forgets what is not a tensor operation. Whatever is noticed of that is refused: branches on arguments or
     on the mode of other modules, attributes that are set, tensors that are made or drawn on the way, and ``with``
@@ -33,37 +33,41 @@ def shallow(owner: nn.Module) -> Shallow:
     """
     before = _snapshot(owner)
     constants: dict[str, Any] = {}
+    modes = []
     with undisturbed() as used:
-        modes = (_mode(owner, False, constants), _mode(owner, True, constants))
-    if used:
-        raise Unfaithful(f"draws random numbers with {' and '.join(used)} outside of tensor operations")
+        for mode in (False, True):
+            set_mode(owner, mode)
+            modes.append(_watched(owner, constants, lambda: _run(owner, {}, plain)))
     for name, value in _snapshot(owner).items():
         if name not in before or before[name] != value:
-            if name.startswith("_tensor_constant"):
+            if name.startswith("_tensor_constant") and not used:
                 raise Unfaithful("makes a tensor that does not depend on its input; register it as a buffer")
-            raise Unfaithful(f"sets its attribute {name!r}")
-    for traced in modes:
-        if traced.frames[0].in_context:
-            raise Unfaithful("computes inside a with statement such as torch.no_grad() or autocast")
-    return Shallow(modes, constants)
+            if not name.startswith("_tensor_constant"):
+                raise Unfaithful(f"sets its attribute {name!r}")
+    if used:
+        raise Unfaithful(f"draws random numbers with {' and '.join(used)} outside of operations on its input")
+    if any(traced.frames[0].in_context for traced in modes):
+        raise Unfaithful("computes inside a with statement such as torch.no_grad() or autocast")
+    for mode, traced in zip((False, True), modes, strict=True):
+        _check_branches(owner, mode, traced, plain)
+    return Shallow((modes[0], modes[1]), constants)
 
 
-def _mode(owner: nn.Module, mode: bool, constants: dict[str, Any]) -> Traced:
-    set_mode(owner, mode)
-    traced = _watched(owner, constants, lambda: _run(owner, {}))
+def _check_branches(owner: nn.Module, mode: bool, traced: Traced, plain: frozenset[str]) -> None:
+    """Refuse a forward whose graph depends on more than the module's own mode."""
     expected = list(_signature(traced, owner))
-    if list(_signature(_run(owner, defaults(owner)), owner)) != expected:
+    set_mode(owner, mode)
+    if list(_signature(_run(owner, defaults(owner), plain), owner)) != expected:
         raise Unfaithful(f"branches on its arguments (one of {', '.join(defaults(owner))})")
     set_mode(owner, not mode)
     set_mode(owner, mode, recurse=False)
-    if list(_signature(_run(owner, {}), owner)) != expected:
+    if list(_signature(_run(owner, {}, plain), owner)) != expected:
         raise Unfaithful("asks whether one of its submodules is training")
-    return traced
 
 
-def _run(owner: nn.Module, concrete: dict[str, Any]) -> Traced:
+def _run(owner: nn.Module, concrete: dict[str, Any], plain: frozenset[str]) -> Traced:
     try:
-        return Tracer({}, deep=False).run(owner, concrete)
+        return Tracer({}, deep=False, plain=plain).run(owner, concrete)
     except Untraceable as failure:
         raise Unfaithful(f"cannot be traced ({failure.reason})") from failure
 

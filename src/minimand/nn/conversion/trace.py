@@ -61,9 +61,10 @@ class Untraceable(Exception):
 
 @dataclasses.dataclass(eq=False)
 class Frame:
-    """One run of a module's forward: the calls that it makes itself."""
+    """One run of a module's forward: the calls that it makes itself, and the arguments that are no tensors."""
 
     owner: nn.Module
+    plain: frozenset[str] = frozenset()
     calls: list[fx.Node] = dataclasses.field(default_factory=list)
     in_context: bool = False
 
@@ -106,11 +107,26 @@ class Traced:
         return node.op, node.target if (module := self.module(node)) is None else id(module)
 
 
+class _TensorProxy(fx.Proxy):
+    """A proxy that passes for a tensor: code that asks ``isinstance(x, Tensor)`` takes the branch it takes when run."""
+
+    # What nn.Module asks of the tensors that are set on it.
+    _is_param = False
+    _is_buffer = False
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return torch.Tensor
+
+
 class Tracer(fx.Tracer):
     """Follows calls into the user's modules; torch's own and ``opaque`` ones are single calls."""
 
-    def __init__(self, opaque: dict[nn.Module, str], deep: bool) -> None:
+    proxy_buffer_attributes = True
+
+    def __init__(self, opaque: dict[nn.Module, str], deep: bool, plain: frozenset[str] = frozenset()) -> None:
         super().__init__()
+        self.plain = plain
         self.opaque = opaque
         self.deep = deep
         self.frames: list[Frame] = []
@@ -128,7 +144,7 @@ class Tracer(fx.Tracer):
         """Open a frame for a module that is followed into."""
         if self.is_leaf_module(m, ""):
             return super().call_module(m, forward, args, kwargs)
-        self._open(m)
+        self._open(m, _no_tensors(m, args, kwargs))
         try:
             result = super().call_module(m, forward, args, kwargs)
         except Exception:
@@ -154,6 +170,16 @@ class Tracer(fx.Tracer):
             self.stack[-1].in_context |= _context() != self.context
         return node
 
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """What the code sees in place of a tensor."""
+        if node.op == "placeholder" and node.target in self.plain:
+            return fx.Proxy(node, self)
+        return _TensorProxy(node, self)
+
+    def create_arg(self, a: Any) -> Any:
+        """A proxy is its node, even where it passes for a tensor."""
+        return a.node if issubclass(type(a), fx.Proxy) else super().create_arg(a)
+
     def to_bool(self, obj: fx.Proxy) -> bool:
         """A branch on data ends the trace, unless all it does is assert."""
         frame = inspect.currentframe()
@@ -176,10 +202,16 @@ class Tracer(fx.Tracer):
                 raise Untraceable(self.failed or root, _first_line(error)) from error
         return Traced(graph, root, self.frames, self.frame)
 
-    def _open(self, module: nn.Module) -> None:
-        frame = Frame(module)
+    def _open(self, module: nn.Module, plain: frozenset[str] = frozenset()) -> None:
+        frame = Frame(module, plain)
         self.frames.append(frame)
         self.stack.append(frame)
+
+
+def _no_tensors(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[str]:
+    """The arguments of a call that are lists, flags and the like."""
+    given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+    return frozenset(name for name, value in list(given.items())[1:] if not issubclass(type(value), fx.Proxy))
 
 
 def _asserts(frame: types.FrameType) -> bool:
