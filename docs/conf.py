@@ -29,8 +29,6 @@ autodoc_default_options = {"exclude-members": "__init__, __new__"}
 python_maximum_signature_line_length = 88
 napoleon_use_ivar = True
 # Docstrings write the absolute value of x plainly, which reST takes for a substitution.
-rst_prolog = r".. |x| replace:: \|x\|"
-
 sphinx_gallery_conf = {
     "examples_dirs": "../examples",
     "gallery_dirs": "gallery",

@@ -36,12 +36,13 @@ def landscape(points: int) -> torch.Tensor:
 
 
 fine = landscape(96)
-figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-image = axes[0].imshow(fine, origin="lower", extent=(0, 1, 0, 1), cmap="viridis")
+figure, axes = plt.subplots(figsize=(5, 4), layout="constrained")
+image = axes.imshow(fine, origin="lower", extent=(0, 1, 0, 1), cmap="viridis")
 dots = torch.cartesian_prod(torch.arange(12), torch.arange(12)) / 12
-axes[0].plot(dots[:, 1], dots[:, 0], ".", color="white", markersize=3)
-axes[0].set(title=r"$\lambda_{\max}(G(\omega))$", xlabel=r"$\omega_2 / 2\pi$", ylabel=r"$\omega_1 / 2\pi$")
-figure.colorbar(image, ax=axes[0])
+axes.plot(dots[:, 1], dots[:, 0], ".", color="white", markersize=3)
+axes.set(title=r"$\lambda_{\max}(G(\omega))$", xlabel=r"$\omega_2 / 2\pi$", ylabel=r"$\omega_1 / 2\pi$")
+figure.colorbar(image, ax=axes)
+plt.show()
 
 # %%
 # The bounds
@@ -64,13 +65,14 @@ for size in sizes:
     exact.append(float(lipschitz(operator, method="exact")))
 
 grid = float(lipschitz(layer, method="grid"))
-axes[1].axhline(grid, color="C3", label="grid: every size at once")
-axes[1].plot(sizes, exact, "s-", color="C0", label="exact: circle with room for the padding")
-axes[1].plot(sizes, truth, "ko-", label="truth")
-axes[1].plot(sizes, lemma, "x--", color="C1", label="circle of the map's size")
-axes[1].axhline(float(fine.max()), color="grey", linewidth=0.8, linestyle=":", label="all frequencies")
-axes[1].set(xlabel="map size", title=r"$\|A\|^2$ and its bounds", ylim=(0, 1.15 * grid))
-axes[1].legend(fontsize="small")
+figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+axes.axhline(grid, color="C3", label="grid: every size at once")
+axes.plot(sizes, exact, "s-", color="C0", label="exact: circle with room for the padding")
+axes.plot(sizes, truth, "ko-", label="truth")
+axes.plot(sizes, lemma, "x--", color="C1", label="circle of the map's size")
+axes.axhline(float(fine.max()), color="grey", linewidth=0.8, linestyle=":", label="all frequencies")
+axes.set(xlabel="map size", title=r"$\|A\|^2$ and its bounds", ylim=(0, 1.15 * grid))
+axes.legend(fontsize="small")
 plt.show()
 
 # %%

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import random
 
 import pytest
 import torch
@@ -90,6 +91,30 @@ def test_batch_normalisation_is_folded_to_rounding_at_many_iterations():
     torch.testing.assert_close(converted(y), expected(y), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", ["Conv2d", "Conv1d", "Linear"])
+def test_the_folded_problem_is_that_of_the_block(name, bias, mode):
+    layer, norm, y = {
+        "Conv2d": (nn.Conv2d(3, 4, 3, bias=bias), nn.BatchNorm2d(4), torch.randn(3, 3, 5, 5)),
+        "Conv1d": (nn.Conv1d(3, 4, 3, bias=bias), nn.BatchNorm1d(4), torch.randn(3, 3, 5)),
+        "Linear": (nn.Linear(3, 4, bias=bias), nn.BatchNorm1d(4), torch.randn(5, 3)),
+    }[name]
+    model, y = nn.Sequential(layer, norm, nn.ReLU()).double(), y.double()
+    with torch.no_grad():
+        for tensor in (norm.weight, norm.bias, norm.running_mean):
+            tensor.normal_()
+        norm.running_var.uniform_(0.5, 2)
+    converted = convert(copy.deepcopy(model), {"0": ProxGD(iters=2)}).train(mode)
+    problem = converted[0].problem(y)
+    expected = model[:2].train(mode)(y)
+    torch.testing.assert_close(problem.linear(), expected, rtol=0, atol=0)
+    torch.testing.assert_close(problem.operator.apply(y, problem.bias), expected)
+    if name == "Linear":
+        assert problem.operator.norm_sq() >= torch.linalg.matrix_norm(problem.operator.weight, 2).square()
+    assert torch.equal(norm.running_mean, converted[1].running_mean)
+
+
 def test_a_residual_block_is_one_solve_with_the_skip_in_its_bias():
     model = ResNet()
     converted = convert(model, {"layer1.*.conv*": ProxGD(iters=3)})
@@ -99,6 +124,34 @@ def test_a_residual_block_is_one_solve_with_the_skip_in_its_bias():
     assert all(layer.function == NonNegative() for layer in layers.values())
     hidden = block.conv1(y)
     assert torch.equal(block(y), block.conv2(hidden, y))
+
+
+class _Sum(nn.Module):
+    def __init__(self, spoil=False):
+        super().__init__()
+        self.a, self.b, self.spoil = nn.Linear(6, 6), nn.Linear(6, 6), spoil
+
+    def forward(self, x):
+        x = x + 1
+        h = self.a(x)
+        skip = x.mul_(2) if self.spoil else self.b(x)
+        return torch.tanh(skip + h)
+
+
+def test_of_two_layers_that_are_added_the_first_takes_the_sum_in():
+    model, x = _Sum(), torch.randn(3, 6)
+    converted = convert(model, {"*": ONE})
+    assert converted.a.function == Zero()
+    assert "tanh" in str(converted.b.function)
+    assert torch.equal(converted(x), model(x))
+    assert "tanh" in str(convert(model, {"a": ONE}).a.function)
+
+
+def test_a_layer_does_not_wait_for_a_skip_that_changes_its_input():
+    model, x = _Sum(spoil=True), torch.randn(3, 6)
+    converted = convert(model, {"a": ONE})
+    assert torch.equal(converted(x), model(x))
+    assert converted.a.function == Zero()
 
 
 # Training ------------------------------------------------------------------------------------------------------------
@@ -387,6 +440,23 @@ def test_a_block_that_runs_twice_is_rewritten_once():
     assert converted[0] is converted[1]
 
 
+def test_a_shared_forward_must_lose_the_same_in_every_run():
+    class Squash(nn.Module):
+        def forward(self, x):
+            return torch.tanh(x)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.squash = nn.Linear(6, 6), Squash()
+
+        def forward(self, x):
+            return self.squash(1 + self.squash(self.fc(x)))
+
+    with pytest.raises(ConversionError, match=r"squash: its forward has to go on .* runs 2 times per pass"):
+        convert(Net(), {"fc": ONE})
+
+
 def test_activations_of_another_forward_are_found():
     """The layer ends a Sequential, its activation is in the parent's forward."""
 
@@ -667,22 +737,25 @@ def test_methods_attributes_and_hooks_survive():
 
     recorder = Recorder()
     model.fc1.register_forward_hook(lambda module, args, output: seen.append(("fc1", output.shape)))
+    model.fc3 = nn.Sequential(model.fc3)
+    model.fc3.register_forward_hook(recorder)
     model.register_forward_pre_hook(lambda module, args: seen.append(("root", type(module))))
     model.fc2.register_forward_hook(recorder)
     model.fc2.register_full_backward_hook(recorder)
     converted = convert(model, {"*": ProxSG(iters=2)})
     assert not seen  # tracing runs no hooks
+    assert recorder.calls == 0
     assert converted.classify(torch.randn(2, 1, 8, 8)).shape == (2,)
     assert seen == [("root", Functional), ("fc1", (2, 12))]
     converted(torch.randn(2, 1, 8, 8)).sum().backward()
-    assert recorder.calls == 3
+    assert recorder.calls == 5
     assert converted.tag == {"name": "ours"}
     assert converted.tag is not model.tag
     assert converted.fc1.tag == "first"
     reverted = revert(converted)
     assert reverted.fc1.tag == "first"
     reverted.classify(torch.randn(2, 1, 8, 8))
-    assert recorder.calls == 4
+    assert recorder.calls == 7
 
 
 def test_hooks_that_are_methods_move_to_the_copy():
@@ -702,6 +775,16 @@ def test_hooks_that_are_methods_move_to_the_copy():
     converted = convert(model, {"fc": ONE})
     converted(torch.randn(2, 3))
     assert (model.calls, converted.calls) == (0, 1)
+
+
+def test_attributes_that_hold_tensors_hold_the_same_ones():
+    model = VGG()
+    model.decayed = [model.classifier[0].weight]
+    model.cache = model.classifier[0].weight.sum()  # not a leaf
+    converted = convert(model, {"*": ProxGD()})
+    assert converted.decayed[0] is converted.classifier[0].weight
+    assert converted.cache is model.cache
+    assert converted.decayed is not model.decayed
 
 
 def test_tied_weights_stay_tied():
@@ -761,12 +844,19 @@ def test_converted_networks_compile_to_one_graph(name):
     torch.compiler.reset()
 
 
+def _draws(self, x):
+    return self.fc(x) + torch.randn(6) * random.random()
+
+
 def test_tracing_leaves_modes_and_random_numbers_alone():
     model = Functional()
     model.fc1.eval()
-    state = torch.get_rng_state()
+    drawing = _owner(_draws)
+    state, python = torch.get_rng_state(), random.getstate()
     converted = convert(model, {"conv*": ProxGD(), "fc*": ProxSG()})
+    convert(drawing, {"fc": ProxGD()})
     assert torch.equal(torch.get_rng_state(), state)
+    assert random.getstate() == python
     for net in (model, converted):
         assert net.training
         assert not net.fc1.training

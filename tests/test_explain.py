@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from minimand import explain
+from minimand import convert, explain
 from minimand.errors import CapabilityError
 from minimand.nn import SolverConv2d, SolverLinear
 from minimand.solvers import ADMM, FISTA, ProxGD, ProxSG, solve
@@ -77,3 +77,23 @@ def test_advice():
 def test_a_model_without_solver_layers_is_refused_with_the_remedy():
     with pytest.raises(CapabilityError, match="convert"):
         explain(nn.Linear(3, 3), torch.randn(2, 3))
+
+
+def test_blocks_with_batch_norm_and_a_skip_are_explained():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+
+        def forward(self, x):
+            return torch.relu(self.norm(self.conv(x)) + x)
+
+    net = convert(nn.Sequential(Block(), Block()), {"*.conv": ProxGD(8)})
+    x = torch.randn(6, 4, 5, 5)
+    net(x).sum().backward()
+    before = {name: value.clone() for name, value in net.named_buffers()}
+    report = explain(net, x)
+    assert [r.path for r in report.layers] == ["0.conv", "1.conv"]
+    assert all(r.converges for r in report.layers)
+    for name, value in net.named_buffers():
+        assert torch.equal(value, before[name]), name

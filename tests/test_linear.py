@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minimand.operators.gram import gram
 from minimand.solvers import conjugate_gradient, ridge_factor
 
 
@@ -23,6 +24,15 @@ def test_ridge_factor_is_differentiable():
     rows = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda A, r: ridge_factor(A, 0.5).solve(r), (A, rows))
     assert torch.autograd.gradcheck(lambda A, r: ridge_factor(A.T, 0.5).solve(r[:, :3]), (A, rows))
+
+
+@pytest.mark.parametrize("rows", [3, 255, 256, 301])
+def test_the_gram_by_blocks_is_the_gram_with_its_gradient(rows):
+    matrix = torch.randn(rows, 20, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(rows, rows, dtype=torch.float64)
+    ways = (gram(matrix), matrix @ matrix.mT)
+    torch.testing.assert_close(*ways)
+    torch.testing.assert_close(*(torch.autograd.grad((weight * way).sum(), matrix) for way in ways))
 
 
 def _textbook(M, b, k):

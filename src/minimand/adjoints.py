@@ -1,13 +1,13 @@
 r"""How to differentiate through a solve: an argument of its own, never a flag of the solver.
 
-===============  ==========================================  ===================  =============================
-adjoint          gradient                                    memory               for
-===============  ==========================================  ===================  =============================
-``Unroll``       of the K iterations as they were made       K states             everything; the default
-``Checkpoint``   the same, to rounding                       about 2√K states     everything, when memory is short
-``Implicit``     of the exact minimiser                      one state            deterministic solvers, converged
-``JacobianFree`` the first term of ``Implicit``'s series     one state            everything; an approximation
-===============  ==========================================  ===================  =============================
+================  =====================================  ================  ==================================
+adjoint           gradient                               memory            for
+================  =====================================  ================  ==================================
+``Unroll``        of the K iterations as they were made  K states          everything; the default
+``Checkpoint``    the same, to rounding                  about 2√K states  everything, when memory is short
+``Implicit``      of the exact minimiser                 one state         deterministic solvers, converged
+``JacobianFree``  the first term of Implicit's series    one state         everything; an approximation
+================  =====================================  ================  ==================================
 """
 
 import abc

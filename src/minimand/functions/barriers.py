@@ -121,7 +121,7 @@ class LogBox(Separable):
         require_positive("gamma", self.gamma)
 
     def values(self, x: Tensor) -> Tensor:
-        """The barrier at each entry, +inf where |x| ≥ 1."""
+        """The barrier at each entry, +inf outside the open interval (−1, 1)."""
         inside = x.abs() < 1
         safe = torch.where(inside, x, 0.0)
         return torch.where(inside, -self.gamma * (torch.log1p(safe) + torch.log1p(-safe)), math.inf)

@@ -127,7 +127,7 @@ def plot(rows: list[Row], path: Path) -> None:
         iterations = torch.arange(1, len(row.gap) + 1)
         style = "-" if row.name in ("Prox-GD", "heavy ball", "FISTA", "ADMM") else "--"
         axes.semilogy(iterations, row.gap, style, color=colour, label=row.name)
-    axes.set_xlabel("iteration (the plain block is the first)")
+    axes.set_xlabel("iteration")
     axes.set_ylabel("(objective − optimum) / (start − optimum)")
     axes.set_title("One ReLU layer as a solver")
     axes.grid(alpha=0.3)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..errors import CapabilityError
-from ..solvers import FISTA, Problem, Solver, trace
+from ..solvers import FISTA, Solver, trace
 from .layers import SolverLayer
 
 __all__ = ["Explanation", "LayerReport", "explain", "held_bytes"]
@@ -128,26 +128,28 @@ def explain(model: nn.Module, *inputs: Any) -> Explanation:
             f'e.g. convert(model, {{"*": ProxGD(iters=10)}})'
         )
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(list(devices)):
-        problems = _problems(model, found, inputs)
-        reports = [_report(path, found[path], problem) for path, problem in problems.items()]
+    with torch.random.fork_rng(list(devices)), _quiet(model, found.values()):
+        calls = _calls(model, found, inputs)
+        reports = [_report(path, found[path], *call) for path, call in calls.items()]
     return Explanation(tuple(reports))
 
 
-def _problems(model: nn.Module, found: dict[str, SolverLayer], inputs: tuple[Any, ...]) -> dict[str, Problem]:
-    """The problem that each layer was given, by one forward pass."""
-    seen: dict[str, Problem] = {}
+def _calls(
+    model: nn.Module, found: dict[str, SolverLayer], inputs: tuple[Any, ...]
+) -> dict[str, tuple[Tensor, Tensor | None]]:
+    """What each layer was called with in one forward pass: its input, and the skip if there was one."""
+    seen: dict[str, tuple[Tensor, Tensor | None]] = {}
 
     def remember(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            assert isinstance(module, SolverLayer)
-            seen[path] = module.problem(*args, **kwargs)
+            y, skip = (*args, *kwargs.values(), None)[:2]
+            seen[path] = (y.detach(), None if skip is None else skip.detach())
 
         return hook
 
     handles = [m.register_forward_pre_hook(remember(path), with_kwargs=True) for path, m in found.items()]
     try:
-        with torch.no_grad(), _quiet(model, found.values()):
+        with torch.no_grad():
             model(*inputs)
     finally:
         for handle in handles:
@@ -170,10 +172,10 @@ def _quiet(model: nn.Module, layers: Iterable[SolverLayer]) -> Iterator[None]:
             generator.set_state(state)
 
 
-def _report(path: str, layer: SolverLayer, problem: Problem) -> LayerReport:
+def _report(path: str, layer: SolverLayer, y: Tensor, skip: Tensor | None) -> LayerReport:
     solver = layer.options.solver
-    problem = dataclasses.replace(problem, y=problem.y.detach()).bounded(inputs=solver.stochastic)
     with torch.no_grad():
+        problem = layer.problem(y, skip).bounded(inputs=solver.stochastic)
         zero = torch.zeros(problem.shape, dtype=problem.y.dtype, device=problem.y.device)
         start = float(problem.objective(zero))
         run = trace(problem, solver)
@@ -184,7 +186,7 @@ def _report(path: str, layer: SolverLayer, problem: Problem) -> LayerReport:
     first, last = float(run.objective[0]), float(run.objective[-1])
     gap = start - best
     left = (last - best) / gap if gap > 0 else 0.0
-    time_ratio, memory_ratio = _costs(layer, problem)
+    time_ratio, memory_ratio = _costs(layer, y, skip)
     return LayerReport(
         path=path,
         layer=_describe(layer),
@@ -221,17 +223,20 @@ def _advice(solver: Solver, start: float, last: float, left: float, accelerated:
     return f"{share}; more iterations would lower it"
 
 
-def _costs(layer: SolverLayer, problem: Problem) -> tuple[float, float]:
+def _costs(layer: SolverLayer, y: Tensor, skip: Tensor | None) -> tuple[float, float]:
     """Time and held bytes of the layer relative to dropout → linear → activation on the same input."""
 
-    def plain(y: Tensor) -> Tensor:
-        dropped = nn.functional.dropout(y, 0.5, True)
-        return layer.function.prox(problem.operator.apply(dropped, problem.bias))
+    def solved(y: Tensor) -> Tensor:
+        return layer(y) if skip is None else layer(y, skip)
 
-    weights = [p for p in layer.parameters() if p.requires_grad]
-    y = problem.y.detach().clone().requires_grad_()
+    def plain(y: Tensor) -> Tensor:
+        out = layer.operator(y).apply(nn.functional.dropout(y, 0.5, True), layer.bias)
+        return layer.function.prox(out if skip is None else out + skip)
+
+    weights = [p for p in (layer.weight, layer.bias) if p is not None and p.requires_grad]
+    y = y.clone().requires_grad_()
     ratios = [
-        measure(layer, y) / max(measure(plain, y), 1e-12)
+        measure(solved, y) / max(measure(plain, y), 1e-12)
         for measure in (lambda block, y: _seconds(block, y, weights), held_bytes)
     ]
     return ratios[0], ratios[1]

@@ -5,14 +5,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import is_traced
+
 __all__ = ["gram"]
+
+# Below this many rows the copies cost what the products save.
+_WORTH_BLOCKS = 256
 
 
 def gram(matrix: Tensor) -> Tensor:
     r""":math:`MM^\top` of a matrix, or of each in a batch.
 
-    The derivative of a symmetric product needs one product, :math:`(G + G^\top)M`, where automatic
-    differentiation of ``M @ M.mT`` makes two.
+    Half of a symmetric product mirrors the other half, and its derivative needs one product,
+    :math:`(G + G^\top)M`, where automatic differentiation of ``M @ M.mT`` makes two.
 
     >>> gram(torch.tensor([[1.0, 2.0]]))
     tensor([[5.]])
@@ -20,12 +25,25 @@ def gram(matrix: Tensor) -> Tensor:
     return _Gram.apply(matrix)
 
 
+def _by_blocks(matrix: Tensor) -> Tensor:
+    """Block rows from the diagonal on, then their mirror images: 10 of 16 blocks are multiplied."""
+    out = matrix.new_empty(len(matrix), len(matrix))
+    start = 0
+    for rows in matrix.chunk(4):
+        end = start + len(rows)
+        out[start:end, start:] = rows @ matrix[start:].mT
+        out[end:, start:end] = out[start:end, end:].mT
+        start = end
+    return out
+
+
 class _Gram(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
     def forward(matrix: Tensor) -> Tensor:
-        return matrix @ matrix.mT
+        plain = matrix.dim() != 2 or len(matrix) < _WORTH_BLOCKS or is_traced(matrix)
+        return matrix @ matrix.mT if plain else _by_blocks(matrix)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:

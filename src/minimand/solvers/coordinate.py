@@ -47,7 +47,7 @@ class RCD(Solver):
     >>> from minimand.functions import L1
     >>> from minimand.operators import Dense
     >>> from minimand.solvers import solve
-    >>> A, y = torch.eye(3), torch.tensor([[3.0, -0.5, -2.0]])
+    >>> A, y = torch.eye(3), torch.tensor([[3.0, 0.5, -2.0]])
     >>> solve(Problem(Dense(A), L1(1.0), y), RCD(iters=200)).x.round(decimals=4)
     tensor([[ 2.,  0., -1.]])
     """

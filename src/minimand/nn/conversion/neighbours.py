@@ -242,6 +242,9 @@ def _added(
         return found
     if any(traced.frame[node] is not traced.frame[add] for node in chain):
         return found
+    source = _source(chain[0])
+    if source is None or any(_is_inplace(user, traced) for user in source.users):
+        return found  # the layer has to wait for the skip, and its input might change meanwhile
     operand = operands.index(chain[-1])
     if operand == 1 and _leads_back(operands[0], traced, is_target):
         return found
@@ -273,10 +276,13 @@ def _leads_back(node: fx.Node, traced: Traced, is_target: Callable[[fx.Node], bo
 
 def _overwrites(activation: fx.Node, readers: list[fx.Node], traced: Traced) -> bool:
     """Whether an in-place activation, itself unread, comes before all other readers, which thus see its result."""
-    module = traced.module(activation)
-    named = str(getattr(activation.target, "__name__", activation.target)).endswith("_")
-    inplace = named or bool(activation.kwargs.get("inplace")) or bool(getattr(module, "inplace", False))
-    return inplace and not activation.users and readers[0] is activation
+    return _is_inplace(activation, traced) and not activation.users and readers[0] is activation
+
+
+def _is_inplace(node: fx.Node, traced: Traced) -> bool:
+    name = str(getattr(node.target, "__name__", node.target))
+    named = node.op != "call_module" and name.endswith("_") and not name.endswith("__")
+    return named or bool(node.kwargs.get("inplace")) or bool(getattr(traced.module(node), "inplace", False))
 
 
 def _is_activation(reader: fx.Node, node: fx.Node, traced: Traced) -> bool:

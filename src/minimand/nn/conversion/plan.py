@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from ...errors import ConversionError, MinimandError
 from ...solvers import Problem, Solver
 from ..layers import SolverConv1d, SolverConv2d, SolverLayer, SolverLinear, SolverOptions
+from .block import BlockConv1d, BlockConv2d, BlockLinear, Reference
 from .change import is_converted
 from .neighbours import (
     IDENTITY,
@@ -26,7 +27,6 @@ from .neighbours import (
     readers_of,
     shares_input,
 )
-from .normalised import NormalisedConv1d, NormalisedConv2d, NormalisedLinear, Reference
 from .rewriting import Edit, Rewrite, rewritten
 from .shallow import Unfaithful
 from .trace import Frame, Traced, is_builtin, scratch, survey
@@ -34,9 +34,9 @@ from .trace import Frame, Traced, is_builtin, scratch, survey
 __all__ = ["Layer", "Plan", "Rule", "plan", "solver_layer"]
 
 _LAYERS: Mapping[type[nn.Module], Any] = {
-    nn.Linear: (SolverLinear, NormalisedLinear),
-    nn.Conv1d: (SolverConv1d, NormalisedConv1d),
-    nn.Conv2d: (SolverConv2d, NormalisedConv2d),
+    nn.Linear: (SolverLinear, BlockLinear),
+    nn.Conv1d: (SolverConv1d, BlockConv1d),
+    nn.Conv2d: (SolverConv2d, BlockConv2d),
 }
 
 
@@ -71,6 +71,7 @@ class Layer:
     activation: Activation
     options: SolverOptions
     norm: str | None = None
+    skip: bool = False
 
 
 @dataclasses.dataclass
@@ -84,9 +85,10 @@ class Plan:
 
 def solver_layer(plain: nn.Module, layer: Layer, norm: nn.Module | None) -> SolverLayer:
     """The solver form of a plain layer."""
-    kind = next(kinds for base, kinds in _LAYERS.items() if isinstance(plain, base))[norm is not None]
+    block = norm is not None or layer.skip
+    kind = next(kinds for base, kinds in _LAYERS.items() if isinstance(plain, base))[block]
     result: SolverLayer = kind.from_plain(plain, layer.activation.function, layer.options)
-    if norm is not None:
+    if block:
         vars(result)["norm"] = Reference(norm)
     return result
 
@@ -210,12 +212,13 @@ class _Planner:
             if around.skip is not None:
                 dropped[around.skip.add] = around
         names = {around.activation.name for around in found}
-        if False:
+        if len(names) > 1:
             kinds = " and ".join(sorted(name[0].__name__ for name in names))
             raise Obstacle(f"it is called {_times(calls)} with different activations after it ({kinds})")
         if len(set(probabilities)) > 1:
             raise Obstacle(f"it is called {_times(calls)} with different dropouts before it ({probabilities})")
-        layer = Layer(found[0].activation, options, self._norm(calls, found))
+        skip = any(around.skip is not None for around in found)
+        layer = Layer(found[0].activation, options, self._norm(calls, found), skip)
         return layer, probabilities[0] if probabilities else None
 
     def _is_target(self, traced: Traced) -> Callable[[fx.Node], bool]:
