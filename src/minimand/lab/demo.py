@@ -97,7 +97,7 @@ def table(rows: list[Row]) -> Any:
     marks = [k for k in (1, 10, 30, 60) if k <= len(rows[0].gap)]
     for k in marks:
         out.add_column(f"k = {k}", justify="right")
-    out.add_column("optimality", justify="right")
+    out.add_column("residual", justify="right")
     out.add_column("time", justify="right")
     for row in rows:
         gaps = [f"{100 * row.gap[k - 1]:.3g} %" for k in marks]
