@@ -1,0 +1,45 @@
+"""Laws of the zoo: the papers' sizes, and the blocks that the papers replace convert where they say."""
+
+import pytest
+import torch
+
+from minimand import convert
+from minimand.errors import OptionError
+from minimand.solvers import ProxGD, ProxSG
+from minimand.zoo import VGG16, AlexNet, LeNet
+
+
+def _size(net):
+    return sum(p.numel() for p in net.parameters())
+
+
+def test_parameter_counts_are_the_publications():
+    assert _size(LeNet()) == 62_006
+    assert _size(LeNet(channels=1, size=28)) == 61_706
+    assert _size(AlexNet()) == 2_472_266
+    assert _size(VGG16()) == 15_245_130
+
+
+@pytest.mark.parametrize(
+    ("net", "rules", "taus"),
+    [
+        (LeNet(), {"classifier.[14]": ProxSG(iters=2)}, {"classifier.1": 0.5, "classifier.4": 0.5}),
+        (LeNet(dropout=(0.0, 0.9)), {"classifier.4": ProxSG(iters=2)}, {"classifier.4": pytest.approx(0.1)}),
+        (AlexNet(width=0.1), {"features.0": ProxGD(iters=2)}, {}),
+        (VGG16(width=0.05), {"classifier.[14]": ProxSG(iters=2)}, {"classifier.1": 0.5, "classifier.4": 0.5}),
+        (VGG16(width=0.05, batch_norm=True), {"features.*": ProxGD(iters=2)}, {}),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_papers_blocks_convert(net, rules, taus):
+    images = torch.randn(4, 3, 32, 32)
+    converted = convert(net, rules)
+    for path, tau in taus.items():
+        assert converted.get_submodule(path).solver.tau == tau
+    converted(images).sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in net.parameters())
+
+
+def test_images_that_are_too_small_are_refused():
+    with pytest.raises(OptionError, match="16"):
+        LeNet(size=8)
