@@ -1,6 +1,7 @@
 """Laws: a conversion keeps the function at one unit step, the parameters, and everything else about a model."""
 
 import copy
+import dataclasses
 import io
 import random
 
@@ -305,6 +306,32 @@ def test_a_sampling_solver_keeps_what_the_dropout_kept(before, tau):
     assert converted(torch.rand(3, 6)).shape == (3, 6)
 
 
+@pytest.mark.parametrize(
+    ("layer", "norm", "shape"),
+    [(nn.Linear, nn.BatchNorm1d, (64, 32)), (lambda i, o: nn.Conv2d(i, o, 3), nn.BatchNorm2d, (16, 32, 5, 5))],
+    ids=["Linear", "Conv2d"],
+)
+def test_dropout_before_a_batch_normalised_layer_stays(layer, norm, shape):
+    """The batch statistics are those of the dropped inputs, as in the plain block."""
+    plain = nn.Sequential(nn.Dropout(0.5), layer(32, 8), norm(8), nn.ReLU())
+    y = torch.randn(shape)
+    sampled = SolverOptions(ProxSG(iters=1, step=1.0, sampling="bernoulli"), ridge=0.0)
+    for options in (sampled, dataclasses.replace(sampled, solver=ProxSG(iters=1, step=1.0, tau=1.0))):
+        model = copy.deepcopy(plain)
+        converted = convert(copy.deepcopy(plain), {"1": options})
+        assert type(converted[0]) is nn.Dropout
+        assert converted[1].solver == options.solver
+        expected, output = _output(model, y), _output(converted, y)
+        assert torch.equal(converted[2].running_mean, model[2].running_mean)
+        assert torch.equal(converted[2].running_var, model[2].running_var)
+    # Nothing is left out of the last solver's samples: the block itself.
+    torch.testing.assert_close(output, expected)
+    # Without the normalisation inside, the layer takes the dropout in.
+    outside = convert(plain, {"1": Rule(ProxSG(), activation=None)})
+    assert isinstance(outside[0], Absorbed)
+    assert outside[1].solver.tau == 0.5
+
+
 def test_a_given_sample_size_wins_and_the_dropout_still_goes():
     converted = convert(VGG(), {"classifier.3": ProxSG(tau=5)})
     assert converted.classifier[3].solver.tau == 5
@@ -341,6 +368,11 @@ def test_dropout_that_feeds_two_layers_goes_when_both_take_it_in():
     half = convert(_Fork(), {"query": ProxSG()})
     assert type(half.drop) is nn.Dropout
     assert half.query.solver.tau is None
+    normed = _Fork()
+    normed.key = nn.Sequential(normed.key, nn.BatchNorm1d(6))
+    both = convert(normed, {"*": ProxSG()})
+    assert type(both.drop) is nn.Dropout
+    assert both.query.solver.tau is None
 
 
 def test_softmax_is_not_an_activation_of_the_layer():
@@ -665,6 +697,15 @@ def test_every_problem_is_listed_with_its_path_and_nothing_changes():
         assert vars(module) == state
 
 
+def test_a_layer_that_no_forward_calls_is_refused_with_the_remedy():
+    model = VGG()
+    model.extra = nn.Linear(4, 4)
+    with pytest.raises(ConversionError, match=r"extra: no forward calls it.* remove it.* as the last rule, 'extra': "):
+        convert(model, {"*": ProxGD(iters=2)})
+    rule = Rule(ProxGD(iters=2), activation=None, dropout=None)
+    assert convert(model, {"*": ProxGD(iters=2), "extra": rule}).extra.function == Zero()
+
+
 def test_a_double_conversion_is_an_error():
     converted = convert(VGG(), {"classifier.0": ProxGD()})
     with pytest.raises(ConversionError, match=r"classifier\.0: is a solver layer already .* revert"):
@@ -833,15 +874,27 @@ def test_converted_networks_can_be_copied_and_stored(case, how):
     assert not _layers(revert(twin))
 
 
-@pytest.mark.parametrize("name", ["functional", "resnet"])
-def test_converted_networks_compile_to_one_graph(name):
+@pytest.mark.parametrize(("name", "pattern"), [("functional", "*2"), ("resnet", "*")])
+def test_converted_networks_compile_to_one_graph(name, pattern):
     make, shape = NETWORKS[name]
-    converted, x = convert(make(), {"*": ProxGD(iters=2)}).eval(), torch.randn(shape)
+    converted, x = convert(make(), {pattern: ProxGD(iters=2)}).eval(), torch.randn(shape)
     expected = converted(x)
     compiled = torch.compile(converted, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), expected)
     converted.train()
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", ["functional", "shared"])
+def test_converted_networks_are_exported_after_one_pass(name):
+    make, shape = NETWORKS[name]
+    model, x = make(), torch.randn(shape)
+    model.act = nn.ReLU()  # of the one that has it; the prox of tanh is long to trace
+    converted = convert(model, {"fc2": ProxGD(iters=2)}).eval()
+    assert "forward" in vars(converted)
+    expected = converted(x)
+    exported = torch.export.export(copy.deepcopy(converted), (), {"x": x}, dynamic_shapes={"x": {}})
+    torch.testing.assert_close(exported.module()(x=x), expected)
 
 
 def _draws(self, x):

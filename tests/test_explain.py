@@ -97,3 +97,49 @@ def test_blocks_with_batch_norm_and_a_skip_are_explained():
     assert all(r.converges for r in report.layers)
     for name, value in net.named_buffers():
         assert torch.equal(value, before[name]), name
+
+
+class Fork(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = SolverLinear(8, 4), SolverLinear(8, 4, solver=ProxSG(4))
+
+    def forward(self, x, *, left=True):
+        return self.a(skip=torch.zeros(len(x), 4), y=x) if left else self.b(x)
+
+
+def test_layers_that_are_not_called_are_named_and_keywords_are_passed_on():
+    x = torch.randn(6, 8)
+    left, right = explain(Fork(), x), explain(Fork(), x, left=False)
+    assert [r.path for r in left.layers] == ["a"]
+    assert left.uncalled == ("b",)
+    assert "b: not called" in str(left)
+    assert [r.path for r in right.layers] == ["b"]
+    # The keywords came in another order: the input is still the input.
+    assert left.layers[0].objective[0] == pytest.approx(float(0.5 * x.square().sum()), rel=1e-5)
+
+
+def test_inference_mode_empty_batches_and_half_precision():
+    net, x = nn.Sequential(SolverLinear(8, 4)), torch.randn(3000, 8)
+    with torch.inference_mode():
+        assert explain(net, x).layers[0].converges
+    assert explain(net, x[:0]).layers[0].objective[0] == 0
+    (report,) = explain(net.half(), x.half()).layers
+    assert report.objective[2] < report.objective[0] < float("inf")
+
+
+def test_the_report_is_of_the_solver_that_runs():
+    layer = SolverLinear(16, 16, solver=ProxSG(6), eval_mode="deterministic").eval()
+    x = torch.randn(8, 16)
+    first, second = (explain(nn.Sequential(layer), x).layers[0].objective for _ in range(2))
+    assert first == second
+    noiseless = SolverLinear(16, 16, solver=ProxSG(2, tau=1.0))
+    assert "most of it the samples' noise" not in explain(nn.Sequential(noiseless), x).layers[0].advice
+
+
+def test_hooks_of_the_user_fire_once():
+    layer = SolverLinear(8, 4)
+    calls = []
+    layer.register_forward_hook(lambda *_: calls.append(1))
+    explain(nn.Sequential(layer), torch.randn(3, 8))
+    assert len(calls) == 1

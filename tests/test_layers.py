@@ -290,8 +290,6 @@ def test_bad_layers_and_inputs():
         SolverConv2d.from_plain(nn.Conv2d(3, 3, 3, padding=1, padding_mode="reflect"), "relu", SolverOptions())
     with pytest.raises(ShapeError, match=r"4.*\(2, 5\)"):
         SolverLinear(4, 3)(torch.randn(2, 5))
-    with pytest.raises(OptionError, match="between 1 and the 4"):
-        SolverLinear(4, 3, solver=ProxSG(tau=5))(torch.randn(2, 4))
 
 
 @pytest.mark.parametrize("p", [0.0, 0.25, 0.5, 0.75])
@@ -333,3 +331,44 @@ def test_bad_dropouts():
         ImportanceDropout(0.5, feature_dim=1)
     with pytest.raises(ShapeError, match="reconstruction"):
         AdditiveDropout()(torch.ones(2, 3), torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("solver", [ProxGD(6), FISTA(6), ADMM(4)], ids=str)
+def test_equal_weights_give_equal_answers_in_evaluation(kind, solver):
+    """However the weight got there: a checkpoint that is loaded predicts what the trained network did."""
+    make, shape = KINDS[kind]
+    layer, y = make(solver=solver), torch.randn(shape)
+    layer(y)
+    with torch.no_grad():
+        layer.weight.mul_(1.03)
+    layer(y)
+    other = make(solver=solver)
+    other.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(layer.eval()(y), other.eval()(y), atol=0, rtol=0)
+
+
+def test_shared_samples_can_be_switched_off_again():
+    y = torch.randn(1, 12).expand(6, -1)
+    layer = SolverLinear(12, 6, solver=ProxSG(3), shared_sample=True)
+    layer.shared_sample = False
+    x = layer(y)
+    assert not torch.allclose(x, x[:1].expand_as(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_single_samples_without_a_batch_dimension(kind):
+    make, shape = KINDS[kind]
+    layer, y = make(solver=ProxGD(3)), torch.randn(shape)
+    torch.testing.assert_close(layer(y[0]), layer(y)[0], atol=1e-5, rtol=1e-4)
+
+
+def test_a_sample_that_does_not_fit_is_refused_when_the_layer_is_made():
+    with pytest.raises(OptionError, match="between 1 and the 3"):
+        SolverLinear(3, 2, solver=ProxSG(tau=5))
+
+
+def test_importance_dropout_compiles():
+    torch._dynamo.reset()
+    drop = torch.compile(ImportanceDropout(0.5, nn.Linear(8, 3)), fullgraph=True, backend="aot_eager")
+    assert drop(torch.randn(4, 8)).shape == (4, 8)

@@ -30,9 +30,41 @@ from .solvers.problem import Problem, as_number, reciprocal
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
 
-__all__ = ["Adjoint", "Checkpoint", "Implicit", "JacobianFree", "Unroll"]
+__all__ = ["Adjoint", "Checkpoint", "Implicit", "JacobianFree", "Run", "Unroll"]
 
 Until = Callable[[State, int], bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run of a solver on a problem that it has prepared.
+
+    Attributes:
+        problem: What ``solver.prepare`` returned.
+        solver: The method.
+        x0: The start; None is zero.
+        generator: The source of randomness; None is torch's global one.
+        until: Stops the run early where it returns True.
+    """
+
+    problem: Problem
+    solver: Solver
+    x0: Tensor | None = None
+    generator: torch.Generator | None = None
+    until: Until | None = None
+
+    def init(self) -> Any:
+        """The state before the first iteration."""
+        return self.solver.init(self.problem, self.x0)
+
+    def advance(self, state: Any, k: int) -> Any:
+        """The state after iteration k."""
+        return self.solver.advance(self.problem, state, k, self.generator)
+
+    def forward(self) -> tuple[Tensor, int]:
+        """All iterations: the answer, and how many they were."""
+        state, done = iterate(self.advance, self.init(), self.solver.iterations, until=self.until)
+        return state.x, done
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,48 +72,20 @@ class Adjoint(abc.ABC):
     """Runs a solver so that its answer is differentiable in one particular way."""
 
     @abc.abstractmethod
-    def run(
-        self,
-        problem: Problem,
-        solver: Solver,
-        x0: Tensor | None,
-        generator: torch.Generator | None,
-        until: Until | None = None,
-    ) -> tuple[Tensor, int]:
-        """The solver's answer to a problem it has prepared, and the number of iterations."""
+    def __call__(self, run: Run) -> tuple[Tensor, int]:
+        """The answer of a run, and the number of iterations."""
 
     def check(self, solver: Solver) -> None:  # noqa: B027 -- most adjoints take every solver
         """Refuse a solver whose gradient this adjoint cannot give."""
-
-
-def _forward(
-    problem: Problem,
-    solver: Solver,
-    x0: Tensor | None,
-    generator: torch.Generator | None,
-    until: Until | None,
-) -> tuple[Tensor, int]:
-    def step(state: Any, k: int) -> Any:
-        return solver.advance(problem, state, k, generator)
-
-    state, done = iterate(step, solver.init(problem, x0), solver.iterations, until=until)
-    return state.x, done
 
 
 @dataclasses.dataclass(frozen=True)
 class Unroll(Adjoint):
     """Ordinary automatic differentiation through every iteration."""
 
-    def run(
-        self,
-        problem: Problem,
-        solver: Solver,
-        x0: Tensor | None,
-        generator: torch.Generator | None,
-        until: Until | None = None,
-    ) -> tuple[Tensor, int]:
+    def __call__(self, run: Run) -> tuple[Tensor, int]:
         """The plain loop."""
-        return _forward(problem, solver, x0, generator, until)
+        return run.forward()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,28 +104,19 @@ class Checkpoint(Adjoint):
         if self.every is not None:
             require_count("every", self.every)
 
-    def run(
-        self,
-        problem: Problem,
-        solver: Solver,
-        x0: Tensor | None,
-        generator: torch.Generator | None,
-        until: Until | None = None,
-    ) -> tuple[Tensor, int]:
+    def __call__(self, run: Run) -> tuple[Tensor, int]:
         """One checkpoint per segment; ``until`` is asked at the ends of segments."""
-        total = solver.iterations
+        total = run.solver.iterations
         every = self.every or math.isqrt(total - 1) + 1
-
-        def advance(state: Any, k: int) -> Any:
-            return solver.advance(problem, state, k, generator)
 
         def segment(state: Any, s: int) -> Any:
             length = min(every, total - s * every)
-            body = _replaying(lambda state: iterate(advance, state, length, start=s * every)[0], generator)
+            body = _replaying(lambda state: iterate(run.advance, state, length, start=s * every)[0], run.generator)
             return checkpoint(body, state, use_reentrant=False)
 
+        until = run.until
         reached = None if until is None else lambda state, s: until(state, min(s * every, total))
-        state, segments = iterate(segment, solver.init(problem, x0), -(-total // every), until=reached)
+        state, segments = iterate(segment, run.init(), -(-total // every), until=reached)
         return state.x, min(segments * every, total)
 
 
@@ -157,18 +152,11 @@ class JacobianFree(Adjoint):
     Source: Fung et al., *Jacobian-free backpropagation*, 2022.
     """
 
-    def run(
-        self,
-        problem: Problem,
-        solver: Solver,
-        x0: Tensor | None,
-        generator: torch.Generator | None,
-        until: Until | None = None,
-    ) -> tuple[Tensor, int]:
+    def __call__(self, run: Run) -> tuple[Tensor, int]:
         """The forward pass records nothing."""
         with torch.no_grad():
-            x, done = _forward(problem, solver, x0, generator, until)
-        return _attach(problem, x, None), done
+            x, done = run.forward()
+        return _attach(run.problem, x, None), done
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,18 +201,11 @@ class Implicit(Adjoint):
                 f"iteration and has none; use Unroll, Checkpoint or JacobianFree"
             )
 
-    def run(
-        self,
-        problem: Problem,
-        solver: Solver,
-        x0: Tensor | None,
-        generator: torch.Generator | None,
-        until: Until | None = None,
-    ) -> tuple[Tensor, int]:
+    def __call__(self, run: Run) -> tuple[Tensor, int]:
         """The forward pass records nothing; the backward pass solves a linear system."""
         with torch.no_grad():
-            x, done = _forward(problem, solver, x0, generator, until)
-        return _attach(problem, x, partial(self._pull_back, problem, x.detach())), done
+            x, done = run.forward()
+        return _attach(run.problem, x, partial(self._pull_back, run.problem, x.detach())), done
 
     def _pull_back(self, problem: Problem, x: Tensor, v: Tensor) -> Tensor:
         """Solve u = v + (I − ηH) D u."""
@@ -280,9 +261,10 @@ class _Transform(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        with torch.no_grad():
-            return ctx.pull_back(grad), None
+        # A second derivative would need that of the pulled-back system: refused rather than wrong.
+        return ctx.pull_back(grad), None
 
 
 def _attach(problem: Problem, x: Tensor, pull_back: Callable[[Tensor], Tensor] | None) -> Tensor:
@@ -290,6 +272,6 @@ def _attach(problem: Problem, x: Tensor, pull_back: Callable[[Tensor], Tensor] |
     x = x.detach()
     step = as_number(reciprocal(problem.smoothness()))
     moved = problem.prox(x + step * problem.descent(x, problem.linear()), step)
-    if pull_back is not None and moved.requires_grad:
-        moved = _Transform.apply(moved, pull_back)
+    if moved.requires_grad:
+        moved = _Transform.apply(moved, pull_back or (lambda grad: grad))
     return x + (moved - moved.detach())

@@ -10,7 +10,9 @@ from torch import Tensor
 __all__ = [
     "CapabilityError",
     "ConversionError",
+    "DataError",
     "MinimandError",
+    "MissingExtra",
     "NonFiniteError",
     "NotProximal",
     "OptionError",
@@ -47,6 +49,14 @@ class CapabilityError(MinimandError, TypeError):
 
 class ConversionError(MinimandError, ValueError):
     """A network cannot be converted as asked; the message lists every problem with its path."""
+
+
+class DataError(MinimandError, ValueError):
+    """A data file is missing, damaged or of another format; the message names it and says what to do."""
+
+
+class MissingExtra(MinimandError, ImportError):
+    """An optional package is not installed; the message says how to install it."""
 
 
 def is_traced(tensor: Tensor) -> bool:

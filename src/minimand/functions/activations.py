@@ -1,6 +1,7 @@
 """Which activation is the prox of which function, and which is of none."""
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from .base import Separable
 from .monotone import Monotone
 from .separable import L1, Box, LeakyHinge, NonNegative, Zero
 
-__all__ = ["from_activation"]
+__all__ = ["activation_module", "from_activation", "is_activation"]
 
 
 def from_activation(act: str | nn.Module | Callable[..., Any] | Separable) -> Separable:
@@ -59,6 +60,42 @@ def from_activation(act: str | nn.Module | Callable[..., Any] | Separable) -> Se
     raise _unknown(getattr(act, "__name__", repr(act)))
 
 
+def is_activation(act: object) -> bool:
+    """Whether a module or function is an activation of torch that acts on each entry, be it a prox or not.
+
+    >>> is_activation(nn.GELU()), is_activation(torch.tanh), is_activation(F.softmax), is_activation(nn.Identity())
+    (True, True, False, False)
+    """
+    if isinstance(act, nn.Module):
+        return isinstance(act, _ENTRYWISE)
+    name = _FUNCTIONALS.get(act) if _hashable(act) else None
+    return name is not None and not (name in _REFUSED and _REFUSED[name][1] == _VECTOR)
+
+
+def activation_module(function: Callable[..., Any], *args: Any, **options: Any) -> nn.Module:
+    """The module that computes what an activation function of torch does, given what follows its input.
+
+    Raises:
+        NotProximal: If the function is known to be no prox, or is not known.
+        OptionError: If it does not take these options.
+
+    >>> activation_module(F.leaky_relu, 0.2, inplace=True)
+    LeakyReLU(negative_slope=0.2)
+    """
+    name = _FUNCTIONALS.get(function) if _hashable(function) else None
+    if name is None:
+        raise _unknown(getattr(function, "__name__", repr(function)))
+    if name in _REFUSED:
+        raise _refusal(*_REFUSED[name])
+    names = [p for p in inspect.signature(_MODULES[name].__init__).parameters if p != "self"]
+    options = dict(zip(names, args, strict=False)) | options
+    options.pop("inplace", None)
+    try:
+        return _MODULES[name](**options)
+    except TypeError as error:
+        raise OptionError(f"{name} does not take the options {options}: {error}") from None
+
+
 def _from_name(name: str) -> Separable:
     key = name.lower().replace("-", "_")
     if key in _REFUSED:
@@ -81,17 +118,9 @@ def _from_module(module: nn.Module) -> Separable:
 
 
 def _from_partial(act: "functools.partial[Any]") -> Separable:
-    name = _FUNCTIONALS.get(act.func) if _hashable(act.func) else None
-    if name is None or act.args:
+    if act.args:  # they would come before the input
         raise _unknown(getattr(act.func, "__name__", repr(act.func)))
-    options = {key: value for key, value in act.keywords.items() if key != "inplace"}
-    if name in _REFUSED:
-        raise _refusal(*_REFUSED[name])
-    try:
-        module = _MODULES[name](**options)
-    except TypeError as error:
-        raise OptionError(f"{name} does not take the options {options}: {error}") from None
-    return _from_module(module)
+    return _from_module(activation_module(act.func, **act.keywords))
 
 
 def _hashable(thing: object) -> bool:
@@ -284,6 +313,12 @@ _REFUSED_MODULES: Mapping[type, str] = {
     nn.Softmin: "softmin",
     nn.LogSoftmax: "log_softmax",
 }
+
+#: The identity is no activation, and what mixes entries is none of a layer's.
+_ENTRYWISE = (
+    *(kind for kind in _BUILDERS if kind is not nn.Identity),
+    *(kind for kind, name in _REFUSED_MODULES.items() if _REFUSED[name][1] != _VECTOR),
+)
 
 #: torch offers most activations in several namespaces, and in place.
 _FUNCTIONALS: Mapping[Any, str] = {

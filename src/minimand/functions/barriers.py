@@ -43,7 +43,8 @@ class LogBarrier(Separable):
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The positive root of a quadratic."""
         wide = widened(x)
-        return _positive_root(wide, scaled(step, self.gamma, wide)).to(x.dtype)
+        # Strictly inside also after rounding to the precision of x.
+        return _positive_root(wide, scaled(step, self.gamma, wide)).to(x.dtype).clamp_min(torch.finfo(x.dtype).tiny)
 
     def conjugate(self) -> "LogBarrierConjugate":
         """The reflected barrier."""
@@ -73,7 +74,7 @@ class LogBarrierConjugate(Separable):
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The negative root of a quadratic."""
         wide = widened(x)
-        return -_positive_root(-wide, scaled(step, self.gamma, wide)).to(x.dtype)
+        return -_positive_root(-wide, scaled(step, self.gamma, wide)).to(x.dtype).clamp_min(torch.finfo(x.dtype).tiny)
 
     def conjugate(self) -> LogBarrier:
         """The barrier."""

@@ -61,7 +61,12 @@ class Separable(Function):
 
     def value(self, x: Tensor) -> Tensor:
         """g(x), summed over all entries (and over the batch); +inf outside the domain."""
-        return self.values(widened(x)).sum()
+        wide = widened(x)
+        values = self.values(wide)
+        if wide is not x:
+            # A point that was rounded to half precision may have left the set by more than float32's rounding.
+            values = torch.where(torch.isinf(values), self.values(x).float(), values)
+        return values.sum()
 
     def primitive(self, z: Tensor) -> Tensor:
         r"""The integral :math:`\tilde g(z) = \int_0^z \varphi(s)\,ds` of the activation

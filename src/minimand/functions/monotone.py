@@ -89,7 +89,9 @@ class Monotone(Separable):
 
     def values(self, x: Tensor) -> Tensor:
         """f at each entry, +inf outside the closure of the range of ``phi``."""
-        return self._lifted(x) - 0.5 * x * x
+        # The difference of two squares of x: single precision would leave nothing of it for large x.
+        wide = x if x.device.type == "mps" else x.double()
+        return (self._lifted(wide) - 0.5 * wide * wide).to(x.dtype)
 
     def _lifted(self, x: Tensor) -> Tensor:
         if self.inverse_integral is not None:

@@ -44,7 +44,10 @@ def convert(model: M, rules: Mapping[str, Solver | SolverOptions | Rule], *, inp
     - if its solver is stochastic, the dropout directly before it: of entries (a reshape may stand in between;
       a convolution samples whole channels instead), or of channels before a convolution of that dimension. A solver
       with ``tau=None`` then samples a share of 1 − p of the inputs. Dropout that also feeds other things stays, and
-      so does any dropout before a deterministic solver.
+      so does any dropout before a deterministic solver, or before a layer that takes a batch normalisation in: its
+      statistics are those of the dropped inputs.
+
+    A converted layer is a :class:`~minimand.nn.SolverLayer` and no longer an instance of its plain class.
 
     Calls that are taken in disappear from the forward that makes them: a module that is called nowhere else becomes
     the identity; otherwise that forward is replaced by its graph, if the graph does all that it does.

@@ -1,5 +1,7 @@
 """The dropouts that stochastic solvers induce, as modules of their own."""
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -90,7 +92,7 @@ class ImportanceDropout(_SampledDropout):
     def __init__(self, p: float = 0.5, layer: nn.Module | None = None, *, feature_dim: int = -1) -> None:
         super().__init__(p, feature_dim)
         # Held in a tuple: the layer is the network's, not a child of its dropout.
-        self._layer = (layer,)
+        self._layer = (layer, None if layer is None else majorant(layer, None)[0])
 
     def forward(self, y: Tensor) -> Tensor:
         """Draw and reweight, in training."""
@@ -100,7 +102,7 @@ class ImportanceDropout(_SampledDropout):
         if self.feature_dim < -1:
             size = size.flatten(self.feature_dim + 1).sum(-1)
         scores = size.reshape(-1, y.shape[self.feature_dim])
-        (layer,) = self._layer
-        if layer is not None:
-            scores = scores * majorant(layer, None)[0].input_norms_sq()
+        layer, operator = self._layer
+        if layer is not None and operator is not None:
+            scores = scores * operator.with_weight(cast(Tensor, layer.weight)).input_norms_sq()
         return y * self._weights(y, Importance(), scores.sqrt())

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..errors import CapabilityError
-from ..solvers import FISTA, Solver, trace
+from ..solvers import FISTA, Problem, Solver, solve, trace
 from .layers import SolverLayer
 
 __all__ = ["Explanation", "LayerReport", "explain", "held_bytes"]
@@ -58,57 +58,57 @@ class LayerReport:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """Reports on every solver layer; prints as a table, and ``as_dict`` for machines."""
+    """Reports on every solver layer; prints as a table, and ``as_dict`` for machines.
+
+    ``uncalled`` lists solver layers that this forward pass did not reach.
+    """
 
     layers: tuple[LayerReport, ...]
+    uncalled: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Plain numbers by path."""
         return {report.path: dataclasses.asdict(report) for report in self.layers}
 
-    def _rows(self) -> tuple[list[str], list[list[str]]]:
-        rows = []
-        for r in self.layers:
-            start, first, last, best = (f"{v:.4g}" for v in r.objective)
-            cells = {
-                "path": r.path,
-                "layer": r.layer,
-                "solver": r.solver,
-                "L": f"{r.lipschitz:.3g}",
-                "step": "—" if r.step is None else f"{r.step:.3g}",
-                "objective 0 → 1 → K (best)": f"{start} → {first} → {last} ({best})",
-                "optimality 0 → K": f"{r.optimality[0]:.2g} → {r.optimality[1]:.2g}",
-                "left": f"{100 * r.suboptimality:.1f} %",
-                "time": f"{r.time_ratio:.1f}×",
-                "memory": f"{r.memory_ratio:.1f}×",
-            }
-            rows.append(list(cells.values()))
-        return list(cells), rows
+    def _notes(self) -> list[tuple[str, str]]:
+        advice = [(r.path, r.advice) for r in self.layers if r.advice]
+        return advice + [(path, "not called in this forward pass") for path in self.uncalled]
 
     def __str__(self) -> str:
-        head, rows = self._rows()
-        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
-        ]
+        rows = [list(_COLUMNS), *([cell(r) for cell in _COLUMNS.values()] for r in self.layers)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines.insert(1, "  ".join("─" * w for w in widths))
-        return "\n".join(lines + [f"{r.path}: {r.advice}" for r in self.layers if r.advice])
+        return "\n".join(lines + [f"{path}: {note}" for path, note in self._notes()])
 
     def __rich__(self) -> Any:
         from rich.console import Group
         from rich.table import Table
 
-        head, rows = self._rows()
         table = Table(title="Solver layers: what is left after the iterations, and what they cost")
-        for name in head:
+        for name in _COLUMNS:
             table.add_column(name, justify="left" if name in ("path", "layer", "solver") else "right")
-        for row in rows:
-            table.add_row(*row)
-        return Group(table, *(f"[bold]{r.path}[/bold]: {r.advice}" for r in self.layers if r.advice))
+        for r in self.layers:
+            table.add_row(*(cell(r) for cell in _COLUMNS.values()))
+        return Group(table, *(f"[bold]{path}[/bold]: {note}" for path, note in self._notes()))
 
 
-def explain(model: nn.Module, *inputs: Any) -> Explanation:
-    r"""Run ``model`` on ``inputs`` and report what each solver layer does to its problem.
+_COLUMNS: dict[str, Callable[[LayerReport], str]] = {
+    "path": lambda r: r.path,
+    "layer": lambda r: r.layer,
+    "solver": lambda r: r.solver,
+    "L": lambda r: f"{r.lipschitz:.3g}",
+    "step": lambda r: "—" if r.step is None else f"{r.step:.3g}",
+    "objective 0 → 1 → K (best)": lambda r: "{:.4g} → {:.4g} → {:.4g} ({:.4g})".format(*r.objective),
+    "optimality 0 → K": lambda r: "{:.2g} → {:.2g}".format(*r.optimality),
+    "left": lambda r: f"{100 * r.suboptimality:.1f} %",
+    "time": lambda r: f"{r.time_ratio:.1f}×",
+    "memory": lambda r: f"{r.memory_ratio:.1f}×",
+}
+
+
+def explain(model: nn.Module, *inputs: Any, **options: Any) -> Explanation:
+    r"""Run ``model(*inputs, **options)`` and report what each solver layer does to its problem.
 
     Per layer: the bound L and the step; the objective from zero over one iteration (the plain block, scaled) to the
     last; how much of the way to the optimum is left; what time and memory it costs relative to dropout → linear →
@@ -128,29 +128,30 @@ def explain(model: nn.Module, *inputs: Any) -> Explanation:
             f'e.g. convert(model, {{"*": ProxGD(iters=10)}})'
         )
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(list(devices)), _quiet(model, found.values()):
-        calls = _calls(model, found, inputs)
+    with torch.inference_mode(False), torch.random.fork_rng(list(devices)), _quiet(model, found.values()):
+        calls = _calls(model, found, inputs, options)
         reports = [_report(path, found[path], *call) for path, call in calls.items()]
-    return Explanation(tuple(reports))
+    return Explanation(tuple(reports), tuple(path for path in found if path not in calls))
 
 
 def _calls(
-    model: nn.Module, found: dict[str, SolverLayer], inputs: tuple[Any, ...]
+    model: nn.Module, found: dict[str, SolverLayer], inputs: tuple[Any, ...], options: dict[str, Any]
 ) -> dict[str, tuple[Tensor, Tensor | None]]:
     """What each layer was called with in one forward pass: its input, and the skip if there was one."""
     seen: dict[str, tuple[Tensor, Tensor | None]] = {}
 
     def remember(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            y, skip = (*args, *kwargs.values(), None)[:2]
-            seen[path] = (y.detach(), None if skip is None else skip.detach())
+            given = dict(zip(("y", "skip"), args, strict=False)) | kwargs
+            skip = given.get("skip")
+            seen[path] = (given["y"].detach().clone(), None if skip is None else skip.detach().clone())
 
         return hook
 
     handles = [m.register_forward_pre_hook(remember(path), with_kwargs=True) for path, m in found.items()]
     try:
         with torch.no_grad():
-            model(*inputs)
+            model(*inputs, **options)
     finally:
         for handle in handles:
             handle.remove()
@@ -173,19 +174,19 @@ def _quiet(model: nn.Module, layers: Iterable[SolverLayer]) -> Iterator[None]:
 
 
 def _report(path: str, layer: SolverLayer, y: Tensor, skip: Tensor | None) -> LayerReport:
-    solver = layer.options.solver
+    solver, _ = layer.options.resolved(layer.training)
     with torch.no_grad():
-        problem = layer.problem(y, skip).bounded(inputs=solver.stochastic)
+        problem = _widened(layer.problem(y, skip)).bounded(inputs=solver.stochastic)
         zero = torch.zeros(problem.shape, dtype=problem.y.dtype, device=problem.y.device)
         start = float(problem.objective(zero))
         run = trace(problem, solver)
-        accelerated = trace(problem, FISTA(iters=_REFERENCE)).objective
-        best = float(accelerated.min())
         step = solver.first_step(problem)
         first_optimality = float(problem.optimality(zero))
-    first, last = float(run.objective[0]), float(run.objective[-1])
-    gap = start - best
-    left = (last - best) / gap if gap > 0 else 0.0
+        best = float(solve(problem, FISTA(_REFERENCE)).objective)
+        first, last = float(run.objective[0]), float(run.objective[-1])
+        gap = max(start, first) - best
+        left = (last - best) / gap if gap > 0 else 0.0
+        advice = _advice(problem, solver, start, last, best, left)
     time_ratio, memory_ratio = _costs(layer, y, skip)
     return LayerReport(
         path=path,
@@ -199,7 +200,7 @@ def _report(path: str, layer: SolverLayer, y: Tensor, skip: Tensor | None) -> La
         converges=None if solver.iterations == 1 else last <= first,
         time_ratio=time_ratio,
         memory_ratio=memory_ratio,
-        advice=_advice(solver, start, last, left, accelerated),
+        advice=advice,
     )
 
 
@@ -208,17 +209,29 @@ def _describe(layer: SolverLayer) -> str:
     return f"{operator.inputs}→{operator.outputs} {type(layer.function).__name__}"
 
 
-def _advice(solver: Solver, start: float, last: float, left: float, accelerated: Tensor) -> str:
-    iterations = solver.iterations
+def _widened(problem: Problem) -> Problem:
+    """The problem in single precision at least: sums of squares overflow in half precision."""
+    if problem.y.dtype in (torch.float32, torch.float64):
+        return problem
+    bias = None if problem.bias is None else problem.bias.float()
+    operator = problem.operator.with_weight(problem.operator.weight.float())
+    return Problem(operator, problem.function, problem.y.float(), bias, problem.ridge)
+
+
+def _advice(problem: Problem, solver: Solver, start: float, last: float, best: float, left: float) -> str:
     if not last < start:
-        return "the objective has risen above its value at zero: the step is too long; use step='auto'"
+        return "the objective is not below its value at zero: the step is too long; use step='auto'"
     if isinstance(solver, FISTA) or left < 0.01:
         return ""
-    reached = int((accelerated > last).sum()) + 1
-    share = f"{iterations} iterations leave {100 * left:.0f}% of the gap"
+    share = f"{solver.iterations} iterations leave {100 * left:.0f}% of the gap"
     if solver.stochastic:
-        return f"{share}, most of it the samples' noise; more iterations or a larger tau lower it"
-    if reached < iterations:
+        quiet = float(solve(problem, solver.noiseless()).objective)
+        if quiet < best + 0.5 * (last - best):
+            return f"{share}, most of it the samples' noise: a larger tau, or a smaller decay, lowers it"
+        return f"{share}, with or without the samples' noise; more iterations would lower it"
+    accelerated = trace(problem, FISTA(solver.iterations)).objective
+    reached = int((accelerated > last).sum()) + 1
+    if reached < solver.iterations:
         return f"{share}: FISTA(iters={reached}) reaches the same objective"
     return f"{share}; more iterations would lower it"
 
@@ -227,7 +240,8 @@ def _costs(layer: SolverLayer, y: Tensor, skip: Tensor | None) -> tuple[float, f
     """Time and held bytes of the layer relative to dropout → linear → activation on the same input."""
 
     def solved(y: Tensor) -> Tensor:
-        return layer(y) if skip is None else layer(y, skip)
+        # Not layer(y): hooks on the layer are the user's business, not ours.
+        return layer.forward(y, skip)
 
     def plain(y: Tensor) -> Tensor:
         out = layer.operator(y).apply(nn.functional.dropout(y, 0.5, True), layer.bias)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, Self, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from ..adjoints import Adjoint, Unroll
+from ..adjoints import Adjoint, Run, Unroll
 from ..errors import CapabilityError, OptionError, require_positive
 from ..functions import Function, from_activation
 from ..operators import Conv1d, Conv2d, Dense, LinearOperator, LipschitzTracker
@@ -57,8 +57,17 @@ class SolverOptions:
         if self.eval_mode not in get_args(EvalMode):
             raise OptionError(f"eval_mode is one of {', '.join(get_args(EvalMode))}, got {self.eval_mode!r}")
         self.adjoint.check(self.solver)
-        if self.shared_sample and self.solver.stochastic:
-            object.__setattr__(self, "solver", dataclasses.replace(self.solver, shared_sample=True))  # type: ignore[call-arg]
+
+    def resolved(self, training: bool) -> tuple[Solver, int]:
+        """The solver that runs in this mode, and how many of its answers are averaged."""
+        solver = self.solver
+        if not solver.stochastic:
+            return solver, 1
+        if not training and self.eval_mode == "deterministic":
+            return solver.noiseless(), 1
+        if self.shared_sample:
+            solver = dataclasses.replace(solver, shared_sample=True)  # type: ignore[call-arg]
+        return solver, 1 if training or self.eval_mode != "mean" else self.mean_passes
 
 
 class _Option:
@@ -72,7 +81,6 @@ class _Option:
 
     def __set__(self, layer: "SolverLayer", value: Any) -> None:
         layer.options = dataclasses.replace(layer.options, **{self.name: value})
-        # A stochastic solver asks for the norms of the columns, too.
         layer._track()
 
 
@@ -116,17 +124,10 @@ class SolverLayer(nn.Module, abc.ABC):
 
     def forward(self, y: Tensor, skip: Tensor | None = None) -> Tensor:
         """Solve; in evaluation as ``eval_mode`` says."""
-        solver, passes = self.options.solver, 1
-        if not self.training and solver.stochastic:
-            if self.options.eval_mode == "deterministic":
-                solver = solver.noiseless()
-            elif self.options.eval_mode == "mean":
-                passes = self.options.mean_passes
-        problem = self.problem(y, skip)
-        solver.check(problem)
-        prepared = solver.prepare(problem)
-        runs = [self.options.adjoint.run(prepared, solver, None, self.generator)[0] for _ in range(passes)]
-        return runs[0] if passes == 1 else torch.stack(runs).mean(0)
+        solver, passes = self.options.resolved(self.training)
+        run = Run(solver.prepare(self.problem(y, skip)), solver, generator=self.generator)
+        answers = [self.options.adjoint(run)[0] for _ in range(passes)]
+        return answers[0] if passes == 1 else torch.stack(answers).mean(0)
 
     def _adopt(self, plain: nn.Module) -> None:
         """Take the parameters of a plain layer over as they are, so that whoever holds them still does."""
@@ -135,8 +136,11 @@ class SolverLayer(nn.Module, abc.ABC):
         self._track()
 
     def _track(self) -> None:
-        stochastic = self.options.solver.stochastic
-        self.tracker = LipschitzTracker(self.operator(), inputs=stochastic, outputs=stochastic)
+        operator, solver = self.operator(), self.options.solver
+        solver.check(operator, self.function)
+        # A stochastic solver asks for the norms of the columns or rows, too.
+        self.tracker = LipschitzTracker(operator, inputs=solver.stochastic, outputs=solver.stochastic)
+        self.tracker.train(self.training)
 
     def _describe(self) -> str:
         options = self.options
@@ -285,7 +289,7 @@ class _SolverConv(SolverLayer):
 
     def operator(self, y: Tensor | None = None) -> Conv1d | Conv2d:
         """The weight as an operator on maps of the size of ``y``, or of any size."""
-        size = None if y is None else tuple(y.shape[2:])
+        size = None if y is None else tuple(y.shape[2 - self.weight.dim() :])
         return self._operator(self.weight, size, self.stride, self.padding, self.dilation, self.groups)
 
     def extra_repr(self) -> str:

@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from minimand.errors import ShapeError, require_finite
+from ..errors import ShapeError, require_finite
 
 __all__ = ["Bounds", "LinearOperator"]
 
@@ -115,24 +115,29 @@ class LinearOperator(abc.ABC):
 
     def norm_sq(self) -> Tensor:
         r"""A bound on :math:`\|A\|^2` that is never below the truth; a constant for autograd."""
-        if self._bounds is not None:
-            return self._bounds.total
-        require_finite("the operator's weight", self.weight)
-        return self._norm_sq()
+        return self.certified("total")
 
     def input_norms_sq(self) -> Tensor:
         r"""Bounds on :math:`\|a_i\|^2`, one per input (column, or block of an input channel)."""
-        if self._bounds is not None and self._bounds.inputs is not None:
-            return self._bounds.inputs
-        require_finite("the operator's weight", self.weight)
-        return self._input_norms_sq()
+        return self.certified("inputs")
 
     def output_norms_sq(self) -> Tensor:
         """Bounds on the squared norm of each row, or of the block of each output channel."""
-        if self._bounds is not None and self._bounds.outputs is not None:
-            return self._bounds.outputs
+        return self.certified("outputs")
+
+    def certified(self, part: str) -> Tensor:
+        """The bound on a part (``"total"``, ``"inputs"`` or ``"outputs"``): as it was given, else computed."""
+        given: Tensor | None = None if self._bounds is None else getattr(self._bounds, part)
+        if given is not None:
+            return given
+        if torch.compiler.is_compiling():
+            # Imported here: it knows the operators, and they know this class.
+            from .opaque import traced_bound
+
+            return traced_bound(self, part)
         require_finite("the operator's weight", self.weight)
-        return self._output_norms_sq()
+        compute = {"total": self._norm_sq, "inputs": self._input_norms_sq, "outputs": self._output_norms_sq}
+        return compute[part]()
 
     def with_bounds(self, bounds: Bounds) -> Self:
         """The same operator with bounds that the caller vouches for (a tracker's, say)."""

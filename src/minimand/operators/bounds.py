@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minimand.errors import OptionError
-from minimand.operators.spectral import certified_norm_sq, to_float64
-from minimand.operators.symbol import Symbol, grid_factor, polyphase
+from ..errors import OptionError
+from .spectral import certified_norm_sq, to_float64
+from .symbol import Symbol, grid_factor, polyphase
 
 __all__ = ["Geometry", "channel_norms_sq", "convolution_norm_sq"]
 

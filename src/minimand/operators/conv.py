@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minimand.errors import OptionError, ShapeError
-from minimand.operators.base import LinearOperator
-from minimand.operators.bounds import Geometry, channel_norms_sq, convolution_norm_sq
-from minimand.operators.gather import Columns
-from minimand.operators.grouped import GroupedPart
-from minimand.operators.spectral import round_up
+from ..errors import OptionError, ShapeError
+from .base import LinearOperator
+from .bounds import Geometry, channel_norms_sq, convolution_norm_sq
+from .gather import Columns
+from .grouped import GroupedPart
+from .spectral import round_up
 
 __all__ = ["Conv1d", "Conv2d", "Convolution"]
 
@@ -37,6 +37,8 @@ class Convolution(LinearOperator, abc.ABC):
         dilation: Size = 1,
         groups: int = 1,
     ) -> None:
+        if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
+            raise OptionError(f"groups must be a whole number ≥ 1, got {groups!r}")
         if weight.dim() != self.dimensions + 2 or weight.shape[0] % groups:
             raise ShapeError(
                 f"a {type(self).__name__} weight has {self.dimensions + 2} dimensions (n2, n1/groups, k...), "

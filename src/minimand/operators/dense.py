@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minimand.errors import ShapeError
-from minimand.operators.base import LinearOperator
-from minimand.operators.gather import Columns
-from minimand.operators.gram import gram
-from minimand.operators.spectral import certified_norm_sq, round_up, sum_of_squares
+from ..errors import ShapeError
+from .base import LinearOperator
+from .gather import Columns
+from .gram import gram
+from .spectral import certified_norm_sq, round_up, sum_of_squares
 
 __all__ = ["Dense"]
 

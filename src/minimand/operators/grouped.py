@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from minimand.operators.base import LinearOperator
+from .base import LinearOperator
 
 if TYPE_CHECKING:
-    from minimand.operators.conv import Convolution
+    from .conv import Convolution
 
 __all__ = ["GroupedPart"]
 

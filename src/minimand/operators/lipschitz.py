@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minimand.errors import CapabilityError, OptionError, require_finite
-from minimand.operators.base import LinearOperator
-from minimand.operators.bounds import convolution_norm_sq
-from minimand.operators.conv import Conv1d, Conv2d, Convolution, Size
-from minimand.operators.dense import Dense
-from minimand.operators.spectral import (
+from ..errors import CapabilityError, OptionError, require_finite
+from .base import LinearOperator
+from .bounds import convolution_norm_sq
+from .conv import Conv1d, Conv2d, Convolution, Size
+from .dense import Dense
+from .spectral import (
     certified_norm_sq,
     lanczos,
     power_of_two,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minimand.operators.spectral import EPS, certified_lambda_max, power_of_two, to_float64
+from .spectral import EPS, certified_lambda_max, power_of_two, to_float64
 
 __all__ = ["Symbol", "grid_factor", "polyphase"]
 

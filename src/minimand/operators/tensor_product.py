@@ -12,7 +12,7 @@ then the third, then the fourth dimension, which is what the Kronecker products 
 import torch
 from torch import Tensor
 
-from minimand.errors import ShapeError
+from ..errors import ShapeError
 
 __all__ = ["bdiag", "circ", "circular_lipschitz", "dft_basis", "fold", "matvec", "t_product", "transpose"]
 

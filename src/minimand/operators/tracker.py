@@ -6,11 +6,12 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from minimand.errors import CapabilityError, OptionError, require_finite
-from minimand.operators.base import Bounds, LinearOperator
-from minimand.operators.conv import Conv1d, Conv2d, Convolution
-from minimand.operators.dense import Dense
-from minimand.operators.spectral import EPS, round_up, to_float64
+from ..errors import CapabilityError, OptionError, is_traced, require_finite
+from .base import Bounds, LinearOperator
+from .conv import Convolution
+from .dense import Dense
+from .opaque import decode, encode
+from .spectral import EPS, round_up, to_float64
 
 __all__ = ["LipschitzTracker"]
 
@@ -100,18 +101,20 @@ class LipschitzTracker(nn.Module):
         if weight.shape != self.anchor.shape or weight.dtype != self.anchor.dtype:
             self._reset(weight)
         if self.policy == "manual":
-            if self.refreshes == 0 and not _traced(weight):
+            if self.refreshes == 0 and not is_traced(weight):
                 self.refresh(weight)
             return self._squared(weight, None)
-        if not _traced(weight):
+        # In evaluation the bound is the weight's own, whatever way led there: equal weights, equal answers.
+        tolerance = self.tolerance if self.training else 0.0
+        if not is_traced(weight):
             drift = self._drift(weight)
             # Written so that NaN refreshes too: the certificate then names the weight.
-            if self.refreshes == 0 or not bool(drift.total <= self.tolerance * self.root_total):
+            if self.refreshes == 0 or not bool(drift.total <= tolerance * self.root_total):
                 self.refresh(weight)
                 drift = self._drift(weight)
             return self._squared(weight, drift)
         if not torch.compiler.is_exporting() and torch.compiler.is_compiling():
-            _renew(weight, *self._state(), self.tolerance, self.inputs, self.outputs, *_encode(self.operator))
+            _renew(weight, *self._state(), tolerance, self.inputs, self.outputs, *encode(self.operator))
         return self._squared(weight, self._drift(weight))
 
     @torch.no_grad()
@@ -173,11 +176,6 @@ class LipschitzTracker(nn.Module):
         return self
 
 
-def _traced(weight: Tensor) -> bool:
-    """Whether a branch on the weight's values is impossible: under a compiler, an exporter or torch.func."""
-    return torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(weight)
-
-
 def _drift(weight: Tensor, anchor: Tensor, operator: LinearOperator, inputs: bool, outputs: bool) -> Roots:
     """How much the norms may have grown from ``anchor`` to ``weight``."""
     work = torch.promote_types(weight.dtype, torch.float32)
@@ -222,29 +220,6 @@ def _anchor(
             root_outputs.copy_(root(operator.output_norms_sq(), root_outputs.dtype))
 
 
-Code = tuple[list[int], list[int], list[int], int, list[int]]
-
-
-def _encode(operator: LinearOperator) -> Code:
-    """The operator without its weight, in types that a compiled graph can hold."""
-    if not isinstance(operator, Convolution):
-        return [], [], [], 1, []
-    g = operator.geometry
-    flat = [side for pair in g.padding for side in pair]
-    return list(g.stride), flat, list(g.dilation), g.groups, list(g.size or ())
-
-
-def _decode(
-    weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int, size: list[int]
-) -> LinearOperator:
-    if not stride:
-        return Dense(weight)
-    kind = {1: Conv1d, 2: Conv2d}[len(stride)]
-    even, same = tuple(padding[::2]), padding[::2] != padding[1::2]
-    given = "same" if same else even
-    return kind(weight, tuple(size) or None, tuple(stride), given, tuple(dilation), groups)
-
-
 @torch.library.custom_op("minimand::renew_anchor", mutates_args=("anchor", "root_total", "root_inputs", "root_outputs"))
 def _renew(
     weight: Tensor,
@@ -262,6 +237,6 @@ def _renew(
     size: list[int],
 ) -> None:
     """Renew the reference when the weight has moved too far; opaque to a compiler, so free to branch."""
-    operator = _decode(weight, stride, padding, dilation, groups, size)
+    operator = decode(weight, stride, padding, dilation, groups, size)
     if not bool(_drift(weight, anchor, operator, False, False).total <= tolerance * root_total):
         _anchor(operator, anchor, root_total, root_inputs, root_outputs, inputs, outputs)

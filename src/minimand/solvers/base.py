@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CapabilityError, OptionError
+from ..functions.base import Function
+from ..operators.base import LinearOperator
 from .problem import Problem
 
 __all__ = ["Solver", "State", "require_count"]
@@ -62,12 +64,12 @@ class Solver(abc.ABC):
         """The deterministic method that this one is a noisy version of; itself, if it has no noise."""
         return self
 
-    def check(self, problem: Problem) -> None:
+    def check(self, operator: LinearOperator, function: Function) -> None:
         """Refuse a problem that this solver cannot solve, before the first iteration."""
-        if self.needs_separable and not problem.function.separable:
+        if self.needs_separable and not function.separable:
             raise CapabilityError(
                 f"{type(self).__name__} updates single entries and needs a separable function, "
-                f"but {type(problem.function).__name__} couples them; use ProxGD or FISTA"
+                f"but {type(function).__name__} couples them; use ProxGD or FISTA"
             )
 
 

@@ -6,10 +6,12 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ..functions.base import Function
+from ..operators.base import LinearOperator
 from .base import Solver, require_count
 from .gradient import ProxGD
 from .problem import Problem, as_number, reciprocal
-from .sampling import Nice, Request, sample_size
+from .sampling import Nice, Request, check_tau, sample_size
 from .steps import StepSize, check_step_size
 
 __all__ = ["RCD"]
@@ -63,18 +65,17 @@ class RCD(Solver):
     def __post_init__(self) -> None:
         require_count("iters", self.iters)
         check_step_size(self.step)
-        if self.tau is not None:
-            sample_size(self.tau, self.tau if isinstance(self.tau, int) and self.tau > 1 else 1)
+        check_tau(self.tau)
 
     @property
     def iterations(self) -> int:
         """The fixed number of iterations."""
         return self.iters
 
-    def check(self, problem: Problem) -> None:
+    def check(self, operator: LinearOperator, function: Function) -> None:
         """The sample must fit the operator's outputs."""
-        super().check(problem)
-        sample_size(self.tau, problem.operator.outputs)
+        super().check(operator, function)
+        sample_size(self.tau, operator.outputs)
 
     def prepare(self, problem: Problem) -> Problem:
         """Single coordinates have steps of their own."""

@@ -23,31 +23,15 @@ __all__ = ["FISTA", "HeavyBall", "ProxGD"]
 
 
 class GradientState(NamedTuple):
-    """The point, the gradient step's map and the step."""
+    """The point, and the map of a gradient step."""
 
     x: Tensor | None
     move: GradientMap
-    step: float | Tensor
 
 
 @dataclasses.dataclass(frozen=True)
-class ProxGD(Solver):
-    r"""Proximal gradient descent,
-
-    .. math:: x \leftarrow \operatorname{prox}_{\eta g}\bigl(x + \eta\,(Ay + b - AA^\top x - \lambda x)\bigr).
-
-    At :math:`\eta = 1/(L+\lambda)`, the automatic step, the objective never rises. One iteration from zero with
-    unit step and no ridge is the plain layer, to the bit.
-
-    Source: 000, eq. (3), with the prox parameter equal to the step.
-
-    >>> from minimand.functions import NonNegative
-    >>> from minimand.operators import Dense
-    >>> A, y = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([[4.0, -3.0]])
-    >>> from minimand.solvers import solve
-    >>> solve(Problem(Dense(A), NonNegative(), y), ProxGD(iters=50)).x
-    tensor([[2., 0.]])
-    """
+class GradientSolver(Solver):
+    """What methods with one full gradient per iteration share: how many, and how far along it."""
 
     iters: int = 10
     step: StepSize = "auto"
@@ -65,30 +49,52 @@ class ProxGD(Solver):
         """The step of every iteration."""
         return gradient_step(self.step, problem)
 
+    def _map(self, problem: Problem) -> GradientMap:
+        # The first step from zero needs no product.
+        return problem.gradient_map(self.first_step(problem), self.iters - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProxGD(GradientSolver):
+    r"""Proximal gradient descent,
+
+    .. math:: x \leftarrow \operatorname{prox}_{\eta g}\bigl(x + \eta\,(Ay + b - AA^\top x - \lambda x)\bigr).
+
+    At :math:`\eta = 1/(L+\lambda)`, the automatic step, the objective never rises. One iteration from zero with
+    unit step and no ridge is the plain layer, to the bit.
+
+    Source: 000, eq. (3), with the prox parameter equal to the step.
+
+    >>> from minimand.functions import NonNegative
+    >>> from minimand.operators import Dense
+    >>> A, y = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([[4.0, -3.0]])
+    >>> from minimand.solvers import solve
+    >>> solve(Problem(Dense(A), NonNegative(), y), ProxGD(iters=50)).x
+    tensor([[2., 0.]])
+    """
+
     def init(self, problem: Problem, x0: Tensor | None) -> GradientState:
         """The step and its map, once."""
-        step = self.first_step(problem)
-        return GradientState(x0, problem.gradient_map(step, self.iters - 1), step)
+        return GradientState(x0, self._map(problem))
 
     def advance(
         self, problem: Problem, state: GradientState, k: int, generator: torch.Generator | None
     ) -> GradientState:
         """One proximal gradient step."""
-        return state._replace(x=problem.prox(state.move(state.x), state.step))
+        return state._replace(x=problem.prox(state.move(state.x), state.move.step))
 
 
 class MomentumState(NamedTuple):
-    """As :class:`GradientState`, with the previous point and the momentum's weight."""
+    """As :class:`GradientState`, with the previous point and the momentum."""
 
     x: Tensor | None
     previous: Tensor | None
     move: GradientMap
-    step: float | Tensor
     momentum: float | Tensor
 
 
 @dataclasses.dataclass(frozen=True)
-class HeavyBall(Solver):
+class HeavyBall(GradientSolver):
     r"""Proximal gradient descent with Polyak's momentum,
 
     .. math:: x^+ = \operatorname{prox}_{\eta g}\bigl(x - \eta\nabla f(x) + \beta\,(x - x_-)\bigr).
@@ -111,49 +117,37 @@ class HeavyBall(Solver):
     tensor([[ 2., -3.]])
     """
 
-    iters: int = 10
-    step: StepSize = "auto"
     momentum: float | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        require_count("iters", self.iters)
-        check_step_size(self.step)
+        super().__post_init__()
         if isinstance(self.momentum, str):
             if self.momentum != "auto":
                 raise OptionError(f'momentum is "auto" or a number in [0, 1), got {self.momentum!r}')
         elif not 0 <= self.momentum < 1:
             raise OptionError(f"momentum must lie in [0, 1), got {self.momentum}")
 
-    @property
-    def iterations(self) -> int:
-        """The fixed number of iterations."""
-        return self.iters
-
-    def first_step(self, problem: Problem) -> float | Tensor:
-        """The step of every iteration."""
-        return gradient_step(self.step, problem)
-
     def init(self, problem: Problem, x0: Tensor | None) -> MomentumState:
         """The step, its map and the momentum, once."""
-        step = self.first_step(problem)
+        move = self._map(problem)
         momentum: float | Tensor
         if not isinstance(self.momentum, str):
             momentum = self.momentum
         elif isinstance(problem.function, Zero) and problem.ridge > 0:
-            momentum = polyak_momentum(problem.ridge, step)
+            momentum = polyak_momentum(problem.ridge, move.step)
         else:
             momentum = 0.5
-        return MomentumState(x0, x0, problem.gradient_map(step, self.iters - 1), step, momentum)
+        return MomentumState(x0, x0, move, momentum)
 
     def advance(
         self, problem: Problem, state: MomentumState, k: int, generator: torch.Generator | None
     ) -> MomentumState:
         """A gradient step at x, pushed on by the last displacement."""
-        x, previous, move, step, momentum = state
+        x, previous, move, momentum = state
         target = move(x)
         if x is not None and previous is not x:
             target = target + momentum * (x if previous is None else x - previous)
-        return state._replace(x=problem.prox(target, step), previous=x)
+        return state._replace(x=problem.prox(target, move.step), previous=x)
 
 
 class NesterovState(NamedTuple):
@@ -163,11 +157,10 @@ class NesterovState(NamedTuple):
     ahead: Tensor | None
     weight: Tensor
     move: GradientMap
-    step: float | Tensor
 
 
 @dataclasses.dataclass(frozen=True)
-class FISTA(Solver):
+class FISTA(GradientSolver):
     r"""Accelerated proximal gradient,
 
     .. math::
@@ -194,36 +187,20 @@ class FISTA(Solver):
     tensor([[2., 0.]])
     """
 
-    iters: int = 10
-    step: StepSize = "auto"
     restart: bool = True
-
-    def __post_init__(self) -> None:
-        require_count("iters", self.iters)
-        check_step_size(self.step)
-
-    @property
-    def iterations(self) -> int:
-        """The fixed number of iterations."""
-        return self.iters
-
-    def first_step(self, problem: Problem) -> float | Tensor:
-        """The step of every iteration."""
-        return gradient_step(self.step, problem)
 
     def init(self, problem: Problem, x0: Tensor | None) -> NesterovState:
         """The step and its map, once; weight one everywhere."""
-        step = self.first_step(problem)
         lead = problem.shape[: problem.operator.feature_dim]
         weight = problem.operator.per_feature(torch.ones(*lead, 1, device=problem.y.device))
-        return NesterovState(x0, x0, weight, problem.gradient_map(step, self.iters - 1), step)
+        return NesterovState(x0, x0, weight, self._map(problem))
 
     def advance(
         self, problem: Problem, state: NesterovState, k: int, generator: torch.Generator | None
     ) -> NesterovState:
         """A proximal gradient step at the extrapolated point, then the next extrapolation."""
-        x, ahead, weight, move, step = state
-        new = problem.prox(move(ahead), step)
+        x, ahead, weight, move = state
+        new = problem.prox(move(ahead), move.step)
         if k + 1 == self.iters:
             return state._replace(x=new)
         change = new if x is None else new - x
@@ -233,5 +210,5 @@ class FISTA(Solver):
         following = fista_weight(weight)
         momentum = (weight - 1) / following
         if problem.ridge > 0:
-            momentum = momentum.clamp(max=nesterov_momentum(problem.ridge, step))
+            momentum = momentum.clamp(max=nesterov_momentum(problem.ridge, move.step))
         return state._replace(x=new, ahead=new + momentum.to(new.dtype) * change, weight=following)

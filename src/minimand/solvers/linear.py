@@ -26,11 +26,12 @@ class RidgeFactor:
         if self.matrix is None:
             return self._back(rows)
         # Woodbury: the system of the smaller side.
-        return (rows - self._back(rows @ self.matrix) @ self.matrix.mT) / self.shift
+        wide = rows.to(self.matrix.dtype)
+        return ((wide - self._back(wide @ self.matrix) @ self.matrix.mT) / self.shift).to(rows.dtype)
 
     def _back(self, rows: Tensor) -> Tensor:
-        flat = rows.reshape(-1, rows.shape[-1])
-        return torch.cholesky_solve(flat.mT, self.factor).mT.reshape(rows.shape)
+        flat = rows.reshape(-1, rows.shape[-1]).to(self.factor.dtype)
+        return torch.cholesky_solve(flat.mT, self.factor).mT.reshape(rows.shape).to(rows.dtype)
 
 
 def ridge_factor(matrix: Tensor, shift: float) -> RidgeFactor:

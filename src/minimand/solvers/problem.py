@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, ShapeError, is_traced, require_finite, require_positive
-from ..functions.base import Function
+from ..errors import CapabilityError, OptionError, ShapeError, is_traced, require_finite, require_positive
+from ..functions.base import Function, widened
 from ..operators.base import Bounds, LinearOperator
 from .sampling import Sample
 
@@ -69,7 +69,9 @@ class Problem:
 
     def smoothness(self) -> Tensor:
         r""":math:`L + \lambda`, with L never below :math:`\|A\|^2`."""
-        return self.operator.norm_sq() + self.ridge
+        bound = self.operator.norm_sq()
+        # In double precision, so that the step is not rounded above what the bound allows.
+        return (bound if bound.device.type == "mps" else bound.double()) + self.ridge
 
     def descent(self, x: Tensor | None, linear: Tensor) -> Tensor:
         r"""The negative gradient of the smooth part, :math:`Ay + b - AA^\top x - \lambda x`, given :meth:`linear`."""
@@ -107,11 +109,11 @@ class Problem:
 
     def objective(self, x: Tensor) -> Tensor:
         """The objective at ``x``, summed over the batch."""
-        residual = self.operator.adjoint(x) - self.y
+        residual, wide = widened(self.operator.adjoint(x) - self.y), widened(x)
         value = 0.5 * residual.square().sum() + self.function.value(x)
         if self.bias is not None:
-            value = value - (self.full_bias() * x).sum()
-        return value + 0.5 * self.ridge * x.square().sum()
+            value = value - (self.full_bias() * wide).sum()
+        return value + 0.5 * self.ridge * wide.square().sum()
 
     def optimality(self, x: Tensor) -> Tensor:
         r"""How far ``x`` is from optimal: the largest norm of the gradient mapping over the samples,
@@ -125,7 +127,8 @@ class Problem:
         """
         step = as_number(reciprocal(self.smoothness()))
         moved = (x - self.prox(x + step * self.descent(x, self.linear()), step)) / step
-        return moved.flatten(self.operator.feature_dim).norm(dim=-1).amax()
+        norms = moved.flatten(self.operator.feature_dim).norm(dim=-1)
+        return norms.amax() if self.rows else norms.sum()
 
     def bounded(self, *, inputs: bool = False, outputs: bool = False) -> "Problem":
         """The same problem with the bounds on its operator computed once, here."""
@@ -143,17 +146,26 @@ class Problem:
 
     def check(self) -> None:
         """Refuse sizes that do not fit and values that are not finite, before any work."""
+        if not isinstance(self.operator, LinearOperator) or not isinstance(self.function, Function):
+            raise CapabilityError(
+                f"a Problem takes an operator such as Dense(weight) and a function such as NonNegative(), "
+                f"got {type(self.operator).__name__} and {type(self.function).__name__}"
+            )
         require_positive("ridge", self.ridge, zero=True)
         self.operator.check_input(self.y)
-        if self.y.dtype != self.operator.weight.dtype and not torch.is_autocast_enabled(self.y.device.type):
-            raise OptionError(
-                f"y is {self.y.dtype} and the operator's weight {self.operator.weight.dtype}; convert one of them"
-            )
+        self.check_dtype("y", self.y)
         if self.bias is not None:
             self._check_bias(self.bias)
+            self.check_dtype("bias", self.bias)
             require_finite("bias", self.bias)
         require_finite("weight", self.operator.weight)
         require_finite("y", self.y)
+
+    def check_dtype(self, name: str, tensor: Tensor) -> None:
+        """Refuse a tensor of another type than the weight's, unless autocast sees to it."""
+        weight = self.operator.weight
+        if tensor.dtype != weight.dtype and not torch.is_autocast_enabled(tensor.device.type):
+            raise OptionError(f"{name} is {tensor.dtype} and the operator's weight {weight.dtype}; convert one of them")
 
     def full_bias(self) -> Tensor:
         """The bias, shaped to broadcast against x."""
@@ -213,7 +225,8 @@ class GradientMap(NamedTuple):
 
 def reciprocal(smoothness: Tensor) -> Tensor:
     """The step 1/ℓ of an ℓ-smooth function; one where there is no curvature at all."""
-    return torch.where(smoothness > 0, 1 / smoothness, torch.ones_like(smoothness))
+    step = 1 / smoothness
+    return torch.where(torch.isfinite(step), step, torch.ones_like(step))
 
 
 def as_number(step: Tensor) -> float | Tensor:

@@ -71,6 +71,16 @@ def sample_size(tau: float | int | None, features: int, *, default: float = 0.5)
     return tau
 
 
+def check_tau(tau: float | int | None) -> None:
+    """Refuse what no number of features makes right; whether a count fits is known only with the operator."""
+    if tau is None:
+        return
+    fraction = isinstance(tau, float) and 0 < tau <= 1
+    count = isinstance(tau, int) and not isinstance(tau, bool) and tau >= 1
+    if not fraction and not count:
+        raise OptionError(f"tau is a fraction in (0, 1] as a float, or a count ≥ 1 as an int, got {tau!r}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Sampling(abc.ABC):
     """How to draw ``size`` of ``features`` features."""
@@ -129,10 +139,11 @@ class Bernoulli(Sampling):
     """
 
     def draw(self, request: Request) -> Sample:
-        """Independent coin flips; a shared draw is one row, since its size is random."""
+        """Independent coin flips; a shared draw is a mask, too, since its size is random."""
         size, features, rows, like, generator, _ = request
         keep = size / features
-        flips = torch.rand(rows or 1, features, generator=generator, device=like.device) < keep
+        shape = (features,) if rows is None else (rows, features)
+        flips = torch.rand(shape, generator=generator, device=like.device) < keep
         return Sample(None, flips.to(like.dtype) / keep)
 
     def smoothness(self, operator: LinearOperator, size: int) -> Tensor:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..adjoints import Adjoint, Unroll
-from ..errors import ShapeError, require_finite, require_positive
+from ..adjoints import Adjoint, Run, Unroll
+from ..errors import CapabilityError, ShapeError, require_finite, require_positive
 from .base import Solver, State
 from .problem import Problem
 
@@ -69,7 +69,7 @@ def solve(
     if tol is not None:
         require_positive("tol", tol)
     prepared = solver.prepare(problem)
-    x, iterations = adjoint.run(prepared, solver, x0, generator, until=_stopper(prepared, tol))
+    x, iterations = adjoint(Run(prepared, solver, x0, generator, _stopper(prepared, tol)))
     with torch.no_grad():
         objective, optimality = prepared.objective(x), prepared.optimality(x)
     converged = None if tol is None else bool(optimality <= tol)
@@ -109,19 +109,24 @@ def trace(
 
     with torch.no_grad():
         prepared = solver.prepare(problem)
-        Unroll().run(prepared, solver, x0, generator, until=record)
+        Run(prepared, solver, x0, generator, record).forward()
     objective, optimality = (torch.stack(column) for column in zip(*rows, strict=True))
     return Trace(objective, optimality)
 
 
 def check(problem: Problem, solver: Solver, adjoint: Adjoint, *, x0: Tensor | None) -> None:
     """Everything that can be refused is refused here, before any work."""
+    if not isinstance(solver, Solver) or not isinstance(adjoint, Adjoint):
+        raise CapabilityError(
+            f"solve takes a solver such as ProxGD() and an adjoint such as Unroll(), got {solver!r} and {adjoint!r}"
+        )
     problem.check()
-    solver.check(problem)
+    solver.check(problem.operator, problem.function)
     adjoint.check(solver)
     if x0 is not None:
         if x0.shape != problem.shape:
             raise ShapeError(f"x0 has shape {tuple(x0.shape)}, but the problem's x has {tuple(problem.shape)}")
+        problem.check_dtype("x0", x0)
         require_finite("x0", x0)
 
 
@@ -129,9 +134,13 @@ def _stopper(problem: Problem, tol: float | None) -> Callable[[State, int], bool
     if tol is None:
         return None
 
+    checked = 0
+
     def reached(state: State, done: int) -> bool:
-        if done % _CHECK_EVERY:
+        nonlocal checked
+        if done - checked < _CHECK_EVERY:
             return False
+        checked = done
         assert state.x is not None
         with torch.no_grad():
             return bool(problem.optimality(state.x) <= tol)

@@ -31,8 +31,10 @@ def check_step_size(step: StepSize) -> None:
     if isinstance(step, str):
         if step != "auto":
             raise OptionError(f'step is "auto" or a number > 0, got {step!r}')
-    else:
+    elif isinstance(step, int | float):
         require_positive("step", step)
+    else:
+        raise OptionError(f'step is "auto" or a number > 0, got {step!r}')
 
 
 def gradient_step(step: StepSize, problem: Problem) -> float | Tensor:

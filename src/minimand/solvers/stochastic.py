@@ -1,14 +1,16 @@
 r"""Stochastic first-order methods: Prox-SG and SVRG / mS2GD, the solvers behind dropout."""
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from ..functions.base import Function
+from ..operators.base import LinearOperator
 from .base import Solver, require_count
 from .problem import Problem, as_number, reciprocal
-from .sampling import Full, Request, Sample, Sampling, resolve_sampling, sample_size
+from .sampling import Full, Request, Sample, Sampling, check_tau, resolve_sampling, sample_size
 from .steps import Schedule, StepSize, check_step_size, resolve_decay
 
 __all__ = ["SVRG", "ProxSG"]
@@ -25,15 +27,13 @@ def draw_inputs(
 ) -> Sample:
     """Draw inputs for every row of the problem, or once for all of them."""
     operator = problem.operator
-    scores = None
     with torch.no_grad():
+        residual = None
         if sampling.uses_residual:
             residual = problem.y if x is None else problem.y - operator.adjoint(x)
-            scores = sampling.scores(operator, residual)
-            if shared and scores is not None:
-                scores = scores.square().mean(0).sqrt()
-        else:
-            scores = sampling.scores(operator, None)
+        scores = sampling.scores(operator, residual)
+        if shared and residual is not None and scores is not None:
+            scores = scores.square().mean(0).sqrt()
         rows = None if shared else problem.rows
         sample = sampling.draw(Request(size, operator.inputs, rows, problem.y, generator, scores))
         if sample.index is None and sample.weight is not None and not shared:
@@ -47,6 +47,47 @@ def moved(x: Tensor | None, step: float | Tensor, direction: Tensor) -> Tensor:
     return step * direction if x is None else x + step * direction
 
 
+class InputSampler(Solver):
+    """What solvers that sample the inputs share; the fields are their own, for their order is part of the interface."""
+
+    stochastic: ClassVar[bool] = True
+
+    tau: float | int | None
+    step: StepSize
+    sampling: str | Sampling
+    shared_sample: bool
+
+    def _check_options(self) -> None:
+        check_step_size(self.step)
+        check_tau(self.tau)
+        resolve_sampling(self.sampling)
+
+    def check(self, operator: LinearOperator, function: Function) -> None:
+        """The sample must fit the operator."""
+        super().check(operator, function)
+        sample_size(self.tau, operator.inputs)
+
+    def prepare(self, problem: Problem) -> Problem:
+        """Samplings and steps ask for the norms of the columns; shared samples gather them."""
+        problem = problem.bounded(inputs=True)
+        return problem.gathered() if self.shared_sample else problem
+
+    def noiseless(self) -> Self:
+        """The same steps along full gradients."""
+        changes: dict[str, Any] = {"sampling": Full(resolve_sampling(self.sampling)), "shared_sample": False}
+        return dataclasses.replace(self, **changes)
+
+    def _size(self, problem: Problem) -> int:
+        return sample_size(self.tau, problem.operator.inputs)
+
+    def _smoothness(self, problem: Problem) -> Tensor:
+        return resolve_sampling(self.sampling).smoothness(problem.operator, self._size(problem)) + problem.ridge
+
+    def _draw(self, problem: Problem, x: Tensor | None, generator: torch.Generator | None) -> Sample:
+        sampling, size = resolve_sampling(self.sampling), self._size(problem)
+        return draw_inputs(problem, sampling, size, x=x, shared=self.shared_sample, generator=generator)
+
+
 class SampledState(NamedTuple):
     """The point and the initial step."""
 
@@ -55,7 +96,7 @@ class SampledState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ProxSG(Solver):
+class ProxSG(InputSampler):
     r"""Proximal stochastic gradient over the inputs,
 
     .. math::
@@ -86,8 +127,6 @@ class ProxSG(Solver):
     True
     """
 
-    stochastic: ClassVar[bool] = True
-
     iters: int = 10
     tau: float | int | None = None
     step: StepSize = "auto"
@@ -97,39 +136,19 @@ class ProxSG(Solver):
 
     def __post_init__(self) -> None:
         require_count("iters", self.iters)
-        check_step_size(self.step)
         resolve_decay(self.decay)
-        resolve_sampling(self.sampling)
-        if self.tau is not None:
-            # A fraction is checked here; a count needs the operator's size and is checked by `check`.
-            sample_size(self.tau, self.tau if isinstance(self.tau, int) and self.tau > 1 else 1)
+        self._check_options()
 
     @property
     def iterations(self) -> int:
         """The fixed number of iterations."""
         return self.iters
 
-    def check(self, problem: Problem) -> None:
-        """The sample must fit the operator."""
-        super().check(problem)
-        sample_size(self.tau, problem.operator.inputs)
-
-    def prepare(self, problem: Problem) -> Problem:
-        """Samplings and steps ask for the norms of the columns; shared samples gather them."""
-        problem = problem.bounded(inputs=True)
-        return problem.gathered() if self.shared_sample else problem
-
     def first_step(self, problem: Problem) -> float | Tensor:
         """One over the expected smoothness of the sampling and the ridge."""
         if not isinstance(self.step, str):
             return self.step
-        size = sample_size(self.tau, problem.operator.inputs)
-        smoothness = resolve_sampling(self.sampling).smoothness(problem.operator, size)
-        return as_number(reciprocal(smoothness + problem.ridge))
-
-    def noiseless(self) -> "ProxSG":
-        """The same steps along full gradients."""
-        return dataclasses.replace(self, sampling=Full(resolve_sampling(self.sampling)))
+        return as_number(reciprocal(self._smoothness(problem)))
 
     def init(self, problem: Problem, x0: Tensor | None) -> SampledState:
         """The first step."""
@@ -139,15 +158,7 @@ class ProxSG(Solver):
         """A proximal step along the sampled gradient."""
         x = state.x
         step = state.step * resolve_decay(self.decay).factor(k)
-        sample = draw_inputs(
-            problem,
-            resolve_sampling(self.sampling),
-            sample_size(self.tau, problem.operator.inputs),
-            x=x,
-            shared=self.shared_sample,
-            generator=generator,
-        )
-        direction = problem.sampled_descent(x, sample)
+        direction = problem.sampled_descent(x, self._draw(problem, x, generator))
         return state._replace(x=problem.prox(moved(x, step, direction), step))
 
 
@@ -162,7 +173,7 @@ class ReferenceState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class SVRG(Solver):
+class SVRG(InputSampler):
     r"""Variance-reduced proximal stochastic gradient with mini-batches: mS2GD, and S2GD for ``tau=1``.
 
     Around a reference point :math:`\tilde x` with its full gradient, the inner step is
@@ -194,8 +205,6 @@ class SVRG(Solver):
     tensor([[1.]])
     """
 
-    stochastic: ClassVar[bool] = True
-
     outer: int = 1
     inner: int = 10
     tau: float | int | None = None
@@ -206,26 +215,12 @@ class SVRG(Solver):
     def __post_init__(self) -> None:
         require_count("outer", self.outer)
         require_count("inner", self.inner)
-        ProxSG(tau=self.tau, step=self.step, sampling=self.sampling)
+        self._check_options()
 
     @property
     def iterations(self) -> int:
         """Inner steps altogether."""
         return self.outer * self.inner
-
-    def check(self, problem: Problem) -> None:
-        """The sample must fit the operator."""
-        super().check(problem)
-        sample_size(self.tau, problem.operator.inputs)
-
-    def prepare(self, problem: Problem) -> Problem:
-        """Samplings and steps ask for the norms of the columns; shared samples gather them."""
-        problem = problem.bounded(inputs=True)
-        return problem.gathered() if self.shared_sample else problem
-
-    def noiseless(self) -> "SVRG":
-        """The same steps along full gradients."""
-        return dataclasses.replace(self, sampling=Full(resolve_sampling(self.sampling)))
 
     def init(self, problem: Problem, x0: Tensor | None) -> ReferenceState:
         """``A y + b`` and the step, once."""
@@ -236,11 +231,9 @@ class SVRG(Solver):
         """Well below one over the smoothness: the noise is reduced, not gone."""
         if not isinstance(self.step, str):
             return self.step
-        operator, n = problem.operator, problem.operator.inputs
-        size = sample_size(self.tau, n)
-        expected = resolve_sampling(self.sampling).smoothness(operator, size) + problem.ridge
-        residual = (n - size) / (size * max(n - 1, 1)) * n * operator.input_norms_sq().amax()
-        return as_number(reciprocal(2 * (expected + 2 * residual)))
+        n, size = problem.operator.inputs, self._size(problem)
+        residual = (n - size) / (size * max(n - 1, 1)) * n * problem.operator.input_norms_sq().amax()
+        return as_number(reciprocal(2 * (self._smoothness(problem) + 2 * residual)))
 
     def advance(
         self, problem: Problem, state: ReferenceState, k: int, generator: torch.Generator | None
@@ -253,14 +246,6 @@ class SVRG(Solver):
             direction = anchor
         else:
             assert x is not None
-            sample = draw_inputs(
-                problem,
-                resolve_sampling(self.sampling),
-                sample_size(self.tau, problem.operator.inputs),
-                x=x,
-                shared=self.shared_sample,
-                generator=generator,
-            )
             away = x if state.reference is None else x - state.reference
-            direction = state.anchor - problem.sampled_curvature(away, sample)
+            direction = state.anchor - problem.sampled_curvature(away, self._draw(problem, x, generator))
         return state._replace(x=problem.prox(moved(x, step, direction), step))

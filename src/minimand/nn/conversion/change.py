@@ -2,7 +2,8 @@
 attributes and places in the ``state_dict``."""
 
 import importlib
-from collections.abc import Callable
+import inspect
+import types
 from typing import Any, NamedTuple
 
 import torch.fx
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from ...errors import ConversionError
 from ..layers import SolverLayer
+from .clone import INTERNAL
 
 __all__ = [
     "Absorbed",
@@ -24,7 +26,6 @@ __all__ = [
 ]
 
 _ORIGIN = "_minimand_origin"
-_INTERNAL = frozenset(vars(nn.Module()))
 
 
 class Origin(NamedTuple):
@@ -51,7 +52,7 @@ def is_converted(module: nn.Module) -> bool:
 
 def become(module: nn.Module, layer: SolverLayer) -> None:
     """Turn a plain layer into a solver layer, in place."""
-    state = {name: value for name, value in vars(layer).items() if name not in _INTERNAL}
+    state = {name: value for name, value in vars(layer).items() if name not in INTERNAL}
     replaced = {name: vars(module)[name] for name in state if name in vars(module)}
     origin = Origin(type(module), replaced, tuple(state), tuple(layer._modules))
     vars(module).update(state)
@@ -98,7 +99,7 @@ class Source(NamedTuple):
         names = {name: value for name, value in code.globals.items() if name not in modules}
         return cls(code.src, names, modules)
 
-    def compile(self) -> Callable[..., Any]:
+    def compile(self) -> types.FunctionType:
         """The function."""
         space: dict[str, Any] = {name: importlib.import_module(module) for name, module in self.modules.items()}
         space.update(self.names)
@@ -139,6 +140,9 @@ class RewrittenForward:
     def _compile(self) -> None:
         evaluation, training = (source.compile() for source in self.sources)
         self.evaluation, self.training = evaluation, training
+        # What torch.export asks of a forward: where it is written, and its arguments, the same in both modes.
+        self.__code__ = evaluation.__code__
+        self.__signature__ = inspect.signature(types.MethodType(evaluation, self.module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass of the present mode."""
@@ -154,7 +158,8 @@ class RewrittenForward:
         return self.evaluation(module, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("evaluation", "training")}
+        compiled = ("evaluation", "training", "__code__", "__signature__")
+        return {name: value for name, value in vars(self).items() if name not in compiled}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-__all__ = ["clone"]
+__all__ = ["INTERNAL", "clone"]
 
 M = TypeVar("M", bound=nn.Module)
-_INTERNAL = frozenset(vars(nn.Module()))
+#: What every module has in its ``__dict__``.
+INTERNAL = frozenset(vars(nn.Module()))
 _TENSORS = ("_parameters", "_buffers")
 
 
@@ -52,7 +53,7 @@ def _attribute(name: str, value: Any, memo: dict[int, Any], inside: frozenset[in
         return {key: memo.get(id(child), child) for key, child in value.items()}
     if name in _TENSORS:
         return copy.copy(value)
-    if name in _INTERNAL and isinstance(value, dict):
+    if name in INTERNAL and isinstance(value, dict):
         hooks = copy.copy(value)
         for key, hook in value.items():
             hooks[key] = _copied(hook, memo) if _bound(hook, inside) else hook

@@ -1,7 +1,6 @@
 """What stands directly before and directly after a layer in a graph."""
 
 import dataclasses
-import functools
 import inspect
 import operator
 from collections.abc import Callable, Mapping
@@ -13,7 +12,7 @@ from torch import fx, nn
 
 from ...errors import MinimandError
 from ...functions import Function, from_activation
-from ...functions.activations import _BUILDERS, _FUNCTIONALS, _MODULES, _REFUSED_MODULES
+from ...functions.activations import activation_module, is_activation
 from .trace import Traced
 
 __all__ = [
@@ -74,11 +73,6 @@ class Dropout:
     node: fx.Node | None = None
 
 
-#: Softmax acts on vectors: it belongs to the loss or to an attention, not to the layer before it.
-_VECTOR = (nn.Softmax, nn.Softmax2d, nn.Softmin, nn.LogSoftmax)
-_VECTOR_NAMES = ("softmax", "softmin", "log_softmax", "logsoftmax")
-_ACTIVATIONS = tuple(kind for kind in (*_BUILDERS, *_REFUSED_MODULES) if kind not in (*_VECTOR, nn.Identity))
-
 _DROPOUT_UNITS: Mapping[type[nn.Module], str] = {
     nn.Dropout: "entries",
     nn.Dropout1d: "channels of a sequence",
@@ -137,9 +131,12 @@ def activation_of(module: nn.Module) -> Activation:
 
 
 def _activation_module(node: fx.Node, traced: Traced) -> nn.Module | None:
-    """The activation that a node applies, as a module; None where it applies none."""
+    """The activation that a node applies, as a module; None where it applies none.
+
+    Softmax is none: it acts on vectors, and belongs to the loss or to an attention, not to the layer before it.
+    """
     if (module := traced.module(node)) is not None:
-        return module if isinstance(module, _ACTIVATIONS) else None
+        return module if is_activation(module) else None
     target: Any = node.target
     if node.op == "call_method":
         target = getattr(torch.Tensor, str(target), None)
@@ -147,19 +144,13 @@ def _activation_module(node: fx.Node, traced: Traced) -> nn.Module | None:
         return None
     if target in _CLAMPS:
         return _clamp(node, _CLAMPS[target])
-    name = _FUNCTIONALS.get(target)
-    if name is None or name in _VECTOR_NAMES:
+    if not is_activation(target):
         return None
-    if name not in _MODULES:
-        from_activation(target)  # raises: it is known to be no prox
-    # torch.relu and its like take nothing but the input.
-    names = [p for p in inspect.signature(_MODULES[name].__init__).parameters if p != "self"]
-    options = dict(zip(names, node.args[1:], strict=False)) | dict(node.kwargs)
-    options = {key: value for key, value in options.items() if key not in ("input", "inplace")}
-    if any(isinstance(value, fx.Node) for value in options.values()):
-        raise Obstacle(f"the options of {name} after it depend on data; fix them to numbers")
-    from_activation(functools.partial(target, **options))
-    return _MODULES[name](**options)
+    from_activation(target)  # refuses what is no prox with any options
+    args, options = node.args[1:], {key: value for key, value in node.kwargs.items() if key != "input"}
+    if any(isinstance(value, fx.Node) for value in (*args, *options.values())):
+        raise Obstacle(f"the options of {target.__name__} after it depend on data; fix them to numbers")
+    return activation_module(target, *args, **options)
 
 
 _CLAMPS: Mapping[Any, tuple[str, ...]] = {

@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
 from ...errors import ConversionError, MinimandError
-from ...solvers import Problem, Solver
+from ...solvers import Solver
 from ..layers import SolverConv1d, SolverConv2d, SolverLayer, SolverLinear, SolverOptions
 from .block import BlockConv1d, BlockConv2d, BlockLinear, Reference
 from .change import is_converted
@@ -184,7 +184,7 @@ class _Planner:
         layer.options = _with_tau(options, p)
         norm = None if layer.norm is None else self._module(layer.norm)
         solver = solver_layer(module, layer, norm)
-        layer.options.solver.check(Problem(solver.operator(), solver.function, solver.weight.detach()))
+        layer.options.solver.check(solver.operator(), solver.function)
         self.result.layers[path] = layer
 
     def _seen(
@@ -200,7 +200,7 @@ class _Planner:
             if len(node.args) != 1 or node.kwargs:
                 raise Obstacle("it is called with keywords; call it with its input alone")
             around = After(IDENTITY) if rule.activation is None else after(node, traced, self._is_target(traced))
-            dropout = self._dropout(traced, node, module) if options.solver.stochastic and rule.dropout else None
+            dropout = self._dropout(traced, node, module) if self._samples(traced, node) else None
             found.append(around)
             if mode:
                 probabilities.append(None if dropout is None else dropout.p)
@@ -249,22 +249,37 @@ class _Planner:
         if found.p >= 1:
             raise Obstacle("the dropout before it drops everything (p=1); use p < 1")
         readers = readers_of(found.node)
-        alone = len(readers) == 1 or all(self._samples(traced.module(reader)) for reader in readers)
+        alone = len(readers) == 1 or all(self._samples(traced, reader) for reader in readers)
         return found if alone and not shares_input(found) else None
 
-    def _samples(self, module: nn.Module | None) -> bool:
+    def _samples(self, traced: Traced, node: fx.Node) -> bool:
+        """Whether a node calls a layer that takes dropout in.
+
+        Not one with a batch normalisation: its statistics in training are those of ``A y``, and without the dropout
+        they would lack the variance that it adds.
+        """
+        module = traced.module(node)
         rule = None if module is None else self.targets.get(module)
-        return rule is not None and rule.dropout == "auto" and rule.resolved().solver.stochastic
+        if rule is None or rule.dropout is None or not rule.resolved().solver.stochastic:
+            return False
+        try:
+            return rule.activation is None or after(node, traced, self._is_target(traced)).norm is None
+        except Obstacle:  # another layer's, and reported there
+            return False
 
     def _named(self, path: str, rule: Rule, options: SolverOptions) -> tuple[Layer, float | None]:
         """The neighbours that a rule names, for a layer whose calls were not seen."""
         if rule.activation == "auto" or (rule.dropout == "auto" and options.solver.stochastic):
             parent = self.survey.model.get_submodule(path.rpartition(".")[0])
             reasons = [why for module, why in self.survey.opaque.items() if parent in list(module.modules())]
-            why = f"the forward that calls it cannot be traced ({reasons[-1]})" if reasons else "no forward calls it"
+            if not reasons:
+                raise Obstacle(
+                    f"no forward calls it, so its neighbours are unknown; remove it, pick the other layers alone, or "
+                    f"add, as the last rule, {path!r}: Rule(solver, activation=None, dropout=None)"
+                )
             raise Obstacle(
-                f"{why}, so its neighbours are unknown; put them into an nn.Sequential, or name them: "
-                f"Rule(solver, activation=path or None, dropout=path or None)"
+                f"the forward that calls it cannot be traced ({reasons[-1]}), so its neighbours are unknown; put them "
+                f"into an nn.Sequential, or name them: Rule(solver, activation=path or None, dropout=path or None)"
             )
         activation, p = IDENTITY, None
         if rule.activation is not None:

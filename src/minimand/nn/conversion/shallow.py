@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from .clone import INTERNAL
 from .trace import SIMPLE, Traced, Tracer, Untraceable, defaults, set_mode, undisturbed
 
 __all__ = ["Shallow", "Unfaithful", "shallow"]
@@ -110,7 +111,7 @@ def _frozen(value: Any) -> Any:
 def _watched(owner: nn.Module, reads: dict[str, Any], run: Callable[[], Traced]) -> Traced:
     """Run, and list the plain attributes of ``owner`` that were read: they are constants of the graph."""
     kind = type(owner)
-    ordinary = frozenset(dir(nn.Module)) | frozenset(vars(nn.Module()))
+    ordinary = frozenset(dir(nn.Module)) | INTERNAL
 
     def look(self: nn.Module, name: str) -> Any:
         value = kind.__getattribute__(self, name)
