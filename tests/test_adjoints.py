@@ -152,3 +152,26 @@ def test_nothing_of_the_callers_is_changed():
         assert torch.equal(old, new)
         assert not new.requires_grad
     assert Problem is type(problem)
+
+
+@pytest.mark.parametrize("adjoint", [Implicit(), JacobianFree()], ids=str)
+def test_a_second_derivative_is_refused_rather_than_wrong(adjoint):
+    build, leaves = _differentiable(problems.dense(SMOOTH, ridge=0.5))
+    x = solve(build(*leaves), FISTA(iters=200), adjoint=adjoint).x
+    (first,) = torch.autograd.grad(x.square().sum(), leaves[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+def test_second_derivatives_of_the_unrolled_solve():
+    build, leaves = _differentiable(problems.dense(SMOOTH, ridge=0.5, outputs=3, inputs=3, rows=1))
+    assert torch.autograd.gradgradcheck(lambda *leaves: solve(build(*leaves), ProxGD(iters=3)).x, leaves, atol=1e-5)
+
+
+@pytest.mark.parametrize("every", [2, 4, 7, 8])
+def test_a_checkpointed_run_stops_at_its_tolerance(every):
+    problem = problems.dense(NonNegative(), ridge=0.5)
+    plain = solve(problem, FISTA(iters=1000), tol=1e-6)
+    checkpointed = solve(problem, FISTA(iters=1000), tol=1e-6, adjoint=Checkpoint(every=every))
+    assert checkpointed.converged
+    assert checkpointed.iterations <= plain.iterations + 2 * every

@@ -62,6 +62,12 @@ def test_bad_problems(bad, kind, message):
 
 
 BAD_OPTIONS = [
+    (lambda: ProxSG(tau="half"), "tau is a fraction"),
+    (lambda: ProxSG(tau=True), "tau is a fraction"),
+    (lambda: ProxGD(step=None), "auto"),
+    (lambda: Conv2d(torch.randn(4, 2, 3, 3), (5, 5), groups=0), "groups"),
+    (lambda: solve(problem(bias=torch.zeros(3).double()), ProxGD()), "bias is torch.float64"),
+    (lambda: solve(problem(), ProxGD(), x0=torch.zeros(2, 3).double()), "x0 is torch.float64"),
     (lambda: ProxGD(iters=0), "iters"),
     (lambda: ProxGD(iters=2.5), "iters"),
     (lambda: ProxGD(step=-1.0), "step.*> 0.*-1"),
@@ -123,3 +129,14 @@ def test_every_error_is_a_builtin_too():
 def test_daily_names_import_from_the_top():
     assert minimand.solve is solve
     assert callable(minimand.lipschitz)
+
+
+def test_things_of_the_wrong_kind():
+    with pytest.raises(errors.CapabilityError, match="a solver such as"):
+        solve(problem(), ProxGD)
+    with pytest.raises(errors.CapabilityError, match="an adjoint such as"):
+        solve(problem(), ProxGD(), adjoint=Implicit)
+    with pytest.raises(errors.CapabilityError, match="operator such as"):
+        solve(problem(operator=W), ProxGD())
+    with pytest.raises(errors.CapabilityError, match="function such as"):
+        solve(problem(function="relu"), ProxGD())

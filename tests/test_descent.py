@@ -69,3 +69,12 @@ def test_heavy_ball_converges_for_any_convex_function(seed):
     """The automatic momentum is the proved one: no cycles, whatever the active set does."""
     problem = problems.dense(NonNegative(), seed=seed, ridge=0.05)
     assert solve(problem, HeavyBall(iters=2000), tol=1e-8).converged
+
+
+@given(n=st.integers(1, 30), seed=st.integers(0, 10_000), ridge=st.sampled_from([0.0, 1e-3, 1.0]))
+def test_the_automatic_step_is_at_most_one_over_the_smoothness(n, seed, ridge):
+    """In float32, against the exact norm, without tolerance."""
+    weight = torch.randn(n, n, generator=torch.Generator().manual_seed(seed))
+    problem = problems.Problem(problems.Dense(weight), NonNegative(), torch.zeros(1, n), None, ridge)
+    truth = float(torch.linalg.matrix_norm(weight.double(), 2) ** 2)
+    assert float(ProxGD().first_step(problem)) <= 1 / (truth + ridge)

@@ -5,7 +5,7 @@ import torch
 
 from minimand.adjoints import Checkpoint, Unroll
 from minimand.functions import NonNegative, from_activation
-from minimand.operators import Bounds, Conv2d, Dense
+from minimand.operators import Conv2d, Dense
 from minimand.solvers import ADMM, FISTA, RCD, SVRG, HeavyBall, Problem, ProxGD, ProxSG, solve
 
 SOLVERS = [
@@ -24,7 +24,7 @@ SOLVERS = [
 
 
 class Layer(torch.nn.Module):
-    """The least a layer can be: weights, bounds computed outside the graph, and a solve."""
+    """The least a layer can be: weights and a solve."""
 
     def __init__(self, solver, adjoint=Unroll(), act="relu", conv=False):  # noqa: B008
         super().__init__()
@@ -32,17 +32,13 @@ class Layer(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.randn(shape) / 4)
         self.bias = torch.nn.Parameter(torch.zeros(shape[0]))
         self.solver, self.adjoint, self.function = solver, adjoint, from_activation(act)
-        operator = self.operator()
-        bounds = Bounds(operator.norm_sq(), operator.input_norms_sq(), operator.output_norms_sq())
-        for name, value in bounds._asdict().items():
-            self.register_buffer(name, value, persistent=False)
 
     def operator(self):
         return Dense(self.weight) if self.weight.dim() == 2 else Conv2d(self.weight, (6, 6), padding=1)
 
     def forward(self, y):
-        operator = self.operator().with_bounds(Bounds(self.total, self.inputs, self.outputs))
-        return solve(Problem(operator, self.function, y, self.bias, 1e-3), self.solver, adjoint=self.adjoint).x
+        problem = Problem(self.operator(), self.function, y, self.bias, 1e-3)
+        return solve(problem, self.solver, adjoint=self.adjoint).x
 
 
 def _input(conv=False):
@@ -117,3 +113,32 @@ def test_any_leading_dimensions():
         assert single.x.shape == (6,)
         if not solver.stochastic:
             torch.testing.assert_close(whole.x[0, 0], single.x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("solver", SOLVERS, ids=str)
+def test_half_precision_problems_solve_and_their_objective_does_not_overflow(solver, dtype):
+    y = torch.full((4, 8), -200.0, dtype=dtype)
+    solution = solve(Problem(Dense(torch.eye(6, 8, dtype=dtype)), NonNegative(), y), solver)
+    assert solution.x.dtype == dtype
+    assert solution.objective.item() == pytest.approx(0.5 * 32 * 200**2, rel=1e-2)
+
+
+@pytest.mark.parametrize("solver", SOLVERS, ids=str)
+def test_empty_batches(solver):
+    for operator, shape in (
+        (Dense(torch.randn(6, 8)), (0, 8)),
+        (Conv2d(torch.randn(4, 3, 3, 3), (6, 6)), (0, 3, 6, 6)),
+    ):
+        solution = solve(Problem(operator, NonNegative(), torch.zeros(shape)), solver)
+        assert solution.x.shape[0] == 0
+        assert solution.objective == 0
+
+
+@pytest.mark.parametrize("sampling", ["nice", "bernoulli", "importance"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_single_samples_keep_their_shape(sampling, shared):
+    solver = ProxSG(iters=2, sampling=sampling, shared_sample=shared)
+    assert solve(Problem(Dense(torch.randn(4, 6)), NonNegative(), torch.randn(6)), solver).x.shape == (4,)
+    operator = Conv2d(torch.randn(4, 3, 3, 3), (6, 6))
+    assert solve(Problem(operator, NonNegative(), torch.randn(3, 6, 6)), solver).x.shape == (4, 4, 4)

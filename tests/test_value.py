@@ -149,3 +149,19 @@ def test_a_user_activation_without_a_derivative() -> None:
     closed = mf.from_activation("softplus")
     z = torch.linspace(-5, 5, 11, dtype=torch.float64)
     assert torch.allclose(function.primitive(z), closed.primitive(z) - z * math.log(2), atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "function", [mf.Box(0.0, 0.3), mf.LogBarrier(1e-4), mf.LogUnit(0.1), mf.NonNegative()], ids=repr
+)
+def test_the_value_at_a_prox_is_finite_in_half_precision(function: mf.Function, dtype: torch.dtype) -> None:
+    x = torch.tensor([-60000.0, -1.0, 0.0, 0.299, 1.0, 60000.0]).to(dtype)
+    assert torch.isfinite(function.value(function.prox(x)))
+
+
+@pytest.mark.parametrize("act", ["softplus", "elu"])
+def test_values_at_large_points_do_not_cancel(act: str) -> None:
+    function = mf.from_activation(act)
+    x = torch.tensor([1e3, 1e4])
+    torch.testing.assert_close(function.value(x).double(), function.value(x.double()), atol=1e-5, rtol=1e-5)
