@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tarfile
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -299,6 +300,9 @@ def test_two_at_once_download_once(server: Server, tmp_path: Path) -> None:
 # Archives
 
 
+EVIL = Path(tempfile.gettempdir()).absolute() / "minimand-evil.txt"
+
+
 def bad_member(kind: str) -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:gz") as tar:
@@ -309,7 +313,7 @@ def bad_member(kind: str) -> bytes:
         info = tarfile.TarInfo(
             {
                 "outside": "../evil.txt",
-                "absolute": "/tmp/minimand-evil.txt",
+                "absolute": str(EVIL),
                 "through": "cifar-10-batches-bin/../../evil.txt",
                 "beside": "evil.txt",
                 "link": "cifar-10-batches-bin/link",
@@ -333,7 +337,7 @@ def test_a_member_outside_its_folder_is_refused(server: Server, tmp_path: Path, 
     ):
         load(record, root, download=True, progress=False)
     assert names(tmp_path) == {"data/cifar-10-binary.tar.gz"}
-    assert not Path("/tmp/minimand-evil.txt").exists()
+    assert not EVIL.exists()
 
 
 def test_damaged_archives(server: Server, tmp_path: Path) -> None:

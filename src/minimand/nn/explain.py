@@ -219,8 +219,9 @@ def _widened(problem: Problem) -> Problem:
 
 
 def _advice(problem: Problem, solver: Solver, start: float, last: float, best: float, left: float) -> str:
-    if not last < start:
-        return "the objective is not below its value at zero: the step is too long; use step='auto'"
+    # Written so that NaN is caught, too.
+    if not last <= start:
+        return "the objective has risen above its value at zero: the step is too long; use step='auto'"
     if isinstance(solver, FISTA) or left < 0.01:
         return ""
     share = f"{solver.iterations} iterations leave {100 * left:.0f}% of the gap"
