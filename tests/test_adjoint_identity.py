@@ -203,3 +203,16 @@ def test_the_matrix_of_the_cases_is_the_operator(case: OperatorCase) -> None:
     _, x = _pair(operator)
     assert matrix.shape == (math.prod(operator.output_shape), math.prod(operator.input_shape))
     torch.testing.assert_close(operator.adjoint(x).flatten(1), x.flatten(1) @ matrix)
+
+
+@every_operator
+def test_restrict_takes_lists_and_masks_like_indexing(case: OperatorCase) -> None:
+    operator = case.operator()
+    y, _ = _pair(operator)
+    places = list(range(0, operator.inputs, 2))
+    mask = torch.zeros(operator.inputs, dtype=torch.bool)
+    mask[places] = True
+    part = y.index_select(operator.feature_dim, torch.tensor(places))
+    expected = operator.restrict(torch.tensor(places)).apply(part)
+    assert torch.equal(operator.restrict(places).apply(part), expected)
+    assert torch.equal(operator.restrict(mask).apply(part), expected)

@@ -2,6 +2,7 @@
 
 import abc
 import copy
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import torch
@@ -74,11 +75,11 @@ class LinearOperator(abc.ABC):
         return self.apply(self.adjoint(x))
 
     @abc.abstractmethod
-    def restrict(self, index: Tensor) -> "LinearOperator":
+    def restrict(self, index: Tensor | Sequence[int]) -> "LinearOperator":
         """``A`` on the inputs ``index`` only: cost and memory shrink in proportion."""
 
     @abc.abstractmethod
-    def restrict_outputs(self, index: Tensor) -> "LinearOperator":
+    def restrict_outputs(self, index: Tensor | Sequence[int]) -> "LinearOperator":
         """The rows (output channels) ``index`` of ``A``."""
 
     @abc.abstractmethod
@@ -152,6 +153,12 @@ class LinearOperator(abc.ABC):
     def select(self, tensor: Tensor, index: Tensor) -> Tensor:
         """The features ``index`` of a sample or a batch of them."""
         return torch.index_select(tensor, self.feature_dim, index)
+
+
+def as_index(index: Tensor | Sequence[int], like: Tensor) -> Tensor:
+    """The places that ``index`` picks in ``y[:, index]``: a tensor or list of places, or a mask."""
+    places = index if isinstance(index, Tensor) else torch.as_tensor(index, device=like.device)
+    return places.nonzero().squeeze(-1) if places.dtype == torch.bool else places
 
 
 def _check(role: str, tensor: Tensor, sample: tuple[int, ...]) -> None:

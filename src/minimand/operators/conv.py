@@ -2,7 +2,7 @@
 
 import abc
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Self
 
 import torch
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import OptionError, ShapeError
-from .base import LinearOperator
+from .base import LinearOperator, as_index
 from .bounds import Geometry, channel_norms_sq, convolution_norm_sq
 from .gather import Columns
 from .grouped import GroupedPart
@@ -110,15 +110,17 @@ class Convolution(LinearOperator, abc.ABC):
                 y = y.narrow(axis - self.dimensions, 0, n)
         return y
 
-    def restrict(self, index: Tensor) -> LinearOperator:
+    def restrict(self, index: Tensor | Sequence[int]) -> LinearOperator:
         """``A`` on the input channels ``index`` (with groups: :class:`~.grouped.GroupedPart`)."""
+        index = as_index(index, self.weight)
         if self.geometry.groups > 1:
             return GroupedPart(self, index, torch.arange(self.outputs, device=index.device))
         part = self.weight.index_select(1, index) if self._columns is None else self._columns.take(index)
         return self.with_weight(part, 1)
 
-    def restrict_outputs(self, index: Tensor) -> LinearOperator:
+    def restrict_outputs(self, index: Tensor | Sequence[int]) -> LinearOperator:
         """The output channels ``index`` of ``A``."""
+        index = as_index(index, self.weight)
         if self.geometry.groups > 1:
             return GroupedPart(self, torch.arange(self.inputs, device=index.device), index)
         return self.with_weight(self.weight.index_select(0, index), 1)

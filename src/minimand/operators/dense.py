@@ -1,13 +1,14 @@
 """A fully-connected layer's operator."""
 
 import copy
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import ShapeError
-from .base import LinearOperator
+from .base import LinearOperator, as_index
 from .gather import Columns
 from .gram import gram
 from .spectral import certified_norm_sq, round_up, sum_of_squares
@@ -72,13 +73,14 @@ class Dense(LinearOperator):
         """``Aᵀ x``."""
         return torch.matmul(x, self.weight)
 
-    def restrict(self, index: Tensor) -> "Dense":
+    def restrict(self, index: Tensor | Sequence[int]) -> "Dense":
         """The columns ``index`` of ``A``."""
+        index = as_index(index, self.weight)
         return Dense(self.weight.index_select(1, index) if self._columns is None else self._columns.take(index))
 
-    def restrict_outputs(self, index: Tensor) -> "Dense":
+    def restrict_outputs(self, index: Tensor | Sequence[int]) -> "Dense":
         """The rows ``index`` of ``A``."""
-        return Dense(self.weight.index_select(0, index))
+        return Dense(self.weight.index_select(0, as_index(index, self.weight)))
 
     def gathered(self) -> "Dense":
         """The same operator, with its columns laid out for :meth:`restrict`."""

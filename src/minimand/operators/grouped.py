@@ -1,11 +1,12 @@
 """A part of a grouped convolution: some of its inputs, some of its outputs, in any order."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .base import LinearOperator
+from .base import LinearOperator, as_index
 
 if TYPE_CHECKING:
     from .conv import Convolution
@@ -74,12 +75,14 @@ class GroupedPart(LinearOperator):
         y = self.core.adjoint(self._move(x, self.targets.outer, self.targets.core, self.core.outputs))
         return self._move(y, self.sources.core, self.sources.outer, self.inputs)
 
-    def restrict(self, index: Tensor) -> "GroupedPart":
+    def restrict(self, index: Tensor | Sequence[int]) -> "GroupedPart":
         """The part of the part on the inputs ``index``."""
+        index = as_index(index, self.weight)
         return GroupedPart(self.whole, self.given.index_select(0, index), self.taken)
 
-    def restrict_outputs(self, index: Tensor) -> "GroupedPart":
+    def restrict_outputs(self, index: Tensor | Sequence[int]) -> "GroupedPart":
         """The part of the part with the outputs ``index``."""
+        index = as_index(index, self.weight)
         return GroupedPart(self.whole, self.given, self.taken.index_select(0, index))
 
     def with_weight(self, weight: Tensor) -> "GroupedPart":
