@@ -16,7 +16,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	@touch $@
 
-demo: $(STAMP)   ## the main job on bundled data, with a plot at the end
+demo: $(STAMP)   ## the main job on bundled data, with a report at the end
 	$(BIN)/minimand demo
 
 test: $(STAMP)   ## the laws, on two processes

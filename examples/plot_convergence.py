@@ -6,7 +6,7 @@ A ReLU layer with weight :math:`A` and input :math:`y` is one step of a solver o
 
 .. math:: \min_{x \ge 0}\; \tfrac12\|A^\top x - y\|^2 - \langle b, x\rangle + \tfrac\lambda2\|x\|^2 .
 
-Here is how far each solver comes with more steps. The layer is the one of ``minimand demo``: 64 → 128, He
+Here is how far each solver comes with more steps. The layer is the one of ``minimand run layer-convergence``: 64 → 128, He
 initialisation, on 256 of scikit-learn's handwritten digits.
 """
 
@@ -16,13 +16,23 @@ initialisation, on 256 of scikit-learn's handwritten digits.
 # The gap is what is left of the way from the objective at zero to the optimum. Stochastic solvers see half of the
 # inputs (coordinate descent: half of the outputs) in each step; their gap is a mean over three seeds.
 
+import tempfile
+from pathlib import Path
+
 import matplotlib.pyplot as plt
 import torch
 
-from minimand.lab import demo
+from minimand.lab.experiments import layer_convergence
+from minimand.lab.runner import Setting, read_results, run
 
-rows = {row.name: row.gap for row in demo.run(iters=40, seeds=3)}
-stochastic = {name for name, solver in demo.solvers(1).items() if solver.stochastic}
+options = layer_convergence.Options(iters=40)
+with tempfile.TemporaryDirectory() as folder:
+    path = run(Setting("layer-convergence", options=options, seeds=(0, 1, 2), jobs=1, out=Path(folder)))
+    _, results, _ = read_results(path.parent)
+
+methods = layer_convergence.solvers(40)
+stochastic = {name for name, solver in methods.items() if solver.stochastic}
+rows = {name: torch.tensor(list(results.curve(name, "gap").values())).mean(0) for name in methods}
 for name, gap in rows.items():
     print(f"{name:20s}", *(f"after {k}: {100 * gap[k - 1]:4.1f} %" for k in (1, 10, 40)), sep="   ")
 

@@ -1,0 +1,245 @@
+"""Deep networks as optimisation: run the experiments of the papers, and see their numbers beside yours."""
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from ..errors import MinimandError, OptionError
+from .progress import Display
+from .registry import experiments, find
+from .runner import Setting
+from .runner import run as run_setting
+
+__all__ = ["main"]
+
+PresetName = Literal["smoke", "laptop", "paper"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """How to run it.
+
+    Args:
+        preset: The scale. smoke takes seconds and only shows that it runs; laptop uses real data and a couple of cores;
+            paper follows the source's protocol.
+        data_dir: Where datasets lie in their publishers' layouts (default: MINIMAND_DATA, else the user's cache).
+        out: The directory of all runs.
+        seed: One seed or several.
+        resume: Go on with an interrupted run, to the same numbers. Without it an earlier run is moved aside.
+        jobs: Parallel processes; by default one a core.
+        threads: Threads of each process.
+        download: Download datasets that are missing.
+        tensorboard: Write TensorBoard logs, too.
+    """
+
+    preset: PresetName = "laptop"
+    data_dir: Path | None = None
+    out: Path = Path("runs")
+    seed: tuple[int, ...] = (0,)
+    resume: bool = False
+    jobs: int | None = None
+    threads: int = 1
+    download: bool = False
+    tensorboard: bool = False
+
+
+def list_() -> None:
+    """The experiments, their source, and about how many minutes each preset takes on one core.
+
+    Example: minimand list
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("experiment", "what", "source", "smoke", "laptop", "paper", title="Experiments; minutes on one core")
+    table.columns[0].no_wrap = True
+    for column in table.columns[3:]:
+        column.justify = "right"
+    for experiment in experiments():
+        minutes = (
+            _minutes(experiment.presets[name].minutes) if name in experiment.presets else "–"
+            for name in ("smoke", "laptop", "paper")
+        )
+        table.add_row(experiment.name, experiment.title, experiment.source, *minutes)
+    Console().print(table)
+
+
+def run(name: tyro.conf.Positional[str], arguments: tyro.conf.OmitArgPrefixes[Arguments] = Arguments()) -> None:  # noqa: B008
+    """Run an experiment; its own options are shown by minimand run NAME --help.
+
+    Example: minimand run solvers-lenet --preset laptop --data-dir ~/data --seed 0 1 2
+
+    Args:
+        name: As in minimand list, or the path of a Python file that defines one.
+        arguments: How to run it.
+    """
+    _run([name])
+
+
+def report(
+    out: Path = Path("runs"),
+    open: bool = False,
+    file: Path | None = None,
+    markdown: Path | None = None,
+) -> None:
+    """One self-contained HTML page of all results: paper and measured side by side, with plots.
+
+    Example: minimand report --open
+
+    Args:
+        out: The directory of all runs.
+        open: Open the page in a browser.
+        file: Where the page goes; by default report.html in the directory of all runs.
+        markdown: Write the tables as Markdown to this file, too.
+    """
+    from rich.console import Console
+
+    from .report import markdown as as_markdown
+    from .report import write_report
+
+    if not out.is_dir():
+        raise OptionError(
+            f"there is no directory {out}: run an experiment first (minimand list), or give another --out"
+        )
+    path = write_report(out, file)
+    if markdown is not None:
+        markdown.write_text(as_markdown(out), encoding="utf-8")
+    Console().print(f"Report: {path}", soft_wrap=True)
+    if open:
+        import webbrowser
+
+        webbrowser.open(path.absolute().as_uri())
+
+
+def demo(out: Path = Path("runs"), jobs: int | None = None) -> None:
+    """The main job on bundled data: a network with heavy dropout, plain and converted; ends with the report.
+
+    Example: minimand demo
+
+    Args:
+        out: The directory of all runs.
+        jobs: Parallel processes; by default one a core.
+    """
+    from rich.console import Console
+
+    from .report import write_report
+
+    console = Console()
+    for name in ("layer-convergence", "dropout-digits"):
+        path = run_setting(Setting(name, "laptop", out=out, jobs=jobs), Display(console))
+        _summary(path, console)
+    console.print(f"Report: {write_report(out)}", soft_wrap=True)
+
+
+def bench(names: tyro.conf.Positional[tuple[str, ...]] = (), save: bool = False) -> None:
+    """Ratios to peers and to the plain block; needs a checkout of the repository, whose benchmarks it runs.
+
+    Example: minimand bench layers
+
+    Args:
+        names: The benchmarks to run; by default all.
+        save: Also write the results to benchmarks/results.
+    """
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        from benchmarks.__main__ import main as run_benchmarks
+    except ModuleNotFoundError as error:
+        if error.name not in ("benchmarks", "benchmarks.__main__"):
+            raise
+        raise OptionError("there is no folder benchmarks here: run minimand bench in a checkout of minimand") from None
+    run_benchmarks([*names, *(["--save"] if save else [])])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    commands: dict[str, Callable[..., Any]] = {
+        "list": list_,
+        "run": run,
+        "report": report,
+        "demo": demo,
+        "bench": bench,
+    }
+    try:
+        if given[:1] == ["run"] and len(given) > 1 and not given[1].startswith("-"):
+            _run(given[1:])
+        else:
+            tyro.extras.subcommand_cli_from_dict(commands, prog="minimand", description=__doc__, args=given)
+    except MinimandError as error:
+        _complain(error)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        again = " ".join(["minimand", *given, *([] if "--resume" in given else ["--resume"])])
+        hint = f"; go on with: {again}" if given[:1] == ["run"] else ""
+        _complain(f"interrupted{hint}")
+        raise SystemExit(130) from None
+
+
+def _complain(what: object) -> None:
+    notes = getattr(what, "__notes__", [])
+    print("minimand: " + ", ".join([str(what), *notes]), file=sys.stderr)
+
+
+def _run(given: list[str]) -> None:
+    """Options of the experiment, with the defaults of the chosen preset, and how to run it: one command line."""
+    from rich.console import Console
+
+    experiment = find(given[0])
+    # The preset decides what the defaults of all other options are, so it is read first.
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--preset", default=Arguments.preset)
+    name = early.parse_known_args(given[1:])[0].preset
+    preset = experiment.preset(name)
+    whole = dataclasses.make_dataclass(
+        "Run",
+        [
+            ("run", Annotated[Arguments, tyro.conf.arg(name="")], Arguments(preset=name, seed=preset.seeds)),
+            ("experiment", Annotated[type(preset.options), tyro.conf.arg(name="")], preset.options),
+        ],
+        frozen=True,
+    )
+    parsed: Any = tyro.cli(
+        whole,
+        args=given[1:],
+        prog=f"minimand run {given[0]}",
+        description=f"{experiment.title} ({experiment.source}). {experiment.about}\n\n"
+        f"Example: minimand run {given[0]} --preset smoke",
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+    common = {field.name: getattr(parsed.run, field.name) for field in dataclasses.fields(Arguments)}
+    seeds = common.pop("seed")
+    setting = Setting(given[0], options=parsed.experiment, seeds=seeds, **common)
+    main_process = int(os.environ.get("RANK", "0")) == 0
+    console = Console()
+    path = run_setting(setting, Display(console, quiet=not main_process))
+    if main_process:
+        _summary(path, console)
+        console.print(f"Result: {path}", soft_wrap=True)
+        console.print(f"Page:   minimand report --out {setting.out}", soft_wrap=True)
+
+
+def _summary(path: Path, console: Any) -> None:
+    """The experiment's table and what it says."""
+    from rich.table import Table
+
+    from .report.sections import section
+
+    found = section(path.parent, pictures=False)
+    table = Table("", "paper", "measured", title=f"{found.title} ({found.preset})")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in found.rows:
+        table.add_row(row.label, row.paper, row.measured)
+    console.print(table)
+    for finding in found.findings:
+        console.print(f"- {finding}", highlight=False)
+
+
+def _minutes(minutes: float) -> str:
+    return "< 1" if minutes < 1 else f"{minutes:.0f}"

@@ -1,0 +1,89 @@
+"""The pictures that experiments share, in colours that are told apart with every kind of colour vision."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .comparing import mean_std
+from .experiment import Comparison, Plot, Results
+
+__all__ = ["COLOURS", "bars", "curves", "figure", "style"]
+
+# Okabe–Ito without its yellow, which vanishes on white, and its black, which vanishes on a dark page.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#999999", "#B15928", "#6A9F3C")
+
+
+def figure(width: float = 7.0, height: float = 4.0) -> Any:
+    """An empty figure."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def style(axes: Any, x: str, y: str, title: str = "") -> None:
+    """Labels, a light grid, no box."""
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    if title:
+        axes.set_title(title)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def curves(
+    results: Results[Any],
+    parts: Sequence[str] | None = None,
+    *,
+    key: str,
+    over: str = "epoch",
+    title: str,
+    y: str,
+    x: str | None = None,
+    log: bool = False,
+    dashed: Sequence[str] = (),
+) -> Plot:
+    """The mean over seeds of ``key`` with a band from the smallest to the largest, a line a part."""
+    drawn = figure()
+    axes = drawn.subplots()
+    ends = []
+    for number, part in enumerate(parts if parts is not None else results.parts()):
+        ours, places = results.curve(part, key), results.curve(part, over)
+        runs = [(places[seed][: len(values)], values) for seed, values in ours.items() if values]
+        if not runs:
+            continue
+        length = min(len(values) for _, values in runs)
+        at = [sum(where[i] for where, _ in runs) / len(runs) for i in range(length)]
+        columns = [[values[i] for _, values in runs] for i in range(length)]
+        mean = [sum(column) / len(column) for column in columns]
+        colour = COLOURS[number % len(COLOURS)]
+        line = "--" if part in dashed else "-"
+        marker = "o" if length == 1 else None
+        axes.plot(at, mean, line, color=colour, label=part, linewidth=1.6, marker=marker)
+        if len(runs) > 1:
+            low, high = [min(column) for column in columns], [max(column) for column in columns]
+            axes.fill_between(at, low, high, color=colour, alpha=0.18, linewidth=0)
+        ends.append(f"{part} {mean[-1]:.4g}")
+    if log:
+        axes.set_yscale("log")
+    style(axes, x or over, y, title)
+    if ends:
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    return Plot(title, f"{y} over {x or over}; at the end: {', '.join(ends) or 'nothing measured yet'}", drawn)
+
+
+def bars(rows: Sequence[Comparison], *, title: str, y: str, groups: Mapping[str, str] | None = None) -> Plot:
+    """Measured means with their spread, and the source's numbers as lines across."""
+    drawn = figure(7.0, 0.42 * len(rows) + 1.4)
+    axes = drawn.subplots()
+    said = []
+    for number, row in enumerate(rows):
+        if row.measured:
+            mean, spread = mean_std(row.measured)
+            colour = COLOURS[number % 2] if groups is None else groups.get(row.label, COLOURS[7])
+            axes.barh(number, mean, color=colour, height=0.6, xerr=None if spread != spread else spread)
+            said.append(f"{row.label} {mean:.{row.digits}f}{row.unit}")
+        if row.paper is not None:
+            axes.plot([row.paper] * 2, [number - 0.42, number + 0.42], color="#CC79A7", linewidth=2.5)
+    axes.set_yticks(range(len(rows)), [row.label for row in rows])
+    axes.invert_yaxis()
+    style(axes, f"{y} (bars: measured; lines: the source)", "", title)
+    return Plot(title, f"{y}: {', '.join(said) or 'nothing measured yet'}", drawn)

@@ -1,0 +1,50 @@
+"""What the tables of "Deep Layers as Stochastic Solvers" share."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from torch import nn
+
+from ...data import Augmentation, CropFlip, registry
+from ...errors import OptionError
+from ...nn import convert
+from ...solvers import Solver
+from ..context import Lab
+from ..training import Loaders, loaders
+
+__all__ = ["Images", "solved"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Images:
+    """Where the images come from and how they are fed.
+
+    Args:
+        dataset: A name of ``minimand.data.registry``: cifar10, cifar100, …
+        batch: Images in a batch.
+        augment: Crop and flip at random.
+        limit: Use only this many images of each split; 0: all.
+        enlarge: Repeat each pixel this many times in both directions.
+    """
+
+    dataset: str = "cifar10"
+    batch: int = 128
+    augment: bool = False
+    limit: int = 0
+    enlarge: int = 1
+
+    def loaders(self, lab: Lab) -> Loaders:
+        """Batches of the three splits."""
+        augment: Augmentation | None = CropFlip() if self.augment else None
+        return loaders(lab, self.dataset, self.batch, augment=augment, limit=self.limit or None, enlarge=self.enlarge)
+
+    def paper(self, numbers: Mapping[str, float]) -> float | None:
+        """The source's number for this dataset, if it has one."""
+        if self.dataset not in registry:
+            raise OptionError(f"there is no dataset named {self.dataset!r}; there are {', '.join(registry)}")
+        return numbers.get(self.dataset)
+
+
+def solved(model: nn.Module, rules: Mapping[str, Solver]) -> nn.Module:
+    """The network with the named blocks replaced by solvers; without rules as it is."""
+    return convert(model, dict(rules), inplace=True) if rules else model

@@ -1,0 +1,83 @@
+"""What is run, and how: the setting, its jobs, and where their files lie."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .experiment import Experiment, Part
+from .store import slug
+
+__all__ = ["Job", "Setting", "device_of", "directory_of", "is_done", "options_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How an experiment is run.
+
+    Args:
+        name: Of the experiment, or the path of its file.
+        preset: The scale.
+        options: The experiment's options; None: the preset's.
+        seeds: None: the preset's.
+        out: The directory of all runs.
+        data_dir: Where datasets lie; None: ``MINIMAND_DATA`` or the user's cache.
+        download: Whether missing datasets may be downloaded.
+        resume: Whether to go on with what an earlier run has left; otherwise that is moved aside.
+        jobs: Parallel processes; None: one a core.
+        threads: Threads of each process.
+        tensorboard: Whether to write TensorBoard logs, too.
+    """
+
+    name: str
+    preset: str = "laptop"
+    options: Any = None
+    seeds: tuple[int, ...] | None = None
+    out: Path = Path("runs")
+    data_dir: Path | None = None
+    download: bool = False
+    resume: bool = False
+    jobs: int | None = None
+    threads: int = 1
+    tensorboard: bool = False
+
+
+class Job(NamedTuple):
+    """One part for one seed."""
+
+    part: Part
+    seed: int
+
+    @property
+    def folder(self) -> Path:
+        """Below the run's directory."""
+        return Path(f"seed-{self.seed}") / slug(self.part.name)
+
+
+def directory_of(out: Path, experiment: Experiment[Any], preset: str) -> Path:
+    """Where the runs of an experiment at a scale lie."""
+    return out / slug(experiment.name) / preset
+
+
+def options_of(setting: Setting) -> dict[str, Any]:
+    """The experiment's options as JSON has them."""
+    return {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in dataclasses.asdict(setting.options).items()
+    }
+
+
+def is_done(directory: Path, job: Job) -> bool:
+    """Whether a job has come to its end."""
+    return (directory / job.folder / "done.json").is_file()
+
+
+def device_of(preset: str) -> torch.device:
+    """An accelerator for the paper's scale, if there is one; the smaller presets give the same numbers everywhere."""
+    found = torch.accelerator.current_accelerator(check_available=True) if preset == "paper" else None
+    if found is None:
+        return torch.device("cpu")
+    place = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
+    return torch.device(found.type, place)
