@@ -1,6 +1,7 @@
 """⟨Ay, x⟩ = ⟨y, Aᵀx⟩, for every operator; and what else makes it the linear map of its torch layer."""
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from torch import nn
 
 from minimand.errors import OptionError, ShapeError
 from minimand.operators import Conv2d, Dense, LinearOperator
-from tests.cases.operators import OPERATORS, OperatorCase, dense_matrix
+from tests.cases.operators import MEASUREMENTS, OPERATORS, MeasurementCase, OperatorCase, dense_matrix
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
 every_operator = pytest.mark.parametrize("case", OPERATORS, ids=lambda case: case.name)
+every_operator_or_measurement = pytest.mark.parametrize("case", [*OPERATORS, *MEASUREMENTS], ids=lambda case: case.name)
 
 
 def _pair(operator: LinearOperator, batch: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,8 +32,8 @@ def _assert_adjoint(operator: LinearOperator) -> None:
     torch.testing.assert_close((operator.apply(y) * x).sum(), (y * z).sum(), rtol=1e-12, atol=1e-12)
 
 
-@every_operator
-def test_adjoint_identity(case: OperatorCase) -> None:
+@every_operator_or_measurement
+def test_adjoint_identity(case: OperatorCase | MeasurementCase) -> None:
     _assert_adjoint(case.operator())
 
 
@@ -78,15 +80,15 @@ def test_apply_is_the_torch_layer_to_the_bit(case: OperatorCase, dtype: torch.dt
     assert torch.equal(operator.apply(y[0], module.bias), module(y[0]))
 
 
-@every_operator
-def test_a_bias_may_depend_on_the_sample(case: OperatorCase) -> None:
+@every_operator_or_measurement
+def test_a_bias_may_depend_on_the_sample(case: OperatorCase | MeasurementCase) -> None:
     operator = case.operator()
     y, x = _pair(operator)
     torch.testing.assert_close(operator.apply(y, x), operator.apply(y) + x)
 
 
-@every_operator
-def test_restriction_is_the_operator_on_masked_inputs(case: OperatorCase) -> None:
+@every_operator_or_measurement
+def test_restriction_is_the_operator_on_masked_inputs(case: OperatorCase | MeasurementCase) -> None:
     operator = case.operator()
     y, x = _pair(operator)
     kept = torch.randperm(operator.inputs)[: operator.inputs // 2 + 1]
@@ -99,8 +101,8 @@ def test_restriction_is_the_operator_on_masked_inputs(case: OperatorCase) -> Non
     torch.testing.assert_close(part.restrict(again).adjoint(x), operator.select(operator.adjoint(x), kept[again]))
 
 
-@every_operator
-def test_restriction_of_outputs_takes_rows(case: OperatorCase) -> None:
+@every_operator_or_measurement
+def test_restriction_of_outputs_takes_rows(case: OperatorCase | MeasurementCase) -> None:
     operator = case.operator()
     y, _ = _pair(operator)
     kept = torch.randperm(operator.outputs)[: operator.outputs // 2 + 1]
@@ -110,8 +112,8 @@ def test_restriction_of_outputs_takes_rows(case: OperatorCase) -> None:
     torch.testing.assert_close(part.apply(y, bias), part.apply(y) + operator.per_feature(bias))
 
 
-@every_operator
-def test_a_channel_may_be_drawn_twice(case: OperatorCase) -> None:
+@every_operator_or_measurement
+def test_a_channel_may_be_drawn_twice(case: OperatorCase | MeasurementCase) -> None:
     operator = case.operator()
     y, _ = _pair(operator)
     twice = operator.restrict(torch.tensor([0, 0]))
@@ -119,8 +121,8 @@ def test_a_channel_may_be_drawn_twice(case: OperatorCase) -> None:
     torch.testing.assert_close(twice.apply(operator.select(y, torch.tensor([0, 0]))), 2 * first)
 
 
-@every_operator
-def test_gradients_flow_to_weight_and_input(case: OperatorCase) -> None:
+@every_operator_or_measurement
+def test_gradients_flow_to_weight_and_input(case: OperatorCase | MeasurementCase) -> None:
     torch.manual_seed(0)
     operator = case.operator()
     weight = operator.weight.detach().requires_grad_()
@@ -165,8 +167,8 @@ def test_the_gram_is_formed_where_it_pays_and_is_the_same_operator() -> None:
     torch.testing.assert_close(*(torch.autograd.grad(way.sin().sum(), weight)[0] for way in ways))
 
 
-@every_operator
-def test_wrong_shapes_are_named_before_any_work(case: OperatorCase) -> None:
+@every_operator_or_measurement
+def test_wrong_shapes_are_named_before_any_work(case: OperatorCase | MeasurementCase) -> None:
     operator = case.operator()
     y, x = _pair(operator)
     operator.check_input(y)
@@ -196,8 +198,8 @@ def test_bad_operators_are_refused(build: Any, error: type[Exception]) -> None:
         build()
 
 
-@every_operator
-def test_the_matrix_of_the_cases_is_the_operator(case: OperatorCase) -> None:
+@every_operator_or_measurement
+def test_the_matrix_of_the_cases_is_the_operator(case: OperatorCase | MeasurementCase) -> None:
     operator = case.operator()
     matrix = dense_matrix(operator)
     _, x = _pair(operator)
@@ -205,8 +207,8 @@ def test_the_matrix_of_the_cases_is_the_operator(case: OperatorCase) -> None:
     torch.testing.assert_close(operator.adjoint(x).flatten(1), x.flatten(1) @ matrix)
 
 
-@every_operator
-def test_restrict_takes_lists_and_masks_like_indexing(case: OperatorCase) -> None:
+@every_operator_or_measurement
+def test_restrict_takes_lists_and_masks_like_indexing(case: OperatorCase | MeasurementCase) -> None:
     operator = case.operator()
     y, _ = _pair(operator)
     places = list(range(0, operator.inputs, 2))
@@ -216,3 +218,20 @@ def test_restrict_takes_lists_and_masks_like_indexing(case: OperatorCase) -> Non
     expected = operator.restrict(torch.tensor(places)).apply(part)
     assert torch.equal(operator.restrict(places).apply(part), expected)
     assert torch.equal(operator.restrict(mask).apply(part), expected)
+
+
+@pytest.mark.parametrize("kernel", [(2, 2), (4, 3), (3, 2)], ids=str)
+@pytest.mark.parametrize("dilation", [1, 3])
+def test_even_kernels_are_padded_as_torch_does_without_its_warning(kernel: tuple[int, int], dilation: int) -> None:
+    weight, y = torch.randn(3, 2, *kernel), torch.randn(2, 2, 9, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = torch.nn.functional.conv2d(y, weight, padding="same", dilation=dilation)
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            got = Conv2d(weight, (9, 8), padding="same", dilation=dilation).apply(y)
+    finally:
+        torch.set_warn_always(False)
+    assert torch.equal(got, expected)

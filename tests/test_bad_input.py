@@ -7,7 +7,7 @@ import minimand
 from minimand import errors
 from minimand.adjoints import Checkpoint, Implicit
 from minimand.functions import NonNegative, NuclearNorm, Simplex
-from minimand.operators import Conv2d, Dense
+from minimand.operators import Conv2d, Dense, LipschitzTracker, lipschitz
 from minimand.solvers import (
     ADMM,
     FISTA,
@@ -61,7 +61,85 @@ def test_bad_problems(bad, kind, message):
     assert "\n" not in str(caught.value)
 
 
+DENSE = Dense(W)
+CONV = Conv2d(torch.randn(4, 2, 3, 3), (6, 6), padding=1)
+ANY_SIZE = Conv2d(torch.randn(4, 2, 3, 3), None)
+GROUPED = Conv2d(torch.randn(4, 1, 3, 3), (6, 6), groups=2)
+BAD_SIZES = [
+    (lambda: DENSE.apply(torch.ones(2, 5)), r"4.*\(2, 5\)"),
+    (lambda: DENSE.apply(torch.tensor(1.0)), r"4.*\(\)"),
+    (lambda: DENSE.adjoint(torch.ones(2, 4)), r"3.*\(2, 4\)"),
+    (lambda: DENSE.apply(Y, torch.ones(5)), r"\(5,\).*\(2, 3\)"),
+    (lambda: DENSE.apply(Y, torch.ones(5, 2, 3)), r"\(5, 2, 3\).*\(2, 3\)"),
+    (lambda: DENSE.restrict([4]), "4 features"),
+    (lambda: DENSE.restrict(torch.tensor([-1])), "4 features"),
+    (lambda: DENSE.restrict(torch.ones(3, dtype=torch.bool)), r"\(3,\).*4 features"),
+    (lambda: DENSE.restrict_outputs([3]), "3 features"),
+    (lambda: CONV.apply(torch.ones(1, 2, 5, 6)), r"2, 6, 6.*1, 2, 5, 6"),
+    (lambda: CONV.apply(torch.ones(1, 3, 6, 6)), r"2, 6, 6.*1, 3, 6, 6"),
+    (lambda: CONV.apply(torch.ones(6, 6)), r"\(6, 6\)"),
+    (lambda: CONV.apply(torch.ones(2, 6, 6), torch.ones(5)), r"\(5,\).*\(4, 6, 6\)"),
+    (lambda: CONV.adjoint(torch.ones(1, 4, 5, 6)), r"4, 6, 6.*1, 4, 5, 6"),
+    (lambda: CONV.restrict([2]), "2 features"),
+    (lambda: ANY_SIZE.apply(torch.ones(1, 3, 6, 6)), "2 input channels.*3"),
+    (lambda: ANY_SIZE.apply(torch.ones(1, 2, 2, 2)), r"\(3, 3\).*\(2, 2\)"),
+    (lambda: GROUPED.restrict([2]), "2 features"),
+    (lambda: GROUPED.restrict_outputs([-1]), "4 features"),
+    (lambda: GROUPED.restrict([0, 1]).apply(torch.ones(1, 3, 6, 6)), "2 channels.*1, 3, 6, 6"),
+    (lambda: GROUPED.restrict([0]).adjoint(torch.ones(1, 3, 4, 4)), "4 channels.*1, 3, 4, 4"),
+    (lambda: lipschitz(torch.nn.Conv2d(1, 1, 5, padding=4, padding_mode="reflect"), (4, 9)), "of 4 needs.*5.*got 4"),
+    (lambda: lipschitz(torch.nn.Conv2d(1, 1, 5, padding=4, padding_mode="circular"), (9, 3)), "of 4 needs.*4.*got 3"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD_SIZES, ids=range(len(BAD_SIZES)))
+def test_operators_name_both_sizes(call, message):
+    with pytest.raises(errors.ShapeError, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+BAD_KINDS = [
+    (lambda: Dense([[1.0]]), "weight.*list"),
+    (lambda: Dense(torch.ones(2, 2, dtype=torch.int64)), "weight.*int64"),
+    (lambda: Conv2d(torch.ones(1, 1, 2, 2, dtype=torch.complex64), (3, 3)), "weight.*complex64"),
+    (lambda: solve(problem(y=[1.0]), ProxGD()), "y must be.*list"),
+    (lambda: solve(problem(y=None), ProxGD()), "y must be.*NoneType"),
+    (lambda: solve(problem(bias=1.0), ProxGD()), "bias must be.*float"),
+    (lambda: solve(problem(), ProxGD(), x0=[0.0]), "x0 must be.*list"),
+    (lambda: solve(W, ProxGD()), "Problem.*Tensor"),
+    (lambda: solve(problem(), ProxSG(), generator=0), "generator.*0"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD_KINDS, ids=range(len(BAD_KINDS)))
+def test_things_that_are_no_tensors(call, message):
+    with pytest.raises(errors.CapabilityError, match=message) as caught:
+        call()
+    assert isinstance(caught.value, TypeError)
+
+
+@pytest.mark.parametrize("solver", [ProxGD(), FISTA(), HeavyBall(), ProxSG(), SVRG(), RCD(), ADMM()], ids=repr)
+@pytest.mark.parametrize("scale", [1e20, 1e30])
+def test_a_norm_that_overflows_is_infinite_and_refused(solver, scale):
+    huge = Dense(W * scale)
+    assert huge.norm_sq() == float("inf")
+    assert lipschitz(Conv2d(torch.full((1, 1, 3, 3), scale), (5, 5))) == float("inf")
+    with pytest.raises(errors.NonFiniteError, match=r"overflow|Gram"):
+        solve(problem(operator=huge), solver)
+    assert solve(problem(operator=Dense(huge.weight.double()), y=Y.double()), FISTA()).x.isfinite().all()
+
+
 BAD_OPTIONS = [
+    (lambda: DENSE.restrict(1), "index"),
+    (lambda: DENSE.restrict([0.5]), "index"),
+    (lambda: Conv2d(torch.randn(4, 2, 3, 3), 5.5), "input_size"),
+    (lambda: Conv2d(torch.randn(4, 2, 3, 3), (5, 5), stride=1.5), "stride"),
+    (lambda: Conv2d(torch.randn(4, 2, 3, 3), ("a", "b")), "input_size"),
+    (lambda: LipschitzTracker(DENSE, tolerance=-1.0), "tolerance"),
+    (lambda: problem(ridge="a").check(), "ridge"),
+    (lambda: Exponential("fast"), "decay"),
+    (lambda: NuclearNorm(None), "weight"),
     (lambda: ProxSG(tau="half"), "tau is a fraction"),
     (lambda: ProxSG(tau=True), "tau is a fraction"),
     (lambda: ProxGD(step=None), "auto"),

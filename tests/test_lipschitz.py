@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from minimand.errors import CapabilityError, NonFiniteError, OptionError, ShapeError
 from minimand.operators import Conv2d, Dense, certified_lambda_max, certified_norm_sq, lanczos, lipschitz
-from minimand.operators.spectral import round_up
+from minimand.operators.spectral import round_up, start_vector, top_singular
 from minimand.operators.symbol import BUDGET, Symbol, grid_factor
-from tests.cases.operators import OPERATORS, OperatorCase, dense_matrix, norm_sq
+from tests.cases.operators import MEASUREMENTS, OPERATORS, MeasurementCase, OperatorCase, dense_matrix, norm_sq
 from tests.test_adjoint_identity import convolutions
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
 every_operator = pytest.mark.parametrize("case", OPERATORS, ids=lambda case: case.name)
+every_operator_or_measurement = pytest.mark.parametrize("case", [*OPERATORS, *MEASUREMENTS], ids=lambda case: case.name)
 CERTIFIED = ("auto", "exact", "grid")
 
 
@@ -49,10 +50,10 @@ def test_no_method_lies_below_the_truth(operator: Conv2d, kind: str, dtype: torc
     assert operator.norm_sq() == lipschitz(operator)
 
 
-@every_operator
+@every_operator_or_measurement
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("method", CERTIFIED)
-def test_bound_of_every_case(case: OperatorCase, dtype: torch.dtype, method: str) -> None:
+def test_bound_of_every_case(case: OperatorCase | MeasurementCase, dtype: torch.dtype, method: str) -> None:
     operator = case.operator(dtype)
     bound = lipschitz(operator, method=method)
     assert bound.dtype == dtype
@@ -61,8 +62,8 @@ def test_bound_of_every_case(case: OperatorCase, dtype: torch.dtype, method: str
     assert bound.double() >= norm_sq(dense_matrix(operator))
 
 
-@every_operator
-def test_bounds_of_the_parts(case: OperatorCase) -> None:
+@every_operator_or_measurement
+def test_bounds_of_the_parts(case: OperatorCase | MeasurementCase) -> None:
     operator = case.operator(torch.float32)
     matrix = dense_matrix(operator).reshape(*operator.output_shape, *operator.input_shape)
     rows, columns = len(operator.output_shape), len(operator.input_shape)
@@ -74,8 +75,8 @@ def test_bounds_of_the_parts(case: OperatorCase) -> None:
         assert bound.double() >= norm_sq(matrix.select(0, j).reshape(-1, math.prod(operator.input_shape)))
 
 
-@every_operator
-def test_bounds_of_restrictions(case: OperatorCase) -> None:
+@every_operator_or_measurement
+def test_bounds_of_restrictions(case: OperatorCase | MeasurementCase) -> None:
     operator = case.operator()
     for part in (
         operator.restrict(torch.tensor([operator.inputs - 1, 0])),
@@ -232,10 +233,58 @@ def test_certified_eigenvalues(mode: str, n: int, dtype: torch.dtype) -> None:
 def test_a_start_vector_that_misses_the_top_still_certifies() -> None:
     n = 60
     gram = torch.eye(n, dtype=torch.float64)
-    start = torch.randn(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)  # the one that is used
-    hidden = torch.linalg.qr(torch.stack([start, torch.randn(n, dtype=torch.float64)], 1)).Q[:, 1]
+    starts = [start_vector((n,), gram, seed) for seed in range(4)]  # the ones that are used
+    hidden = torch.linalg.qr(torch.stack([*starts, torch.randn(n, dtype=torch.float64)], 1)).Q[:, -1]
     gram += 99 * torch.outer(hidden, hidden)
     assert 100 * (1 - 1e-12) <= certified_lambda_max(gram) <= 100.2
+
+
+@pytest.mark.parametrize("kind", ["random", "orthogonal", "near tie", "rank one", "zero", "wide", "tall"])
+@pytest.mark.parametrize("scale", [1e-30, 1e-18, 1.0, 1e18, 1e30])
+def test_no_start_makes_a_certificate_wrong(kind: str, scale: float) -> None:
+    """Neither the vector of another matrix, nor a lower singular vector, nor zero or noise."""
+    n = 48
+    noise = torch.randn(n, n, dtype=torch.float64)
+    u, v = torch.linalg.qr(noise).Q, torch.linalg.qr(noise.T).Q
+    values = torch.full((n,), 0.5, dtype=torch.float64)
+    values[:2] = torch.tensor([1.0, 1.0 - 1e-10])
+    weight = (
+        scale
+        * {
+            "random": noise,
+            "orthogonal": u,
+            "near tie": u @ torch.diag(values) @ v.T,
+            "rank one": torch.outer(u[0], v[0]),
+            "zero": torch.zeros(n, n, dtype=torch.float64),
+            "wide": noise[:20],
+            "tall": noise[:, :20],
+        }[kind]
+    )
+    truth = norm_sq(weight / scale) * scale**2
+    short = min(weight.shape)
+    left = torch.linalg.svd(weight if weight.shape[0] <= weight.shape[1] else weight.T).U
+    starts = [left[:, 0], left[:, 1], left[:, -1], torch.zeros(short), torch.ones(short), torch.randn(short)]
+    for start in starts:
+        bound, vector = top_singular(weight, start=start)
+        assert truth <= bound <= 1.0011 * truth
+        assert vector.shape == (short,)
+        warm = top_singular(1.01 * weight, rtol=1e-2, start=vector).bound
+        assert 1.01**2 * truth <= warm <= 1.0111 * 1.01**2 * truth
+
+
+def test_a_certificate_reads_the_lower_triangle_and_leaves_its_argument_alone() -> None:
+    matrix = torch.randn(3, 40, 44, dtype=torch.complex128)
+    gram = matrix @ matrix.mH
+    spoilt = gram.tril()
+    before = spoilt.clone()
+    assert (
+        certified_lambda_max(spoilt, floor=0.9 * torch.linalg.eigvalsh(gram).max()) >= torch.linalg.eigvalsh(gram).max()
+    )
+    assert torch.equal(spoilt, before)
+    weight = torch.randn(40, 44, dtype=torch.float64)
+    kept = weight.clone()
+    top_singular(weight, start=top_singular(weight).vector)
+    assert torch.equal(weight, kept)
 
 
 @given(st.floats(1e-45, 1e38), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))

@@ -13,7 +13,7 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from minimand import functions as mf
-from minimand.errors import OptionError, ShapeError
+from minimand.errors import CapabilityError, OptionError, ShapeError
 
 from .cases.functions import ALL, SEPARABLE, SMOOTH, FunctionCase, cases, draw
 
@@ -269,8 +269,12 @@ def test_cvxpy_agrees(step: float) -> None:
         lambda: mf.L1(-0.1),
         lambda: mf.Box(1.0, 0.0),
         lambda: mf.Box(float("nan"), 0.0),
-        lambda: mf.GroupL2(0.0),
+        lambda: mf.GroupL2(-1.0),
         lambda: mf.NuclearNorm(-1.0),
+        lambda: mf.L1(1.0).prox(torch.ones(2), torch.tensor([1.0, float("inf")])),
+        lambda: mf.NonNegative().prox(torch.ones(2), torch.tensor(float("inf"))),
+        lambda: mf.Zero().prox(torch.ones(2), "fast"),
+        lambda: mf.Zero().prox(torch.ones(2), True),
         lambda: mf.Monotone("tanh"),
         lambda: mf.L1(1.0).prox(torch.ones(2), 0.0),
         lambda: mf.Zero().prox(torch.ones(2), -1.0),
@@ -283,7 +287,45 @@ def test_bad_options_are_refused(make: object) -> None:
         make()
 
 
+@pytest.mark.parametrize("make", [mf.L1, mf.GroupL2, mf.NuclearNorm], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("step", [0.5, torch.tensor(0.5, dtype=torch.float64)], ids=["number", "tensor"])
+def test_no_weight_is_no_function(make: type[mf.Function], step: float | torch.Tensor) -> None:
+    x = torch.tensor([[1.0, -2.0], [0.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    nothing = make(0.0)
+    out = nothing.prox(x, step)
+    assert torch.equal(out, x)
+    assert nothing.value(x) == 0
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], torch.ones_like(x))
+    assert (nothing.conjugate().prox(x, step) == 0).all()
+    assert nothing.conjugate().value(torch.zeros_like(x)) == 0
+
+
+@pytest.mark.parametrize("function", [mf.Zero(), mf.L1(1.0), mf.from_activation("tanh"), mf.LogBox(1.0)], ids=repr)
+@pytest.mark.parametrize("shape", [(4,), (2, 3, 3), (1, 3, 3), (3, 2)], ids=str)
+def test_a_step_never_enlarges_the_point(function: mf.Function, shape: tuple[int, ...]) -> None:
+    x = torch.rand(3, 3)
+    with pytest.raises(ShapeError, match=r"\(3, 3\)"):
+        function.prox(x, torch.ones(shape))
+    for fitting in ((), (1,), (3,), (3, 1), (3, 3)):
+        assert function.prox(x, torch.full(fitting, 0.5)).shape == x.shape
+
+
+@pytest.mark.parametrize(
+    "x", [[1.0, 2.0], torch.ones(2, 2, dtype=torch.int64), torch.ones(2, 2, dtype=torch.complex64)]
+)
+@pytest.mark.parametrize(
+    "function", [mf.Zero(), mf.NonNegative(), mf.Simplex(), mf.NuclearNorm(1.0), mf.LogBarrier(1.0)], ids=repr
+)
+def test_points_are_real_tensors(function: mf.Function, x: object) -> None:
+    with pytest.raises(CapabilityError, match="real floating-point"):
+        function.prox(x)  # type: ignore[arg-type]
+
+
 def test_bad_shapes_are_refused() -> None:
+    for function in (mf.Simplex(), mf.GroupL2(1.0), mf.Simplex().conjugate(), mf.GroupL2(1.0).conjugate()):
+        for call in (function.prox, function.value):
+            with pytest.raises(ShapeError, match="one dimension or more"):
+                call(torch.tensor(1.0))
     with pytest.raises(ShapeError, match=r"\(3,\)"):
         mf.NuclearNorm(1.0).prox(torch.ones(3))
     with pytest.raises(ShapeError, match=r"\(3, 2\)"):

@@ -89,6 +89,61 @@ def test_the_drift_alone_is_a_bound(case: OperatorCase) -> None:
     assert (flat.inputs >= operator.input_norms_sq() / 1.3).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-25, 1e-18, 1e-8, 1e8, 1e18])
+@pytest.mark.parametrize("shape", [(40, 40), (40, 56), (24, 12), (4, 3, 3, 3)], ids=str)
+def test_scales_at_which_squares_vanish_or_overflow(shape: tuple[int, ...], scale: float, dtype: torch.dtype) -> None:
+    """Small moves of tiny and of huge weights, along the top direction, where a lost drift would show."""
+    weight = (torch.randn(shape, dtype=torch.float64) * scale).to(dtype)
+    operator: LinearOperator = Dense(weight) if len(shape) == 2 else Conv2d(weight, (5, 5))
+    tracker = LipschitzTracker(operator, inputs=True, outputs=True)
+    plain = LipschitzTracker(operator)
+    for _ in range(12):
+        ratio = _assert_bounded(operator, tracker, weight)
+        _assert_bounded(operator, plain, weight)
+        assert tracker.bounds(weight).total.double() <= plain.bounds(weight).total.double() * 1.001 + 1e-37
+        if torch.finfo(dtype).tiny < scale**2 < 1e30:
+            assert ratio < 1.5
+        weight.mul_(1.02)
+    if dtype != torch.bfloat16:
+        assert tracker.refreshes < 12
+
+
+@pytest.mark.parametrize("kind", ["near tie", "repeated", "rank one", "swap"])
+def test_a_renewal_in_training_forgets_no_direction(kind: str) -> None:
+    """The top singular vector changes altogether between two renewals."""
+    n = 40
+    u, v = (torch.linalg.qr(torch.randn(n, n, dtype=torch.float64)).Q for _ in range(2))
+    values = torch.linspace(0.2, 0.5, n, dtype=torch.float64)
+    weight = torch.zeros(n, n)
+    tracker = LipschitzTracker(Dense(weight))
+    ratios = []
+    for k in range(n):
+        now = values.clone()
+        if kind == "near tie":
+            now[k], now[k - 1] = 1 + 1e-7, 1.0
+        elif kind == "repeated":
+            now[: k + 1] = 1.0
+        elif kind == "swap":
+            now[k] = 1.0
+        weight.copy_(torch.outer(u[k], v[k]) if kind == "rank one" else u @ torch.diag(now) @ v.T)
+        ratios.append(_assert_bounded(Dense(weight), tracker, weight))
+    assert max(ratios) < 1.5
+
+
+def test_in_evaluation_the_bound_depends_on_the_weight_alone() -> None:
+    weight = torch.randn(40, 40)
+    path = [torch.randn(40, 40), 3 * weight, weight + 0.1, weight]
+    tracker = LipschitzTracker(Dense(weight))
+    for point in path[:-1]:
+        tracker.bounds(point)
+    fresh = LipschitzTracker(Dense(weight)).eval()
+    assert tracker.eval().bounds(weight).total == fresh.bounds(weight).total
+    count = tracker.refreshes
+    tracker.bounds(weight)
+    assert tracker.refreshes == count
+
+
 @pytest.mark.parametrize("kind", ["dense", "conv", "strided"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_training_run(kind: str, momentum: float) -> None:

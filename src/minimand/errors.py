@@ -9,6 +9,7 @@ from torch import Tensor
 
 __all__ = [
     "CapabilityError",
+    "ChainError",
     "ConversionError",
     "DataError",
     "MinimandError",
@@ -20,6 +21,7 @@ __all__ = [
     "is_traced",
     "require_finite",
     "require_positive",
+    "require_real",
 ]
 
 
@@ -45,6 +47,10 @@ class NotProximal(MinimandError, ValueError):
 
 class CapabilityError(MinimandError, TypeError):
     """A solver, function, operator or adjoint lacks what another needs of it."""
+
+
+class ChainError(MinimandError, ValueError):
+    """A network is no chain of linear maps and activations; the message names the module that breaks it."""
 
 
 class ConversionError(MinimandError, ValueError):
@@ -79,8 +85,17 @@ def require_finite(name: str, tensor: Tensor) -> None:
         )
 
 
+def require_real(name: str, tensor: Tensor) -> None:
+    """Raise :class:`CapabilityError` unless ``tensor`` is a tensor of real floating-point numbers."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        kind = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+        raise CapabilityError(f"{name} must be a tensor of real floating-point numbers, got {kind}; convert it first")
+
+
 def require_positive(name: str, value: float, *, zero: bool = False) -> None:
     """Raise :class:`OptionError` unless ``value`` is a finite number above zero (or at it, with ``zero``)."""
+    if value is None or isinstance(value, bool | str | complex):
+        raise OptionError(f"{name} must be a number, got {value!r}")
     if not (value > 0 or (zero and value == 0)) or value == float("inf"):
         bound = "≥ 0" if zero else "> 0"
         raise OptionError(f"{name} must be a finite number {bound}, got {value}")

@@ -7,9 +7,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from minimand.operators import Conv1d, Conv2d, Dense, LinearOperator
+from minimand.operators import (
+    BlockDCT,
+    BlockSensing,
+    Composed,
+    Conv1d,
+    Conv2d,
+    Dense,
+    Inpainting,
+    LinearOperator,
+    SubsampledFourier,
+    Transposed,
+    Wavelet,
+    gaussian_blur,
+)
 
-__all__ = ["OPERATORS", "OperatorCase", "dense_matrix", "norm_sq"]
+__all__ = ["MEASUREMENTS", "OPERATORS", "MeasurementCase", "OperatorCase", "dense_matrix", "norm_sq"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,38 @@ OPERATORS = [
     _conv2d("conv depthwise", 4, 8, 3, (6, 6), groups=4, stride=2, padding=1),
     _conv2d("conv kernel beyond map", 2, 2, 7, (4, 4), padding=3),
     _conv1d("conv1d", 3, 4, 5, 11, stride=2, padding=2),
+]
+
+
+@dataclass(frozen=True)
+class MeasurementCase:
+    """An operator that is no layer: a measurement of images, a frame, a transpose or a product."""
+
+    name: str
+    build: Callable[[], LinearOperator]
+
+    def operator(self, dtype: torch.dtype = torch.float64) -> LinearOperator:
+        torch.manual_seed(0)
+        operator = self.build()
+        return operator.with_weight(operator.weight.to(dtype))
+
+
+def _blocks(size: tuple[int, int]) -> BlockSensing:
+    return BlockSensing(torch.randn(5, 9), size)
+
+
+MEASUREMENTS = [
+    MeasurementCase("one block", lambda: _blocks((3, 3))),
+    MeasurementCase("blocks", lambda: _blocks((6, 9))),
+    MeasurementCase("fourier", lambda: SubsampledFourier((torch.rand(6, 5) < 0.4).float())),
+    MeasurementCase("inpainting", lambda: Inpainting((torch.rand(2, 4, 5) < 0.5).float())),
+    MeasurementCase("blur", lambda: gaussian_blur((6, 7), 0.8)),
+    MeasurementCase("dct", lambda: BlockDCT((7, 8), block=4, count=4)),
+    MeasurementCase("wavelet", lambda: Wavelet((7, 9), levels=2, family="db2", count=4)),
+    MeasurementCase("haar", lambda: Wavelet((4, 6), levels=1, family="haar")),
+    MeasurementCase("transposed dense", lambda: Transposed(Dense(torch.randn(3, 6)))),
+    MeasurementCase("transposed blocks", lambda: Transposed(_blocks((3, 6)))),
+    MeasurementCase("sparse synthesis", lambda: Composed(BlockDCT((3, 6), block=3), Transposed(_blocks((3, 6))))),
 ]
 
 

@@ -1,12 +1,13 @@
 """The function's contract: a value and a prox."""
 
 import abc
+from numbers import Real
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..errors import CapabilityError, OptionError, is_traced
+from ..errors import CapabilityError, OptionError, ShapeError, is_traced, require_real
 
 __all__ = ["Function", "Separable", "Step"]
 
@@ -80,12 +81,27 @@ class Separable(Function):
         x, origin = self.prox(z), self.prox(torch.zeros_like(z))
         return z * x - self._lifted(x) + self._lifted(origin)
 
+    def gap(self, x: Tensor, z: Tensor) -> Tensor:
+        r"""The Fenchel–Young gap :math:`\tilde f(x) + \tilde g(z) - xz \ge 0`, entry by entry.
+
+        It vanishes exactly where :math:`x = \varphi(z)`. As the equality holds at :math:`p = \varphi(z)`, it is
+        :math:`\tilde f(x) - \tilde f(p) - z(x - p)`, which is zero to the bit there.
+
+        >>> from minimand.functions import NonNegative
+        >>> NonNegative().gap(torch.tensor([0.0, 3.0, 3.0]), torch.tensor([-1.0, 3.0, 1.0]))
+        tensor([0., 0., 2.])
+        """
+        x, z = widened(x), widened(z)
+        p = self.prox(z)
+        return self._lifted(x) - self._lifted(p) - z * (x - p)
+
     def _lifted(self, x: Tensor) -> Tensor:
         return self.values(x) + 0.5 * x * x
 
 
 def widened(x: Tensor) -> Tensor:
     """``x`` itself, or its float32 copy where its precision is too low for sums and iterations."""
+    require_real("x", x)
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
@@ -101,18 +117,37 @@ def barrier(inside: Tensor, x: Tensor) -> Tensor:
 
 def scaled(step: Step, weight: float, x: Tensor) -> Step:
     """``step * weight``, a tensor step taken to the precision of ``x``."""
-    checked = check_step(step)
+    checked = check_step(step, x)
     if isinstance(checked, Tensor):
         return checked.to(x.dtype) * weight
     return checked * weight
 
 
-def check_step(step: Step) -> Step:
-    """Refuse a step that is not positive; of tensors only where a look costs nothing."""
+def check_step(step: Step, x: Tensor | None = None) -> Step:
+    """Refuse a step that is not positive and finite (of tensors only where a look costs nothing), or larger than x."""
+    if x is not None:
+        require_real("x", x)
     if isinstance(step, Tensor):
+        if x is not None and step.dim() and not fits(step.shape, x.shape):
+            raise ShapeError(
+                f"a step of shape {tuple(step.shape)} does not broadcast to x of shape {tuple(x.shape)}; "
+                f"give one number, or one per entry or row of x"
+            )
         look = step.device.type == "cpu" and not is_traced(step)
-        if look and not bool((step.detach() > 0).all()):
-            raise OptionError("step must be positive in every entry")
-    elif not 0 < step < float("inf"):
-        raise OptionError(f"step must be a finite number > 0, got {step}")
+        if look and not _all_positive(step.detach()):
+            raise OptionError("step must be positive and finite in every entry of its tensor")
+    elif isinstance(step, bool) or not isinstance(step, Real) or not 0 < step < float("inf"):
+        raise OptionError(f"step must be a finite number > 0 or a tensor of them, got {step!r}")
     return step
+
+
+def _all_positive(step: Tensor) -> bool:
+    if step.numel() == 1:
+        return 0 < float(step) < float("inf")
+    return bool(((step > 0) & (step < float("inf"))).all())
+
+
+def fits(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Whether a tensor of ``shape`` broadcasts to ``target`` without enlarging it."""
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(size in (1, full) for size, full in pairs)

@@ -79,7 +79,7 @@ class Monotone(Separable):
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """``phi(x)`` itself at step 1, to the bit; otherwise by a root."""
-        if not isinstance(check_step(step), Tensor) and step == 1:
+        if not isinstance(check_step(step, x), Tensor) and step == 1:
             return self.phi(x)
         work = x.to(_precision(x, step))
         if isinstance(step, Tensor):
@@ -111,7 +111,10 @@ def _require_monotone(phi: Elementwise) -> None:
     anchor = next(phi.parameters(), None) if isinstance(phi, nn.Module) else None
     grid = torch.linspace(-20.0, 20.0, 401) if anchor is None else torch.linspace(-20.0, 20.0, 401).to(anchor)
     with torch.no_grad():
-        slopes = torch.diff(phi(grid)) / torch.diff(grid)
+        image = phi(grid)
+        if not isinstance(image, Tensor) or image.shape != grid.shape:
+            raise OptionError(f"phi must map a tensor entry by entry, but {phi!r} changes its shape")
+        slopes = torch.diff(image) / torch.diff(grid)
     if not bool((slopes >= -1e-3).all()) or not bool((slopes <= 1 + 1e-3).all()):
         raise NotProximal(
             f"{getattr(phi, '__name__', phi)} has slopes from {float(slopes.min()):.3g} to "

@@ -37,7 +37,7 @@ class NuclearNorm(Function):
     weight: float
 
     def __post_init__(self) -> None:
-        require_positive("weight", self.weight)
+        require_positive("weight", self.weight, zero=True)
 
     def value(self, x: Tensor) -> Tensor:
         """The weighted nuclear norms, summed over the batch."""
@@ -46,7 +46,8 @@ class NuclearNorm(Function):
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The singular values soft-thresholded."""
         wide = _matrix(x)
-        return _singular(wide, scaled(step, self.weight, wide), clip=False).to(x.dtype)
+        threshold = scaled(step, self.weight, wide)
+        return x if self.weight == 0 else _singular(wide, threshold, clip=False).to(x.dtype)
 
     def conjugate(self) -> "SpectralBall":
         """The indicator of the dual ball."""
@@ -68,7 +69,7 @@ class SpectralBall(Function):
     radius: float
 
     def __post_init__(self) -> None:
-        require_positive("radius", self.radius)
+        require_positive("radius", self.radius, zero=True)
 
     def value(self, x: Tensor) -> Tensor:
         """Zero where every matrix lies in the ball, +inf otherwise."""
@@ -78,8 +79,9 @@ class SpectralBall(Function):
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The singular values clipped."""
-        check_step(step)
-        return _singular(_matrix(x), self.radius, clip=True).to(x.dtype)
+        check_step(step, x)
+        wide = _matrix(x)
+        return x * 0.0 if self.radius == 0 else _singular(wide, self.radius, clip=True).to(x.dtype)
 
     def conjugate(self) -> NuclearNorm:
         """The weighted nuclear norm."""
@@ -110,7 +112,7 @@ class PositiveSemidefinite(Function):
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The negative eigenvalues of the symmetric part removed."""
-        check_step(step)
+        check_step(step, x)
         return _Rectify.apply(_symmetric(_square(x))).to(x.dtype)
 
     def conjugate(self) -> "NegativeSemidefinite":
@@ -139,7 +141,7 @@ class NegativeSemidefinite(Function):
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The positive eigenvalues of the symmetric part removed."""
-        check_step(step)
+        check_step(step, x)
         wide = _square(x)
         return (0.5 * (wide - wide.mT) - _Rectify.apply(-_symmetric(wide))).to(x.dtype)
 
@@ -149,15 +151,17 @@ class NegativeSemidefinite(Function):
 
 
 def _matrix(x: Tensor) -> Tensor:
+    wide = widened(x)
     if x.dim() < 2:
         raise ShapeError(f"a function of matrices needs two dimensions or more, got shape {tuple(x.shape)}")
-    return widened(x)
+    return wide
 
 
 def _square(x: Tensor) -> Tensor:
+    wide = widened(x)
     if x.dim() < 2 or x.shape[-1] != x.shape[-2]:
         raise ShapeError(f"a semidefinite cone needs square matrices, got shape {tuple(x.shape)}")
-    return widened(x)
+    return wide
 
 
 def _symmetric(x: Tensor) -> Tensor:

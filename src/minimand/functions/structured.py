@@ -20,6 +20,13 @@ def require_common_step(step: Step, dims: int, kind: str) -> None:
         )
 
 
+def _vectors(x: Tensor) -> Tensor:
+    wide = widened(x)
+    if x.dim() == 0:
+        raise ShapeError("a function of vectors needs one dimension or more, got a single number of shape ()")
+    return wide
+
+
 def _indicator(inside: Tensor, x: Tensor) -> Tensor:
     return torch.where(inside.all(), 0.0, float("inf")).to(x.dtype)
 
@@ -39,14 +46,15 @@ class Simplex(Function):
 
     def value(self, x: Tensor) -> Tensor:
         """Zero where every last dimension is a distribution, +inf otherwise."""
+        wide = _vectors(x)
         tolerance = 4 * torch.finfo(x.dtype).eps * (x.shape[-1] + 4)
-        x = widened(x)
+        x = wide
         return _indicator((x >= -tolerance).all(-1) & ((x.sum(-1) - 1).abs() <= tolerance), x)
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The Euclidean projection."""
-        check_step(step)
-        wide = widened(x)
+        check_step(step, x)
+        wide = _vectors(x)
         # The projection ignores a common shift; without it, large entries would cancel.
         centred = wide - wide.detach().amax(-1, keepdim=True)
         return torch.relu(centred - _level(centred, 1.0)).to(x.dtype)
@@ -71,12 +79,12 @@ class Maximum(Function):
 
     def value(self, x: Tensor) -> Tensor:
         """The largest entries, summed over the batch."""
-        return widened(x).amax(-1).sum()
+        return _vectors(x).amax(-1).sum()
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The entries above a level cut down to it."""
         require_common_step(step, 1, "Maximum")
-        wide = widened(x)
+        wide = _vectors(x)
         return torch.minimum(wide, _level(wide, scaled(step, 1.0, wide))).to(x.dtype)
 
     def conjugate(self) -> Simplex:
@@ -108,17 +116,19 @@ class GroupL2(Function):
     weight: float
 
     def __post_init__(self) -> None:
-        require_positive("weight", self.weight)
+        require_positive("weight", self.weight, zero=True)
 
     def value(self, x: Tensor) -> Tensor:
         """The weighted norms, summed over the batch."""
-        return self.weight * torch.linalg.vector_norm(widened(x), dim=-1).sum()
+        return self.weight * torch.linalg.vector_norm(_vectors(x), dim=-1).sum()
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """Block soft thresholding."""
         require_common_step(step, 1, "GroupL2")
-        wide = widened(x)
+        wide = _vectors(x)
         threshold = scaled(step, self.weight, wide)
+        if self.weight == 0:
+            return x
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         # Clamping before dividing keeps the gradient finite at the zero vector.
         norm = torch.maximum(norm, threshold) if isinstance(threshold, Tensor) else norm.clamp_min(threshold)
@@ -144,18 +154,21 @@ class Ball(Function):
     radius: float
 
     def __post_init__(self) -> None:
-        require_positive("radius", self.radius)
+        require_positive("radius", self.radius, zero=True)
 
     def value(self, x: Tensor) -> Tensor:
         """Zero where every last dimension lies in the ball, +inf otherwise."""
+        wide = _vectors(x)
         room = self.radius * (1 + 8 * torch.finfo(x.dtype).eps)
-        x = widened(x)
+        x = wide
         return _indicator(torch.linalg.vector_norm(x, dim=-1) <= room, x)
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The Euclidean projection."""
-        check_step(step)
-        wide = widened(x)
+        check_step(step, x)
+        if self.radius == 0:
+            return x * 0.0
+        wide = _vectors(x)
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).clamp_min(self.radius)
         return (wide * (self.radius / norm)).to(x.dtype)
 

@@ -2,13 +2,13 @@
 
 import abc
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from ..errors import ShapeError, require_finite
+from ..errors import OptionError, ShapeError, require_finite
 
 __all__ = ["Bounds", "LinearOperator"]
 
@@ -155,10 +155,39 @@ class LinearOperator(abc.ABC):
         return torch.index_select(tensor, self.feature_dim, index)
 
 
-def as_index(index: Tensor | Sequence[int], like: Tensor) -> Tensor:
-    """The places that ``index`` picks in ``y[:, index]``: a tensor or list of places, or a mask."""
-    places = index if isinstance(index, Tensor) else torch.as_tensor(index, device=like.device)
+def as_index(index: Tensor | Sequence[int], like: Tensor, size: int | None = None) -> Tensor:
+    """The places that ``index`` picks in ``y[:, index]``: a tensor or list of places, or a mask of that ``size``."""
+    if not isinstance(index, Tensor | Iterable):
+        raise OptionError(f"an index is a list of whole numbers or a mask, got {index!r}")
+    places = index if isinstance(index, Tensor) else torch.as_tensor(list(index), device=like.device)
+    if places.dtype == torch.bool and size is not None and places.shape != (size,):
+        raise ShapeError(f"a mask of shape {tuple(places.shape)} does not fit the {size} features there are")
+    if places.numel() == 0:
+        return places.reshape(0).long()
+    if places.dim() != 1 or places.is_floating_point() or places.is_complex():
+        raise OptionError(
+            f"an index is a list of whole numbers or a mask, in one dimension; got shape {tuple(places.shape)} of "
+            f"{places.dtype}"
+        )
     return places.nonzero().squeeze(-1) if places.dtype == torch.bool else places
+
+
+def pick(weight: Tensor, dim: int, index: Tensor) -> Tensor:
+    """``index_select`` with an error that names the range."""
+    if torch.compiler.is_compiling():
+        return weight.index_select(dim, index)
+    try:
+        return weight.index_select(dim, index)
+    except (IndexError, RuntimeError) as error:
+        raise out_of_range(index, weight.shape[dim]) from error
+
+
+def out_of_range(index: Tensor, size: int) -> ShapeError:
+    """The error of an index that names features which are not there."""
+    return ShapeError(
+        f"an index from {int(index.min())} to {int(index.max())} does not fit the {size} features there are; "
+        f"they are numbered from 0 to {size - 1}"
+    )
 
 
 def _check(role: str, tensor: Tensor, sample: tuple[int, ...]) -> None:
@@ -166,4 +195,14 @@ def _check(role: str, tensor: Tensor, sample: tuple[int, ...]) -> None:
         raise ShapeError(
             f"the operator takes an {role} of shape (..., {', '.join(map(str, sample))}), "
             f"got {tuple(tensor.shape)}; reshape it or build the operator for that size"
+        )
+
+
+def check_bias(bias: Tensor, x: Tensor) -> None:
+    """Raise :class:`~minimand.errors.ShapeError` where adding ``bias`` would fail, or enlarge ``x``."""
+    pairs = zip(reversed(bias.shape), reversed(x.shape), strict=False)
+    if bias.dim() > x.dim() or any(size not in (1, full) for size, full in pairs):
+        raise ShapeError(
+            f"a bias of shape {tuple(bias.shape)} does not broadcast to an output of shape {tuple(x.shape)}; "
+            f"give one number per output, or one per entry"
         )

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import OptionError, ShapeError
-from .base import LinearOperator, as_index
+from ..errors import OptionError, ShapeError, require_real
+from .base import LinearOperator, as_index, check_bias, out_of_range, pick
 from .bounds import Geometry, channel_norms_sq, convolution_norm_sq
 from .gather import Columns
 from .grouped import GroupedPart
@@ -37,6 +37,7 @@ class Convolution(LinearOperator, abc.ABC):
         dilation: Size = 1,
         groups: int = 1,
     ) -> None:
+        require_real("a convolution's weight", weight)
         if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
             raise OptionError(f"groups must be a whole number ≥ 1, got {groups!r}")
         if weight.dim() != self.dimensions + 2 or weight.shape[0] % groups:
@@ -88,11 +89,19 @@ class Convolution(LinearOperator, abc.ABC):
     def apply(self, y: Tensor, bias: Tensor | None = None) -> Tensor:
         """``A y + bias``, to the bit what torch's convolution computes."""
         g = self.geometry
+        self._check_map(y)
         inside = None
         if bias is not None and bias.shape in ((self.outputs,), (self.outputs, *(1,) * self.dimensions)):
             inside, bias = bias.reshape(self.outputs), None
-        x = type(self)._forward(y, self.weight, inside, g.stride, self._padding, g.dilation, g.groups)
-        return x if bias is None else x + bias
+        before = tuple(pair[0] for pair in g.padding)
+        if any(pair[0] != pair[1] for pair in g.padding):
+            # As torch does for an even kernel, but without its warning; it counts the sides from the last dimension.
+            y = F.pad(y, [side for pair in reversed(g.padding) for side in (0, pair[1] - pair[0])])
+        x = type(self)._forward(y, self.weight, inside, g.stride, before, g.dilation, g.groups)
+        if bias is None:
+            return x
+        check_bias(bias, x)
+        return x + bias
 
     def adjoint(self, x: Tensor) -> Tensor:
         """``Aᵀ x``, the transposed convolution, with exactly the input's size.
@@ -100,6 +109,7 @@ class Convolution(LinearOperator, abc.ABC):
         Inputs that no window reaches, because the stride does not divide the map, come out as zeros.
         """
         g = self.geometry
+        self.check_output(x)
         size, before = g.known_size(), tuple(p[0] for p in g.padding)
         parts = zip(g.output(), g.stride, before, g.reach, strict=True)
         natural = [(o - 1) * s - 2 * p + r + 1 for o, s, p, r in parts]
@@ -112,18 +122,20 @@ class Convolution(LinearOperator, abc.ABC):
 
     def restrict(self, index: Tensor | Sequence[int]) -> LinearOperator:
         """``A`` on the input channels ``index`` (with groups: :class:`~.grouped.GroupedPart`)."""
-        index = as_index(index, self.weight)
+        index = as_index(index, self.weight, self.inputs)
         if self.geometry.groups > 1:
+            _check_range(index, self.inputs)
             return GroupedPart(self, index, torch.arange(self.outputs, device=index.device))
-        part = self.weight.index_select(1, index) if self._columns is None else self._columns.take(index)
+        part = pick(self.weight, 1, index) if self._columns is None else self._columns.take(index)
         return self.with_weight(part, 1)
 
     def restrict_outputs(self, index: Tensor | Sequence[int]) -> LinearOperator:
         """The output channels ``index`` of ``A``."""
-        index = as_index(index, self.weight)
+        index = as_index(index, self.weight, self.outputs)
         if self.geometry.groups > 1:
+            _check_range(index, self.outputs)
             return GroupedPart(self, torch.arange(self.inputs, device=index.device), index)
-        return self.with_weight(self.weight.index_select(0, index), 1)
+        return self.with_weight(pick(self.weight, 0, index), 1)
 
     def gathered(self) -> Self:
         """The same operator, with its channels laid out for :meth:`restrict`."""
@@ -162,6 +174,21 @@ class Convolution(LinearOperator, abc.ABC):
     def _output_norms_sq(self) -> Tensor:
         return round_up(channel_norms_sq(self.weight, self.geometry, of="outputs"), self.weight.dtype)
 
+    def _check_map(self, y: Tensor) -> None:
+        """As :meth:`check_input`, where without a size any map will do."""
+        if self.geometry.size is not None:
+            self.check_input(y)
+            return
+        self._check_dimensions("input", y)
+        if y.shape[self.feature_dim] != self.inputs:
+            raise ShapeError(
+                f"the {type(self).__name__} takes {self.inputs} input channels, got {y.shape[self.feature_dim]} in "
+                f"shape {tuple(y.shape)}"
+            )
+        g, size = self.geometry, y.shape[self.feature_dim + 1 :]
+        if any(n + sum(p) <= r for n, p, r in zip(size, g.padding, g.reach, strict=True)):
+            raise ShapeError(f"a kernel of {g.kernel} does not fit into a map of {tuple(size)}; enlarge it or pad it")
+
     def _check_dimensions(self, role: str, tensor: Tensor) -> None:
         sample = self.dimensions + 1
         if tensor.dim() not in (sample, sample + 1):
@@ -171,8 +198,11 @@ class Convolution(LinearOperator, abc.ABC):
             )
 
     def _tuple(self, name: str, value: Size, least: int) -> tuple[int, ...]:
-        values = (value,) * self.dimensions if isinstance(value, int) else tuple(value)
-        if len(values) != self.dimensions or min(values) < least:
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            value = (value,) * self.dimensions
+        values = tuple(value)
+        whole = all(isinstance(v, int | torch.SymInt) and not isinstance(v, bool) for v in values)
+        if len(values) != self.dimensions or not whole or min(values) < least:
             raise OptionError(f"{name} must be {self.dimensions} integers ≥ {least} (or one for all), got {value}")
         return values
 
@@ -189,6 +219,11 @@ class Convolution(LinearOperator, abc.ABC):
         if isinstance(padding, str):
             raise OptionError(f'padding must be integers, "same" or "valid", got "{padding}"')
         return tuple((p, p) for p in self._tuple("padding", padding, 0))
+
+
+def _check_range(index: Tensor, size: int) -> None:
+    if not torch.compiler.is_compiling() and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < size:
+        raise out_of_range(index, size)
 
 
 class Conv2d(Convolution):

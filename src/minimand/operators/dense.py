@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import ShapeError
-from .base import LinearOperator, as_index
+from ..errors import ShapeError, require_real
+from .base import LinearOperator, as_index, check_bias, pick
 from .gather import Columns
 from .gram import gram
 from .spectral import certified_norm_sq, round_up, sum_of_squares
@@ -33,6 +33,7 @@ class Dense(LinearOperator):
     feature_dim = -1
 
     def __init__(self, weight: Tensor) -> None:
+        require_real("a dense weight", weight)
         if weight.dim() != 2:
             raise ShapeError(f"a dense weight has 2 dimensions (n2, n1), got shape {tuple(weight.shape)}")
         self.weight = weight
@@ -65,22 +66,28 @@ class Dense(LinearOperator):
 
     def apply(self, y: Tensor, bias: Tensor | None = None) -> Tensor:
         """``A y + bias``, to the bit what :func:`torch.nn.functional.linear` computes."""
+        if y.dim() == 0 or y.shape[-1] != self.weight.shape[1]:
+            self.check_input(y)
         if bias is None or bias.shape == (self.outputs,):
             return F.linear(y, self.weight, bias)
-        return F.linear(y, self.weight) + bias
+        x = F.linear(y, self.weight)
+        check_bias(bias, x)
+        return x + bias
 
     def adjoint(self, x: Tensor) -> Tensor:
         """``Aᵀ x``."""
+        if x.dim() == 0 or x.shape[-1] != self.weight.shape[0]:
+            self.check_output(x)
         return torch.matmul(x, self.weight)
 
     def restrict(self, index: Tensor | Sequence[int]) -> "Dense":
         """The columns ``index`` of ``A``."""
-        index = as_index(index, self.weight)
-        return Dense(self.weight.index_select(1, index) if self._columns is None else self._columns.take(index))
+        index = as_index(index, self.weight, self.inputs)
+        return Dense(pick(self.weight, 1, index) if self._columns is None else self._columns.take(index))
 
     def restrict_outputs(self, index: Tensor | Sequence[int]) -> "Dense":
         """The rows ``index`` of ``A``."""
-        return Dense(self.weight.index_select(0, as_index(index, self.weight)))
+        return Dense(pick(self.weight, 0, as_index(index, self.weight, self.outputs)))
 
     def gathered(self) -> "Dense":
         """The same operator, with its columns laid out for :meth:`restrict`."""

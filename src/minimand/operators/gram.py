@@ -22,7 +22,14 @@ def gram(matrix: Tensor) -> Tensor:
     >>> gram(torch.tensor([[1.0, 2.0]]))
     tensor([[5.]])
     """
-    return _Gram.apply(matrix)
+    if matrix.requires_grad or is_traced(matrix):
+        return _Gram.apply(matrix)
+    return _product(matrix)
+
+
+def _product(matrix: Tensor) -> Tensor:
+    plain = matrix.dim() != 2 or len(matrix) < _WORTH_BLOCKS or is_traced(matrix)
+    return matrix @ matrix.mT if plain else _by_blocks(matrix)
 
 
 def _by_blocks(matrix: Tensor) -> Tensor:
@@ -42,8 +49,7 @@ class _Gram(torch.autograd.Function):
 
     @staticmethod
     def forward(matrix: Tensor) -> Tensor:
-        plain = matrix.dim() != 2 or len(matrix) < _WORTH_BLOCKS or is_traced(matrix)
-        return matrix @ matrix.mT if plain else _by_blocks(matrix)
+        return _product(matrix)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:

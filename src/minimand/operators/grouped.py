@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .base import LinearOperator, as_index
+from ..errors import ShapeError
+from .base import LinearOperator, as_index, pick
 
 if TYPE_CHECKING:
     from .conv import Convolution
@@ -64,6 +65,7 @@ class GroupedPart(LinearOperator):
 
     def apply(self, y: Tensor, bias: Tensor | None = None) -> Tensor:
         """``A y + bias``."""
+        self._check("input", y, self.inputs)
         x = self.core.apply(self._move(y, self.sources.outer, self.sources.core, self.core.inputs))
         x = self._move(x, self.targets.core, self.targets.outer, self.outputs)
         if bias is None:
@@ -72,22 +74,30 @@ class GroupedPart(LinearOperator):
 
     def adjoint(self, x: Tensor) -> Tensor:
         """``Aᵀ x``."""
+        self._check("output", x, self.outputs)
         y = self.core.adjoint(self._move(x, self.targets.outer, self.targets.core, self.core.outputs))
         return self._move(y, self.sources.core, self.sources.outer, self.inputs)
 
     def restrict(self, index: Tensor | Sequence[int]) -> "GroupedPart":
         """The part of the part on the inputs ``index``."""
-        index = as_index(index, self.weight)
-        return GroupedPart(self.whole, self.given.index_select(0, index), self.taken)
+        index = as_index(index, self.weight, self.inputs)
+        return GroupedPart(self.whole, pick(self.given, 0, index), self.taken)
 
     def restrict_outputs(self, index: Tensor | Sequence[int]) -> "GroupedPart":
         """The part of the part with the outputs ``index``."""
-        index = as_index(index, self.weight)
-        return GroupedPart(self.whole, self.given, self.taken.index_select(0, index))
+        index = as_index(index, self.weight, self.outputs)
+        return GroupedPart(self.whole, self.given, pick(self.taken, 0, index))
 
     def with_weight(self, weight: Tensor) -> "GroupedPart":
         """The same part of the convolution with another weight."""
         return GroupedPart(self.whole.with_weight(weight), self.given, self.taken)
+
+    def _check(self, role: str, tensor: Tensor, features: int) -> None:
+        # The rest of the shape is the convolution's own business.
+        if tensor.dim() < -self.feature_dim or tensor.shape[self.feature_dim] != features:
+            raise ShapeError(
+                f"this part of a convolution takes an {role} with {features} channels, got shape {tuple(tensor.shape)}"
+            )
 
     def _move(self, tensor: Tensor, source: Tensor, target: Tensor, size: int) -> Tensor:
         shape = list(tensor.shape)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import CapabilityError, OptionError, require_finite
+from ..errors import CapabilityError, OptionError, ShapeError, require_finite
 from .base import LinearOperator
 from .bounds import convolution_norm_sq
 from .conv import Conv1d, Conv2d, Convolution, Size
@@ -126,6 +126,12 @@ def _copies(mode: str, padding: tuple[int, int], size: int | None) -> int:
     if size is None:
         # A pad is no longer than its map, so each side copies an input once at most.
         return 1 + sum(padding) if mode == "replicate" else 1 + sum(p > 0 for p in padding)
+    least = {"reflect": max(padding) + 1, "circular": max(padding)}.get(mode, 1)
+    if size < least:
+        raise ShapeError(
+            f"padding_mode={mode!r} with a padding of {max(padding)} needs a map of {least} or more, got {size}; "
+            f"enlarge the map or pad less"
+        )
     line = torch.arange(float(size)).reshape(1, 1, size)
     return int(torch.bincount(F.pad(line, padding, mode=mode).flatten().long()).max())
 

@@ -6,16 +6,24 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from ..errors import CapabilityError, OptionError, is_traced, require_finite
+from ..errors import CapabilityError, OptionError, is_traced, require_finite, require_positive
 from .base import Bounds, LinearOperator
+from .bounds import convolution_norm_sq
 from .conv import Convolution
 from .dense import Dense
 from .opaque import decode, encode
-from .spectral import EPS, round_up, to_float64
+from .spectral import EPS, round_up, to_float64, top_singular
 
 __all__ = ["LipschitzTracker"]
 
 POLICIES = ("drift", "manual")
+STATE = ("anchor", "root_total", "root_inputs", "root_outputs", "direction")
+COLD_RTOL = 1e-3
+WARM_RTOL = 5e-3  # of a renewal during training, where the drift has cost more tightness already
+# Between these, sums of float32 squares have lost nothing to underflow and cannot have overflowed.
+TRUSTED = (1e-10, 1e15)
+FLAT = 1 << 18  # entries
+FLOAT32_EPS = torch.finfo(torch.float32).eps
 
 
 class Roots(NamedTuple):
@@ -50,7 +58,8 @@ class LipschitzTracker(nn.Module):
     own weight to :meth:`bounds`; its tracker can then be built on a weight on the meta device. State is in
     non-persistent buffers: it moves and copies with the module and leaves ``state_dict`` empty. While
     compiling, the renewal is an opaque operator; while exporting, only the formula is traced, so run the
-    module once before.
+    module once before. In training, a renewal of a dense weight starts from the singular vector of the last one and
+    is half a per cent looser; in evaluation the bound depends on the weight alone.
 
     >>> A = Dense(torch.eye(3))
     >>> tracker = LipschitzTracker(A)
@@ -64,6 +73,7 @@ class LipschitzTracker(nn.Module):
     root_total: Tensor
     root_inputs: Tensor
     root_outputs: Tensor
+    direction: Tensor
 
     def __init__(
         self,
@@ -82,6 +92,8 @@ class LipschitzTracker(nn.Module):
                 f"LipschitzTracker follows a Dense, Conv1d or Conv2d, got a {type(operator).__name__}; "
                 f"call its norm_sq() whenever the weight changes instead"
             )
+        if tolerance is not None:
+            require_positive("tolerance", tolerance, zero=True)
         self.operator = operator
         self.policy = refresh
         self.tolerance = tolerance if tolerance is not None else 0.18 if isinstance(operator, Dense) else 0.1
@@ -94,11 +106,11 @@ class LipschitzTracker(nn.Module):
         r"""A bound on :math:`\|A\|^2` for the operator's present weight; a constant for autograd."""
         return self.bounds().total
 
-    @torch.no_grad()
     def bounds(self, weight: Tensor | None = None) -> Bounds:
         """The bounds for ``weight``, by default the operator's own; constants for autograd."""
         weight = self.operator.weight.detach() if weight is None else weight.detach()
-        if weight.shape != self.anchor.shape or weight.dtype != self.anchor.dtype:
+        anchor = self.anchor
+        if weight.shape != anchor.shape or weight.dtype != anchor.dtype:
             self._reset(weight)
         if self.policy == "manual":
             if self.refreshes == 0 and not is_traced(weight):
@@ -107,12 +119,7 @@ class LipschitzTracker(nn.Module):
         # In evaluation the bound is the weight's own, whatever way led there: equal weights, equal answers.
         tolerance = self.tolerance if self.training else 0.0
         if not is_traced(weight):
-            drift = self._drift(weight)
-            # Written so that NaN refreshes too: the certificate then names the weight.
-            if self.refreshes == 0 or not bool(drift.total <= tolerance * self.root_total):
-                self.refresh(weight)
-                drift = self._drift(weight)
-            return self._squared(weight, drift)
+            return self._renewed(weight, tolerance)
         if not torch.compiler.is_exporting() and torch.compiler.is_compiling():
             _renew(weight, *self._state(), tolerance, self.inputs, self.outputs, *encode(self.operator))
         return self._squared(weight, self._drift(weight))
@@ -123,31 +130,49 @@ class LipschitzTracker(nn.Module):
         weight = self.operator.weight.detach() if weight is None else weight.detach()
         if weight.shape != self.anchor.shape or weight.dtype != self.anchor.dtype:
             self._reset(weight)
+        return self._refresh(weight, warm=False)
+
+    def _refresh(self, weight: Tensor, *, warm: bool) -> Self:
         require_finite("the weight of the tracked operator", weight)
-        _anchor(self.operator.with_weight(weight), *self._state(), self.inputs, self.outputs)
+        _anchor(self.operator.with_weight(weight), *self._state(), self.inputs, self.outputs, warm)
         self.refreshes += 1
         return self
 
-    def _state(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.anchor, self.root_total, self.root_inputs, self.root_outputs
+    def _renewed(self, weight: Tensor, tolerance: float) -> Bounds:
+        """The bounds, renewed first where the weight has moved too far."""
+        moved = _total_drift(weight, self.anchor, self.operator)
+        # Written so that NaN refreshes too: the certificate then names the weight.
+        if self.refreshes == 0 or not moved <= tolerance * float(self.root_total):
+            self._refresh(weight, warm=tolerance > 0 and self.refreshes > 0)
+            moved = 0.0
+        if self.inputs or self.outputs:
+            trusted = weight.dtype == torch.float32 and TRUSTED[0] < moved < TRUSTED[1]
+            precision = torch.float32 if trusted else torch.float64
+            return self._squared(weight, self._drift(weight, precision) if moved else None)
+        # Plain numbers: ten operations on tensors of one entry would take longer than the drift itself.
+        return Bounds(_above((float(self.root_total) + moved) ** 2, weight))
+
+    def _state(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return self.anchor, self.root_total, self.root_inputs, self.root_outputs, self.direction
 
     def _reset(self, weight: Tensor) -> None:
         """Anchor at zero, whose norm is zero: a valid, if loose, reference that costs nothing."""
         device = None if weight.device.type == "meta" else weight.device
         inputs = self.operator.inputs if self.inputs else 0
         outputs = self.operator.outputs if self.outputs else 0
-        values = (
-            torch.zeros(shape, dtype=weight.dtype, device=device) for shape in (weight.shape, (), inputs, outputs)
-        )
-        for name, value in zip(("anchor", "root_total", "root_inputs", "root_outputs"), values, strict=True):
+        side = min(weight.shape) if isinstance(self.operator, Dense) else 0
+        shapes: tuple[tuple[int, ...], ...] = (tuple(weight.shape), (), (inputs,), (outputs,), (side,))
+        for name, shape in zip(STATE, shapes, strict=True):
+            value = torch.zeros(shape, dtype=weight.dtype, device=device)
             self.register_buffer(name, value, persistent=False)
         self.refreshes = 0
 
-    def _drift(self, weight: Tensor) -> Roots:
-        return _drift(weight, self.anchor, self.operator, self.inputs, self.outputs)
+    def _drift(self, weight: Tensor, precision: torch.dtype = torch.float64) -> Roots:
+        return _drift(weight, self.anchor, self.operator, self.inputs, self.outputs, precision)
 
     def _squared(self, weight: Tensor, drift: Roots | None) -> Bounds:
-        work = torch.promote_types(weight.dtype, torch.float32)
+        # The square of a small float32 number may be zero.
+        work = torch.float32 if weight.device.type == "mps" else torch.float64
         slack = 1 + 8 * torch.finfo(work).eps
 
         def square(root: Tensor, moved: Tensor | None) -> Tensor:
@@ -170,31 +195,67 @@ class LipschitzTracker(nn.Module):
             return self
         old = before[0].to(self.anchor.device)
         moved = _drift(self.anchor.double(), old.double(), self.operator, self.inputs, self.outputs)
-        for new, root, extra in zip(self._state()[1:], before[1:], moved, strict=True):
+        for new, root, extra in zip(self._state()[1:4], before[1:4], moved, strict=True):
             if new.numel():
                 new.copy_(round_up(root.to(new.device).double() + extra, new.dtype))
         return self
 
 
-def _drift(weight: Tensor, anchor: Tensor, operator: LinearOperator, inputs: bool, outputs: bool) -> Roots:
-    """How much the norms may have grown from ``anchor`` to ``weight``."""
+def _total_drift(weight: Tensor, anchor: Tensor, operator: LinearOperator) -> float:
+    """How much the norm of the whole operator may have grown from ``anchor`` to ``weight``."""
+    groups, shared = _multiplicity(operator)
+    # One call where the rounding of a flat float32 sum, half a unit per term at most, hardly shows.
+    if weight.dtype == torch.float32 and groups == 1 and weight.numel() <= FLAT:
+        total = float(torch.dist(weight, anchor))
+        if TRUSTED[0] < total < TRUSTED[1]:
+            return shared**0.5 * total * (1 + (weight.numel() + 16) * 0.5 * FLOAT32_EPS)
+    elif weight.dtype == torch.float32:
+        rows = torch.linalg.vector_norm((weight - anchor).flatten(1), dim=1)
+        total = float(torch.linalg.vector_norm(rows.unflatten(0, (groups, -1)), dim=1).amax())
+        if TRUSTED[0] < total < TRUSTED[1]:
+            return shared**0.5 * total * (1 + (anchor[0].numel() + len(rows) + 16) * FLOAT32_EPS)
+    if torch.equal(weight, anchor):
+        return 0.0
+    return float(_drift(weight, anchor, operator, False, False).total)
+
+
+def _drift(
+    weight: Tensor,
+    anchor: Tensor,
+    operator: LinearOperator,
+    inputs: bool,
+    outputs: bool,
+    precision: torch.dtype = torch.float64,
+) -> Roots:
+    """How much the norms may have grown from ``anchor`` to ``weight``; squares are summed in ``precision``."""
+    groups, shared = _multiplicity(operator)
     work = torch.promote_types(weight.dtype, torch.float32)
-    delta = weight.to(work) - anchor.to(work)
-    groups, shared = (1, 1)
-    if isinstance(operator, Convolution):
-        groups, shared = operator.geometry.groups, min(operator.geometry.overlaps())
-    # Norms of norms: one flat sum of millions of float32 squares is off by a per cent.
-    rows = torch.linalg.vector_norm(delta.flatten(1), dim=1)
-    total = torch.linalg.vector_norm(rows.unflatten(0, (groups, -1)), dim=1).amax(0)
-    info = torch.finfo(work)
-    factor = shared**0.5 * (1 + (delta[0].numel() + delta.shape[0] + 16) * info.eps)
+    precision = torch.float32 if weight.device.type == "mps" else precision
+    info = torch.finfo(precision)
+    squares = (weight.to(work) - anchor.to(work)).to(precision).square().flatten(2 if weight.dim() > 2 else 1)
+    per_input = squares.sum(-1) if squares.dim() == 3 else squares
+    rows = per_input.sum(1)
+    total = rows.unflatten(0, (groups, -1)).sum(1).amax(0)
     none = rows.new_zeros(0)
-    columns = none
-    if inputs:
-        per_group = delta.flatten(2) if delta.dim() > 2 else delta.unsqueeze(-1)
-        taps = torch.linalg.vector_norm(per_group, dim=-1).unflatten(0, (groups, -1))
-        columns = torch.linalg.vector_norm(taps, dim=1).flatten()
-    return Roots(*(factor * part for part in (total, columns, rows if outputs else none)))
+    columns = per_input.unflatten(0, (groups, -1)).sum(1).flatten() if inputs else none
+    factor = shared**0.5 * (1 + (squares[0].numel() + len(rows) + 16) * info.eps + torch.finfo(work).eps)
+    # A square below the smallest normal number may have been lost.
+    lost = (shared * squares.numel() * info.tiny) ** 0.5
+    return Roots(*(part.sqrt() * factor + lost for part in (total, columns, rows if outputs else none)))
+
+
+def _multiplicity(operator: LinearOperator) -> tuple[int, int]:
+    """The groups of an operator, and how many of its windows share one input."""
+    if not isinstance(operator, Convolution):
+        return 1, 1
+    return operator.geometry.groups, min(operator.geometry.overlaps())
+
+
+def _above(value: float, like: Tensor) -> Tensor:
+    """A tensor of one entry, of the type of ``like``, that is not below ``value``."""
+    info = torch.finfo(like.dtype)
+    raised = max(value * (1 + 8 * info.eps), info.tiny) if value > 0 else value
+    return like.new_full((), raised if raised <= info.max else float("inf"))
 
 
 def _anchor(
@@ -203,8 +264,10 @@ def _anchor(
     root_total: Tensor,
     root_inputs: Tensor,
     root_outputs: Tensor,
+    direction: Tensor,
     inputs: bool,
     outputs: bool,
+    warm: bool,
 ) -> None:
     """Write the operator's weight and the roots of its certified norms into the buffers."""
 
@@ -213,20 +276,28 @@ def _anchor(
 
     anchor.copy_(operator.weight)
     with torch.autocast(anchor.device.type, enabled=False):
-        root_total.copy_(root(operator.norm_sq(), root_total.dtype))
+        if isinstance(operator, Convolution):
+            total = convolution_norm_sq(operator.weight, operator.geometry)
+        else:
+            total, vector = top_singular(
+                operator.weight, rtol=WARM_RTOL if warm else COLD_RTOL, start=direction if warm else None
+            )
+            direction.copy_(vector)
+        root_total.copy_(root(total, root_total.dtype))
         if inputs:
             root_inputs.copy_(root(operator.input_norms_sq(), root_inputs.dtype))
         if outputs:
             root_outputs.copy_(root(operator.output_norms_sq(), root_outputs.dtype))
 
 
-@torch.library.custom_op("minimand::renew_anchor", mutates_args=("anchor", "root_total", "root_inputs", "root_outputs"))
+@torch.library.custom_op("minimand::renew_anchor", mutates_args=STATE)
 def _renew(
     weight: Tensor,
     anchor: Tensor,
     root_total: Tensor,
     root_inputs: Tensor,
     root_outputs: Tensor,
+    direction: Tensor,
     tolerance: float,
     inputs: bool,
     outputs: bool,
@@ -238,5 +309,6 @@ def _renew(
 ) -> None:
     """Renew the reference when the weight has moved too far; opaque to a compiler, so free to branch."""
     operator = decode(weight, stride, padding, dilation, groups, size)
-    if not bool(_drift(weight, anchor, operator, False, False).total <= tolerance * root_total):
-        _anchor(operator, anchor, root_total, root_inputs, root_outputs, inputs, outputs)
+    if not _total_drift(weight, anchor, operator) <= tolerance * float(root_total):
+        warm = tolerance > 0 and bool(root_total > 0)
+        _anchor(operator, anchor, root_total, root_inputs, root_outputs, direction, inputs, outputs, warm)

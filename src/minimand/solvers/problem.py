@@ -6,7 +6,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import CapabilityError, OptionError, ShapeError, is_traced, require_finite, require_positive
+from ..errors import (
+    CapabilityError,
+    NonFiniteError,
+    OptionError,
+    ShapeError,
+    is_traced,
+    require_finite,
+    require_positive,
+    require_real,
+)
 from ..functions.base import Function, widened
 from ..operators.base import Bounds, LinearOperator
 from .sampling import Sample
@@ -152,6 +161,9 @@ class Problem:
                 f"got {type(self.operator).__name__} and {type(self.function).__name__}"
             )
         require_positive("ridge", self.ridge, zero=True)
+        require_real("y", self.y)
+        if self.bias is not None:
+            require_real("bias", self.bias)
         self.operator.check_input(self.y)
         self.check_dtype("y", self.y)
         if self.bias is not None:
@@ -231,5 +243,12 @@ def reciprocal(smoothness: Tensor) -> Tensor:
 
 def as_number(step: Tensor) -> float | Tensor:
     """A single step as a Python number where reading it costs nothing: proxes are faster with one."""
-    readable = step.dim() == 0 and step.device.type == "cpu" and not is_traced(step)
-    return float(step) if readable else step
+    if step.dim() or step.device.type != "cpu" or is_traced(step):
+        return step
+    number = float(step)
+    if number == 0:
+        raise NonFiniteError(
+            "the bound on the operator's squared norm overflows its type, so that no step is short enough; scale the "
+            "weight down or use float64 (a diverged training run is the usual cause)"
+        )
+    return number

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..adjoints import Adjoint, Run, Unroll
-from ..errors import CapabilityError, ShapeError, require_finite, require_positive
+from ..errors import CapabilityError, ShapeError, require_finite, require_positive, require_real
 from .base import Solver, State
 from .problem import Problem
 
@@ -66,6 +66,8 @@ def solve(
     (tensor([[3., 0.]], dtype=torch.float64), True)
     """
     check(problem, solver, adjoint, x0=x0)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise CapabilityError(f"generator must be a torch.Generator or None, got {generator!r}")
     if tol is not None:
         require_positive("tol", tol)
     prepared = solver.prepare(problem)
@@ -120,10 +122,13 @@ def check(problem: Problem, solver: Solver, adjoint: Adjoint, *, x0: Tensor | No
         raise CapabilityError(
             f"solve takes a solver such as ProxGD() and an adjoint such as Unroll(), got {solver!r} and {adjoint!r}"
         )
+    if not isinstance(problem, Problem):
+        raise CapabilityError(f"solve takes a Problem(operator, function, y), got a {type(problem).__name__}")
     problem.check()
     solver.check(problem.operator, problem.function)
     adjoint.check(solver)
     if x0 is not None:
+        require_real("x0", x0)
         if x0.shape != problem.shape:
             raise ShapeError(f"x0 has shape {tuple(x0.shape)}, but the problem's x has {tuple(problem.shape)}")
         problem.check_dtype("x0", x0)

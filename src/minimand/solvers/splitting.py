@@ -48,13 +48,15 @@ class ADMM(Solver):
     """
 
     iters: int = 10
-    rho: float = 1.0
+    rho: float | Tensor = 1.0
     cg_iters: int = dataclasses.field(default=10, kw_only=True)
 
     def __post_init__(self) -> None:
         require_count("iters", self.iters)
         require_count("cg_iters", self.cg_iters)
-        require_positive("rho", self.rho)
+        # A tensor is learned, by a network that keeps it positive or reports where it is not.
+        if not isinstance(self.rho, Tensor):
+            require_positive("rho", self.rho)
 
     @property
     def iterations(self) -> int:

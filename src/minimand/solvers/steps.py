@@ -62,8 +62,8 @@ class Exponential(Schedule):
     rate: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.rate <= 1:
-            raise OptionError(f"a decay rate must lie in (0, 1], got {self.rate}")
+        if not isinstance(self.rate, float | int) or not 0 < self.rate <= 1:
+            raise OptionError(f"a decay rate must lie in (0, 1], got {self.rate!r}")
 
     def factor(self, k: int) -> float:
         """Shrinks geometrically."""
