@@ -4,6 +4,7 @@ from .activations import from_activation
 from .barriers import LogBarrier, LogBarrierConjugate, LogBox, LogBoxConjugate, LogUnit
 from .base import Function, Separable
 from .monotone import Monotone
+from .objective import LayerObjective
 from .separable import (
     L1,
     Box,
@@ -25,6 +26,7 @@ __all__ = [
     "Box",
     "Function",
     "GroupL2",
+    "LayerObjective",
     "LeakyHinge",
     "LogBarrier",
     "LogBarrierConjugate",

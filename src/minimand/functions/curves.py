@@ -176,6 +176,17 @@ def tanhshrink_integral(z: Tensor) -> Tensor:
     return 0.5 * z.square() - tanh_integral(z)
 
 
+def silu_slope(z: Tensor) -> Tensor:
+    """The derivative of SiLU (Swish)."""
+    gate = torch.sigmoid(z)
+    return gate * (1 + z * (1 - gate))
+
+
+def silu_integral(z: Tensor) -> Tensor:
+    """The integral of SiLU (Swish) from 0, by parts; it is no prox, so its inverse has none."""
+    return z * F.softplus(z, threshold=100) - softplus_integral(z)
+
+
 #: Bernoulli numbers B₂ₙ/(2n+1)!, n = 1, 2, …: the dilogarithm in powers of −log(1 − y).
 _BERNOULLI = (
     1 / 36,

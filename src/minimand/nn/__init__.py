@@ -1,21 +1,73 @@
-"""Layers that are solvers, the dropouts they induce, and what they do to a network."""
+"""Layers that are solvers, the dropouts they induce, what they do to a network, and networks that are algorithms."""
 
+from .blocks import (
+    AcceleratedUpdate,
+    ADMMUpdate,
+    Coefficients,
+    DenseUpdate,
+    GradientUpdate,
+    HeavyBallUpdate,
+    Learning,
+    MergeUpdate,
+    NesterovUpdate,
+    OptimizationNet,
+    Transition,
+    Twin,
+    as_algorithm,
+    coefficient_parameters,
+)
 from .convert import Rule, convert, revert
 from .dropout import AdditiveDropout, ImportanceDropout
 from .explain import Explanation, explain
 from .layers import SolverConv1d, SolverConv2d, SolverLayer, SolverLinear, SolverOptions
+from .unrolled import (
+    ADMMNet,
+    Architecture,
+    Diagnosis,
+    FISTANet,
+    ISTANet,
+    UnrolledNet,
+    diagnose,
+    from_public_checkpoint,
+    least_squares_start,
+    sparse_reconstruction,
+)
 
 __all__ = [
+    "ADMMNet",
+    "ADMMUpdate",
+    "AcceleratedUpdate",
     "AdditiveDropout",
+    "Architecture",
+    "Coefficients",
+    "DenseUpdate",
+    "Diagnosis",
     "Explanation",
+    "FISTANet",
+    "GradientUpdate",
+    "HeavyBallUpdate",
+    "ISTANet",
     "ImportanceDropout",
+    "Learning",
+    "MergeUpdate",
+    "NesterovUpdate",
+    "OptimizationNet",
     "Rule",
     "SolverConv1d",
     "SolverConv2d",
     "SolverLayer",
     "SolverLinear",
     "SolverOptions",
+    "Transition",
+    "Twin",
+    "UnrolledNet",
+    "as_algorithm",
+    "coefficient_parameters",
     "convert",
+    "diagnose",
     "explain",
+    "from_public_checkpoint",
+    "least_squares_start",
     "revert",
+    "sparse_reconstruction",
 ]

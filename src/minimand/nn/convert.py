@@ -128,6 +128,12 @@ def _check_model(model: nn.Module) -> None:
             f"the model is itself a {name} and has no path that a pattern could pick; "
             f"wrap it as nn.Sequential(model), or use Solver{name}.from_plain"
         )
+    check_unwrapped(model)
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """Refuse a network inside a wrapper that holds it by its path, or that runs a copy of it."""
+    name = type(model).__name__
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise ConversionError(f"the model is wrapped in {name}; convert model.module, then wrap the result")
     if isinstance(model, torch.jit.ScriptModule):

@@ -5,7 +5,7 @@ from .base import Solver
 from .coordinate import RCD
 from .gradient import FISTA, HeavyBall, ProxGD
 from .iterate import iterate
-from .linear import conjugate_gradient, ridge_factor
+from .linear import conjugate_gradient, gram_factor, ridge_factor
 from .problem import Problem
 from .sampling import Bernoulli, Importance, Nice, Sample, Sampling
 from .solve import Solution, Trace, solve, trace
@@ -35,6 +35,7 @@ __all__ = [
     "Solver",
     "Trace",
     "conjugate_gradient",
+    "gram_factor",
     "iterate",
     "ridge_factor",
     "solve",

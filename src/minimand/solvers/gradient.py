@@ -9,6 +9,7 @@ from torch import Tensor
 from ..errors import OptionError
 from ..functions.separable import Zero
 from .base import Solver, require_count
+from .momentum import extrapolate, heavy_ball
 from .problem import GradientMap, Problem
 from .steps import (
     StepSize,
@@ -51,7 +52,7 @@ class GradientSolver(Solver):
 
     def _map(self, problem: Problem) -> GradientMap:
         # The first step from zero needs no product.
-        return problem.gradient_map(self.first_step(problem), self.iters - 1)
+        return problem.gradient_map(gradient_step(self.step, problem), self.iters - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +107,11 @@ class HeavyBall(GradientSolver):
             strongly convex quadratic, :math:`(1-\sqrt{\lambda\eta})^2`, which contracts at the accelerated rate
             :math:`1-\sqrt{\lambda\eta}`; otherwise ½, the largest for which convergence with this step and any
             convex g is proved (Ochs, Chen, Brox & Pock, iPiano, 2014: :math:`\eta \le 2(1-\beta)/L`).
+            ``"growing"`` is the schedule of 002, Theorem 2: iteration k = 0, 1, … takes the step :math:`\eta/(k+2)`
+            with the momentum :math:`k/(k+2)`; for :math:`g = 0` its gap is at most
+            :math:`\|x_0 - x^*\|^2/(2\eta(t+1))` after t iterations.
 
-    Source: 002, eq. (16); Polyak, 1964.
+    Source: 002, eq. (16) and Theorem 2 (Ghadimi, Feyzmahdavian & Johansson, 2015); Polyak, 1964.
 
     >>> from minimand.functions import Zero
     >>> from minimand.operators import Dense
@@ -117,15 +121,20 @@ class HeavyBall(GradientSolver):
     tensor([[ 2., -3.]])
     """
 
-    momentum: float | Literal["auto"] = "auto"
+    momentum: float | Literal["auto", "growing"] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.momentum, str):
-            if self.momentum != "auto":
-                raise OptionError(f'momentum is "auto" or a number in [0, 1), got {self.momentum!r}')
+            if self.momentum not in ("auto", "growing"):
+                raise OptionError(f'momentum is "auto", "growing" or a number in [0, 1), got {self.momentum!r}')
         elif not 0 <= self.momentum < 1:
             raise OptionError(f"momentum must lie in [0, 1), got {self.momentum}")
+
+    def first_step(self, problem: Problem) -> float | Tensor:
+        """The step of every iteration; with growing momentum it shrinks from here."""
+        step = gradient_step(self.step, problem)
+        return step / 2 if self.momentum == "growing" else step
 
     def init(self, problem: Problem, x0: Tensor | None) -> MomentumState:
         """The step, its map and the momentum, once."""
@@ -144,10 +153,13 @@ class HeavyBall(GradientSolver):
     ) -> MomentumState:
         """A gradient step at x, pushed on by the last displacement."""
         x, previous, move, momentum = state
-        target = move(x)
+        target, step = move(x), move.step
+        if self.momentum == "growing":
+            momentum, share = k / (k + 2), 1 / (k + 2)
+            target, step = share * target if x is None else x + share * (target - x), step * share
         if x is not None and previous is not x:
-            target = target + momentum * (x if previous is None else x - previous)
-        return state._replace(x=problem.prox(target, move.step), previous=x)
+            target = heavy_ball(target, x, torch.zeros_like(x) if previous is None else previous, momentum)
+        return state._replace(x=problem.prox(target, step), previous=x)
 
 
 class NesterovState(NamedTuple):
@@ -203,12 +215,13 @@ class FISTA(GradientSolver):
         new = problem.prox(move(ahead), move.step)
         if k + 1 == self.iters:
             return state._replace(x=new)
-        change = new if x is None else new - x
         if self.restart and ahead is not None:
+            change = new if x is None else new - x
             over = ((ahead - new) * change).detach().flatten(problem.operator.feature_dim).sum(-1, keepdim=True)
             weight = torch.where(problem.operator.per_feature(over) > 0, torch.ones_like(weight), weight)
         following = fista_weight(weight)
         momentum = (weight - 1) / following
         if problem.ridge > 0:
             momentum = momentum.clamp(max=nesterov_momentum(problem.ridge, move.step))
-        return state._replace(x=new, ahead=new + momentum.to(new.dtype) * change, weight=following)
+        ahead = extrapolate(new, torch.zeros_like(new) if x is None else x, momentum.to(new.dtype))
+        return state._replace(x=new, ahead=ahead, weight=following)

@@ -1,7 +1,25 @@
-"""The networks of the papers, for images of 32 × 32 and the like, plain: ``convert`` makes them solvers."""
+"""The networks of the papers, plain: ``convert`` makes them solvers, and ``as_algorithm`` other algorithms."""
 
 from .alexnet import AlexNet
+from .densenet import AGDNet, AGDNet121, DenseNet, DenseNet121
 from .lenet import LeNet
+from .proxprop import ProxPropConvNet, ProxPropMLP
+from .resnet import DMRNet, HBNet, HBNet34, ResNet, ResNet34
 from .vgg import VGG16
 
-__all__ = ["VGG16", "AlexNet", "LeNet"]
+__all__ = [
+    "VGG16",
+    "AGDNet",
+    "AGDNet121",
+    "AlexNet",
+    "DMRNet",
+    "DenseNet",
+    "DenseNet121",
+    "HBNet",
+    "HBNet34",
+    "LeNet",
+    "ProxPropConvNet",
+    "ProxPropMLP",
+    "ResNet",
+    "ResNet34",
+]

@@ -18,6 +18,7 @@ __all__ = [
     "RewrittenForward",
     "Source",
     "absorb",
+    "adopt",
     "become",
     "is_converted",
     "pass_through",
@@ -65,6 +66,12 @@ def absorb(module: nn.Module) -> None:
     """Turn an activation or a dropout into the identity, in place."""
     vars(module)[_ORIGIN] = Origin(type(module), {}, (), ())
     module.__class__ = Absorbed
+
+
+def adopt(module: nn.Module, name: str, child: nn.Module) -> None:
+    """Give a module a child that :func:`undo` takes away again, in place."""
+    vars(module)[_ORIGIN] = Origin(type(module), {}, (), (name,))
+    module._modules[name] = child
 
 
 def undo(module: nn.Module) -> None:

@@ -26,6 +26,7 @@ __all__ = [
     "after",
     "dropout_before",
     "dropout_of",
+    "operands_of",
     "readers_of",
     "shares_input",
 ]
@@ -224,7 +225,7 @@ def _added(
     found: After, chain: list[fx.Node], add: fx.Node, traced: Traced, is_target: Callable[[fx.Node], bool]
 ) -> After:
     """Take a skip in, where the layer's own forward adds it and an activation alone reads the sum."""
-    operands = _operands(add)
+    operands = operands_of(add)
     readers = readers_of(add)
     try:
         if operands is None or len(readers) != 1 or not _is_activation(readers[0], add, traced):
@@ -245,7 +246,7 @@ def _added(
     return dataclasses.replace(found, activation=activation_of(activation), node=readers[0], skip=skip)
 
 
-def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+def operands_of(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """The two tensors that a node adds."""
     adds = node.op == "call_function" and node.target in (operator.add, operator.iadd, torch.add)
     adds = adds or (node.op == "call_method" and node.target in ("add", "add_", "__add__", "__iadd__"))

@@ -1,0 +1,140 @@
+"""The CIFAR table of "Optimization and Deep Neural Networks": HB-Net, AGD-Net and DMRNet against their baselines."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from ..comparing import verdict
+from ..context import Lab
+from ..drawing import bars, curves
+from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ._structure import Structures, trained
+
+#: Error in per cent on CIFAR-10, CIFAR-100, CIFAR-10 (+), CIFAR-100 (+).
+PAPER = {
+    "ResNet (n = 9)": (10.05, 39.65, 5.32, 26.03),
+    "HB-Net (n = 9)": (10.17, 38.52, 5.46, 26.0),
+    "ResNet (n = 18)": (9.17, 38.13, 5.06, 24.71),
+    "HB-Net (n = 18)": (8.66, 36.4, 5.04, 23.93),
+    "DenseNet (k = 12, L = 40)": (7.0, 27.55, 5.24, 24.42),
+    "AGD-Net (k = 12, L = 40)": (6.44, 26.33, 5.2, 24.87),
+    "DenseNet (k = 12, L = 52)": (6.05, 26.3, 5.09, 24.33),
+    "AGD-Net (k = 12, L = 52)": (5.75, 24.92, 4.94, 23.84),
+}
+COLUMNS = {("cifar10", False): 0, ("cifar100", False): 1, ("cifar10", True): 2, ("cifar100", True): 3}
+RESIDUAL, DENSE = ("ResNet", "HB-Net", "DMRNet"), ("DenseNet", "AGD-Net")
+PAIRS = (("HB-Net", "ResNet"), ("DMRNet", "ResNet"), ("AGD-Net", "DenseNet"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(Structures):
+    """The table at a scale of one's choice.
+
+    Args:
+        blocks: n of the residual networks, which have 6n + 2 layers.
+        dense: Growth and depth of the dense networks.
+        augmented: Which columns to run: without augmentation (False), with it (True), or both.
+    """
+
+    blocks: tuple[int, ...] = (1,)
+    dense: tuple[tuple[int, int], ...] = ((12, 13),)
+    augmented: tuple[bool, ...] = (False, True)
+
+
+def _rows(options: Options) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Every network by the label of its row."""
+    rows: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for n in options.blocks:
+        rows |= {f"{family} (n = {n})": (family, (n,)) for family in RESIDUAL}
+    for growth, depth in options.dense:
+        rows |= {f"{family} (k = {growth}, L = {depth})": (family, (growth, depth)) for family in DENSE}
+    return rows
+
+
+def _part(label: str, augmented: bool) -> str:
+    return f"{label} +" if augmented else label
+
+
+def parts(options: Options) -> list[Part]:
+    """Every row, without and with augmentation."""
+    return [Part(_part(label, augmented)) for augmented in options.augmented for label in _rows(options)]
+
+
+def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+    """Train one network."""
+    label, augmented = part.removesuffix(" +"), part.endswith(" +")
+    family, size = _rows(options)[label]
+    data = dataclasses.replace(options, augment=augmented).loaders(lab)
+    yield from trained(options, lab, data, family, size)
+
+
+def compare(results: Results[Options]) -> list[Comparison]:
+    """Errors beside the paper's."""
+    options, rows = results.options, []
+    for augmented in options.augmented:
+        column = COLUMNS.get((options.dataset, augmented))
+        for label in _rows(options):
+            part = _part(label, augmented)
+            paper = PAPER[label][column] if label in PAPER and column is not None else None
+            sizes = results.final(part, "parameters")
+            note = f"{sizes[0]:,.0f} parameters" if sizes else ""
+            rows.append(Comparison(part, paper, results.final(part, "error"), "%", note=note))
+    return rows
+
+
+def plots(results: Results[Options]) -> list[Plot]:
+    """Learning curves and the table."""
+    return [
+        curves(results, key="validation", title="Validation accuracy", y="accuracy, %"),
+        bars(compare(results), title="Errors", y="test error, %"),
+    ]
+
+
+def findings(results: Results[Options]) -> Sequence[str]:
+    """Each algorithm against the baseline that it contains, with the sign as it is."""
+    said = []
+    for augmented in results.options.augmented:
+        rows = _rows(results.options)
+        for label, (family, size) in rows.items():
+            for ours, other in PAIRS:
+                if family == ours:
+                    rival = next(name for name, kind in rows.items() if kind == (other, size))
+                    pair = _part(label, augmented), _part(rival, augmented)
+                    said.append(verdict(results, *pair, "error", higher=False))
+    return said
+
+
+_SMALL = Options(
+    "digits", batch=50, limit=100, enlarge=2, width=0.25, epochs=1, dense=((4, 10),), augmented=(False,), peak=0.05
+)
+experiment = Experiment(
+    name="structure-cifar",
+    title="Networks of faster algorithms",
+    source="002, the CIFAR table",
+    about=(
+        "ResNet is the heavy ball with β₁ = 1, β₂ = 0; HB-Net learns both (16). DenseNet is Nesterov's method in all "
+        "past terms with α = 1, β = 0; AGD-Net learns β (18), leaving out the input of a stage, which has other "
+        "channels. DMRNet is the relaxed ADMM (20) at ½, narrowed to ResNet's parameters. HB-Net and AGD-Net start at "
+        "their baseline's function; all have the same blocks, schedule and seeds. The coefficients have no weight "
+        "decay. In 002 itself HB-Net loses in two of eight cells and AGD-Net in one."
+    ),
+    presets={
+        "smoke": Preset(_SMALL, (0, 1), 0.1),
+        "laptop": Preset(Options(limit=12_500), (0, 1, 2, 3, 4), 150),
+        "paper": Preset(
+            Options(
+                epochs=200,
+                schedule="paper",
+                decay=1e-4,
+                blocks=(9, 18),
+                dense=((12, 40), (12, 52)),
+            ),
+            (0, 1, 2),
+            600_000,
+        ),
+    },
+    parts=parts,
+    run=run,
+    compare=compare,
+    plots=plots,
+    findings=findings,
+)

@@ -1,0 +1,228 @@
+"""A residual network that one has, as another algorithm."""
+
+import fnmatch
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Literal, TypeVar
+
+from torch import fx, nn
+
+from ...errors import ConversionError, OptionError
+from ..conversion.change import Source, adopt, rewrite
+from ..conversion.clone import clone
+from ..conversion.trace import Traced
+from ..convert import check_unwrapped
+from .coefficients import Coefficients, Constraint, Momentum
+from .residual import Addition, Look, Stage, look
+
+__all__ = ["as_algorithm", "coefficient_parameters"]
+
+M = TypeVar("M", bound=nn.Module)
+_ALGORITHMS = ("heavy_ball", "nesterov")
+
+
+def coefficient_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The coefficients that a network learns, for an optimizer group of their own: weight decay would pull
+    skip connections towards zero.
+
+    >>> from minimand.nn import OptimizationNet
+    >>> net = OptimizationNet([nn.Linear(2, 2)] * 3, "heavy_ball", learnable=True)
+    >>> len(list(coefficient_parameters(net)))
+    3
+    """
+    for module in model.modules():
+        if isinstance(module, Coefficients):
+            yield from module.parameters()
+
+
+def as_algorithm(
+    model: M,
+    algorithm: Literal["heavy_ball", "nesterov"],
+    *,
+    stages: str | Sequence[str] | None = None,
+    constraint: Constraint | None = None,
+    inplace: bool = False,
+) -> M:
+    r"""Turn a residual network into its heavy-ball or Nesterov form, which computes the same function at first.
+
+    A residual block computes :math:`x^+ = \sigma(F(x) + x)`. Its heavy-ball form is
+    :math:`\sigma(F(x) + \beta_1 x + \beta_2 x_-)`, where :math:`x_-` is the input of the block before; Nesterov's form
+    is the block at :math:`\beta_1 x + \beta_2 x_-`. Both start at :math:`\beta_1 = 1,\ \beta_2 = 0`, so nothing changes
+    until they are trained.
+
+    A stage is a run of two or more residual updates of one shape: blocks that a forward calls one after the other, or
+    additions in one forward. Momentum starts anew in each. Forwards are rewritten as :func:`~minimand.nn.convert` does:
+    the result is an instance of the same class with the same paths, Parameters and hooks, and
+    :func:`~minimand.nn.revert` takes the coefficients out again. They are ``heavy_ball`` or ``nesterov`` of the blocks
+    (of the module, for additions in one forward).
+
+    Args:
+        model: A network with residual blocks; identity skips only (a projection begins a new stage).
+        algorithm: ``"heavy_ball"`` or ``"nesterov"``.
+        stages: Patterns (fnmatch) on the paths of the stages, such as ``"layer[12]"``; None: all that are found.
+        constraint: ``"sum"`` keeps :math:`\beta_1 + \beta_2 = 1`.
+        inplace: Change ``model`` itself and return it; otherwise copy the modules and share their Parameters.
+
+    Raises:
+        OptionError: For another algorithm.
+        ConversionError: If no stage is found, with all that was looked at; nothing is changed then.
+
+    Source: 002, eq. (16) and Nesterov's relaxation.
+
+    >>> import torch
+    >>> class Block(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.linear = nn.Linear(4, 4)
+    ...     def forward(self, x):
+    ...         return torch.relu(self.linear(x) + x)
+    >>> model, x = nn.Sequential(*(Block() for _ in range(3))), torch.randn(2, 4)
+    >>> tuned = as_algorithm(model, "heavy_ball")
+    >>> torch.equal(tuned(x), model(x)), tuned[0].linear.weight is model[0].linear.weight
+    (True, True)
+    >>> [name for name, _ in tuned.named_parameters() if "heavy" in name][0]
+    '0.heavy_ball.coefficients.weight'
+    """
+    if algorithm not in _ALGORITHMS:
+        raise OptionError(f'a residual network has a "heavy_ball" and a "nesterov" form, got {algorithm!r}')
+    if not isinstance(model, nn.Module):
+        raise ConversionError(f"as_algorithm takes an nn.Module, got {type(model).__name__}")
+    check_unwrapped(model)
+    found = look(model)
+    picked = _picked(found, stages)
+    _check_names(found, picked, algorithm)
+    edits = _Edits(found, algorithm)
+    for stage in picked:
+        edits.stage(stage)
+    sources = {path: edits.source(owner) for owner, path in found.paths.items() if owner in edits.touched}
+    result = model if inplace else clone(model)
+    for path, (texts, constants) in sources.items():
+        rewrite(result.get_submodule(path), texts, constants)
+    for path, count in edits.added.items():
+        _attach(result.get_submodule(path), algorithm, count, constraint)
+    return result
+
+
+def _picked(found: Look, stages: str | Sequence[str] | None) -> list[Stage]:
+    """The stages that the patterns pick; one that picks none is an error."""
+    if not found.stages:
+        seen = "\n".join(f"  {line}" for line in found.seen) or "  modules of torch's own only"
+        raise ConversionError(
+            f"no residual stage was found, that is two or more residual updates x + F(x) in a row, with an identity "
+            f"skip and an F that has parameters; nothing was changed. Looked at:\n{seen}"
+        )
+    if stages is None:
+        return found.stages
+    patterns = [stages] if isinstance(stages, str) else list(stages)
+    there = ", ".join(f"{stage.path or 'the model itself'} ({len(stage)} updates)" for stage in found.stages)
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(stage.path, pattern) for stage in found.stages):
+            raise ConversionError(f"{pattern!r} picks no residual stage, and nothing was changed; there are {there}")
+    return [stage for stage in found.stages if any(fnmatch.fnmatchcase(stage.path, p) for p in patterns)]
+
+
+def _check_names(found: Look, picked: list[Stage], algorithm: str) -> None:
+    """Refuse networks that use the name of the form for something else."""
+    for stage in picked:
+        for owner in (stage.owner,) if stage.chain is None else stage.chain.blocks:
+            where = found.paths[owner] or type(owner).__name__
+            if hasattr(owner, algorithm):
+                raise ConversionError(f"{where} has an attribute {algorithm!r} of its own; rename it first")
+
+
+def _attach(owner: nn.Module, name: str, count: int | None, constraint: Constraint | None) -> None:
+    """Coefficients for a block, or for each addition of a forward, where its parameters are."""
+    made = [Momentum(constraint) for _ in range(count or 1)]
+    child: nn.Module = made[0] if count is None else nn.ModuleList(made)
+    like = next(owner.parameters())
+    adopt(owner, name, child.to(like.device, like.dtype))
+
+
+class _Edits:
+    """What has to change in the traced forwards of a scratch copy."""
+
+    def __init__(self, found: Look, algorithm: str) -> None:
+        self.found = found
+        self.algorithm = algorithm
+        self.touched: set[nn.Module] = set()
+        #: How many coefficients a module gets, by its path; None for a block.
+        self.added: dict[str, int | None] = {}
+
+    def stage(self, stage: Stage) -> None:
+        """Hand every update the iterate before."""
+        self.touched.add(stage.owner)
+        if stage.chain is None:
+            path = self.found.paths[stage.owner]
+            first = self.added.get(path) or 0
+            self.added[path] = first + len(stage)
+            for traced in self.found.forwards[stage.owner].modes:
+                self._additions(traced, stage.additions, first)
+            return
+        for block in stage.chain.blocks:
+            if block not in self.touched or self.found.paths[block] not in self.added:
+                self._block(block)
+        for traced in self.found.forwards[stage.owner].modes:
+            calls = traced.keys(traced.frames[0])
+            nodes = [calls[key] for key in stage.chain.keys]
+            for before, node in itertools.pairwise(nodes):
+                node.args = (node.args[0], before.args[0])
+
+    def source(self, owner: nn.Module) -> tuple[tuple[Source, Source], dict[str, object]]:
+        """The text of an edited forward."""
+        own = self.found.forwards[owner]
+        for traced in own.modes:
+            traced.graph.lint()
+        evaluation, training = (Source.of(traced.graph) for traced in own.modes)
+        return (evaluation, training), own.constants
+
+    def _block(self, block: nn.Module) -> None:
+        """A block that takes the iterate before as a second argument."""
+        path = self.found.paths[block]
+        self.touched.add(block)
+        self.added[path] = None
+        addition = self.found.forms[block].block
+        assert addition is not None
+        for traced in self.found.forwards[block].modes:
+            inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
+            if any(str(node.target).startswith("*") or node.target == _PREVIOUS for node in inputs):
+                raise ConversionError(f"{path}: its forward takes *args or **kwargs; name its arguments")
+            with traced.graph.inserting_after(inputs[-1]):
+                previous = traced.graph.placeholder(_PREVIOUS, default_value=None)
+            self._update(traced, addition, inputs[0], previous, self.algorithm)
+
+    def _additions(self, traced: Traced, additions: tuple[Addition, ...], first: int) -> None:
+        calls = traced.keys(traced.frames[0])
+        names = {node.name: node for node in traced.graph.nodes}
+        skips = [names[a.skip] if isinstance(a.skip, str) else calls[a.skip] for a in additions]
+        for k, (addition, skip) in enumerate(zip(additions, skips, strict=True)):
+            self._update(traced, addition, skip, skips[k - 1] if k else None, f"{self.algorithm}.{first + k}")
+
+    def _update(self, traced: Traced, addition: Addition, x: fx.Node, previous: fx.Node | None, target: str) -> None:
+        """Put β₁x + β₂x₋ in place of x: in the skip, or in the whole block."""
+        add = traced.keys(traced.frames[0])[addition.key]
+        args = (x,) if previous is None else (x, previous)
+        if self.algorithm == "heavy_ball":
+            with traced.graph.inserting_before(add):
+                mixed = traced.graph.call_module(target, args)
+            add.args = tuple(mixed if i == addition.operand else arg for i, arg in enumerate(add.args))
+            return
+        inside = _between(x, add)
+        with traced.graph.inserting_after(x if previous is None or x.op != "placeholder" else previous):
+            mixed = traced.graph.call_module(target, args)
+        for user in list(x.users):
+            if user in inside and user is not mixed:
+                user.replace_input_with(x, mixed)
+
+
+_PREVIOUS = "previous_iterate"
+
+
+def _between(x: fx.Node, add: fx.Node) -> set[fx.Node]:
+    """The calls by which an addition comes from its skip."""
+    inside, pending = {add}, [add]
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if source is not x and source not in inside:
+                inside.add(source)
+                pending.append(source)
+    return inside

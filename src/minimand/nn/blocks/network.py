@@ -1,0 +1,229 @@
+"""A network whose layers are the iterations of an algorithm."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...errors import OptionError, ShapeError
+from ...solvers.iterate import iterate
+from .coefficients import Coefficients, Learning, learning
+from .splitting import ADMMUpdate
+from .updates import GradientUpdate, HeavyBallUpdate, NesterovUpdate, Place, Update
+
+__all__ = ["OptimizationNet", "Transition", "Twin", "resolve"]
+
+_NAMED: dict[str, Callable[[], Update]] = {
+    "gd": GradientUpdate,
+    "heavy_ball": HeavyBallUpdate,
+    "nesterov": NesterovUpdate,
+    "admm": ADMMUpdate,
+}
+
+
+def resolve(algorithm: str | Update) -> Update:
+    """The update that a name stands for."""
+    if isinstance(algorithm, Update):
+        return algorithm
+    if not isinstance(algorithm, str) or algorithm not in _NAMED:
+        names = ", ".join(map(repr, _NAMED))
+        raise OptionError(f"algorithm is {names} or an update such as HeavyBallUpdate(1.0, 0.0), got {algorithm!r}")
+    return _NAMED[algorithm]()
+
+
+class Twin(nn.Module):
+    """A block of its own for each of the two streams of ADMM; a plain block is shared by both.
+
+    >>> import torch
+    >>> Twin(nn.Linear(2, 2), nn.Linear(2, 2))(torch.ones(1, 2), torch.ones(1, 2))[1].shape
+    torch.Size([1, 2])
+    """
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first = first
+        self.second = second
+
+    def forward(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """The value of each stream."""
+        return self.first(first), self.second(second)
+
+
+class Transition(nn.Module):
+    """A block that changes the shape: the iteration goes on from the shortcut, and its momentum starts anew there.
+
+    Args:
+        block: T, to the new shape; a :class:`Twin` for two streams of their own.
+        shortcut: What takes iterates to the new shape, as ResNet's projections do; None for algorithms that add no
+            iterates to values (gradient descent, Nesterov's two terms).
+
+    >>> Transition(nn.Linear(2, 3), nn.Linear(2, 3, bias=False)).shortcut
+    Linear(in_features=2, out_features=3, bias=False)
+    """
+
+    def __init__(self, block: nn.Module, shortcut: nn.Module | None = None) -> None:
+        super().__init__()
+        self.block = block
+        self.shortcut = shortcut
+
+
+class OptimizationNet(nn.Module):
+    r"""A network as an algorithm: its blocks :math:`T_1, \dots, T_K` are gradient steps, its skip connections the rest.
+
+    Lin's observation: for a symmetric positive definite W and an activation φ the layer :math:`\varphi(Wx)` is a
+    gradient step on :class:`~minimand.functions.LayerObjective` in the variable :math:`z = W^{1/2}x`. So a feed-forward
+    network is gradient descent, and other algorithms are other networks:
+
+    ================  ==================================================================================
+    ``"gd"``          :math:`x^+ = T(x)`
+    ``"heavy_ball"``  :math:`x^+ = T(x) + \beta_1 x + \beta_2 x_-` (16), ½ and −½; (1, 0) is ResNet
+    ``"nesterov"``    :math:`x^+ = T(\beta_1 x + \beta_2 x_-)`, with Nesterov's growing momentum
+    ``"admm"``        two streams and the running sum of their difference
+    ================  ==================================================================================
+
+    An update in place of a name says more: :class:`HeavyBallUpdate`, :class:`NesterovUpdate`,
+    :class:`AcceleratedUpdate` (18), :class:`ADMMUpdate`, :class:`MergeUpdate` (20), :class:`DenseUpdate`.
+
+    Args:
+        blocks: T₁ … T_K, any modules. All keep the shape, except those wrapped in :class:`Transition`.
+        algorithm: A name or an update.
+        learnable: False keeps the algorithm's coefficients; True or ``"scalar"`` learns one per term, starting there,
+            ``"channel"`` one per term and channel; a :class:`Learning` adds a constraint.
+        channels: Of the iterates, for ``learnable="channel"``: one number, or one per block.
+        activation: Applied after every update: with an activation that is a prox the network is the proximal form of
+            the algorithm. ResNet has a ReLU here.
+
+    Source: 002, Lemma 4 and eqs. (16), (18), (20).
+
+    >>> import torch
+    >>> blocks = [nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)]
+    >>> x = torch.randn(2, 4)
+    >>> torch.equal(OptimizationNet(blocks, "gd")(x), nn.Sequential(*blocks)(x))
+    True
+    >>> resnet = OptimizationNet(blocks, HeavyBallUpdate(1.0, 0.0))
+    >>> y = x
+    >>> for block in blocks:
+    ...     y = block(y) + y
+    >>> torch.equal(resnet(x), y)
+    True
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        algorithm: str | Update = "gd",
+        *,
+        learnable: bool | str | Learning = False,
+        channels: int | Sequence[int] | None = None,
+        activation: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.update = resolve(algorithm)
+        how = learning(learnable)
+        _check_blocks(blocks, self.update)
+        widths = _widths(channels, len(blocks))
+        self.blocks = nn.ModuleList(blocks)
+        self.coefficients = nn.ModuleList()
+        self.learned = how is not None
+        for place, width in zip(_places(blocks, self.update), widths, strict=True):
+            self.coefficients.append(Coefficients(self.update.coefficients(place, self.learned), how, width))
+        self.activation = nn.Identity() if activation is None else activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The last iterate, or the mean of two streams, or the concatenation of dense iterates."""
+        if x.dim() < 2:
+            raise ShapeError(f"an OptimizationNet takes a batch, got an input of shape {tuple(x.shape)}")
+        state = self.update.start((x,) * self.update.streams, self.learned)
+        return self.update.output(iterate(self._advance, state, len(self.blocks))[0])
+
+    def iterates(self, x: Tensor) -> list[Tensor]:
+        """What the network would return after 0, 1, … of its blocks.
+
+        >>> import torch
+        >>> net = OptimizationNet([nn.Linear(2, 2)] * 3, "heavy_ball")
+        >>> len(net.iterates(torch.ones(1, 2)))
+        4
+        """
+        state = self.update.start((x,) * self.update.streams, self.learned)
+        found = [self.update.output(state)]
+
+        def record(state: Any, done: int) -> bool:
+            found.append(self.update.output(state))
+            return False
+
+        iterate(self._advance, state, len(self.blocks), until=record)
+        return found
+
+    def _advance(self, state: Any, k: int) -> Any:
+        """One block and its update."""
+        block, update = self.blocks[k], self.update
+        weights = self.coefficients[k](state[0].dim())
+        points = update.points(state, weights)
+        if isinstance(block, Transition):
+            values = _each(block.block, points)
+            if block.shortcut is None:
+                return update.start(tuple(self.activation(value) for value in values), self.learned)
+            state = update.start(_each(block.shortcut, points), self.learned)
+        else:
+            values = _each(block, points)
+        for value in values:
+            if (problem := update.check(value, state[0])) is not None:
+                raise ShapeError(
+                    f"blocks.{k} ({type(block).__name__}) {problem}, but the iterates of a stage have one shape; "
+                    f"wrap a block that changes it as Transition(block, shortcut)"
+                )
+        return update.combine(state, values, weights, self.activation)
+
+    def extra_repr(self) -> str:
+        """The algorithm."""
+        return f"update={self.update}"
+
+
+def _each(module: nn.Module, points: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A module at every point; streams that have not parted yet share the work."""
+    if isinstance(module, Twin):
+        values: tuple[Tensor, Tensor] = module(*points)
+        return values
+    value: Tensor = module(points[0])
+    return (value, *(value if point is points[0] else module(point) for point in points[1:]))
+
+
+def _places(blocks: Sequence[nn.Module], update: Update) -> Iterator[Place]:
+    """Where each block stands in its stage. A shortcut begins a stage; without one the next block does."""
+    step = 0
+    for block in blocks:
+        changes = isinstance(block, Transition)
+        if changes and update.skips:
+            step = 0
+        yield Place(step, len(blocks), changes)
+        step = 0 if changes and not update.skips else step + 1
+
+
+def _widths(channels: int | Sequence[int] | None, count: int) -> Sequence[int | None]:
+    if channels is None or isinstance(channels, int):
+        return [channels] * count
+    if len(channels) != count:
+        raise OptionError(f"channels is one number or one per block, got {len(channels)} for {count} blocks")
+    return channels
+
+
+def _check_blocks(blocks: Sequence[nn.Module], update: Update) -> None:
+    """Refuse what is no list of modules, and blocks that do not fit the algorithm, all at once."""
+    name = type(update).__name__
+    if isinstance(blocks, nn.Module) and not isinstance(blocks, nn.Sequential | nn.ModuleList):
+        raise OptionError(f"blocks is a list of modules, got a {type(blocks).__name__}; pass [block, …]")
+    if len(blocks) == 0:
+        raise OptionError("blocks is empty; an OptimizationNet takes one block for every iteration")
+    problems = []
+    for k, block in enumerate(blocks):
+        inner = block.block if isinstance(block, Transition) else block
+        if not isinstance(inner, nn.Module):
+            problems.append(f"blocks.{k} is no module but {inner!r}")
+        if isinstance(inner, Twin) and update.streams == 1:
+            problems.append(f"blocks.{k} is a Twin, but {name} has one stream; use ADMMUpdate or MergeUpdate")
+        if isinstance(block, Transition) and update.skips and block.shortcut is None:
+            problems.append(f"blocks.{k} changes the shape, and {name} adds iterates to it; give it a shortcut")
+        if isinstance(block, Transition) and not update.skips and block.shortcut is not None:
+            problems.append(f"blocks.{k} has a shortcut that {name} would never use; leave it out")
+    if problems:
+        raise OptionError("; ".join(problems))

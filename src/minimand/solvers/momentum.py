@@ -1,0 +1,87 @@
+r"""The update rules of heavy ball and Nesterov, one for solvers and networks alike.
+
+A solver gives them gradient steps and the momentum of a theorem, a network
+(:class:`~minimand.nn.OptimizationNet`) its blocks and coefficients that it may learn.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from .steps import fista_weight
+
+__all__ = ["Weight", "accumulate", "extrapolate", "heavy_ball", "nesterov_schedule"]
+
+#: The coefficient of a term: a number, or a tensor that broadcasts against it.
+Weight = float | Tensor
+
+
+def accumulate(total: Tensor, weight: Weight, x: Tensor) -> Tensor:
+    r"""``total + weight · x``; a weight that is the number 0 or 1 costs no product.
+
+    >>> accumulate(torch.tensor([1.0]), 0.5, torch.tensor([4.0]))
+    tensor([3.])
+    """
+    if isinstance(weight, Tensor):
+        return total + weight * x
+    if _is_zero(weight):
+        return total
+    return total + x if weight == 1 else torch.add(total, x, alpha=weight)
+
+
+def heavy_ball(target: Tensor, x: Tensor, previous: Tensor, momentum: Weight, keep: Weight = 0.0) -> Tensor:
+    r"""Polyak's update, given :math:`T(x)`,
+
+    .. math:: x^+ = T(x) + \kappa\,x + \mu\,(x - x_-) = T(x) + \beta_1 x + \beta_2 x_-,
+        \qquad \beta_1 = \kappa + \mu,\quad \beta_2 = -\mu .
+
+    With :math:`T(x) = x - \eta\nabla f(x)` and :math:`\kappa = 0` it is the heavy-ball method, whose fixed points are
+    those of T, to the bit; :math:`\kappa = 1,\ \mu = 0` is a residual connection.
+
+    Source: 002, eq. (16).
+
+    >>> one = torch.ones(1)
+    >>> heavy_ball(3 * one, 2 * one, one, 0.5)
+    tensor([3.5000])
+    """
+    if isinstance(keep, Tensor):
+        # Learned: x and x₋ are at hand in the backward pass, their difference would have to be stored.
+        return accumulate(accumulate(target, keep + momentum, x), -momentum, previous)
+    kept = accumulate(target, keep, x)
+    return kept if _is_zero(momentum) else accumulate(kept, momentum, x - previous)
+
+
+def extrapolate(x: Tensor, previous: Tensor, momentum: Weight, keep: Weight = 1.0) -> Tensor:
+    r"""The point :math:`\kappa\,x + \mu\,(x - x_-)` at which Nesterov's method takes its gradient step;
+    :math:`\kappa = 1` in the algorithm, and :math:`\beta_1 = \kappa + \mu,\ \beta_2 = -\mu` where both are learned.
+
+    Source: 002, the relaxation of Nesterov's update.
+
+    >>> one = torch.ones(1)
+    >>> extrapolate(2 * one, one, 0.5)
+    tensor([2.5000])
+    """
+    if isinstance(keep, Tensor):
+        return accumulate((keep + momentum) * x, -momentum, previous)
+    kept = x if keep == 1 else keep * x
+    return kept if _is_zero(momentum) else accumulate(kept, momentum, x - previous)
+
+
+def _is_zero(weight: Weight) -> bool:
+    return not isinstance(weight, Tensor) and weight == 0
+
+
+@functools.cache
+def nesterov_schedule(steps: int) -> tuple[float, ...]:
+    r"""The momentum :math:`(t_k - 1)/t_{k+1}`, :math:`t_1 = 1`, before steps 0, 1, …; the first two have none.
+
+    >>> [round(beta, 4) for beta in nesterov_schedule(4)]
+    [0.0, 0.0, 0.2818, 0.434]
+    """
+    weight, momenta = torch.ones((), dtype=torch.float64), [0.0]
+    while len(momenta) < steps:
+        following = fista_weight(weight)
+        momenta.append(float((weight - 1) / following))
+        weight = following
+    return tuple(momenta[:steps])

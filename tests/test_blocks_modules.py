@@ -1,0 +1,285 @@
+"""Laws: networks that are algorithms behave as modules do: constraints hold, graphs, copies, states and two ranks."""
+
+import copy
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from minimand.errors import MinimandError, OptionError, ShapeError
+from minimand.nn import (
+    AcceleratedUpdate,
+    ADMMUpdate,
+    DenseUpdate,
+    GradientUpdate,
+    HeavyBallUpdate,
+    Learning,
+    MergeUpdate,
+    NesterovUpdate,
+    OptimizationNet,
+    Transition,
+    Twin,
+    coefficient_parameters,
+)
+
+UPDATES = [GradientUpdate(), HeavyBallUpdate(), NesterovUpdate(0.3), AcceleratedUpdate(), ADMMUpdate(), MergeUpdate()]
+LEARNING = [False, "scalar", "channel", Learning("scalar", "sum"), Learning("channel", "sum")]
+
+
+def _net(update, learnable=True, width=4, count=4):
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(count)]
+    if update.streams == 2:
+        blocks = [Twin(block, copy.deepcopy(block)) for block in blocks]
+        for block in blocks:
+            nn.init.normal_(block.second[0].weight, std=0.5)
+    return OptimizationNet(blocks, update, learnable=learnable, channels=width)
+
+
+# Coefficients --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("update", UPDATES[1:], ids=str)
+@pytest.mark.parametrize("kind", ["scalar", "channel"])
+def test_sums_are_kept_while_coefficients_learn(update, kind):
+    net = _net(update, Learning(kind, "sum"))
+    before = [row.weight.sum(0).detach().clone() for row in net.coefficients]
+    start = [row.weight.detach().clone() for row in net.coefficients]
+    _train(net, 5)
+    for row, total in zip(net.coefficients, before, strict=True):
+        torch.testing.assert_close(row.weight.sum(0), total, atol=1e-5, rtol=1e-5)
+    # The first update is at rest: its sum is all that matters, and that is fixed.
+    assert not torch.equal(net.coefficients[-1].weight, start[-1])
+
+
+@pytest.mark.parametrize(
+    "update", [HeavyBallUpdate(), NesterovUpdate(0.3), MergeUpdate(memory=0.5), ADMMUpdate()], ids=str
+)
+def test_signs_are_kept_while_coefficients_learn(update):
+    net = _net(update, Learning("scalar", "positive"))
+    start = [row.weight.detach().clone() for row in net.coefficients]
+    for row, old in zip(net.coefficients, start, strict=True):
+        torch.testing.assert_close(old, torch.tensor(row.start))
+    _train(net, 20, lr=2.0)
+    for row, old in zip(net.coefficients, start, strict=True):
+        assert torch.equal(torch.sign(row.weight), torch.sign(old))
+
+
+def test_zero_has_no_sign():
+    with pytest.raises(OptionError, match="starts at zero"):
+        OptimizationNet([nn.Linear(2, 2)], HeavyBallUpdate(1.0, 0.0), learnable=Learning("scalar", "positive"))
+
+
+def _train(net, steps, lr=0.1):
+    x, y = torch.randn(16, 4), torch.randn(16, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(x), y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("update", UPDATES, ids=str)
+@pytest.mark.parametrize("learnable", LEARNING, ids=str)
+def test_every_parameter_gets_a_gradient(update, learnable):
+    """DistributedDataParallel asks for it."""
+    net = _net(update, learnable)
+    net(torch.randn(3, 4)).square().sum().backward()
+    assert all(p.grad is not None for p in net.parameters())
+    rows = sum(bool(row.start) for row in net.coefficients) if learnable else 0
+    assert len(list(coefficient_parameters(net))) == rows
+
+
+@pytest.mark.parametrize("update", UPDATES, ids=str)
+def test_gradients_are_right(update):
+    net = _net(update, "channel", count=3).double()
+    x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    rows = [row.weight for row in net.coefficients if row.learned]
+    assert torch.autograd.gradcheck(lambda x, *_: net(x), (x, *rows))
+
+
+# Graphs, copies, states -----------------------------------------------------------------------------------------------
+
+
+CASES = [(update, learnable) for update in UPDATES for learnable in (False, "channel")] + [
+    (HeavyBallUpdate(), Learning("scalar", "sum")),
+    (HeavyBallUpdate(), Learning("scalar", "positive")),
+]
+
+
+def _all(learnable):
+    """Every update in one network: graphs take long to make."""
+    signed = isinstance(learnable, Learning) and learnable.constraint == "positive"
+    updates = [HeavyBallUpdate(), NesterovUpdate(0.3), ADMMUpdate()] if signed else UPDATES
+    return nn.Sequential(*(_net(update, learnable, count=2) for update in updates))
+
+
+GRAPHS = [False, "channel", Learning("scalar", "sum"), Learning("scalar", "positive")]
+
+
+@pytest.mark.parametrize("learnable", GRAPHS, ids=str)
+def test_compiles_without_a_graph_break(learnable):
+    torch._dynamo.reset()
+    net, x = _all(learnable), torch.randn(3, 4)
+    compiled = torch.compile(net, fullgraph=True, backend="eager")
+    y = compiled(x)
+    torch.testing.assert_close(y, net(x))
+    y.sum().backward()
+    assert all(p.grad is not None for p in net.parameters())
+
+
+@pytest.mark.parametrize("learnable", GRAPHS, ids=str)
+def test_exports(learnable):
+    net, x = _all(learnable).eval(), torch.randn(3, 4)
+    torch.testing.assert_close(torch.export.export(net, (x,)).module()(x), net(x))
+
+
+@pytest.mark.parametrize(("update", "learnable"), CASES, ids=str)
+def test_copies_and_states(update, learnable):
+    net, x = _net(update, learnable), torch.randn(3, 4)
+    _train(net, 2)
+    twin = copy.deepcopy(net)
+    torch.testing.assert_close(twin(x), net(x), atol=0, rtol=0)
+    _train(twin, 2)
+    assert not torch.equal(twin(x), net(x))
+    fresh = _net(update, learnable)
+    fresh.load_state_dict(net.state_dict())
+    torch.testing.assert_close(fresh(x), net(x), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("update", UPDATES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_dtype_follows_the_input(update, dtype):
+    net = _net(update, "channel").to(dtype)
+    assert net(torch.randn(3, 4, dtype=dtype)).dtype == dtype
+
+
+def test_autocast_of_convolutions():
+    net = OptimizationNet(
+        [nn.Conv2d(4, 4, 3, padding=1) for _ in range(3)], "heavy_ball", learnable="channel", channels=4
+    )
+    x = torch.randn(2, 4, 8, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = net(x)
+        y.float().sum().backward()
+    torch.testing.assert_close(y.float(), net(x), atol=0.1, rtol=0.1)
+
+
+def _worker(rank, port, results):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    module = _all(Learning("scalar", "sum")).double()
+    weights = _two_steps(nn.parallel.DistributedDataParallel(module), module, slice(4 * rank, 4 * rank + 4))
+    if rank == 0:
+        results["weights"] = [w.numpy() for w in weights]
+    dist.destroy_process_group()
+
+
+def _two_steps(net, module, rows):
+    x = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for batch in x:
+        optimizer.zero_grad()
+        net(batch[rows]).square().mean().backward()
+        optimizer.step()
+    return [p.detach() for p in module.parameters()]
+
+
+def test_two_ranks_equal_one_process():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(_worker, args=(port, results), nprocs=2)
+        together = [torch.from_numpy(w) for w in results["weights"]]
+    module = _all(Learning("scalar", "sum")).double()
+    alone = _two_steps(module, module, slice(0, 8))
+    torch.testing.assert_close(together, alone, atol=1e-12, rtol=1e-10)
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+def _saved(update, learnable, count):
+    """Bytes of distinct tensors that the backward pass holds, without parameters."""
+    net = OptimizationNet(
+        [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(count)], update, learnable=learnable
+    )
+    own = {p.data_ptr() for p in net.parameters()}
+    held = {}
+
+    def pack(tensor):
+        if tensor.data_ptr() not in own:
+            held[tensor.data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = net(torch.randn(64, 32, requires_grad=True))
+    assert output.requires_grad
+    return sum(t.numel() * t.element_size() for t in held.values() if t.numel() > 2000)
+
+
+@pytest.mark.parametrize("learnable", [False, True])
+def test_momentum_holds_no_more_than_the_plain_residual_network(learnable):
+    plain = _saved(HeavyBallUpdate(1.0, 0.0), False, 8)
+    assert _saved(HeavyBallUpdate(), learnable, 8) <= plain * (1.2 if learnable else 1.0)
+
+
+def test_the_algorithm_in_all_past_terms_needs_no_history():
+    """Fixed: as much per block as the heavy ball. Its live state does not grow, either."""
+    grown = _saved(AcceleratedUpdate(), False, 16) - _saved(AcceleratedUpdate(), False, 8)
+    assert grown <= _saved(HeavyBallUpdate(), False, 16) - _saved(HeavyBallUpdate(), False, 8)
+    net = OptimizationNet([nn.Identity()] * 5, AcceleratedUpdate())
+    state = net.update.start((torch.ones(1, 2),), False)
+    for k in range(5):
+        state = net._advance(state, k)
+    assert state.values == state.points == ()
+
+
+# Bad input ---------------------------------------------------------------------------------------------------------
+
+
+def test_unknown_algorithms_are_listed_against_the_known():
+    with pytest.raises(OptionError, match="'gd', 'heavy_ball', 'nesterov', 'admm'"):
+        OptimizationNet([nn.Linear(2, 2)], "adam")
+
+
+@pytest.mark.parametrize("update", [*UPDATES[1:], DenseUpdate()], ids=str)
+def test_shapes_that_differ_in_a_stage_are_named_with_their_block(update):
+    flat = isinstance(update, DenseUpdate)
+    odd = nn.Flatten(0) if flat else nn.Linear(4, 3)
+    net = OptimizationNet([nn.Linear(4, 4), odd], update)
+    if flat:
+        net = OptimizationNet([nn.Conv2d(4, 4, 1), nn.Conv2d(8, 4, 3)], update)
+    with pytest.raises(ShapeError, match=r"blocks\.1.*Transition"):
+        net(torch.randn(2, 4, 5, 5) if flat else torch.randn(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: OptimizationNet([], "gd"), "empty"),
+        (lambda: OptimizationNet(nn.Linear(2, 2), "gd"), "list of modules"),
+        (lambda: OptimizationNet([torch.relu], "gd"), "blocks.0 is no module"),
+        (lambda: OptimizationNet([Twin(nn.Identity(), nn.Identity())], "gd"), "one stream"),
+        (lambda: OptimizationNet([Transition(nn.Linear(2, 3))], "heavy_ball"), "give it a shortcut"),
+        (lambda: OptimizationNet([Transition(nn.Linear(2, 3), nn.Linear(2, 3))], "gd"), "never use"),
+        (lambda: OptimizationNet([nn.Identity()], "heavy_ball", learnable="channel"), "channels="),
+        (lambda: OptimizationNet([nn.Identity()], "heavy_ball", learnable="channel", channels=[2, 3]), "2 for 1"),
+        (lambda: OptimizationNet([nn.Identity()], "heavy_ball", learnable="always"), "learnable is"),
+        (lambda: OptimizationNet([nn.Identity()], "gd")(torch.ones(3)), "batch"),
+        (lambda: Learning("rows"), "channel"),
+        (lambda: Learning("scalar", "unit"), "constraint"),
+        (lambda: AcceleratedUpdate("other"), "start_at"),
+    ],
+)
+def test_bad_input_is_one_sentence(call, words):
+    with pytest.raises(MinimandError, match=words) as caught:
+        call()
+    assert "\n" not in str(caught.value)
