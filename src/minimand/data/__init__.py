@@ -11,9 +11,11 @@
 """
 
 from .batching import Batches, batches
+from .blocks import from_blocks, pad_to_blocks, random_crops, to_blocks, unit_interval
 from .dataset import Dataset, Split
 from .folders import Images, load_images
 from .loading import data_directory, load
+from .metrics import psnr, ssim
 from .registry import Bundled, Files, Record, Remote, registry
 from .transforms import Augmentation, CropFlip, Normalisation
 
@@ -31,7 +33,14 @@ __all__ = [
     "Split",
     "batches",
     "data_directory",
+    "from_blocks",
     "load",
     "load_images",
+    "pad_to_blocks",
+    "psnr",
+    "random_crops",
     "registry",
+    "ssim",
+    "to_blocks",
+    "unit_interval",
 ]

@@ -1,0 +1,137 @@
+"""Training steps of ISTA-Net against the network written down from the paper, in one process, with the same losses.
+
+The baseline is the paper's network as its equations and its published training script have it: the matrix ΦᵀΦ formed in
+every pass, soft thresholds by sign and ReLU, convolutions in torch's default layout. Ours is
+:class:`~minimand.nn.ISTANet` with the same weights; losses and gradients are compared before anything is timed.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks import Row, at_least, at_most
+from minimand.nn import Architecture, ISTANet, from_public_checkpoint
+from minimand.operators import orthonormal_gaussian
+
+__all__ = ["run"]
+
+BATCH, PIXELS, CHANNELS, SYMMETRY = 64, 1089, 32, 0.01
+PHASES = 3  # of the paper's nine: the time is proportional to them
+
+
+class Phase(nn.Module):
+    """One phase of ISTA-Net, or of ISTA-Net+, as the paper gives it."""
+
+    def __init__(self, plus: bool) -> None:
+        super().__init__()
+        outer = CHANNELS if plus else 1
+
+        def weight(outputs: int, inputs: int) -> nn.Parameter:
+            return nn.Parameter(nn.init.xavier_normal_(torch.empty(outputs, inputs, 3, 3)))
+
+        self.lambda_step = nn.Parameter(torch.tensor([0.5]))
+        self.soft_thr = nn.Parameter(torch.tensor([0.01]))
+        self.conv1_forward, self.conv2_forward = weight(CHANNELS, outer), weight(CHANNELS, CHANNELS)
+        self.conv1_backward, self.conv2_backward = weight(CHANNELS, CHANNELS), weight(outer, CHANNELS)
+        if plus:
+            self.conv_D, self.conv_G = weight(CHANNELS, 1), weight(1, CHANNELS)
+        self.plus = plus
+
+    def forward(self, x: Tensor, gram: Tensor, back_projected: Tensor) -> tuple[Tensor, Tensor]:
+        x = x - self.lambda_step * torch.mm(x, gram)
+        x = x + self.lambda_step * back_projected
+        image = x.view(-1, 1, 33, 33)
+        inner = F.conv2d(image, self.conv_D, padding=1) if self.plus else image
+        forward = F.conv2d(F.relu(F.conv2d(inner, self.conv1_forward, padding=1)), self.conv2_forward, padding=1)
+        shrunk = torch.mul(torch.sign(forward), F.relu(torch.abs(forward) - self.soft_thr))
+        out = self._back(shrunk)
+        out = image + F.conv2d(out, self.conv_G, padding=1) if self.plus else out
+        return out.view(-1, PIXELS), self._back(forward) - inner
+
+    def _back(self, x: Tensor) -> Tensor:
+        return F.conv2d(F.relu(F.conv2d(x, self.conv1_backward, padding=1)), self.conv2_backward, padding=1)
+
+
+class Plain(nn.Module):
+    """ISTA-Net as the paper gives it."""
+
+    def __init__(self, phases: int, plus: bool) -> None:
+        super().__init__()
+        self.fcs = nn.ModuleList(Phase(plus) for _ in range(phases))
+
+    def loss(self, x: Tensor, phi: Tensor, start: Tensor) -> Tensor:
+        y = torch.mm(x, phi.mT)
+        gram, back_projected, out = torch.mm(phi.mT, phi), torch.mm(y, phi), torch.mm(y, start.mT)
+        constraint = torch.zeros(())
+        for phase in self.fcs:
+            out, residual = phase(out, gram, back_projected)
+            constraint = constraint + torch.mean(torch.pow(residual, 2))
+        return torch.mean(torch.pow(out - x, 2)) + SYMMETRY * constraint
+
+
+def _step(parameters: list[nn.Parameter], loss: Callable[[], Tensor]) -> Callable[[], None]:
+    optimizer = torch.optim.Adam(parameters, lr=1e-4)
+
+    def call() -> None:
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+
+    return call
+
+
+def _medians(calls: list[Callable[[], None]], rounds: int) -> list[float]:
+    """In turn, round after round: a machine that slows down slows all of them."""
+    times: list[list[float]] = [[] for _ in calls]
+    for number in range(rounds + 1):
+        for call, record in zip(calls, times, strict=True):
+            begin = time.perf_counter()
+            call()
+            if number:
+                record.append(time.perf_counter() - begin)
+    return [sorted(record)[rounds // 2] for record in times]
+
+
+def _pair(plus: bool, rows: int) -> tuple[list[Callable[[], None]], float]:
+    """A training step of each, and the largest relative difference of their losses and gradients."""
+    generator = torch.Generator().manual_seed(0)
+    phi = orthonormal_gaussian(rows, PIXELS, generator=generator)
+    # Not Φᵀ itself, at which the gradient of the first step vanishes.
+    x, start = torch.rand(BATCH, PIXELS, generator=generator), 0.8 * phi.mT.contiguous()
+    plain = Plain(PHASES, plus)
+    net = from_public_checkpoint(plain.state_dict(), phi, initial=start)
+    losses = (lambda: plain.loss(x, phi, start), lambda: net.loss(x @ phi.mT, x, symmetry=SYMMETRY))
+    theirs, ours = (loss() for loss in losses)
+    theirs.backward()
+    ours.backward()
+    pairs = [(theirs, ours)]
+    for k, phase in enumerate(plain.fcs):
+        pairs.append((phase.conv2_forward.grad, net.transforms[k].get_parameter("analysis.1.weight").grad))
+        pairs.append((phase.lambda_step.grad, net.step.grad[k : k + 1]))
+        pairs.append((phase.soft_thr.grad, net.threshold.grad[k : k + 1]))
+    worst = max(float((a - b).detach().norm() / a.detach().norm()) for a, b in pairs)
+    return [_step(list(plain.parameters()), losses[0]), _step(list(net.parameters()), losses[1])], worst
+
+
+def _lighter() -> Callable[[], None]:
+    """A step of another architecture: pixel squares of 3 × 3 as channels."""
+    phi = orthonormal_gaussian(272, PIXELS)
+    net, x = ISTANet(phi, PHASES, plus=True, architecture=Architecture(shuffle=3)), torch.rand(BATCH, PIXELS)
+    return _step(list(net.parameters()), lambda: net.loss(x @ phi.mT, x, symmetry=SYMMETRY))
+
+
+def run() -> list[Row]:
+    """Throughput ratios, and how far losses and gradients differ."""
+    torch.manual_seed(0)
+    rows = []
+    for name, plus, target in (("ISTA-Net, 25%", False, 1.3), ("ISTA-Net+, 25%", True, 1.0)):
+        calls, worst = _pair(plus, 272)
+        plain, ours, light = _medians([*calls, _lighter()], 5)
+        note = f"{PHASES} phases, batch {BATCH}"
+        rows.append(at_least(f"{name}: the paper's step / ours", plain / ours, target, note))
+        rows.append(at_most(f"{name}: relative difference of losses and gradients", worst, 1e-3))
+    rows.append(at_least("ISTA-Net+ as in the paper / the lighter one", plain / light, 1.0, "another architecture"))
+    return rows

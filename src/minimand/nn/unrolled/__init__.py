@@ -1,0 +1,29 @@
+"""Unrolled reconstruction: solvers of fixed length whose transforms, steps and thresholds are learned."""
+
+from .admmnet import ADMMNet
+from .base import PhaseResult, Setting, UnrolledNet
+from .checkpoints import PUBLIC_KEYS, from_public_checkpoint
+from .diagnose import Diagnosis, PhaseReport, diagnose
+from .fistanet import FISTANet
+from .istanet import ISTANet
+from .start import least_squares_start, sparse_reconstruction
+from .transform import Architecture, Shrinkage, Transform
+
+__all__ = [
+    "PUBLIC_KEYS",
+    "ADMMNet",
+    "Architecture",
+    "Diagnosis",
+    "FISTANet",
+    "ISTANet",
+    "PhaseReport",
+    "PhaseResult",
+    "Setting",
+    "Shrinkage",
+    "Transform",
+    "UnrolledNet",
+    "diagnose",
+    "from_public_checkpoint",
+    "least_squares_start",
+    "sparse_reconstruction",
+]

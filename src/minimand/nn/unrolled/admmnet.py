@@ -1,0 +1,107 @@
+"""ADMM-Net: the alternating direction method of multipliers with learned penalties, thresholds and transforms."""
+
+import torch
+from torch import Tensor, nn
+
+from ...operators import LinearOperator
+from ...solvers.problem import Problem
+from ...solvers.splitting import ADMM, SplitState
+from .base import Setting, UnrolledNet
+from .parameters import Interval, Positive, constrain
+from .transform import Architecture
+
+__all__ = ["ADMMNet"]
+
+# The dual step up to which ADMM converges (Glowinski, 1984).
+_GOLDEN = (1 + 5**0.5) / 2
+
+
+class ADMMNet(UnrolledNet):
+    r"""The alternating direction method of multipliers with learned numbers and transforms: phase k is
+
+    .. math::
+
+        z \leftarrow (\Phi^\top\Phi + \rho_k I)^{-1}(\Phi^\top y + \rho_k(x - u)), \qquad
+        x \leftarrow \tilde{\mathcal{F}}_k(S_{\theta_k}(\mathcal{F}_k(z + u))), \qquad u \leftarrow u + \eta_k(z - x),
+
+    which is :class:`~minimand.solvers.ADMM` with the learned prox and its multiplier's step. The first is solved by
+    conjugate gradients, which are exact after two iterations where the rows of Φ are orthonormal or it is a masked
+    unitary transform.
+
+    Args:
+        phi: The measurement matrix m × b² of square blocks, or an operator on images.
+        phases: How many iterations.
+        plus: Whether the transform learns a residual of the image.
+        architecture: The size of the transforms.
+        constrained: Whether penalties and thresholds stay above zero and the multiplier's steps in (0, (1+√5)/2).
+        shared: Whether all phases share one transform.
+        cg_iters: Conjugate gradient iterations per phase.
+        initial: The matrix Q of the first image :math:`Qy`. Without it :math:`\Phi^\top y`.
+
+    Source: Yang, Sun, Li, Xu, *Deep ADMM-Net for Compressive Sensing MRI*, NIPS 2016, eq. (6); 002, image
+        reconstruction.
+
+    >>> from minimand.operators import SubsampledFourier, radial_mask
+    >>> mri = SubsampledFourier(radial_mask((8, 8), 0.5))
+    >>> ADMMNet(mri, phases=2)(mri.apply(torch.rand(3, 1, 8, 8))).shape
+    torch.Size([3, 1, 8, 8])
+    """
+
+    penalty: Tensor
+    threshold: Tensor
+    rate: Tensor
+
+    def __init__(
+        self,
+        phi: Tensor | LinearOperator,
+        phases: int = 9,
+        plus: bool = True,
+        *,
+        architecture: Architecture = Architecture(),  # noqa: B008 -- frozen
+        constrained: bool = False,
+        shared: bool = False,
+        cg_iters: int = 2,
+        initial: Tensor | None = None,
+    ) -> None:
+        super().__init__(phi, phases, architecture, residual=plus, shared=shared, initial=initial)
+        self.plus, self.cg_iters = plus, cg_iters
+        # At ρ = ‖Φ‖² the data term and the split weigh the same.
+        self.penalty = nn.Parameter(torch.full((phases,), self.lipschitz))
+        self.threshold = nn.Parameter(torch.full((phases,), 0.01))
+        self.rate = nn.Parameter(torch.full((phases,), 1.0))
+        ADMM(phases, 1.0, cg_iters=cg_iters)
+        if constrained:
+            constrain(self, "penalty", Positive())
+            constrain(self, "threshold", Positive())
+            constrain(self, "rate", Interval(0.0, _GOLDEN))
+        self._follow_phi()
+
+    def _vectors(self) -> tuple[str, ...]:
+        return ("penalty", "threshold", "rate")
+
+    def settings(self) -> list[Setting]:
+        """The prox parameter 1/ρ, threshold and multiplier's step of every phase."""
+        columns = zip((1 / self.penalty).unbind(), self.threshold.unbind(), self.rate.unbind(), strict=True)
+        return [Setting(step, threshold, None, rate) for step, threshold, rate in columns]
+
+    def init(self, problem: Problem, x0: Tensor) -> SplitState:
+        r"""The start for both halves, no multiplier, and :math:`\Phi^\top y`."""
+        return SplitState(x0, x0, None, problem.linear(), None)
+
+    def advance(self, problem: Problem, state: SplitState, setting: Setting, k: int) -> SplitState:
+        """One iteration of ADMM, then the multiplier's own step."""
+        new = ADMM(self.phases, 1 / setting.step, cg_iters=self.cg_iters).advance(problem, state, k, None)
+        assert new.multiplier is not None
+        assert setting.rate is not None
+        before = torch.zeros_like(new.multiplier) if state.multiplier is None else state.multiplier
+        return new._replace(multiplier=before + setting.rate * (new.multiplier - before))
+
+    def faults(self, setting: Setting) -> list[str]:
+        """ADMM converges for positive penalties, thresholds that are not negative, dual steps below (1+√5)/2."""
+        step, threshold = float(setting.step.detach()), float(setting.threshold.detach())
+        assert setting.rate is not None
+        rate = float(setting.rate.detach())
+        found = [] if step > 0 else [f"penalty {1 / step:.3g} is not positive"]
+        if threshold < 0:
+            found.append(f"negative threshold {threshold:.3g}")
+        return found if 0 < rate < _GOLDEN else [*found, f"multiplier's step {rate:.3g} outside (0, {_GOLDEN:.3g})"]

@@ -1,0 +1,239 @@
+"""What unrolled networks share: the measurement, the start, the loop over the phases, and the loss."""
+
+import abc
+import copy
+import math
+import warnings
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...errors import OptionError, ShapeError, is_traced, require_finite
+from ...functions.separable import Zero
+from ...operators import BlockSensing, Dense, LinearOperator, Transposed, is_orthonormal
+from ...solvers import iterate
+from ...solvers.base import require_count
+from ...solvers.problem import Problem
+from .parameters import assign
+from .transform import Architecture, Shrinkage, Transform
+
+__all__ = ["PhaseResult", "Setting", "UnrolledNet"]
+
+# An image of values in [0, 1] has at most the energy of a white one; noise and contrast get this much room.
+_ENERGY_SLACK = 16.0
+
+
+class Setting(NamedTuple):
+    """The learned numbers of one phase. ``step`` is the prox parameter: 1/ρ for ADMM."""
+
+    step: Tensor
+    threshold: Tensor
+    momentum: Tensor | None = None
+    rate: Tensor | None = None
+
+
+class PhaseResult(NamedTuple):
+    """One phase: the image after it, what was shrunk in it, and the numbers it used."""
+
+    x: Tensor
+    shrinkage: Shrinkage
+    setting: Setting
+
+
+class UnrolledNet(nn.Module, abc.ABC):
+    r"""A solver of fixed length for :math:`\min_x \tfrac12\|\Phi x - y\|^2 + \lambda\|\mathcal{F}(x)\|_1` whose
+    transform, steps and thresholds are learned. Use :class:`ISTANet`, :class:`FISTANet` or :class:`ADMMNet`.
+
+    ``phi`` is a measurement matrix m × b² of square blocks, or any operator on images of one channel. With a matrix
+    the network takes measurements ``(B, m)`` of single blocks and returns ``(B, b²)``, as the papers do, or takes
+    ``(B, m, h, w)``, the blocks of whole images, and returns ``(B, 1, b·h, b·w)``: the same parameters, with a
+    transform that sees across block borders. With an operator it takes its measurements and returns its images.
+    Pixels are expected in [0, 1].
+    """
+
+    phi: Tensor
+    initial: Tensor | None
+
+    def __init__(
+        self,
+        phi: Tensor | LinearOperator,
+        phases: int,
+        architecture: Architecture,
+        *,
+        residual: bool,
+        shared: bool,
+        initial: Tensor | None,
+    ) -> None:
+        super().__init__()
+        require_count("phases", phases)
+        self.phases, self.shared = phases, shared
+        self._operator = None if isinstance(phi, Tensor | Dense | BlockSensing) else _checked(phi)
+        weight = phi if isinstance(phi, Tensor) else phi.weight
+        require_finite("phi", weight)
+        self.register_buffer("phi", weight.detach().clone())
+        self.lipschitz = float(self._of_one_block().norm_sq())
+        if not 0 < self.lipschitz < math.inf:
+            raise OptionError(f"phi measures nothing: its squared norm is {self.lipschitz}; check how it was made")
+        if self._operator is None and not is_orthonormal(weight):
+            warnings.warn(
+                f"the rows of phi are not orthonormal (‖Φ‖² ≤ {self.lipschitz:.4g}): the steps are scaled by 1/‖Φ‖²",
+                stacklevel=3,
+            )
+        self.register_buffer("initial", None if initial is None else self._checked_initial(initial))
+        self.transforms = nn.ModuleList(
+            Transform(architecture, residual=residual) for _ in range(1 if shared else phases)
+        )
+
+    def _follow_phi(self) -> None:
+        """Precision and device of everything that is learned are those of phi; ``to`` changes all of them."""
+        self.to(self.phi.device, self.phi.dtype)
+
+    # The measurement
+
+    def operator(self, y: Tensor) -> LinearOperator:
+        """The measurement operator on images, for measurements of this size."""
+        if self._operator is not None:
+            return self._operator.with_weight(self.phi)
+        side = math.isqrt(self.phi.shape[1])
+        grid = y.shape[-2:] if y.dim() == 4 else (1, 1)
+        return BlockSensing(self.phi, (side * grid[0], side * grid[1]))
+
+    def _of_one_block(self) -> LinearOperator:
+        return self.operator(self.phi)
+
+    def _checked_initial(self, initial: Tensor) -> Tensor:
+        if self._operator is not None:
+            raise OptionError("initial is for a phi that is a matrix; a network of an operator starts from its adjoint")
+        rows, columns = self.phi.shape
+        if initial.shape != (columns, rows):
+            raise ShapeError(
+                f"initial is a matrix of {columns} × {rows}, from measurements to the pixels of a block, for a phi of "
+                f"{rows} × {columns}; got {tuple(initial.shape)}"
+            )
+        return initial.detach().clone().to(self.phi)
+
+    def problem(self, y: Tensor) -> Problem:
+        """The data term of these measurements, after everything about them was checked."""
+        operator = self.operator(y)
+        shape, whole = operator.output_shape, y.dim() == 4
+        if self._operator is None and not whole:
+            if y.dim() != 2 or y.shape[1] != shape[0]:
+                raise ShapeError(
+                    f"phi has {shape[0]} rows, so y has shape (B, {shape[0]}) for blocks or (B, {shape[0]}, h, w) for "
+                    f"whole images; got {tuple(y.shape)}"
+                )
+            y = y[:, :, None, None]
+        elif not whole or tuple(y.shape[1:]) != shape:
+            raise ShapeError(
+                f"this network takes measurements of shape (B, {', '.join(map(str, shape))}), got {tuple(y.shape)}"
+            )
+        problem = Problem(Transposed(operator), Zero(), y)
+        problem.check_dtype("y", y)
+        require_finite("y", y)
+        self._check_range(y, math.prod(operator.input_shape))
+        return problem
+
+    def _check_range(self, y: Tensor, pixels: int) -> None:
+        if is_traced(y) or y.numel() == 0:
+            return
+        energy = float(y.detach().flatten(1).square().sum(1).max())
+        if energy > _ENERGY_SLACK * self.lipschitz * pixels:
+            raise OptionError(
+                f"y has energy {energy:.3g}, more than phi can measure of pixels in [0, 1]; divide the images by their "
+                f"largest value, 255 for bytes, before measuring"
+            )
+
+    def start(self, problem: Problem) -> Tensor:
+        r"""The first image: :math:`Qy` by the least-squares matrix ``initial``, else :math:`\Phi^\top y`."""
+        if self.initial is None:
+            return problem.linear()
+        size = problem.operator.output_shape[-2:]
+        return BlockSensing(self.initial.mT, (size[0], size[1])).adjoint(problem.y)
+
+    # The phases
+
+    @abc.abstractmethod
+    def settings(self) -> list[Setting]:
+        """The learned numbers, phase by phase."""
+
+    @abc.abstractmethod
+    def init(self, problem: Problem, x0: Tensor) -> Any:
+        """The solver's state before the first phase."""
+
+    @abc.abstractmethod
+    def advance(self, problem: Problem, state: Any, setting: Setting, k: int) -> Any:
+        """One iteration of the solver, with the numbers of this phase."""
+
+    @abc.abstractmethod
+    def faults(self, setting: Setting) -> list[str]:
+        """Why a solver with these numbers need not converge; empty where it does."""
+
+    def trajectory(self, y: Tensor) -> list[PhaseResult]:
+        """Every phase, images as ``(B, 1, H, W)``."""
+        problem, settings = self.problem(y), self.settings()
+        results: list[PhaseResult] = []
+
+        def phase(state: Any, k: int) -> Any:
+            setting = settings[k]
+            transform = self.transforms[0 if self.shared else k]
+            assert isinstance(transform, Transform)
+            shrinkage = Shrinkage(transform, setting.threshold, setting.step)
+            state = self.advance(Problem(problem.operator, shrinkage, problem.y), state, setting, k)
+            results.append(PhaseResult(state.x, shrinkage, setting))
+            return state
+
+        iterate(phase, self.init(problem, self.start(problem)), self.phases)
+        return results
+
+    def forward(self, y: Tensor) -> Tensor:
+        """The reconstruction: ``(B, b²)`` of blocks ``(B, m)``, images otherwise."""
+        x = self.trajectory(y)[-1].x
+        return x.flatten(1) if y.dim() == 2 else x
+
+    def loss(self, y: Tensor, target: Tensor, *, symmetry: float = 0.01) -> Tensor:
+        r"""The mean squared error, plus ``symmetry`` times the mean of :math:`|\tilde{\mathcal{F}}\mathcal{F}(r) -
+        r|^2`, summed over the phases (ISTA-Net, eq. (14))."""
+        results = self.trajectory(y)
+        x = results[-1].x
+        if target.numel() != x.numel() or len(target) != len(x):
+            raise ShapeError(f"the target has shape {tuple(target.shape)}, the reconstruction {tuple(x.shape)}")
+        loss = F.mse_loss(x, target.reshape(x.shape))
+        if symmetry == 0:
+            return loss
+        for result in results:
+            loss = loss + symmetry * result.shrinkage.symmetry().square().mean()
+        return loss
+
+    def grown(self, phases: int) -> Self:
+        """A copy with more phases, each new one equal to the last: where to go on training from."""
+        if phases < self.phases:
+            raise OptionError(f"a network grows: it has {self.phases} phases already, {phases} were asked for")
+        net = copy.deepcopy(self)
+        extra = phases - self.phases
+        if not self.shared:
+            net.transforms.extend(copy.deepcopy(self.transforms[-1]) for _ in range(extra))
+        for name in self._vectors():
+            value = getattr(self, name).detach()
+            assign(net, name, torch.cat([value, value[-1:].expand(extra)]))
+        net.phases = phases
+        return net
+
+    def _vectors(self) -> tuple[str, ...]:
+        """The parameters that hold one number per phase."""
+        return ()
+
+    def extra_repr(self) -> str:
+        """Phases and the norm that the steps rest on."""
+        return f"phases={self.phases}, lipschitz={self.lipschitz:.4g}"
+
+
+def _checked(operator: LinearOperator) -> LinearOperator:
+    if not isinstance(operator, LinearOperator):
+        raise OptionError(f"phi is a measurement matrix or an operator, got {type(operator).__name__}")
+    if len(operator.input_shape) != 3 or operator.input_shape[0] != 1:
+        raise ShapeError(
+            f"phi measures images of shape (1, H, W), but this {type(operator).__name__} takes {operator.input_shape}"
+        )
+    return operator

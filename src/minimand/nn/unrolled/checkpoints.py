@@ -1,0 +1,95 @@
+"""Reading the public ISTA-Net checkpoints."""
+
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ...errors import DataError
+from ...operators import LinearOperator
+from .istanet import ISTANet
+from .parameters import assign
+from .transform import Architecture
+
+__all__ = ["PUBLIC_KEYS", "from_public_checkpoint"]
+
+#: The names of phase k in the public checkpoints (after ``fcs.k.``) and here (after ``transforms.k.``).
+PUBLIC_KEYS: dict[bool, dict[str, str]] = {
+    False: {
+        "conv1_forward": "analysis.0.weight",
+        "conv2_forward": "analysis.1.weight",
+        "conv1_backward": "synthesis.0.weight",
+        "conv2_backward": "synthesis.1.weight",
+    },
+    True: {
+        "conv_D": "expand.weight",
+        "conv1_forward": "analysis.0.weight",
+        "conv2_forward": "analysis.1.weight",
+        "conv1_backward": "synthesis.0.weight",
+        "conv2_backward": "synthesis.1.weight",
+        "conv_G": "reduce.weight",
+    },
+}
+_SCALARS = {"lambda_step": "step", "soft_thr": "threshold"}
+
+
+def from_public_checkpoint(
+    state: Mapping[str, Tensor], phi: Tensor | LinearOperator, *, initial: Tensor | None = None
+) -> ISTANet:
+    """An :class:`ISTANet` with the parameters of a public ISTA-Net or ISTA-Net+ checkpoint.
+
+    ``state`` is what ``torch.load(file)`` gives: keys ``fcs.k.NAME``, with ``module.`` before them where the network
+    was saved from ``DataParallel``. Per phase ``lambda_step`` is the step, ``soft_thr`` the threshold, and
+    :data:`PUBLIC_KEYS` maps the convolutions; ``conv_D`` and ``conv_G`` occur in ISTA-Net+ only. Φ and the matrix Q of
+    the start are files of their own there: pass them as ``phi`` and ``initial``. The parameters are free, as they were.
+
+    >>> from minimand.operators import orthonormal_gaussian
+    >>> weights = {"conv1_forward": (2, 1), "conv2_forward": (2, 2), "conv1_backward": (2, 2), "conv2_backward": (1, 2)}
+    >>> state = {f"module.fcs.0.{name}": torch.zeros(*shape, 3, 3) for name, shape in weights.items()}
+    >>> state |= {"module.fcs.0.lambda_step": torch.tensor([0.5]), "module.fcs.0.soft_thr": torch.tensor([0.01])}
+    >>> net = from_public_checkpoint(state, orthonormal_gaussian(3, 9))
+    >>> net.phases, net.plus, net.step.item()
+    (1, False, 0.5)
+    """
+    phases = _by_phase(state)
+    plus = "conv_D" in phases[0]
+    names = PUBLIC_KEYS[plus]
+    expected = {*names, *_SCALARS}
+    for k, values in phases.items():
+        if set(values) != expected:
+            odd = sorted(set(values) ^ expected)
+            raise _other_layout(f"phase {k} lacks or adds {', '.join(odd)}")
+    architecture = Architecture(channels=phases[0]["conv1_forward"].shape[0])
+    net = ISTANet(phi, len(phases), plus, architecture=architecture, initial=initial)
+    for scalar, name in _SCALARS.items():
+        assign(net, name, torch.stack([values[scalar].reshape(()) for values in phases.values()]).to(net.phi))
+    for k, values in phases.items():
+        for public, ours in names.items():
+            weight = net.transforms[k].get_parameter(ours)
+            if weight.shape != values[public].shape:
+                raise _other_layout(
+                    f"fcs.{k}.{public} has shape {tuple(values[public].shape)}, not {tuple(weight.shape)}"
+                )
+            with torch.no_grad():
+                weight.copy_(values[public])
+    return net
+
+
+def _by_phase(state: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    phases: dict[int, dict[str, Tensor]] = {}
+    for key, value in state.items():
+        match = re.fullmatch(r"(?:module\.)?fcs\.(\d+)\.(\w+)", key)
+        if match is None or not isinstance(value, Tensor):
+            raise _other_layout(f"it has the key {key!r}")
+        phases.setdefault(int(match[1]), {})[match[2]] = value
+    if sorted(phases) != list(range(len(phases))) or not phases:
+        raise _other_layout(f"its phases are {sorted(phases)}")
+    return dict(sorted(phases.items()))
+
+
+def _other_layout(why: str) -> DataError:
+    return DataError(
+        f"this is no checkpoint in the layout of the public ISTA-Net ({why}): its keys are fcs.k.lambda_step, "
+        f"fcs.k.soft_thr and fcs.k.conv…; load a network of this library with load_state_dict"
+    )

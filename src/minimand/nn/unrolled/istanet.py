@@ -1,0 +1,97 @@
+"""ISTA-Net and ISTA-Net+: proximal gradient descent with learned steps, thresholds and transforms."""
+
+import torch
+from torch import Tensor, nn
+
+from ...operators import LinearOperator
+from ...solvers.gradient import GradientState, ProxGD
+from ...solvers.problem import GradientMap, Problem
+from .base import Setting, UnrolledNet
+from .parameters import Interval, Positive, constrain
+from .transform import Architecture
+
+__all__ = ["ISTANet", "gradient_map"]
+
+
+class ISTANet(UnrolledNet):
+    r"""Proximal gradient descent of fixed length with learned numbers and transforms: phase k is
+
+    .. math:: r = x - \rho_k \Phi^\top(\Phi x - y), \qquad
+              x \leftarrow \tilde{\mathcal{F}}_k(S_{\theta_k}(\mathcal{F}_k(r))),
+
+    which is :class:`~minimand.solvers.ProxGD` with the learned prox. ``plus`` is the residual form, ISTA-Net+.
+
+    Args:
+        phi: The measurement matrix m × b² of square blocks, or an operator on images.
+        phases: How many iterations.
+        plus: Whether the transform learns a residual of the image (ISTA-Net+).
+        architecture: The size of the transforms; the default is the papers'.
+        constrained: Whether the steps stay in :math:`(0, 2/\|\Phi\|^2)` and the thresholds above zero whatever is
+            learned, so that every phase is a step of a convergent solver. Free parameters, the papers', may leave both.
+        shared: Whether all phases share one transform.
+        initial: The matrix Q of the first image :math:`Qy`; see :func:`least_squares_start`. Without it
+            :math:`\Phi^\top y`.
+
+    Source: Zhang & Ghanem, *ISTA-Net*, CVPR 2018, eqs. (5), (10), (12), (14); 002, image reconstruction.
+
+    >>> from minimand.operators import orthonormal_gaussian
+    >>> phi = orthonormal_gaussian(4, 16, generator=torch.Generator().manual_seed(0))
+    >>> net = ISTANet(phi, phases=3)
+    >>> net(torch.rand(2, 16) @ phi.mT).shape, net(torch.rand(1, 4, 2, 3)).shape
+    (torch.Size([2, 16]), torch.Size([1, 1, 8, 12]))
+    """
+
+    step: Tensor
+    threshold: Tensor
+
+    def __init__(
+        self,
+        phi: Tensor | LinearOperator,
+        phases: int = 9,
+        plus: bool = False,
+        *,
+        architecture: Architecture = Architecture(),  # noqa: B008 -- frozen
+        constrained: bool = False,
+        shared: bool = False,
+        initial: Tensor | None = None,
+    ) -> None:
+        super().__init__(phi, phases, architecture, residual=plus, shared=shared, initial=initial)
+        self.plus = plus
+        self.step = nn.Parameter(torch.full((phases,), 0.5 / self.lipschitz))
+        self.threshold = nn.Parameter(torch.full((phases,), 0.01))
+        if constrained:
+            constrain(self, "step", Interval(0.0, 2 / self.lipschitz))
+            constrain(self, "threshold", Positive())
+        self._follow_phi()
+
+    def _vectors(self) -> tuple[str, ...]:
+        return ("step", "threshold")
+
+    def settings(self) -> list[Setting]:
+        """Step and threshold of every phase."""
+        return [Setting(*pair) for pair in zip(self.step.unbind(), self.threshold.unbind(), strict=True)]
+
+    def init(self, problem: Problem, x0: Tensor) -> GradientState:
+        """The start, and the gradient map at unit step."""
+        return GradientState(x0, gradient_map(problem, 1.0))
+
+    def advance(self, problem: Problem, state: GradientState, setting: Setting, k: int) -> GradientState:
+        """One iteration of proximal gradient descent."""
+        move = state.move._replace(offset=setting.step * self._linear(state), step=setting.step)
+        new = ProxGD(self.phases).advance(problem, GradientState(state.x, move), k, None)
+        return GradientState(new.x, state.move)
+
+    def _linear(self, state: GradientState) -> Tensor:
+        # At unit step the offset of the map is Φᵀy, computed once for all phases.
+        return state.move.offset
+
+    def faults(self, setting: Setting) -> list[str]:
+        r"""Proximal gradient descent converges for steps in :math:`(0, 2/L)` and thresholds that are not negative."""
+        step, threshold = float(setting.step.detach()), float(setting.threshold.detach())
+        found = [] if 0 < step < 2 / self.lipschitz else [f"step {step:.3g} outside (0, {2 / self.lipschitz:.3g})"]
+        return found if threshold >= 0 else [*found, f"negative threshold {threshold:.3g}"]
+
+
+def gradient_map(problem: Problem, step: float | Tensor) -> GradientMap:
+    r"""The map :math:`x \mapsto x - \eta\nabla f(x)`, by products with the operator and its adjoint."""
+    return GradientMap(step * problem.linear(), None, problem.operator, step, problem.ridge)

@@ -1,0 +1,117 @@
+"""Learned steps, thresholds and schedules: free as in the papers, or constrained to what a solver may use."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+__all__ = ["Interval", "Positive", "Signed", "Softplus", "assign", "constrain"]
+
+# Softplus and sigmoid round to zero: what must be positive stays this far above.
+_FLOOR = 1e-6
+
+
+class Interval(nn.Module):
+    r"""A parametrisation by :math:`l + (u - l)\,\sigma(v)`: every value of the parameter lies in (l, u).
+
+    >>> layer = nn.Module()
+    >>> layer.step = nn.Parameter(torch.tensor([0.5]))
+    >>> constrain(layer, "step", Interval(0.0, 2.0))
+    >>> layer.step
+    tensor([0.5000], grad_fn=<AddBackward0>)
+    """
+
+    low: Tensor
+    high: Tensor
+
+    def __init__(self, low: float, high: float) -> None:
+        super().__init__()
+        # A sigmoid rounds to zero and one: the ends themselves must stay outside.
+        margin = _FLOOR * (high - low)
+        self.register_buffer("low", torch.tensor(low + margin))
+        self.register_buffer("high", torch.tensor(high - margin))
+
+    def forward(self, free: Tensor) -> Tensor:
+        """From any number into the interval."""
+        return self.low.to(free) + (self.high - self.low).to(free) * torch.sigmoid(free)
+
+    def right_inverse(self, value: Tensor) -> Tensor:
+        """The number that gives ``value``; what lies outside is moved just inside."""
+        share = (value - self.low.to(value)) / (self.high - self.low).to(value)
+        return torch.logit(share.clamp(1e-4, 1 - 1e-4))
+
+
+class Positive(nn.Module):
+    r"""A parametrisation by the softplus :math:`\log(1 + e^v)`: every value is above zero, by 1e-6 at least."""
+
+    def forward(self, free: Tensor) -> Tensor:
+        """From any number to a positive one."""
+        return F.softplus(free) + _FLOOR
+
+    def right_inverse(self, value: Tensor) -> Tensor:
+        """The number that gives ``value``; zero and below become just positive."""
+        safe = (value - _FLOOR).clamp_min(_FLOOR)
+        return safe + torch.log(-torch.expm1(-safe))
+
+
+class Signed(nn.Module):
+    """:class:`Positive` times a sign: slopes of schedules that rise (+1) or fall (−1)."""
+
+    def __init__(self, sign: float) -> None:
+        super().__init__()
+        self.sign = sign
+        self.positive = Positive()
+
+    def forward(self, free: Tensor) -> Tensor:
+        """From any number to one of this sign."""
+        return self.sign * self.positive(free)
+
+    def right_inverse(self, value: Tensor) -> Tensor:
+        """The number that gives ``value``."""
+        return self.positive.right_inverse(self.sign * value)
+
+
+class Softplus(nn.Module):
+    r"""FISTA-Net's schedule over the phases, :math:`v_k = \log(1 + e^{wk + c})`, k = 0, 1, …
+
+    With ``monotone`` (+1 or −1) the slope w keeps that sign, so the schedule rises or falls whatever is learned.
+
+    Source: Xiang, Dong, Yang, *FISTA-Net*, IEEE TMI 2021, eqs. (15)–(17).
+
+    >>> schedule = Softplus(-0.5, 0.0, monotone=-1)
+    >>> values = schedule(4)
+    >>> bool((values > 0).all() and (values.diff() < 0).all())
+    True
+    """
+
+    slope: Tensor
+    offset: Tensor
+
+    def __init__(self, slope: float, offset: float, *, monotone: float | None = None) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.tensor(float(slope)))
+        self.offset = nn.Parameter(torch.tensor(float(offset)))
+        self.floor = 0.0 if monotone is None else _FLOOR
+        if monotone is not None:
+            constrain(self, "slope", Signed(monotone))
+
+    def forward(self, phases: int) -> Tensor:
+        """The values of all phases."""
+        k = torch.arange(phases, dtype=self.offset.dtype, device=self.offset.device)
+        return F.softplus(self.slope * k + self.offset) + self.floor
+
+
+def constrain(module: nn.Module, name: str, parametrisation: nn.Module) -> None:
+    """Keep a parameter inside the range of a parametrisation from here on; its value stays, if it lies inside."""
+    parametrize.register_parametrization(module, name, parametrisation)
+
+
+def assign(module: nn.Module, name: str, value: Tensor) -> None:
+    """Replace a parameter of any size, constrained or not, by ``value``."""
+    if parametrize.is_parametrized(module, name):
+        held: Any = module.get_submodule(f"parametrizations.{name}")
+        held.original = nn.Parameter(held[0].right_inverse(value.detach()))
+    else:
+        setattr(module, name, nn.Parameter(value.detach().clone()))

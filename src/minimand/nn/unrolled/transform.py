@@ -1,0 +1,186 @@
+"""The learned sparsifying transform of an unrolled network, and its shrinkage as a function with a prox."""
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...errors import OptionError, ShapeError, is_traced, require_positive
+from ...functions import L1
+from ...functions.base import Function, Step
+from ...solvers.base import require_count
+
+__all__ = ["Architecture", "Shrinkage", "Transform", "soft_threshold"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """The size of a learned transform; the defaults are ISTA-Net's.
+
+    Attributes:
+        channels: Features of every convolution.
+        depth: Convolutions in the analysis, and as many in the synthesis, with ReLU between them.
+        shuffle: Side of the pixel squares that become channels before the first convolution: s makes every product s²
+            times cheaper at the same reach. It must divide the images' sides.
+        scale: Factor on the initial weights of the last convolution, which writes the image. Small values start a
+            residual network near the plain gradient step.
+    """
+
+    channels: int = 32
+    depth: int = 2
+    shuffle: int = 1
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("channels", "depth", "shuffle"):
+            require_count(name, getattr(self, name))
+        require_positive("scale", self.scale)
+
+
+class Transform(nn.Module):
+    r"""A pair of convolutional maps :math:`\mathcal{F}, \tilde{\mathcal{F}}` with
+    :math:`\tilde{\mathcal{F}}\mathcal{F} \approx I`.
+
+    The plain form (ISTA-Net) acts on the image, the residual form (ISTA-Net+, FISTA-Net) on features
+    :math:`\mathcal{D}x`:
+
+    .. math::
+
+        x \leftarrow \tilde{\mathcal{F}}(S_\theta(\mathcal{F}(r))), \qquad
+        x \leftarrow r + \mathcal{G}\tilde{\mathcal{F}}(S_\theta(\mathcal{F}(\mathcal{D}r))) .
+
+    No convolution has a bias, so zero maps to zero. Initialisation: Xavier's normal, as in the papers' code.
+
+    Source: Zhang & Ghanem, *ISTA-Net*, CVPR 2018, eqs. (8), (12), §3.3.
+    """
+
+    def __init__(self, architecture: Architecture, *, residual: bool) -> None:
+        super().__init__()
+        self.architecture = architecture
+        pixels, channels = architecture.shuffle**2, architecture.channels
+        outer = channels if residual else pixels
+        self.expand = _convolution(pixels, channels) if residual else None
+        self.analysis = nn.ModuleList(
+            _convolution(channels if k else outer, channels) for k in range(architecture.depth)
+        )
+        self.synthesis = nn.ModuleList(
+            _convolution(channels, outer if k + 1 == architecture.depth else channels)
+            for k in range(architecture.depth)
+        )
+        self.reduce = _convolution(channels, pixels) if residual else None
+        last = self.synthesis[-1] if self.reduce is None else self.reduce
+        with torch.no_grad():
+            last.get_parameter("weight").mul_(architecture.scale)
+        for weight in self.parameters():
+            # oneDNN's 3 × 3 convolutions are half as fast again in this layout. contiguous() would not do: a weight
+            # with one input channel is in both layouts, keeps its strides, and the convolution answers in the other.
+            weight.data = weight.data.to(memory_format=torch.channels_last)
+
+    def features(self, image: Tensor) -> Tensor:
+        """What the analysis takes: the image's pixel squares as channels, expanded in the residual form."""
+        side = self.architecture.shuffle
+        if side > 1:
+            if image.shape[-1] % side or image.shape[-2] % side:
+                raise ShapeError(
+                    f"a transform with shuffle={side} takes images whose sides are multiples of {side}, "
+                    f"got {tuple(image.shape[-2:])}; pad them or choose another shuffle"
+                )
+            image = F.pixel_unshuffle(image, side)
+        return image if self.expand is None else self.expand(image)
+
+    def analyse(self, features: Tensor) -> Tensor:
+        """The coefficients."""
+        return _chain(self.analysis, features)
+
+    def synthesise(self, coefficients: Tensor) -> Tensor:
+        """Back to features."""
+        return _chain(self.synthesis, coefficients)
+
+    def image(self, features: Tensor, before: Tensor) -> Tensor:
+        """The image of synthesised features; in the residual form their change of the image ``before``."""
+        change = features if self.reduce is None else self.reduce(features)
+        if self.architecture.shuffle > 1:
+            change = F.pixel_shuffle(change, self.architecture.shuffle)
+        return change if self.reduce is None else before + change
+
+
+def _convolution(inputs: int, outputs: int) -> nn.Conv2d:
+    layer = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+    nn.init.xavier_normal_(layer.weight)
+    return layer
+
+
+def _chain(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    for k, layer in enumerate(layers):
+        # A convolution keeps its input, not its output: the ReLU may overwrite it.
+        x = layer(F.relu(x, inplace=True) if k else x)
+    return x
+
+
+def soft_threshold(x: Tensor, threshold: Tensor) -> Tensor:
+    r""":math:`\operatorname{sign}(x)\max(|x| - \theta, 0)` for a learned number θ of any sign.
+
+    For :math:`\theta > 0` it is the prox of :math:`\theta\|\cdot\|_1`. A negative one, to which free training can
+    drift, pushes coefficients away from zero, is no prox of anything, and is kept as the papers' formula has it.
+
+    >>> soft_threshold(torch.tensor([-3.0, 0.5]), torch.tensor(1.0))
+    tensor([-2., 0.])
+    >>> soft_threshold(torch.tensor([-3.0, 0.5]), torch.tensor(-1.0))
+    tensor([-4.0000,  1.5000])
+    """
+    readable = threshold.device.type == "cpu" and not is_traced(threshold)
+    if readable and float(threshold.detach()) > 0:
+        return L1(1.0).prox(x, threshold)
+    if readable:
+        return x - threshold * torch.sign(x)
+    kept = L1(1.0).prox(x, threshold.clamp_min(torch.finfo(threshold.dtype).tiny))
+    return kept + F.relu(-threshold) * torch.sign(x)
+
+
+class Shrunk(NamedTuple):
+    """What one shrinkage computed besides its image."""
+
+    features: Tensor
+    coefficients: Tensor
+
+
+class Shrinkage(Function):
+    r"""The function :math:`\frac{\theta}{\eta}\|\mathcal{F}(x)\|_1` of one phase, with the learned stand-in for its
+    prox.
+
+    ``prox`` is :math:`\tilde{\mathcal{F}}(S_\theta(\mathcal{F}(v)))`, exact where :math:`\tilde{\mathcal{F}} =
+    \mathcal{F}^\top = \mathcal{F}^{-1}`. The threshold θ is learned as it is, so the solver's step does not scale it:
+    η only says which weight of the penalty it amounts to.
+    """
+
+    def __init__(self, transform: Transform, threshold: Tensor, step: Tensor | float) -> None:
+        self.transform, self.threshold, self.step = transform, threshold, step
+        self._last: Shrunk | None = None
+
+    def value(self, x: Tensor) -> Tensor:
+        """The penalty at x, summed over the batch."""
+        coefficients = self.transform.analyse(self.transform.features(x))
+        return (self.threshold / self.step) * coefficients.abs().sum()
+
+    def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
+        """Analysis, soft threshold, synthesis."""
+        features = self.transform.features(x)
+        coefficients = self.transform.analyse(features)
+        self._last = Shrunk(features, coefficients)
+        return self.transform.image(self.transform.synthesise(soft_threshold(coefficients, self.threshold)), x)
+
+    def features(self) -> Tensor:
+        """What the last prox analysed."""
+        return self._of_last_prox().features
+
+    def symmetry(self) -> Tensor:
+        r"""The residual :math:`\tilde{\mathcal{F}}\mathcal{F}(r) - r` of the last prox, in its features."""
+        last = self._of_last_prox()
+        return self.transform.synthesise(last.coefficients) - last.features
+
+    def _of_last_prox(self) -> Shrunk:
+        if self._last is None:
+            raise OptionError("this is about the last prox, and there was none yet; call prox first")
+        return self._last

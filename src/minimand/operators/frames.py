@@ -1,0 +1,256 @@
+r"""Tight frames: transforms in which photographs are sparse, with every energy kept.
+
+A frame F maps an image to coefficients with :math:`F^\top F = I`. Shifting the image in S ways, transforming each and
+dividing by :math:`\sqrt S` is again such a frame, a redundant one that favours no position: the cycle-spinning of
+Coifman & Donoho, *Translation-Invariant De-Noising*, 1995, as one convex problem instead of an average of S answers.
+"""
+
+import abc
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import OptionError, ShapeError
+from .images import ImageOperator
+from .spectral import round_up
+
+__all__ = ["BlockDCT", "Frame", "Wavelet", "dct_matrix", "shifts"]
+
+Family = Literal["haar", "db2", "db4"]
+
+# Daubechies' orthonormal low-pass filters with 1, 2 and 4 vanishing moments.
+_FILTERS: dict[str, tuple[float, ...]] = {
+    "haar": (0.7071067811865476, 0.7071067811865476),
+    "db2": (0.48296291314453414, 0.8365163037378079, 0.2241438680420134, -0.12940952255126037),
+    "db4": (
+        0.23037781330885523,
+        0.7148465705525415,
+        0.6308807679295904,
+        -0.02798376941698385,
+        -0.18703481171888114,
+        0.030841381835986965,
+        0.032883011666982945,
+        -0.010597401784997278,
+    ),
+}
+_ROUNDING = 1e-5
+
+
+def shifts(period: int, count: int) -> list[tuple[int, int]]:
+    """``count`` shifts (a square number) on a regular grid of a square of side ``period``.
+
+    >>> shifts(8, 4)
+    [(0, 0), (0, 4), (4, 0), (4, 4)]
+    """
+    side = math.isqrt(count)
+    if side < 1 or side * side != count or side > period:
+        raise OptionError(f"the number of shifts must be a square from 1 to {period}² (1, 4, 9 …), got {count}")
+    places = [k * period // side for k in range(side)]
+    return [(down, across) for down in places for across in places]
+
+
+class Frame(ImageOperator):
+    """A Parseval frame on images of one channel: one channel of coefficients per shift."""
+
+    def __init__(self, weight: Tensor, input_size: tuple[int, int], moves: Sequence[tuple[int, int]]) -> None:
+        self.weight = weight
+        self.size = input_size
+        self.moves = tuple(moves)
+        if not self.moves:
+            raise OptionError("a frame needs at least one shift; (0, 0) is none")
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """One channel, H × W."""
+        return (1, *self.size)
+
+    @property
+    @abc.abstractmethod
+    def padded(self) -> tuple[int, int]:
+        """The size that the transform works on."""
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """One channel per shift, of the padded size."""
+        return (len(self.moves), *self.padded)
+
+    @abc.abstractmethod
+    def _analyse(self, image: Tensor) -> Tensor:
+        """The orthonormal transform of ``(B, H, W)``."""
+
+    @abc.abstractmethod
+    def _synthesise(self, coefficients: Tensor) -> Tensor:
+        """Its inverse."""
+
+    def _apply(self, y: Tensor) -> Tensor:
+        (height, width), (tall, wide) = self.size, self.padded
+        image = F.pad(y[:, 0], (0, wide - width, 0, tall - height)) / len(self.moves) ** 0.5
+        return torch.stack([self._analyse(image.roll(move, (-2, -1))) for move in self.moves], dim=1)
+
+    def _adjoint(self, x: Tensor) -> Tensor:
+        parts = [
+            self._synthesise(part).roll((-down, -across), (-2, -1))
+            for part, (down, across) in zip(x.unbind(1), self.moves, strict=True)
+        ]
+        height, width = self.size
+        image = torch.stack(parts).sum(0)[:, :height, :width] / len(self.moves) ** 0.5
+        return image.unsqueeze(1)
+
+    def _norm_sq(self) -> Tensor:
+        one = torch.ones((), dtype=torch.float64, device=self.weight.device)
+        return round_up(one * (1 + _ROUNDING), self.weight.dtype)
+
+
+def dct_matrix(size: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    """The orthonormal cosine transform DCT-II of vectors of this length, computed in float64.
+
+    >>> D = dct_matrix(4, dtype=torch.float64)
+    >>> torch.allclose(D @ D.mT, torch.eye(4, dtype=torch.float64))
+    True
+    """
+    k = torch.arange(size, dtype=torch.float64)
+    matrix = torch.cos(torch.pi * (k[None] + 0.5) * k[:, None] / size) * (2 / size) ** 0.5
+    matrix[0] /= 2**0.5
+    return matrix.to(dtype or torch.get_default_dtype())
+
+
+class BlockDCT(Frame):
+    """The two-dimensional cosine transform of every ``block`` × ``block`` square, in ``shifts`` positions.
+
+    The image is continued by zeros to a multiple of the block. The weight is the DCT matrix.
+
+    >>> frame = BlockDCT((8, 8), block=4, count=4)
+    >>> x = torch.rand(1, 8, 8)
+    >>> torch.allclose(frame.adjoint(frame.apply(x)), x, atol=1e-6), frame.output_shape
+    (True, (4, 8, 8))
+    """
+
+    def __init__(self, input_size: tuple[int, int], *, block: int = 8, count: int = 1, weight: Tensor | None = None):
+        if block < 1:
+            raise OptionError(f"block must be a whole number ≥ 1, got {block}")
+        super().__init__(dct_matrix(block) if weight is None else weight, input_size, shifts(block, count))
+        self.block, self.count = block, count
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """The next multiples of the block."""
+        height, width = (-(-side // self.block) * self.block for side in self.size)
+        return height, width
+
+    def _squares(self, image: Tensor) -> Tensor:
+        down, across = (side // self.block for side in self.padded)
+        return image.reshape(-1, down, self.block, across, self.block).transpose(2, 3)
+
+    def _analyse(self, image: Tensor) -> Tensor:
+        squares = self.weight @ self._squares(image) @ self.weight.mT
+        return squares.transpose(2, 3).reshape(-1, *self.padded)
+
+    def _synthesise(self, coefficients: Tensor) -> Tensor:
+        squares = self.weight.mT @ self._squares(coefficients) @ self.weight
+        return squares.transpose(2, 3).reshape(-1, *self.padded)
+
+    def with_weight(self, weight: Tensor) -> "BlockDCT":
+        """The same frame in another precision or on another device."""
+        return BlockDCT(self.size, block=self.block, count=self.count, weight=weight)
+
+
+class Wavelet(Frame):
+    """Daubechies' orthonormal wavelets on a periodic image, ``levels`` deep, in ``count`` shifted positions.
+
+    The image is continued by zeros to a multiple of 2^levels. The weight holds the low-pass filter.
+
+    >>> frame = Wavelet((6, 8), levels=2, family="db2")
+    >>> x = torch.rand(1, 6, 8)
+    >>> torch.allclose(frame.adjoint(frame.apply(x)), x, atol=1e-5), frame.output_shape
+    (True, (1, 8, 8))
+    """
+
+    def __init__(
+        self,
+        input_size: tuple[int, int],
+        *,
+        levels: int = 3,
+        family: Family = "db4",
+        count: int = 1,
+        weight: Tensor | None = None,
+    ) -> None:
+        if family not in _FILTERS:
+            raise OptionError(f"family must be one of {', '.join(_FILTERS)}, got {family!r}")
+        if levels < 1:
+            raise OptionError(f"levels must be a whole number ≥ 1, got {levels}")
+        super().__init__(
+            torch.tensor(_FILTERS[family]) if weight is None else weight, input_size, shifts(2**levels, count)
+        )
+        self.levels, self.count, self.family = levels, count, family
+        if min(self.padded) >> (levels - 1) < self.weight.numel():
+            raise ShapeError(
+                f"an image of {input_size} has no room for {levels} levels of {family}, whose filter has "
+                f"{self.weight.numel()} taps; use fewer levels"
+            )
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """The next multiples of 2^levels."""
+        unit = 2**self.levels
+        height, width = (-(-side // unit) * unit for side in self.size)
+        return height, width
+
+    def _filters(self) -> Tensor:
+        """Low and high pass, as the kernel of a convolution of stride 2."""
+        low = self.weight
+        signs = torch.ones_like(low)
+        signs[1::2] = -1
+        return torch.stack([low, low.flip(0) * signs]).unsqueeze(1)
+
+    def _split(self, rows: Tensor) -> Tensor:
+        """One level along the last dimension: low half, then high half."""
+        taps = self.weight.numel()
+        flat = rows.reshape(-1, 1, rows.shape[-1])
+        halves = F.conv1d(F.pad(flat, (0, taps - 2), mode="circular") if taps > 2 else flat, self._filters(), stride=2)
+        return halves.reshape(*rows.shape[:-1], -1)
+
+    def _join(self, rows: Tensor) -> Tensor:
+        """The inverse of :meth:`_split`."""
+        length, taps = rows.shape[-1], self.weight.numel()
+        halves = rows.reshape(-1, 2, length // 2)
+        long = F.conv_transpose1d(halves, self._filters(), stride=2)[:, 0]
+        whole = long[:, :length]
+        if taps > 2:
+            whole = whole + F.pad(long[:, length:], (0, length - (taps - 2)))
+        return whole.reshape(rows.shape)
+
+    def _analyse(self, image: Tensor) -> Tensor:
+        height, width = self.padded
+        corner = self._split(self._split(image).mT).mT
+        if self.levels == 1:
+            return corner
+        result, sizes = corner, [(height >> k, width >> k) for k in range(1, self.levels)]
+        for tall, wide in sizes:
+            corner = self._split(self._split(corner[:, :tall, :wide]).mT).mT
+            result = _with_corner(result, corner)
+        return result
+
+    def _synthesise(self, coefficients: Tensor) -> Tensor:
+        height, width = self.padded
+        result = coefficients
+        for k in reversed(range(self.levels)):
+            corner = result[:, : height >> k, : width >> k]
+            result = _with_corner(result, self._join(self._join(corner.mT).mT))
+        return result
+
+    def with_weight(self, weight: Tensor) -> "Wavelet":
+        """The same frame in another precision or on another device."""
+        return Wavelet(self.size, levels=self.levels, family=self.family, count=self.count, weight=weight)
+
+
+def _with_corner(image: Tensor, corner: Tensor) -> Tensor:
+    """The image with its upper left part replaced."""
+    tall, wide = corner.shape[-2:]
+    if corner.shape == image.shape:
+        return corner
+    top = torch.cat([corner, image[:, :tall, wide:]], dim=2)
+    return torch.cat([top, image[:, tall:]], dim=1)

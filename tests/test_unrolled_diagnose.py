@@ -1,0 +1,276 @@
+"""Constrained networks stay convergent solvers whatever is learned; free ones are told when they leave."""
+
+import copy
+import itertools
+from collections.abc import Callable
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from minimand.errors import CapabilityError, DataError, NonFiniteError, OptionError, ShapeError
+from minimand.nn import (
+    ADMMNet,
+    Architecture,
+    FISTANet,
+    ISTANet,
+    UnrolledNet,
+    diagnose,
+    from_public_checkpoint,
+    least_squares_start,
+    sparse_reconstruction,
+)
+from minimand.nn.unrolled.parameters import Interval, Positive, Signed, Softplus, assign, constrain
+from minimand.operators import Dense, Inpainting, SubsampledFourier, gaussian_blur, orthonormal_gaussian
+
+SMALL = Architecture(channels=3)
+NETS: dict[str, Callable[..., UnrolledNet]] = {
+    "ista": ISTANet,
+    "fista": FISTANet,
+    "fista learned": lambda *a, **k: FISTANet(*a, momentum="learned", **k),
+    "admm": ADMMNet,
+}
+every_net = pytest.mark.parametrize("build", NETS.values(), ids=NETS)
+
+
+def _phi(scale: float = 1.0) -> Tensor:
+    return scale * orthonormal_gaussian(5, 16, generator=torch.Generator().manual_seed(0))
+
+
+def _measured(phi: Tensor, rows: int = 3) -> Tensor:
+    return torch.rand(rows, 16) @ phi.mT
+
+
+def _numbers(net: UnrolledNet) -> list[nn.Parameter]:
+    return [p for name, p in net.named_parameters() if not name.startswith("transforms.")]
+
+
+@every_net
+@given(seed=st.integers(0, 1000), spread=st.sampled_from([1.0, 10.0, 100.0]))
+def test_constrained_numbers_are_those_of_a_convergent_solver(
+    build: Callable[..., UnrolledNet], seed: int, spread: float
+) -> None:
+    """Whatever values an optimizer gives the parameters."""
+    net = build(_phi(), 4, architecture=SMALL, constrained=True)
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in _numbers(net):
+            p.copy_(spread * torch.randn(p.shape, generator=g))
+        settings = net.settings()
+    assert [net.faults(setting) for setting in settings] == [[]] * 4
+    if isinstance(net, FISTANet):
+        steps = torch.stack([s.step for s in settings])
+        thresholds = torch.stack([s.threshold for s in settings])
+        assert (steps.diff() <= 0).all()
+        assert (thresholds.diff() <= 0).all()
+        if net.momentum == "learned":
+            momenta = torch.stack([s.momentum for s in settings if s.momentum is not None])
+            assert (momenta.diff() >= 0).all()
+
+
+@every_net
+def test_free_and_constrained_networks_start_from_the_same_numbers(build: Callable[..., UnrolledNet]) -> None:
+    free, bound = (build(_phi(), 3, architecture=SMALL, constrained=c) for c in (False, True))
+    for one, two in zip(free.settings(), bound.settings(), strict=True):
+        torch.testing.assert_close(one.threshold, two.threshold, rtol=1e-4, atol=1e-6)
+        if not isinstance(free, FISTANet):
+            torch.testing.assert_close(one.step, two.step, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("parametrisation", "values"),
+    [
+        (Interval(0.0, 2.0), [0.001, 0.5, 1.999]),
+        (Interval(-1.0, 3.0), [-0.9, 0.0, 2.5]),
+        (Positive(), [1e-4, 0.01, 5.0]),
+        (Signed(-1.0), [-3.0, -0.01]),
+    ],
+)
+def test_parametrisations_invert(parametrisation: nn.Module, values: list[float]) -> None:
+    module = nn.Module()
+    module.register_parameter("value", nn.Parameter(torch.tensor(values, dtype=torch.float64)))
+    constrain(module, "value", parametrisation)
+    torch.testing.assert_close(module.value, torch.tensor(values, dtype=torch.float64), rtol=1e-3, atol=1e-5)
+    assign(module, "value", torch.tensor(values[:1], dtype=torch.float64))
+    assert module.value.shape == (1,)
+
+
+def test_schedules_are_softplus_lines() -> None:
+    schedule = Softplus(-0.5, 0.3)
+    expected = [float(nn.functional.softplus(torch.tensor(-0.5 * k + 0.3))) for k in range(4)]
+    assert schedule(4).tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("build", "name", "value", "fault"),
+    [
+        (ISTANet, "step", 2.5, "step 2.5 outside"),
+        (ISTANet, "step", -0.12, "step -0.12 outside"),
+        (ISTANet, "threshold", -0.019, "negative threshold -0.019"),
+        (ADMMNet, "penalty", -1.0, "penalty -1 is not positive"),
+        (ADMMNet, "rate", 1.7, "multiplier's step 1.7"),
+        (ADMMNet, "threshold", -0.5, "negative threshold"),
+    ],
+)
+def test_free_networks_are_told_when_they_leave(
+    build: Callable[..., UnrolledNet], name: str, value: float, fault: str
+) -> None:
+    phi = _phi()
+    net = build(phi, 3, architecture=SMALL)
+    y = _measured(phi)
+    assert diagnose(net, y).convergent
+    with torch.no_grad():
+        getattr(net, name)[1] = value
+    report = diagnose(net, y)
+    assert not report.convergent
+    assert [phase.convergent for phase in report.phases] == [True, False, True]
+    assert fault in report.phases[1].faults[0]
+    assert fault in str(report)
+
+
+def test_fista_needs_the_shorter_step() -> None:
+    phi = _phi()
+    net = FISTANet(phi, 3, architecture=SMALL)
+    with torch.no_grad():
+        net.step_schedule.offset.fill_(1.5)
+    report = diagnose(net, _measured(phi))
+    assert not report.phases[0].convergent
+    assert 1 < report.phases[0].step < 2
+
+
+@every_net
+def test_the_diagnosis_is_true(build: Callable[..., UnrolledNet]) -> None:
+    """Residual, objective and symmetry, computed here from the images; nothing about the network changes."""
+    phi = _phi()
+    net = build(phi, 3, architecture=SMALL).train()
+    y, before = _measured(phi), copy.deepcopy(net.state_dict())
+    report = diagnose(net, y)
+    with torch.no_grad():
+        for phase, result in zip(report.phases, net.trajectory(y), strict=True):
+            x = result.x.flatten(1)
+            residual = x @ phi.mT - y
+            assert phase.residual == pytest.approx(float(residual.norm() / y.norm()), rel=1e-4)
+            transform = result.shrinkage.transform
+            penalty = transform.analyse(transform.features(result.x)).abs().sum()
+            weight = result.setting.threshold / result.setting.step
+            objective = (0.5 * residual.square().sum() + weight * penalty) / 3
+            assert phase.objective == pytest.approx(float(objective), rel=1e-4)
+            assert phase.symmetry > 0
+    assert net.training
+    assert all(p.grad is None for p in net.parameters())
+    assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
+    assert report.start == pytest.approx(0.0, abs=1e-4)
+    assert len(report.as_dict()["phases"]) == 3
+    text = str(report)
+    assert text.count("\n") >= 5
+    assert "convergent" in text
+
+
+def test_an_exact_transform_never_raises_the_objective() -> None:
+    """With F = F̃ = I and steps within the limits, the diagnosis shows descent, as the theory says."""
+    phi = _phi()
+    net = ISTANet(phi, 8, architecture=Architecture(channels=1, depth=1), constrained=True)
+    with torch.no_grad():
+        for weight in net.transforms.parameters():
+            weight.zero_()
+            weight[0, 0, 1, 1] = 1.0
+    report = diagnose(net, _measured(phi))
+    objectives = [phase.objective for phase in report.phases]
+    assert all(b <= a * (1 + 1e-5) for a, b in itertools.pairwise(objectives))
+    assert max(phase.symmetry for phase in report.phases) < 1e-6
+
+
+def test_the_picture() -> None:
+    net = ISTANet(_phi(), 3, architecture=SMALL)
+    with torch.no_grad():
+        net.step[1] = 3.0
+    figure = diagnose(net, _measured(_phi())).plot()
+    assert [axis.get_title() for axis in figure.axes] == [
+        "step",
+        "threshold",
+        "relative residual",
+        "objective per sample",
+    ]
+    plt.close(figure)
+
+
+def test_rows_that_are_not_orthonormal_scale_the_steps_and_say_so() -> None:
+    with pytest.warns(UserWarning, match=r"not orthonormal.*scaled by 1/‖Φ‖²"):
+        net = ISTANet(_phi(3.0), 2, architecture=SMALL, constrained=True)
+    assert net.lipschitz == pytest.approx(9.0, rel=0.01)
+    assert net.settings()[0].step.item() == pytest.approx(0.5 / 9, rel=0.02)
+    assert diagnose(net, _measured(_phi(3.0))).convergent
+
+
+def _net() -> ISTANet:
+    return ISTANet(_phi(), 2, architecture=SMALL)
+
+
+BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "phi that fits no block": (lambda: ISTANet(torch.randn(3, 10)), ShapeError, "square"),
+    "phi with NaN": (lambda: ISTANet(torch.full((3, 9), torch.nan)), NonFiniteError, "phi"),
+    "phi of zeros": (lambda: ISTANet(torch.zeros(3, 9)), OptionError, "measures nothing"),
+    "phi on colours": (lambda: ISTANet(Inpainting(torch.ones(3, 4, 4))), ShapeError, r"\(1, H, W\)"),
+    "phi of another kind": (lambda: ISTANet("phi"), OptionError, "measurement matrix or an operator"),
+    "no phases": (lambda: ISTANet(_phi(), 0), OptionError, "phases"),
+    "unknown momentum": (lambda: FISTANet(_phi(), momentum="heavy"), OptionError, "momentum"),
+    "no channels": (lambda: Architecture(channels=0), OptionError, "channels"),
+    "a start of another size": (lambda: ISTANet(_phi(), initial=torch.eye(3)), ShapeError, "16 × 5"),
+    "a start for an operator": (
+        lambda: ISTANet(gaussian_blur((4, 4), 0.5), initial=torch.eye(3)),
+        OptionError,
+        "starts from its adjoint",
+    ),
+    "y of another size": (lambda: _net()(torch.rand(2, 6)), ShapeError, r"\(B, 5\)"),
+    "y of another shape": (lambda: _net()(torch.rand(5)), ShapeError, r"\(B, 5\)"),
+    "whole y of another size": (lambda: _net()(torch.rand(2, 6, 1, 1)), ShapeError, "5"),
+    "y of another operator": (
+        lambda: ISTANet(SubsampledFourier(torch.ones(4, 4)))(torch.rand(1, 2, 5, 5)),
+        ShapeError,
+        "2, 4, 4",
+    ),
+    "y in double": (lambda: _net()(torch.rand(2, 5).double()), OptionError, "float64"),
+    "y with NaN": (lambda: _net()(torch.full((2, 5), torch.nan)), NonFiniteError, "y"),
+    "bytes": (lambda: _net()(torch.full((2, 16), 200.0) @ _phi().mT), OptionError, "255"),
+    "a target of another size": (lambda: _net().loss(torch.rand(2, 5), torch.rand(2, 9)), ShapeError, "target"),
+    "sides that do not shuffle": (
+        lambda: ISTANet(_phi(), 1, architecture=Architecture(shuffle=3))(torch.rand(2, 5)),
+        ShapeError,
+        "multiples of 3",
+    ),
+    "shrinking": (lambda: _net().grown(1), OptionError, "grows"),
+    "diagnosing another net": (lambda: diagnose(nn.Linear(2, 2), torch.rand(1, 2)), CapabilityError, "explain"),
+    "no frame": (
+        lambda: sparse_reconstruction(torch.rand(1, 5), Dense(_phi()), Dense(_phi()), 0.1),
+        OptionError,
+        "BlockDCT or Wavelet",
+    ),
+    "blocks of another size": (lambda: least_squares_start(_phi(), torch.rand(3, 9)), ShapeError, "columns"),
+    "a checkpoint of another layout": (
+        lambda: from_public_checkpoint({"layer.weight": torch.rand(2)}, _phi()),
+        DataError,
+        "layer.weight",
+    ),
+    "a checkpoint without a threshold": (
+        lambda: from_public_checkpoint({"fcs.0.lambda_step": torch.rand(1)}, _phi()),
+        DataError,
+        "soft_thr",
+    ),
+    "a checkpoint with a phase missing": (
+        lambda: from_public_checkpoint({"fcs.1.lambda_step": torch.rand(1)}, _phi()),
+        DataError,
+        "phases",
+    ),
+    "an empty checkpoint": (lambda: from_public_checkpoint({}, _phi()), DataError, "phases"),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "match"), BAD.values(), ids=BAD)
+@pytest.mark.filterwarnings("ignore:the rows of phi")
+def test_bad_input_gets_one_sentence(call: Callable[[], object], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match) as caught:
+        call()
+    assert "\n" not in str(caught.value)
