@@ -1,0 +1,112 @@
+"""Which layers of a model are preconditioned, which are not, and which cannot be."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from ...errors import CapabilityError, OptionError
+from .maps import WeightMap, weight_map
+from .tap import Forward
+
+__all__ = ["Layers", "discover", "require_owned"]
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers by path: those with proximal steps, the last one, which stays explicit, and modules left plain."""
+
+    tapped: dict[str, tuple[nn.Module, WeightMap]]
+    last: str | None
+    plain: dict[str, str]
+
+
+def discover(model: nn.Module, skip_last: bool) -> Layers:
+    """Find the layers, and refuse a model in which one of them shares its parameters; every problem is listed."""
+    found = {path: module for path, module in model.named_modules() if weight_map(module) is not None}
+    found = {path: module for path, module in found.items() if _own(module)}
+    last = next(reversed(found), None) if skip_last else None
+    maps = {path: weight_map(module) for path, module in found.items() if path != last}
+    tapped = {path: (found[path], known) for path, known in maps.items() if known is not None}
+    problems = [*_shared(model, tapped), *_unusable(tapped)]
+    if problems:
+        raise CapabilityError("ProxProp cannot take this model: " + "; ".join(problems))
+    if not tapped:
+        why = (
+            f"'{last}' is the only one and skip_last keeps the last layer explicit"
+            if last is not None
+            else "there is none"
+        )
+        raise OptionError(f"ProxProp needs an nn.Linear or nn.Conv1d to nn.Conv3d layer in the model, but {why}")
+    rest = {
+        path: type(module).__name__
+        for path, module in model.named_modules()
+        if path not in tapped and path != last and any(p.requires_grad for p in module.parameters(recurse=False))
+    }
+    return Layers(tapped, last, rest)
+
+
+def _own(module: nn.Module) -> bool:
+    """Whether weight and bias are parameters of the module itself (a parametrisation computes them from others)."""
+    names = [name for name in ("weight", "bias") if isinstance(getattr(module, name, None), Tensor)]
+    return "weight" in names and all(name in module._parameters for name in names)
+
+
+def _shared(model: nn.Module, tapped: dict[str, tuple[nn.Module, WeightMap]]) -> list[str]:
+    """Layers at two places, and parameters in two modules."""
+    places: dict[int, list[str]] = {}
+    holders: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        places.setdefault(id(module), []).append(path)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                holders.setdefault(id(parameter), []).append(f"{path}.{name}" if path else name)
+    problems = []
+    for path, (module, _) in tapped.items():
+        where = places[id(module)]
+        if len(where) > 1:
+            problems.append(f"layer '{path}' stands at {len(where)} places ({', '.join(where)})")
+            continue
+        for name, parameter in module._parameters.items():
+            names = holders.get(id(parameter), [])
+            if len(names) > 1:
+                problems.append(f"the {name} of layer '{path}' is shared ({', '.join(names)})")
+    reason = " (a proximal step is defined for one layer with its own inputs: give each its own parameters)"
+    return [problem + reason for problem in problems]
+
+
+def _unusable(tapped: dict[str, tuple[nn.Module, WeightMap]]) -> list[str]:
+    """Parameters without data, and layers spread over devices."""
+    problems = []
+    for path, (module, _) in tapped.items():
+        parameters = {name: p for name, p in module._parameters.items() if p is not None}
+        devices = {name: p.device for name, p in parameters.items()}
+        if any(isinstance(p, UninitializedParameter) for p in parameters.values()):
+            problems.append(f"layer '{path}' is lazy and has no weight yet (run one forward pass first)")
+        elif any(device.type == "meta" for device in devices.values()):
+            problems.append(f"layer '{path}' is on the meta device and has no data (load or initialise it first)")
+        elif len(set(devices.values())) > 1:
+            where = ", ".join(f"{name} on {device}" for name, device in devices.items())
+            problems.append(f"layer '{path}' is spread over devices: {where} (move it to one)")
+        if isinstance(module.__dict__.get("forward"), Forward):
+            problems.append(f"layer '{path}' is attached to another ProxProp (detach that first)")
+        elif "forward" in module.__dict__:
+            problems.append(f"layer '{path}' has a forward of its own (remove it, or pass a submodule without it)")
+    return problems
+
+
+def require_owned(tapped: dict[str, tuple[nn.Module, WeightMap]], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that does not hold the trained parameters of every preconditioned layer."""
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [
+        f"{path}.{name}" if path else name
+        for path, (module, _) in tapped.items()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.requires_grad and id(parameter) not in owned
+    ]
+    if missing:
+        raise OptionError(
+            f"the optimizer does not own {', '.join(missing)}, so their directions would never be used; build it from "
+            f"the model's parameters, or pass ProxProp the submodule that it trains"
+        )

@@ -1,0 +1,153 @@
+"""How a layer's weight meets its input: Linear and Conv1d to Conv3d behind one face."""
+
+import abc
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...operators.gram import gram
+from .options import AutocorrelationGram, CachedGram, GramRule, SubsampledGram
+from .patches import Geometry, autocorrelation_gram, bordered, patch_gram, patches
+
+__all__ = ["WeightMap", "weight_map"]
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+class WeightMap(abc.ABC):
+    """The linear map from a weight and a bias to the layer's output, its input held fixed."""
+
+    columns: int
+    outputs: int
+    groups: int
+    convolves: bool
+
+    def prepare(self, x: Tensor) -> Tensor:
+        """What has to happen to the input first, in differentiable operations."""
+        return x
+
+    @abc.abstractmethod
+    def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The layer's output, to the bit."""
+
+    @abc.abstractmethod
+    def gradients(self, x: Tensor, weight: Tensor, delta: Tensor, needed: tuple[bool, bool, bool]) -> Gradients:
+        """Gradients with respect to input, weight and bias, in the dtype of ``delta``."""
+
+    @abc.abstractmethod
+    def count(self, x: Tensor) -> int:
+        """How many rows an input has."""
+
+    @abc.abstractmethod
+    def rows(self, x: Tensor) -> Tensor:
+        """The rows that the weight is multiplied with, rows × columns; only where ``groups`` is one."""
+
+    @abc.abstractmethod
+    def deltas(self, delta: Tensor) -> Tensor:
+        """Output gradients as rows × outputs."""
+
+    @abc.abstractmethod
+    def gram(self, x: Tensor, ones: bool, rule: GramRule, turn: int) -> Tensor:
+        """The Gram matrix of the rows, groups × n × n; ``turn`` counts steps, for rules that take turns."""
+
+
+class _Linear(WeightMap):
+    groups = 1
+    convolves = False
+
+    def __init__(self, module: nn.Linear) -> None:
+        self.columns, self.outputs = module.in_features, module.out_features
+
+    def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def gradients(self, x: Tensor, weight: Tensor, delta: Tensor, needed: tuple[bool, bool, bool]) -> Gradients:
+        rows = self.deltas(delta)
+        return (
+            delta @ weight.to(delta.dtype) if needed[0] else None,
+            rows.mT @ self.rows(x).to(delta.dtype) if needed[1] else None,
+            rows.sum(0) if needed[2] else None,
+        )
+
+    def count(self, x: Tensor) -> int:
+        return math.prod(x.shape[:-1])
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x.reshape(-1, self.columns)
+
+    def deltas(self, delta: Tensor) -> Tensor:
+        return delta.reshape(-1, self.outputs)
+
+    def gram(self, x: Tensor, ones: bool, rule: GramRule, turn: int) -> Tensor:
+        rows = self.rows(x)
+        product = gram(rows.mT)
+        return bordered(product[None], rows.sum(0)[None], len(rows)) if ones else product[None]
+
+
+class _Convolution(WeightMap):
+    convolves = True
+
+    def __init__(self, module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> None:
+        self.groups, self.outputs = module.groups, module.out_channels
+        self.columns = module.in_channels // module.groups * math.prod(module.kernel_size)
+        self._op = (F.conv1d, F.conv2d, F.conv3d)[len(module.kernel_size) - 1]
+        sides: list[int] = module._reversed_padding_repeated_twice
+        even = sides[::2] == sides[1::2]
+        # Torch pads other modes, and uneven sides, in a step of its own.
+        self._outer = [] if module.padding_mode == "zeros" and even else sides
+        self._mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        inner = tuple(0 for _ in module.kernel_size) if self._outer else tuple(reversed(sides[::2]))
+        self.geometry = Geometry(
+            tuple(module.kernel_size), tuple(module.stride), inner, tuple(module.dilation), module.groups
+        )
+
+    def prepare(self, x: Tensor) -> Tensor:
+        x = x if x.dim() == len(self.geometry.kernel) + 2 else x.unsqueeze(0)
+        return F.pad(x, self._outer, mode=self._mode) if any(self._outer) else x
+
+    def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        g = self.geometry
+        out: Tensor = self._op(x, weight, bias, g.stride, g.padding, g.dilation, g.groups)
+        return out
+
+    def gradients(self, x: Tensor, weight: Tensor, delta: Tensor, needed: tuple[bool, bool, bool]) -> Gradients:
+        g = self.geometry
+        found: Any = torch.ops.aten.convolution_backward(
+            delta, x.to(delta.dtype), weight.to(delta.dtype), [self.outputs], g.stride, g.padding, g.dilation,
+            False, [0] * len(g.kernel), g.groups, needed,
+        )  # fmt: skip
+        return tuple(found)
+
+    def count(self, x: Tensor) -> int:
+        return len(x) * self.geometry.positions(tuple(x.shape[2:]))
+
+    def rows(self, x: Tensor) -> Tensor:
+        return patches(x, self.geometry).squeeze(0)
+
+    def deltas(self, delta: Tensor) -> Tensor:
+        return delta.movedim(1, -1).reshape(-1, self.outputs)
+
+    def gram(self, x: Tensor, ones: bool, rule: GramRule, turn: int) -> Tensor:
+        rule = rule.of if isinstance(rule, CachedGram) else rule
+        if isinstance(rule, SubsampledGram) and len(x) > 1:
+            some = x[turn % min(rule.every, len(x)) :: rule.every]
+            return patch_gram(some, self.geometry, ones) * (len(x) / len(some))
+        if isinstance(rule, AutocorrelationGram) and set(self.geometry.stride) == {1} and len(x):
+            return autocorrelation_gram(x, self.geometry, ones)
+        return patch_gram(x, self.geometry, ones)
+
+
+def weight_map(module: nn.Module) -> WeightMap | None:
+    """The map of a module whose forward pass is torch's own; None for any other."""
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        return _Linear(module)
+    for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+        own = (
+            getattr(type(module), "_conv_forward", None) is kind._conv_forward and type(module).forward is kind.forward
+        )
+        if isinstance(module, kind) and own:
+            return _Convolution(module)
+    return None

@@ -1,0 +1,142 @@
+"""What a user chooses: the step in the weights, the solver, and how a convolution's Gram matrix is had."""
+
+import dataclasses
+from typing import Literal
+
+from ...errors import OptionError, require_positive
+
+__all__ = [
+    "AutocorrelationGram",
+    "CachedGram",
+    "ExactGram",
+    "GramRule",
+    "Options",
+    "SubsampledGram",
+    "as_gram_rule",
+    "paper_tau_theta",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactGram:
+    """The Gram matrix of all patches. At stride 1 the patches of a column overlap, which saves most products."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SubsampledGram:
+    """The Gram matrix of a fraction of the batch, scaled up: every k-th image, starting one further at each step.
+
+    >>> SubsampledGram(fraction=0.25).every
+    4
+    """
+
+    fraction: float = 0.125
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise OptionError(f"the fraction of a SubsampledGram must lie in (0, 1], got {self.fraction}")
+
+    @property
+    def every(self) -> int:
+        """How far apart the images lie."""
+        return max(1, round(1 / self.fraction))
+
+
+@dataclasses.dataclass(frozen=True)
+class AutocorrelationGram:
+    r"""The autocorrelation of the maps, by FFT: the Gram matrix of all patches that touch the map.
+
+    Stride 1 only; a layer with another stride takes the exact one. With padding :math:`d(k-1)` (dilation d) the two are
+    equal; with less, patches that hang over the edge are counted that the layer does not see.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedGram:
+    """A Gram matrix and its factor kept for ``every`` steps, new ones mixed in as an exponential average.
+
+    The average is per row, and multiplied by the rows of the step: batches of unequal size keep their scale.
+    ``decay`` is the weight of the past; 0 forgets it.
+    """
+
+    every: int = 10
+    decay: float = 0.5
+    of: ExactGram | SubsampledGram | AutocorrelationGram = SubsampledGram()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise OptionError(f"every of a CachedGram must be a whole number ≥ 1, got {self.every!r}")
+        if not 0 <= self.decay < 1:
+            raise OptionError(f"the decay of a CachedGram must lie in [0, 1), got {self.decay}")
+
+
+GramRule = ExactGram | SubsampledGram | AutocorrelationGram | CachedGram
+
+_NAMED: dict[str, GramRule] = {
+    "exact": ExactGram(),
+    "subsampled": SubsampledGram(),
+    "autocorrelation": AutocorrelationGram(),
+    "cached": CachedGram(),
+}
+
+
+def as_gram_rule(gram: str | GramRule) -> GramRule:
+    """A rule from its name, or itself."""
+    if isinstance(gram, GramRule):
+        return gram
+    if gram not in _NAMED:
+        raise OptionError(f"gram must be one of {', '.join(_NAMED)} or such a rule, got {gram!r}")
+    return _NAMED[gram]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The checked arguments of :class:`~minimand.train.ProxProp`."""
+
+    tau_theta: float
+    method: Literal["auto", "exact", "cg"]
+    cg_iters: int
+    gram: GramRule
+    skip_last: bool
+    fused: bool
+
+    def __post_init__(self) -> None:
+        require_positive("tau_theta", self.tau_theta)
+        if self.method not in ("auto", "exact", "cg"):
+            raise OptionError(f"method must be one of auto, exact, cg, got {self.method!r}")
+        if isinstance(self.cg_iters, bool) or not isinstance(self.cg_iters, int) or self.cg_iters < 1:
+            raise OptionError(f"cg_iters must be a whole number ≥ 1, got {self.cg_iters!r}")
+
+    @property
+    def shift(self) -> float:
+        """The ridge 1/τθ of every solve."""
+        return 1.0 / self.tau_theta
+
+
+def paper_tau_theta(
+    tau_theta: float, *, paper_rows: int = 500, rows: int | None = None, reduction: Literal["mean", "sum"] = "mean"
+) -> tuple[float, float]:
+    r"""The paper's :math:`\tau_\theta`, at its batch of ``paper_rows``, for batches of ``rows`` and another reduction.
+
+    Returns ``(tau_theta, factor)``: with them, ``factor`` times the learning rate of the paper's run gives the same
+    step. The metric :math:`A^\top A + I/\tau_\theta` grows with the rows of a batch and does not know the loss's
+    reduction. So :math:`\tau_\theta` scales with ``paper_rows / rows``; the direction of a mean loss then shrinks by
+    the same factor, which the learning rate makes up for. The gradient of a summed loss is ``rows`` times as long, so
+    the learning rate is divided by ``rows``. A convolution's rows are images × positions: the ratio is that of the
+    images.
+
+    >>> paper_tau_theta(0.05)
+    (0.05, 1.0)
+    >>> paper_tau_theta(0.05, rows=1000)
+    (0.025, 2.0)
+    >>> paper_tau_theta(0.05, reduction="sum")
+    (0.05, 0.002)
+    """
+    rows = paper_rows if rows is None else rows
+    require_positive("tau_theta", tau_theta)
+    require_positive("paper_rows", paper_rows)
+    require_positive("rows", rows)
+    if reduction not in ("mean", "sum"):
+        raise OptionError(f"reduction must be mean or sum, got {reduction!r}")
+    ratio = paper_rows / rows
+    return tau_theta * ratio, (1 / ratio) / (rows if reduction == "sum" else 1)

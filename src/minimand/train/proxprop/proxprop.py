@@ -1,0 +1,308 @@
+"""Proximal backpropagation around any torch optimizer."""
+
+import dataclasses
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...errors import CapabilityError, NonFiniteError, OptionError, ShapeError
+from .discover import discover, require_owned
+from .hooks import Hook
+from .options import GramRule, Options, as_gram_rule
+from .record import Cache, Shared
+from .tap import Tap
+
+__all__ = ["ProxProp"]
+
+_KEY = "minimand.proxprop"
+_log = logging.getLogger("minimand")
+
+
+class ProxProp:
+    r"""Implicit instead of explicit steps on the weights of linear layers: two lines around a training script.
+
+    A layer with inputs :math:`A` (one row per sample and position, or per patch of a convolution, with a column of ones
+    for a trained bias) takes the proximal step
+
+    .. math::
+        \theta^+ = \arg\min_\theta \tfrac12\|A\theta^\top - z^{+}\|^2
+        + \tfrac{1}{2\tau_\theta}\|\theta - \theta^k\|^2,
+
+    whose direction is the gradient in another metric, :math:`G(A^\top A + I/\tau_\theta)^{-1}`. The optimizer gets it
+    in place of the gradient :math:`G`, in ``.grad``; everything else stays as it is. :math:`A^\top A` is the *sum* over
+    all rows that contributed to :math:`G` since the last step or ``zero_grad``, over micro-batches and processes;
+    :math:`G` is what the optimizer receives: accumulated, averaged over processes, unscaled.
+
+    Args:
+        model: A network with Linear or Conv1d to Conv3d layers. Other modules keep plain gradients; a line in the log
+            names them once. A parameter shared between layers is refused.
+        tau_theta: :math:`\tau_\theta > 0`. Small ones approach :math:`\tau_\theta` times the plain gradient.
+        method: ``"exact"`` or ``"auto"``: Cholesky of the smaller of rows and columns. ``"cg"``: ``cg_iters`` conjugate
+            gradient iterations from zero for every output unit, a descent direction at any number (Proposition 5).
+        cg_iters: Iterations of ``"cg"``.
+        gram: How a convolution's Gram matrix is had: ``"exact"``, ``"subsampled"``, ``"autocorrelation"``,
+            ``"cached"``, or a rule such as ``CachedGram(every=20)``. Linear layers are always exact.
+        skip_last: Keep the last layer explicit, as in the paper; the last in the order of ``model.named_modules()``.
+        fused: Compute the direction in the backward pass, at little more than the gradient's cost: ``.grad`` holds it
+            right after ``backward``, and clipping acts on directions. A second backward pass before the step puts
+            the plain gradient back. False: plain gradients until the step, and clipping acts on them.
+        process_group: The processes whose rows are summed. ``"auto"``: all, if torch.distributed is running with
+            more than one; None: this one alone.
+
+    Source: 004, Algorithm 2, eqs. 7–16.
+
+    >>> torch.manual_seed(0)
+    <torch._C.Generator object at ...>
+    >>> model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.ReLU(), nn.Linear(4, 2))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    >>> prox = ProxProp(model, tau_theta=2.0).attach(optimizer)
+    >>> A = torch.randn(8, 3)
+    >>> model(A).square().sum().backward()
+    >>> direction = model[0].weight.grad.clone()
+    >>> optimizer.step()
+    >>> prox.detach()
+    >>> model[0].weight.data += 0.5 * direction  # back to where the step began
+    >>> model[2].weight.data += 0.5 * model[2].weight.grad
+    >>> model[2].bias.data += 0.5 * model[2].bias.grad
+    >>> model.zero_grad()
+    >>> model(A).square().sum().backward()
+    >>> G = model[0].weight.grad
+    >>> torch.allclose(direction @ (A.T @ A + torch.eye(3) / 2.0), G, rtol=1e-3)
+    True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        tau_theta: float = 1.0,
+        method: Literal["auto", "exact", "cg"] = "auto",
+        cg_iters: int = 3,
+        gram: str | GramRule = "exact",
+        skip_last: bool = True,
+        fused: bool = True,
+        process_group: dist.ProcessGroup | Literal["auto"] | None = "auto",
+    ) -> None:
+        options = Options(tau_theta, method, cg_iters, as_gram_rule(gram), skip_last, fused)
+        if not isinstance(model, nn.Module):
+            raise CapabilityError(f"ProxProp takes an nn.Module, got {type(model).__name__}")
+        self._model = model
+        self._group = process_group
+        self._shared = Shared(options)
+        self._layers = discover(model, skip_last)
+        self._caches = {path: Cache() for path in self._layers.tapped}
+        self._taps: dict[str, Tap] = {}
+        self._handles: list[Any] = []
+        self._withheld: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def options(self) -> Options:
+        """The options in force."""
+        return self._shared.options
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The paths of the layers that take proximal steps."""
+        return tuple(self._layers.tapped)
+
+    @property
+    def plain(self) -> dict[str, str]:
+        """The modules whose gradients stay plain, with their types; the last layer included."""
+        last = self._layers.last
+        return self._layers.plain | ({} if last is None else {last: "the last layer"})
+
+    def __repr__(self) -> str:
+        state = "attached" if self._taps else "not attached"
+        return f"ProxProp(tau_theta={self.options.tau_theta:g}, layers={list(self.layers)}, {state})"
+
+    # --- attaching ----------------------------------------------------------------------------------------------
+
+    def attach(self, optimizer: Optimizer) -> Self:
+        """Hook into the layers and the optimizer; returns itself."""
+        if self._taps:
+            raise OptionError(
+                "this ProxProp is attached already; call detach() before attaching it to another optimizer"
+            )
+        if not isinstance(optimizer, Optimizer):
+            raise CapabilityError(f"attach takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        self._layers = discover(self._model, self.options.skip_last)
+        require_owned(self._layers.tapped, optimizer)
+        self._shared.distributed = self._processes() > 1
+        self._caches = {path: self._caches.get(path, Cache()) for path in self._layers.tapped}
+        for path, (module, known) in self._layers.tapped.items():
+            self._taps[path] = Tap(path, module, known, self._shared, self._caches[path])
+        self._handles = [
+            self._model.register_forward_pre_hook(Hook(self._begin_pass)),
+            self._model.register_forward_hook(Hook(self._end_pass), always_call=True),
+            optimizer.register_step_pre_hook(Hook(self._before_step)),
+            optimizer.register_step_post_hook(Hook(self._after_step)),
+            optimizer.register_state_dict_post_hook(Hook(self._save_with)),
+            optimizer.register_load_state_dict_pre_hook(Hook(self._load_with)),
+        ]
+        if self._layers.plain:
+            named = ", ".join(f"{path or 'the model'} ({kind})" for path, kind in self._layers.plain.items())
+            _log.warning("ProxProp: plain gradients for %s", named)
+        return self
+
+    def detach(self) -> None:
+        """Take every hook away; a direction that waits in ``.grad`` becomes the plain gradient again."""
+        for tap in self._taps.values():
+            tap.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._taps, self._handles, self._withheld = {}, [], []
+        self._shared.called = None
+
+    def _processes(self) -> int:
+        if self._group is None or not dist.is_available() or not dist.is_initialized():
+            return 1
+        return dist.get_world_size(None if self._group == "auto" else self._group)
+
+    # --- the model's forward pass -------------------------------------------------------------------------------
+
+    def _begin_pass(self, *_: Any) -> None:
+        self._shared.called = set()
+
+    def _end_pass(self, *_: Any) -> None:
+        self._shared.called = None
+
+    # --- the optimizer's step -----------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._precondition(optimizer)
+            return None
+        again = self._evaluated(optimizer, closure)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": again}
+        return (args[0], again, *args[2:]), kwargs
+
+    def _evaluated(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, with directions in ``.grad`` when it returns: it may be called several times in a step."""
+
+        def call() -> Any:
+            self._restore()
+            for tap in self._taps.values():
+                tap.forget()
+            loss = closure()
+            self._precondition(optimizer)
+            return loss
+
+        return call
+
+    @torch.no_grad()
+    def _precondition(self, optimizer: Optimizer) -> None:
+        active = [tap for tap in self._taps.values() if any(p.grad is not None for p in tap.trained.values())]
+        for tap in active:
+            tap.refresh()
+            if self._shared.distributed:
+                tap.reduce(None if self._group in ("auto", None) else self._group)  # type: ignore[arg-type]
+        self._tell_silent([tap for tap in active if tap.record.empty])
+        active = [tap for tap in active if not tap.record.empty]
+        bad = _first_bad(active)
+        try:
+            for tap in active if bad is None else []:
+                bad = tap
+                tap.precondition()
+                bad = None
+        except NonFiniteError:
+            pass
+        if bad is not None:
+            self._withhold(optimizer, bad)
+
+    def _tell_silent(self, silent: list[Tap]) -> None:
+        new = [tap for tap in silent if not tap.told]
+        for tap in new:
+            tap.told = True
+        if new:
+            paths = ", ".join(tap.path for tap in new)
+            _log.warning(
+                "ProxProp: plain gradients for %s, whose forward is never called (attention uses weights directly)",
+                paths,
+            )
+
+    def _withhold(self, optimizer: Optimizer, tap: Tap) -> None:
+        """Skip the step: an optimizer leaves a parameter without gradient alone, and its state, too."""
+        part = "input" if tap.record.unusable() else "gradient"
+        warnings.warn(
+            f"ProxProp skips this step: the {part} of layer '{tap.path}' holds NaN or Inf; lower the learning rate or "
+            f"clean the data",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                self._withheld.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def _restore(self) -> None:
+        for parameter, grad in self._withheld:
+            if parameter.grad is None:
+                parameter.grad = grad
+        self._withheld = []
+
+    def _after_step(self, *_: Any) -> None:
+        taken = not self._withheld
+        self._restore()
+        for tap in self._taps.values():
+            if taken:
+                tap.record.keep()
+            tap.forget()
+        self._shared.turn += taken
+
+    # --- state --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Steps taken, τθ and cached Gram matrices; a half-done accumulation is not in it."""
+        grams = {path: (cache.mean, cache.rows) for path, cache in self._caches.items() if cache.mean is not None}
+        return {"turn": self._shared.turn, "tau_theta": self.options.tau_theta, "grams": grams}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken; τθ becomes the saved one, as a learning rate would."""
+        unknown = sorted(set(state["grams"]) - set(self._caches))
+        if unknown:
+            raise ShapeError(
+                f"the saved state has Gram matrices of {', '.join(unknown)}, which this model does not have"
+            )
+        for path, (mean, _) in state["grams"].items():
+            module, known = self._layers.tapped[path]
+            ones = isinstance(module.bias, Tensor) and module.bias.requires_grad
+            expected = (known.groups, known.columns + ones, known.columns + ones)
+            if mean.shape != expected:
+                raise ShapeError(
+                    f"the saved Gram matrix of '{path}' is {tuple(mean.shape)}, the layer needs {expected}"
+                )
+        self._shared.options = dataclasses.replace(self.options, tau_theta=float(state["tau_theta"]))
+        self._shared.turn = int(state["turn"])
+        for path, cache in self._caches.items():
+            mean, rows = state["grams"].get(path, (None, 0))
+            device = next(self._layers.tapped[path][0].parameters()).device
+            cache.mean = None if mean is None else mean.detach().clone().to(device)
+            cache.metric, cache.rows = None, rows
+
+    def _save_with(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        state[_KEY] = self.state_dict()
+        return state
+
+    def _load_with(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        if _KEY in state:
+            self.load_state_dict(state[_KEY])
+        return {key: value for key, value in state.items() if key != _KEY}
+
+
+def _first_bad(taps: list[Tap]) -> Tap | None:
+    """The first layer whose gradient is not finite; one pass over the gradients."""
+    if not taps:
+        return None
+    # A sum is finite unless an entry is not, or it overflows: then look closer.
+    sums = [[g.sum() for g in tap.grads() if g is not None] for tap in taps]
+    finite = [torch.isfinite(torch.stack(parts)).all() for parts in sums]
+    suspects = [tap for tap, ok in zip(taps, finite, strict=True) if not bool(ok)]
+    return next((t for t in suspects if not all(torch.isfinite(g).all() for g in t.grads() if g is not None)), None)

@@ -1,0 +1,199 @@
+"""What one layer remembers between a backward pass and the optimizer's step."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...operators.gram import gram
+from .directions import Metric, Pair, Rows, dual, dual_of_gradient, working
+from .maps import WeightMap
+from .options import CachedGram, Options
+
+__all__ = ["Cache", "Contribution", "Record", "Shared"]
+
+
+@dataclass
+class Cache:
+    """A running mean of Gram matrices per row, and the metric that was last made of it."""
+
+    mean: Tensor | None = None
+    metric: Metric | None = None
+    rows: int = 0
+
+    def mixed(self, gram: Tensor, rows: int, decay: float) -> Tensor:
+        """The mean after one more Gram matrix; the cache itself does not change before the step is taken."""
+        fresh = gram / max(rows, 1)
+        return fresh if self.mean is None else decay * self.mean + (1 - decay) * fresh
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """One differentiated call of the layer: its input, prepared, and the gradient at its output."""
+
+    x: Tensor
+    delta: Tensor
+
+
+@dataclass
+class Shared:
+    """What all layers of one attachment share."""
+
+    options: Options
+    # Steps taken.
+    turn: int = 0
+    # A Gram matrix can be summed over processes, rows with their gradients cannot.
+    distributed: bool = False
+    # The layers called in the model's current forward pass; None outside of one.
+    called: set[str] | None = None
+
+    @property
+    def fuses(self) -> bool:
+        """Whether directions are computed in the backward pass; over processes only the summed gradient has one."""
+        return self.options.fused and not self.distributed
+
+
+@dataclass
+class Record:
+    """The rows that contributed to ``.grad`` since the last step or ``zero_grad``.
+
+    Fewer rows than columns are kept with their output gradients, for the dual form; otherwise their Gram matrix is
+    summed. It holds the smaller of the two, and in fused mode the plain gradient or what it is made of.
+    """
+
+    map: WeightMap
+    shared: Shared
+    cache: Cache
+    trains_weight: bool
+    ones: bool
+    rows: Rows | None = None
+    gram: Tensor | None = None
+    count: int = 0
+    # In fused mode .grad holds the direction; ``plain`` is the gradient it was made from, where ``rows`` is None.
+    fused: bool = False
+    plain: Tensor | None = None
+    # Whether anything but the rows contributed to .grad: a penalty on the weight, a second derivative.
+    foreign: bool = False
+    _metric: Metric | None = None
+    _mean: Tensor | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing contributed."""
+        return self.count == 0
+
+    @property
+    def width(self) -> int:
+        """The columns of A, the ones included."""
+        return self.map.columns * self.trains_weight + self.ones
+
+    def add(self, part: Contribution) -> None:
+        """Take in the rows of one call."""
+        self.count += self.map.count(part.x)
+        few = self.trains_weight and self.map.groups == 1 and not self.shared.distributed and self.count < self.width
+        if few and self.gram is None:
+            fresh = Rows(working(self.map.rows(part.x)), working(self.map.deltas(part.delta)), self.ones)
+            self.rows = fresh if self.rows is None else self.rows.then(fresh)
+            return
+        earlier, self.rows = self.rows, None
+        if self.updates():
+            grams = [self._gram(part.x)]
+            grams += [] if self.gram is None else [self.gram]
+            grams += [] if earlier is None else [self._gram_of_rows(earlier)]
+            self.gram = sum(grams[1:], grams[0])
+
+    def updates(self) -> bool:
+        """Whether the rule asks for a Gram matrix at this step."""
+        rule = self._caches()
+        return rule is None or self.shared.turn % rule.every == 0 or self.cache.mean is None
+
+    def _caches(self) -> CachedGram | None:
+        rule = self.shared.options.gram
+        return rule if isinstance(rule, CachedGram) and self.trains_weight and self.map.convolves else None
+
+    def _gram(self, x: Tensor) -> Tensor:
+        if self.trains_weight:
+            return self.map.gram(working(x), self.ones, self.shared.options.gram, self.shared.turn)
+        return working(x).new_full((self.map.groups, 1, 1), float(self.map.count(x)))
+
+    def _gram_of_rows(self, rows: Rows) -> Tensor:
+        a = torch.cat([rows.a, rows.a.new_ones(len(rows.a), 1)], 1) if self.ones else rows.a
+        return gram(a.mT)[None]
+
+    def _settle(self) -> Metric:
+        """The metric of this step's rows."""
+        rule, shift = self._caches(), self.shared.options.shift
+        if rule is None:
+            assert self.gram is not None
+            return Metric(self.gram, shift)
+        if self.gram is not None:
+            self._mean = self.cache.mixed(self.gram, self.count, rule.decay)
+        elif self.cache.metric is not None and self.cache.rows == self.count and self.cache.metric.shift == shift:
+            self._mean, self._metric = self.cache.mean, self.cache.metric
+            return self._metric
+        else:
+            self._mean = self.cache.mean
+        assert self._mean is not None
+        self._metric = Metric(self._mean * self.count, shift)
+        return self._metric
+
+    def keep(self) -> None:
+        """The step was taken: what was averaged becomes the cache."""
+        if self._mean is not None:
+            self.cache.mean, self.cache.metric, self.cache.rows = self._mean, self._metric, self.count
+
+    def direction(self, received: Pair, changed: bool) -> Pair:
+        """The direction of the gradient as the optimizer receives it, ``changed`` since the backward pass or not."""
+        options = self.shared.options
+        if self.rows is not None:
+            if not changed:
+                # The plain gradient is not needed any more: its memory takes the direction.
+                return dual(self.rows, options, received.weight)
+            return dual_of_gradient(self.rows, received, options)
+        return self.split(self._settle().direction(self.join(received), options))
+
+    def fuse(self, gradient: Pair) -> Pair:
+        """The direction at once; ``gradient`` is ignored where the rows give it."""
+        self.fused = True
+        if self.rows is not None:
+            return dual(self.rows, self.shared.options)
+        self.plain = working(self.join(gradient))
+        return self.split(self._settle().direction(self.plain, self.shared.options))
+
+    def undefined(self) -> Pair:
+        """A direction that no step should take."""
+        made = self.unfuse(None)
+        return Pair(*(None if g is None else torch.full_like(g, torch.nan) for g in made))
+
+    def unfuse(self, held: Pair | None) -> Pair:
+        """The plain gradient: as it was, or of a direction that is ``held`` and was changed since."""
+        if held is None:
+            return self.rows.gradient() if self.rows is not None else self.split(self._plain())
+        if self.rows is None:
+            return self.split(self._settle().gradient(self.join(held)))
+        back, shift = self.rows.adjoint(self.rows.apply(held)), self.shared.options.shift
+        return Pair(*(None if b is None or h is None else b + shift * h for b, h in zip(back, held, strict=True)))
+
+    def unusable(self) -> bool:
+        """Whether an input holds NaN or Inf."""
+        held = [t for t in (None if self.rows is None else self.rows.a, self.gram) if t is not None]
+        return not all(bool(torch.isfinite(t).all()) for t in held)
+
+    def _plain(self) -> Tensor:
+        assert self.plain is not None
+        return self.plain
+
+    def join(self, pair: Pair) -> Tensor:
+        """Weight and bias side by side, groups × outputs × columns."""
+        parts = []
+        if pair.weight is not None:
+            parts.append(pair.weight.reshape(self.map.groups, -1, self.map.columns))
+        if pair.bias is not None:
+            parts.append(pair.bias.reshape(self.map.groups, -1, 1))
+        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+
+    def split(self, matrix: Tensor) -> Pair:
+        """The inverse of :meth:`join`."""
+        columns = self.map.columns
+        weight = matrix[..., :columns].reshape(-1, columns) if self.trains_weight else None
+        return Pair(weight, matrix[..., -1].reshape(-1) if self.ones else None)

@@ -1,0 +1,336 @@
+"""One layer under ProxProp: its wrapped forward pass, its part of the backward pass, and its record.
+
+A call of the layer runs through an autograd function. Its backward pass hands over the input and the output gradient as
+a contribution, which counts only once ``.grad`` has really been accumulated: a ``torch.autograd.grad`` with respect to
+something else, a forward pass that is never differentiated or one without gradients leaves nothing behind.
+"""
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...errors import CapabilityError, NonFiniteError
+from .directions import Pair, working
+from .maps import WeightMap
+from .record import Cache, Contribution, Record, Shared
+
+__all__ = ["Forward", "Tap"]
+
+_NAMES = ("weight", "bias")
+
+
+class Forward:
+    """A layer's forward pass while attached. A copy or a pickle of the model gets the plain one."""
+
+    def __init__(self, tap: "Tap") -> None:
+        self.tap = tap
+
+    # Collecting is a side effect that no compiled graph can hold: the graph breaks at the layer.
+    @torch.compiler.disable
+    def __call__(self, input: Tensor) -> Tensor:
+        """The layer's output."""
+        return self.tap.forward(input)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return _plain_forward(memo.get(id(self.tap.module), self.tap.module))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _plain_forward, (self.tap.module,)
+
+
+def _plain_forward(module: nn.Module) -> Callable[..., Any]:
+    return types.MethodType(type(module).forward, module)
+
+
+@dataclass
+class _Task:
+    """One run of the autograd engine, as a layer sees it."""
+
+    calls: int = 0
+    parts: list[Contribution] = field(default_factory=list)
+    # In fused mode: the record of the one call.
+    draft: Record | None = None
+    # What went to the engine for each parameter; None once it was seen to arrive alone.
+    given: dict[str, Tensor | None] = field(default_factory=dict)
+    accumulated: set[str] = field(default_factory=set)
+    foreign: bool = False
+    plain: dict[str, Tensor | None] | None = None
+
+
+class _Tapped(torch.autograd.Function):
+    """The layer itself; its backward pass is :meth:`Tap.backward`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tap: "Tap") -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.tap = tap
+        return tap.map.apply(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needed = tuple(ctx.needs_input_grad[:3])
+        found = ctx.tap.backward(x, weight, delta, needed)
+        like = (x.dtype, weight.dtype, weight.dtype)
+        return (*(None if g is None else g.to(dtype) for g, dtype in zip(found, like, strict=True)), None)
+
+
+class Tap:
+    """The hooks of one layer, and what they collect."""
+
+    def __init__(self, path: str, module: nn.Module, map: WeightMap, shared: Shared, cache: Cache) -> None:
+        self.path, self.map, self.shared, self.cache = path, map, shared, cache
+        self.module: Any = module
+        self.record = self._blank()
+        self.told = False
+        self._tasks: dict[int, _Task] = {}
+        self._stamps: dict[str, tuple[int, int]] = {}
+        self._norms: Tensor | None = None
+        self._handles: dict[str, tuple[Tensor, list[Any]]] = {}
+        module.forward = Forward(self)
+
+    def remove(self) -> None:
+        """Give the module its forward pass back, and the parameters their plain gradients."""
+        if self.record.fused and self.refresh():
+            self._unfuse()
+        del self.module.__dict__["forward"]
+        for _, handles in self._handles.values():
+            for handle in handles:
+                handle.remove()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop everything that was collected."""
+        self.record = self._blank()
+        self._tasks.clear()
+        self._stamps.clear()
+
+    def _blank(self) -> Record:
+        trained = self.trained
+        return Record(self.map, self.shared, self.cache, "weight" in trained, "bias" in trained)
+
+    @property
+    def trained(self) -> dict[str, Tensor]:
+        """The parameters that are trained now."""
+        both = {name: getattr(self.module, name) for name in _NAMES}
+        return {name: p for name, p in both.items() if isinstance(p, Tensor) and p.requires_grad}
+
+    def grads(self) -> Pair:
+        """The gradients as they are, the weight's as a matrix; None where there is none."""
+        found = {name: p.grad for name, p in self.trained.items()}
+        weight, bias = found.get("weight"), found.get("bias")
+        return Pair(None if weight is None else working(weight).reshape(self.map.outputs, -1),
+                    None if bias is None else working(bias))  # fmt: skip
+
+    # --- forward ------------------------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output; tapped where a gradient may come back."""
+        trained = self.trained
+        plain = not torch.is_grad_enabled() or not trained or any(not p.is_leaf for p in trained.values())
+        if plain or torch._C._functorch.is_functorch_wrapped_tensor(x):
+            out: Tensor = _plain_forward(self.module)(x)
+            return out
+        self._once_a_pass()
+        for name, parameter in trained.items():
+            self._watch(name, parameter)
+        if all(p.grad is None for p in trained.values()) and not self.record.empty:
+            self.record = self._blank()
+        prepared = self.map.prepare(x)
+        out = _Tapped.apply(prepared, self.module.weight, self.module.bias, self)
+        return out.squeeze(0) if self.map.convolves and prepared.dim() > x.dim() else out
+
+    def _once_a_pass(self) -> None:
+        if self.shared.called is None:
+            return
+        if self.path in self.shared.called:
+            raise CapabilityError(
+                f"layer '{self.path}' is called twice in one forward pass: its weight is shared between two places, "
+                f"where the proximal step of one layer is not defined; pass ProxProp a submodule without it"
+            )
+        self.shared.called.add(self.path)
+
+    def _watch(self, name: str, parameter: Tensor) -> None:
+        """Hooks at the parameter, put there when it first takes part: a frozen one may be thawed later."""
+        known, handles = self._handles.get(name, (None, []))
+        if known is parameter:
+            return
+        for handle in handles:
+            handle.remove()
+        before = parameter.register_hook(lambda grad: self._arriving(name, grad))
+        after = parameter.register_post_accumulate_grad_hook(lambda _: self._accumulated(name))
+        self._handles[name] = (parameter, [before, after])
+
+    # --- backward -----------------------------------------------------------------------------------------------
+
+    def backward(
+        self, x: Tensor, weight: Tensor, delta: Tensor, needed: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients for input, weight and bias; in fused mode directions in place of the last two."""
+        task = self._task()
+        standing = self.refresh()
+        if standing and self.record.fused:
+            self._unfuse()
+        # A gradient that is to be differentiated itself is left plain, and solved at the step.
+        higher = torch.is_grad_enabled()
+        part = Contribution(x.detach(), delta.detach())
+        fuse = self.shared.fuses and not higher and not standing and task.calls == 0 and self._clean()
+        task.parts.append(part)
+        task.calls += 1
+        if not fuse:
+            grads = self.map.gradients(x, weight, delta, needed)
+            if task.draft is None:
+                task.given = dict(zip(_NAMES, grads[1:], strict=True))
+            return grads
+        draft = self._blank()
+        draft.add(part)
+        few = draft.rows is not None
+        ahead, gw, gb = self.map.gradients(x, weight, delta, (needed[0], needed[1] and not few, needed[2] and not few))
+        try:
+            found = draft.fuse(Pair(_matrix(gw), gb))
+        except NonFiniteError:
+            found = draft.undefined()
+        task.draft = draft
+        task.given = {name: value for name, value in self._shaped(found, weight.dtype).items() if value is not None}
+        return ahead, task.given.get("weight"), task.given.get("bias")
+
+    def _task(self) -> _Task:
+        """This run of the engine; forgotten when the run ends."""
+        key = torch._C._current_graph_task_id()
+        if key not in self._tasks:
+            self._tasks[key] = _Task()
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(key))
+        return self._tasks[key]
+
+    def _end(self, key: int) -> None:
+        task = self._tasks.pop(key, None)
+        if task is not None and task.accumulated:
+            self.record.foreign |= task.foreign
+            self._stamp()
+
+    def _clean(self) -> bool:
+        """Whether ``.grad`` holds nothing, so that a direction may be put there."""
+        return all(p.grad is None or not bool(p.grad.any()) for p in self.trained.values())
+
+    def _arriving(self, name: str, grad: Tensor) -> Tensor | None:
+        """What is about to be added to ``.grad``: a direction stands only if nothing else comes with it."""
+        task = self._tasks.get(torch._C._current_graph_task_id())
+        if task is None:
+            return None
+        given = task.given.get(name)
+        alone = task.calls == 1 and given is not None and grad.data_ptr() == given.data_ptr()
+        if task.draft is None or given is None:
+            task.foreign |= not alone
+            # The engine keeps the tensor only if nobody else does; otherwise it makes a copy.
+            task.given[name] = None
+            return None
+        if alone and task.draft.fused:
+            task.given[name] = None
+            return None
+        task.foreign, task.draft.fused = True, False
+        if task.plain is None:
+            task.plain = self._shaped(task.draft.unfuse(None), grad.dtype)
+        plain = task.plain
+        for other, parameter in self.trained.items():
+            value = plain[other]
+            passed = other in task.accumulated and task.given.get(other) is None
+            if passed and parameter.grad is not None and value is not None:
+                parameter.grad.copy_(value)
+        mine = plain[name]
+        assert mine is not None
+        return mine + (grad - given)
+
+    def _accumulated(self, name: str) -> None:
+        """The gradient has arrived: the rows count."""
+        task = self._tasks.get(torch._C._current_graph_task_id())
+        if task is None:
+            return
+        parts, task.parts = task.parts, []
+        if parts and task.draft is not None:
+            self.record, parts = task.draft, parts[1:]
+        elif parts and self.record.empty:
+            self.record = self._blank()
+        for part in parts:
+            self.record.add(part)
+        task.accumulated.add(name)
+
+    # --- between backward and step ------------------------------------------------------------------------------
+
+    def _seen(self) -> dict[str, tuple[int, int]]:
+        return {n: (p.grad.data_ptr(), p.grad._version) for n, p in self.trained.items() if p.grad is not None}
+
+    def _stamp(self) -> None:
+        self._stamps, self._norms = self._seen(), self._sizes()
+
+    def _sizes(self) -> Tensor | None:
+        """The gradients' norms, where it matters that they stay: torch's unscaling does not count as a version."""
+        grads = [g for g in self.grads() if g is not None]
+        if self.record.rows is None or self.record.foreign or self.record.fused or not grads:
+            return None
+        return torch.stack([torch.linalg.vector_norm(g) for g in grads])
+
+    def _changed(self) -> bool:
+        """Whether any gradient is not what the last backward pass left."""
+        if self._seen() != self._stamps or self._norms is None:
+            return True
+        sizes = self._sizes()
+        return sizes is None or sizes.shape != self._norms.shape or not bool((sizes == self._norms).all())
+
+    def refresh(self) -> bool:
+        """Whether the record belongs to what ``.grad`` holds; after ``zero_grad`` it is emptied."""
+        if self.record.empty:
+            return False
+        grads = [p.grad for p in self.trained.values() if p.grad is not None]
+        zeroed = self._seen() != self._stamps and not any(bool(grad.any()) for grad in grads)
+        if not grads or zeroed:
+            self.record = self._blank()
+        return not self.record.empty
+
+    def _unfuse(self) -> None:
+        """A second backward pass comes: back to the plain gradient, which is solved at the step."""
+        held = self.grads()
+        changed = self.record.foreign or self._seen() != self._stamps
+        self._write(self.record.unfuse(held if changed else None))
+        self.record.fused, self.record.plain = False, None
+        self._stamp()
+
+    def _shaped(self, pair: Pair, dtype: torch.dtype) -> dict[str, Tensor | None]:
+        weight = None if pair.weight is None else pair.weight.reshape(self.module.weight.shape).to(dtype)
+        return {"weight": weight, "bias": None if pair.bias is None else pair.bias.to(dtype)}
+
+    def _write(self, pair: Pair) -> None:
+        shaped = self._shaped(pair, self.module.weight.dtype)
+        for name, parameter in self.trained.items():
+            value = shaped[name]
+            if parameter.grad is not None and value is not None and value.data_ptr() != parameter.grad.data_ptr():
+                parameter.grad.copy_(value)
+
+    # --- the step -----------------------------------------------------------------------------------------------
+
+    def reduce(self, group: dist.ProcessGroup | None) -> None:
+        """Sum rows and Gram matrix over the processes; every one of them calls it in the same order."""
+        like = working(self.module.weight.detach())
+        count = torch.tensor([float(self.record.count)], dtype=torch.float64, device=like.device)
+        dist.all_reduce(count, group=group)
+        if self.record.empty:
+            self.record = self._blank()
+        if self.record.updates():
+            gram = self.record.gram
+            gram = like.new_zeros(self.map.groups, self.record.width, self.record.width) if gram is None else gram
+            dist.all_reduce(gram, group=group)
+            self.record.gram = gram
+        self.record.count = int(count)
+
+    def precondition(self) -> None:
+        """Put the direction into ``.grad``, where it is not there yet. Raises NonFiniteError."""
+        if not self.record.fused:
+            self._write(self.record.direction(self.grads(), changed=self.record.rows is not None and self._changed()))
+
+
+def _matrix(grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else grad.reshape(len(grad), -1)

@@ -1,0 +1,144 @@
+"""Laws: what ProxProp refuses or skips, it says why, where and before any work; what it leaves plain, it tells once."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from minimand.errors import MinimandError
+from minimand.train import CachedGram, ProxProp
+from tests.test_proxprop_training import BOTH, _batch, _expected, _grads, _loss, _net, _start
+
+
+@BOTH
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_nan_skips_the_step_and_leaves_the_state(fused, value):
+    net, (x, y) = _net(), _batch()
+    prox, optimizer = _start(net, optimizer=torch.optim.Adam(net.parameters(), lr=0.1), fused=fused)
+    _loss(net, x, y).backward()
+    optimizer.step()
+    weights, state = [p.detach().clone() for p in net.parameters()], copy.deepcopy(optimizer.state_dict())
+    bad = x.clone()
+    bad[2, 3] = value
+    optimizer.zero_grad()
+    _loss(net, bad, y).backward()
+    with pytest.warns(RuntimeWarning, match="input of layer '0'"):
+        optimizer.step()
+    torch.testing.assert_close(list(net.parameters()), weights, rtol=0, atol=0)
+    torch.testing.assert_close(optimizer.state_dict()["state"], state["state"], rtol=0, atol=0)
+    assert all(p.grad is not None for p in net.parameters())
+    optimizer.zero_grad()
+    _loss(net, x, y).backward()
+    expected = _expected(net, x, y)
+    optimizer.step()
+    torch.testing.assert_close(_grads(net), expected)
+    prox.detach()
+
+
+class _Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.head(self.second(self.first(x)))
+
+
+class _Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.cell(self.cell(x).tanh()))
+
+
+def test_shared_weights_are_refused():
+    with pytest.raises(MinimandError, match=r"weight of layer 'first' is shared \(first.weight, second.weight\)"):
+        ProxProp(_Tied())
+    twice = nn.Linear(4, 4)
+    with pytest.raises(MinimandError, match="layer '0' stands at 2 places"):
+        ProxProp(nn.Sequential(twice, nn.ReLU(), twice, nn.Linear(4, 2)))
+    net = _Recurrent()
+    prox, _ = _start(net)
+    with pytest.raises(MinimandError, match="layer 'cell' is called twice"):
+        net(torch.randn(3, 4))
+    with torch.no_grad():
+        net(torch.randn(3, 4))
+    prox.detach()
+    net(torch.randn(3, 4)).sum().backward()
+
+
+def test_bad_options_are_refused():
+    net = _net()
+    for options in (
+        {"tau_theta": 0.0}, {"tau_theta": -1.0}, {"tau_theta": float("nan")}, {"method": "newton"}, {"cg_iters": 0},
+        {"gram": "guess"},
+    ):  # fmt: skip
+        with pytest.raises(ValueError):
+            ProxProp(net, **options)
+    for wrong in (lambda: CachedGram(every=0), lambda: CachedGram(decay=1.0), lambda: ProxProp(nn.ReLU())):
+        with pytest.raises(ValueError):
+            wrong()
+    with pytest.raises(ValueError, match="skip_last"):
+        ProxProp(nn.Linear(2, 2))
+    with pytest.raises(TypeError):
+        ProxProp(lambda x: x)
+
+
+def test_bad_attachments_are_refused():
+    net = _net()
+    prox, optimizer = _start(net)
+    with pytest.raises(ValueError, match="attached already"):
+        prox.attach(optimizer)
+    with pytest.raises(TypeError, match="another ProxProp"):
+        ProxProp(net)
+    prox.detach()
+    prox.detach()
+    with pytest.raises(ValueError, match=r"does not own 0\.weight"):
+        prox.attach(torch.optim.SGD(_net().parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"does not own 0\.bias"):
+        prox.attach(torch.optim.SGD([p for n, p in net.named_parameters() if n != "0.bias"], lr=0.1))
+    with pytest.raises(TypeError, match="Optimizer"):
+        prox.attach(net)
+    assert not any("forward" in module.__dict__ for module in net.modules())
+    net[0].bias = nn.Parameter(net[0].bias.to("meta"))
+    with pytest.raises(TypeError, match="layer '0' is on the meta device"):
+        ProxProp(net)
+    with pytest.raises(TypeError, match="lazy"):
+        ProxProp(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3)))
+
+
+class _Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm = nn.Linear(6, 4), nn.LayerNorm(4)
+        self.attention, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x):
+        h = self.norm(self.embed(x))
+        return self.head(self.attention(h, h, h)[0])
+
+
+def test_the_user_is_told_once_what_stays_plain(caplog):
+    net, x = _Attention(), torch.randn(2, 5, 6)
+    plain = copy.deepcopy(net)
+    plain(x).square().sum().backward()
+    with caplog.at_level(logging.WARNING, "minimand"):
+        prox, optimizer = _start(net)
+        for _ in range(2):
+            optimizer.zero_grad()
+            net(x).square().sum().backward()
+            optimizer.step()
+    text = [record.getMessage() for record in caplog.records]
+    assert len(text) == 2
+    assert "norm (LayerNorm)" in text[0]
+    assert "attention.out_proj" in text[1]
+    assert prox.layers == ("embed", "attention.out_proj")
+    assert "head" in prox.plain
+    torch.testing.assert_close(net.attention.out_proj.weight.grad, plain.attention.out_proj.weight.grad)
+    assert not torch.allclose(net.embed.weight.grad, plain.embed.weight.grad)
+    prox.detach()
