@@ -1,0 +1,155 @@
+"""Training by the alternating direction method of multipliers, in two splittings."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import OptionError
+from .base import Lifted, Recipe
+from .losses import Loss
+from .maps import AffineMap
+from .nonlinear import fit_activation, fit_weight
+from .split import SplitVariables, split_energy, split_residuals, split_start, split_sweep
+from .weights import Direction, relative_shift
+
+__all__ = ["SplitADMM"]
+
+SPLITTINGS = ("output", "all")
+
+
+@dataclasses.dataclass
+class _Duals(SplitVariables):
+    """For the splitting of all constraints: the copies U of the activations in ``us``, and two multipliers a layer."""
+
+    copies: list[Tensor]
+    layers: list[Tensor]
+
+
+class SplitADMM(Lifted[SplitVariables]):
+    r"""ADMM for networks, in the two splittings that 002 lists.
+
+    ``splitting="output"`` (Taylor et al., ICML 2016): a multiplier M on the output constraint only,
+
+    .. math::
+
+        \ell(U_n, Y) + \frac{\mu_n}{2}\|U_n - A_{n-1}X_{n-1} - b_{n-1} + M\|^2 + \sum_{k < n - 1} \frac{\mu_k}{2} \bigl(
+        \|U_{k+1} - A_kX_k - b_k\|^2 + \|X_{k+1} - \varphi_k(U_{k+1})\|^2 \bigr) .
+
+    **Variables carried**: activations, pre-activations and M. **Optimality**: those of :class:`BlockPenalty`, with
+    :math:`U_n = A_{n-1}X_{n-1} + b_{n-1}` exactly.
+
+    ``splitting="all"`` (Zhang, Chen, Saligrama, CVPR 2016): copies :math:`U_k = X_k` and multipliers A, B on
+    every constraint,
+
+    .. math::
+
+        \ell(X_n, Y) + \sum_k \frac{\mu_k}{2} \bigl( \|U_k - X_k + A_k\|^2 +
+        \|X_{k+1} - \varphi_k(W_kU_k) + B_k\|^2 \bigr) .
+
+    **Variables carried**: X, U, A and B, four times what SGD keeps. **Optimality**: the network's own constraints hold,
+    and the multipliers are the gradients that backpropagation computes.
+
+    The energy is the augmented Lagrangian, :math:`\frac\mu2\|r + M\|^2 - \frac\mu2\|M\|^2` for each constraint;
+    it need not fall, since the multipliers ascend. The problems in U are not convex, and no convergence is
+    claimed.
+
+    Args:
+        model: A chain of Linear or Conv2d and monotone activations; trained in place.
+        mu: As in :class:`LPOM`.
+        loss: ``"squared"`` or ``"cross_entropy"``.
+        splitting: ``"output"`` or ``"all"``.
+        warm: How many steps on a batch leave the multipliers at zero (Taylor et al. recommend some).
+        recipe: Options of the mini-batch mode.
+
+    >>> net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))
+    >>> x, y = torch.randn(8, 2), torch.randn(8, 1)
+    >>> method = SplitADMM(net, splitting="all")
+    >>> bool(method.step(x, y) < float("inf"))
+    True
+    """
+
+    default_sweeps = 2
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        mu: float | Sequence[float] | None = None,
+        loss: str = "squared",
+        splitting: str = "output",
+        warm: int = 0,
+        recipe: Recipe | None = None,
+    ) -> None:
+        super().__init__(model, mu=mu, loss=loss, recipe=recipe)
+        if splitting not in SPLITTINGS:
+            raise OptionError(f"splitting must be one of {', '.join(SPLITTINGS)}, got {splitting!r}")
+        if warm < 0:
+            raise OptionError(f"warm must be ≥ 0, got {warm}")
+        self.splitting = splitting
+        self.warm = warm
+        self._steps = 0
+
+    def _start(self, xs: list[Tensor], zs: list[Tensor], maps: list[AffineMap], loss: Loss) -> SplitVariables:
+        self._steps = 0
+        if self.splitting == "output":
+            return split_start(xs, zs, maps, loss)
+        zeros = torch.zeros_like
+        return _Duals(
+            xs, maps, loss, list(xs[:-1]), zeros(xs[-1]), [zeros(x) for x in xs[:-1]], [zeros(x) for x in xs[1:]]
+        )
+
+    def _energy(self, v: SplitVariables) -> Tensor:
+        if not isinstance(v, _Duals):
+            return split_energy(v, self.mu)
+        total = v.loss.value(v.output)
+        for k, affine in enumerate(v.maps):
+            error = v.xs[k + 1] - affine.layer.unit.phi(affine.apply(v.us[k])) + v.layers[k]
+            total = total + 0.5 * self.mu[k] * (error.square().sum() - v.layers[k].square().sum())
+            if k > 0:
+                error = v.us[k] - v.xs[k] + v.copies[k]
+                total = total + 0.5 * self.mu[k - 1] * (error.square().sum() - v.copies[k].square().sum())
+        return total
+
+    def _sweep(self, v: SplitVariables) -> None:
+        if not isinstance(v, _Duals):
+            split_sweep(v, self.mu)
+            return
+        v.xs[-1] = v.loss.prox(self._image(v, -1) - v.layers[-1], 1.0 / self.mu[-1])
+        for k in range(len(v.maps) - 1, 0, -1):
+            goal, s = v.xs[k + 1] + v.layers[k], self.mu[k - 1] / self.mu[k]
+            v.us[k] = fit_activation(v.maps[k], v.us[k], v.xs[k] - v.copies[k], goal, s, newton=True)
+            v.xs[k] = 0.5 * (v.us[k] + v.copies[k] + self._image(v, k - 1) - v.layers[k - 1])
+
+    def _multipliers(self, v: SplitVariables) -> None:
+        self._steps += 1
+        if self._steps <= self.warm:
+            return
+        if not isinstance(v, _Duals):
+            v.multiplier = v.multiplier + v.us[-1] - v.maps[-1].apply(v.xs[len(v.maps) - 1])
+            return
+        for k in range(len(v.maps)):
+            v.layers[k] = v.layers[k] + v.xs[k + 1] - self._image(v, k)
+            if k > 0:
+                v.copies[k] = v.copies[k] + v.us[k] - v.xs[k]
+
+    def _image(self, v: _Duals, k: int) -> Tensor:
+        return v.maps[k].layer.unit.phi(v.maps[k].apply(v.us[k]))
+
+    def _residuals(self, v: SplitVariables) -> Iterator[tuple[Tensor, Tensor]]:
+        if not isinstance(v, _Duals):
+            yield from split_residuals(v)
+            return
+        for k in range(len(v.maps)):
+            yield v.us[k], v.xs[k + 1] + v.layers[k]
+
+    def _directions(self, v: SplitVariables, damping: float, block: int | None) -> list[Direction]:
+        if not isinstance(v, _Duals):
+            return super()._directions(v, damping, block)
+        found = []
+        for affine, (x, target) in zip(v.maps, self._residuals(v), strict=True):
+            rows = affine.rows(x)
+            shift = relative_shift(rows, damping) if block is None else damping * rows.shape[0]
+            found.append(fit_weight(affine, x, target, shift))
+        return found

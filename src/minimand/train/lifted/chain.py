@@ -1,0 +1,182 @@
+"""A network as a chain: which linear layers, with which activations in between."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ...errors import ChainError, MinimandError
+from ...functions.activations import activation_module, is_activation
+from .maps import AffineMap, Layer
+from .units import LINEAR, unit_of
+
+__all__ = ["Chain", "parse"]
+
+_FLATTENS = (torch.flatten, "flatten")
+_REMEDY = "lifted training takes chains of Linear or Conv2d and activations that end in a linear layer"
+
+
+class Chain:
+    """The layers of a network in order; the parameters stay the network's own."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self.layers = tuple(layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def forward(self, x: Tensor) -> tuple[list[Tensor], list[Tensor], list[AffineMap]]:
+        """The forward pass: all activations from the input on, all z, and the maps of this batch."""
+        xs, zs, maps = [x], [], []
+        for layer in self.layers:
+            affine = layer.freeze(x)
+            z = affine.apply(x)
+            x = layer.unit.phi(z)
+            xs.append(x)
+            zs.append(z)
+            maps.append(affine)
+        return xs, zs, maps
+
+
+def parse(model: nn.Module) -> Chain:
+    """Read a network as a chain.
+
+    Sequential models and any whose ``forward`` torch.fx can trace to a straight line of calls.
+
+    Raises:
+        ChainError: If it is none; the message names the module that breaks it.
+        NotProximal: If an activation is not monotone.
+
+    >>> chain = parse(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
+    >>> [layer.path for layer in chain.layers]
+    ['0', '2']
+    """
+    layers: list[Layer] = []
+    before: list[nn.Module] = []
+    pending: dict[str, Any] | None = None
+
+    def close() -> None:
+        nonlocal pending
+        if pending is not None:
+            layers.append(Layer(**pending))
+            pending = None
+
+    for path, module in _calls(model):
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            close()
+            _check_linear(path, module, layers)
+            pending = {"path": path, "module": module, "before": tuple(before), "norm": None, "unit": LINEAR}
+            before = []
+        elif isinstance(module, nn.Flatten | nn.AvgPool2d | nn.MaxPool2d):
+            close()
+            _check_stage(path, module)
+            before.append(module)
+        elif isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+            if pending is None or pending["norm"] is not None:
+                raise ChainError(f"{path} (BatchNorm) does not follow a linear layer directly; {_REMEDY}")
+            pending["norm"] = module
+        elif isinstance(module, nn.Dropout) and module.p == 0:
+            continue
+        else:
+            unit = unit_of(path, _activation(path, module))
+            if unit.linear:
+                continue
+            if pending is None:
+                raise ChainError(f"{path} ({type(module).__name__}) does not follow a linear layer directly; {_REMEDY}")
+            pending["unit"] = unit
+            close()
+    last = pending is not None and pending["norm"] is None and not before
+    close()
+    if not layers or not last or not isinstance(layers[-1].module, nn.Linear):
+        tail = "nothing" if not layers else layers[-1].path
+        raise ChainError(f"the network ends after {tail} in something other than a Linear layer; {_REMEDY}")
+    _check_shared(layers)
+    return Chain(layers)
+
+
+def _activation(path: str, module: nn.Module) -> nn.Module:
+    if type(module).__module__.startswith("torch.") and not (is_activation(module) or type(module) is nn.Identity):
+        hint = "take it out or set p=0" if isinstance(module, nn.modules.dropout._DropoutNd) else _REMEDY
+        raise ChainError(f"{path} ({type(module).__name__}) is neither a linear layer nor an activation; {hint}")
+    return module
+
+
+def _check_linear(path: str, module: nn.Linear | nn.Conv2d, layers: list[Layer]) -> None:
+    if isinstance(module, nn.Conv2d) and (
+        module.groups != 1 or module.padding_mode != "zeros" or isinstance(module.padding, str)
+    ):
+        raise ChainError(
+            f"{path} (Conv2d) has groups={module.groups}, padding={module.padding!r}, "
+            f"padding_mode={module.padding_mode!r}; lifted training takes groups=1 and zero padding in numbers"
+        )
+
+
+def _check_stage(path: str, module: nn.Module) -> None:
+    if isinstance(module, nn.Flatten) and (module.start_dim, module.end_dim) != (1, -1):
+        raise ChainError(f"{path} (Flatten) keeps dimensions; use nn.Flatten() without arguments")
+    if isinstance(module, nn.AvgPool2d) and module.divisor_override is not None:
+        raise ChainError(f"{path} (AvgPool2d) has divisor_override, which is not supported; leave it out")
+
+
+def _check_shared(layers: Sequence[Layer]) -> None:
+    seen: dict[int, str] = {}
+    for layer in layers:
+        key = id(layer.module.weight)
+        if key in seen:
+            raise ChainError(
+                f"{seen[key]} and {layer.path} share one weight, so it would be two blocks at once; copy it"
+            )
+        seen[key] = layer.path
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        # A user's own activation is one call, too.
+        return next(m.children(), None) is None or super().is_leaf_module(m, module_qualified_name)
+
+
+def _calls(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Path and module of every call, in order; functions as the modules that compute the same."""
+    if next(model.children(), None) is None:
+        yield type(model).__name__, model
+        return
+    try:
+        graph = _Tracer().trace(model)
+    except Exception as error:
+        raise ChainError(f"{type(model).__name__} cannot be traced ({error}); {_REMEDY}") from None
+    before: fx.Node | None = None
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "placeholder":
+            if before is not None:
+                raise ChainError(f"{type(model).__name__} takes more than one input ({node.name}); {_REMEDY}")
+        elif len(inputs) != 1 or inputs[0] is not before:
+            raise ChainError(f"{_where(node)} does not take exactly the output of {_where(before)}; {_REMEDY}")
+        elif node.op != "output":
+            yield _where(node), _module(model, node)
+        elif node.args[0] is not before:
+            raise ChainError(f"{type(model).__name__} returns more than one tensor; {_REMEDY}")
+        before = node
+
+
+def _where(node: fx.Node | None) -> str:
+    if node is None or node.op == "placeholder":
+        return "the input"
+    return (
+        str(node.target) if node.op == "call_module" else f"the call of {getattr(node.target, '__name__', node.target)}"
+    )
+
+
+def _module(model: nn.Module, node: fx.Node) -> nn.Module:
+    if node.op == "call_module":
+        return model.get_submodule(str(node.target))
+    if node.target in _FLATTENS and node.args[1:] == (1,) and not node.kwargs:
+        return nn.Flatten()
+    target: Any = node.target
+    if isinstance(target, str):
+        target = getattr(Tensor, target, None)
+    try:
+        return activation_module(target, *node.args[1:], **node.kwargs)
+    except MinimandError as error:
+        raise type(error)(f"{_where(node)} cannot be lifted: {error}; {_REMEDY}") from None

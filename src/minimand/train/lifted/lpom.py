@@ -1,0 +1,177 @@
+r"""Lifted proximal operator machines: training by block minimisation of Fenchel–Young gaps."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import OptionError
+from .base import TINY, Lifted, Recipe, Variables
+from .losses import Loss
+from .maps import AffineMap
+from .sweeps import DualSweep
+from .weights import Direction, toward
+
+__all__ = ["LPOM", "LPOMVariables"]
+
+SWEEPS = ("gauss_seidel", "jacobi")
+
+
+@dataclasses.dataclass
+class LPOMVariables(Variables):
+    """The activations, the z of each layer at them, and the weights before the last step, for its extrapolation."""
+
+    zs: list[Tensor]
+    before: list[Tensor] | None = None
+    count: int = 0
+
+
+class LPOM(Lifted[LPOMVariables]):
+    r"""Lifted proximal operator machine (Lin 2019; Li, Fang, Lin, *LPOM*, AAAI 2019).
+
+    With :math:`z_k = A_k X_k + b_k`, the activations :math:`X_1, …, X_n` become variables of
+
+    .. math::
+
+        F(W, X) = \ell(X_n, Y) + \sum_k \mu_k \bigl( \tilde f_k(X_{k+1}) + \tilde g_k(z_k) -
+        \langle X_{k+1}, z_k\rangle \bigr), \qquad
+        \tilde f = \int_{\varphi(0)} \varphi^{-1}, \quad \tilde g = \int_0 \varphi .
+
+    Each term is a Fenchel–Young gap: non-negative, and zero exactly where :math:`X_{k+1} = \varphi_k(z_k)`, so at
+    a forward pass F is the loss. F is convex in each block :math:`X_k` and :math:`W_k` alone (Theorem 4). Blocks
+    are minimised in turn, with values of :math:`\varphi` only: no derivative, no inverse, no automatic
+    differentiation.
+
+    **Optimality conditions** (002): :math:`(\varphi(z_k) - X_{k+1})X_k^\top = 0` for the weights and
+    :math:`\mu_{k-1}(\varphi^{-1}(X_k) - z_{k-1}) + \mu_k A_k^\top(\varphi(z_k) - X_{k+1}) \ni 0` for the
+    activations, which a forward pass that fits the targets satisfies.
+
+    **Variables carried**: the activations, as many as SGD keeps for backpropagation, the z from which a sweep starts,
+    and one Gram matrix. No multipliers, no second copy.
+
+    **Monotone steps** (:meth:`step`). With :math:`r = \mu_k/\mu_{k-1}` and :math:`c = r\beta_k\|A_k\|^2`,
+    :math:`\beta_k` the Lipschitz constant of :math:`\varphi_k`, the step on :math:`X_k` minimises a majoriser:
+
+    .. math::
+
+        X_k = \varphi_{k-1}(s), \quad s + c\,\varphi_{k-1}(s) = z_{k-1} + cX_k - rA_k^\top(\varphi_k(z_k) - X_{k+1}) .
+
+    The step on the weights is :math:`W \leftarrow W - \beta^{-1}(\varphi(z) - X^+)^\top X(X^\top X + \varepsilon
+    I)^{-1}` from an extrapolated point where that lowers F, else from W. With ``sweep="jacobi"`` all :math:`X_k`
+    move at once from the old values; :math:`c = r(\beta_k + 1)\|A_k\|^2 + 1` then majorises the bilinear
+    coupling, too. F never rises. The plain fixed point of the slides (:math:`c = 0`) converges only for
+    :math:`r\beta\|A\|^2 < 1`.
+
+    **Mini-batches** (:meth:`fit`, mode ``"fast"``): see :class:`~minimand.train.lifted.sweeps.DualSweep`. No
+    monotonicity is claimed for it.
+
+    Args:
+        model: A chain of Linear or Conv2d and monotone activations that ends in a Linear; trained in place.
+            Convolutions, poolings and batch normalisation are experimental.
+        mu: :math:`\mu`, one for all layers or one for each. None: 1 for :meth:`step`; for fast :meth:`fit`
+            geometric with ``recipe.ratio`` towards the output, where it is 1.
+        loss: ``"squared"`` (½‖·‖²) or ``"cross_entropy"``, summed over the batch.
+        sweep: ``"gauss_seidel"``, from the output to the input, or ``"jacobi"``, all layers at once.
+        recipe: Options of the mini-batch mode.
+
+    >>> net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+    >>> x = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
+    >>> y = torch.tensor([[0.0], [1.0], [1.0], [0.0]])
+    >>> lpom = LPOM(net)
+    >>> bool(abs(lpom.energy(x, y) - 0.5 * (net(x) - y).square().sum()) < 1e-6)
+    True
+    >>> energies = [lpom.step(x, y) for _ in range(20)]
+    >>> energies == sorted(energies, reverse=True)
+    True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        mu: float | Sequence[float] | None = None,
+        loss: str = "squared",
+        sweep: str = "gauss_seidel",
+        recipe: Recipe | None = None,
+    ) -> None:
+        super().__init__(model, mu=mu, loss=loss, recipe=recipe)
+        if sweep not in SWEEPS:
+            raise OptionError(f"sweep must be one of {', '.join(SWEEPS)}, got {sweep!r}")
+        self.sweep = sweep
+        self.dual = DualSweep(self.chain.layers)
+
+    def _start(self, xs: list[Tensor], zs: list[Tensor], maps: list[AffineMap], loss: Loss) -> LPOMVariables:
+        return LPOMVariables(xs, maps, loss, zs)
+
+    def _energy(self, v: LPOMVariables) -> Tensor:
+        total = v.loss.value(v.output).to(torch.float64 if v.output.device.type != "mps" else v.output.dtype)
+        for k, affine in enumerate(v.maps):
+            total = total + self.mu[k] * affine.layer.unit.gap(v.xs[k + 1], v.zs[k])
+        return total
+
+    def _sweep(self, v: LPOMVariables) -> None:
+        if self.sweep == "jacobi":
+            old = list(v.xs)
+            v.xs[-1] = self._output(v, extra=1.0)
+            v.xs[1:-1] = [self._majorised(v, k, old[k + 1], 1.0, 1.0) for k in range(1, len(v.maps))]
+            v.zs[1:] = [affine.apply(x) for affine, x in zip(v.maps[1:], v.xs[1:-1], strict=True)]
+            return
+        v.xs[-1] = self._output(v)
+        for k in range(len(v.maps) - 1, 0, -1):
+            v.xs[k] = self._majorised(v, k, v.xs[k + 1])
+            v.zs[k] = v.maps[k].apply(v.xs[k])
+
+    def _output(self, v: LPOMVariables, extra: float = 0.0) -> Tensor:
+        """The minimiser over the output, with ``extra`` times μ as the weight of its present value."""
+        centre = (v.zs[-1] + extra * v.output) / (1 + extra)
+        return v.loss.prox(centre, 1.0 / (self.mu[-1] * (1 + extra)))
+
+    def _majorised(self, v: LPOMVariables, k: int, above: Tensor, coupling: float = 0.0, extra: float = 0.0) -> Tensor:
+        r"""The minimiser over :math:`X_k` of the majoriser with :math:`c = r(\beta + coupling)\|A\|^2 + extra`."""
+        affine, lower = v.maps[k], v.maps[k - 1].layer.unit
+        upper = affine.layer.unit
+        r = self.mu[k] / self.mu[k - 1]
+        c = r * (upper.slope + coupling) * affine.norm_sq() + extra
+        pull = affine.adjoint(above - upper.phi(v.zs[k]))
+        return lower.resolve(v.zs[k - 1] + c * v.xs[k] + r * pull, c)
+
+    def _residuals(self, v: LPOMVariables) -> Iterator[tuple[Tensor, Tensor]]:
+        for k, affine in enumerate(v.maps):
+            unit = affine.layer.unit
+            yield v.xs[k], (v.xs[k + 1] - unit.phi(v.zs[k])) / unit.slope
+
+    def _move_weights(self, v: LPOMVariables) -> None:
+        """Accelerated where that pays: the extrapolated step if it lowers the layer's gap more than the plain one."""
+        now = [affine.layer.parameters() for affine in v.maps]
+        weight = v.count / (v.count + 3)
+        for k, affine in enumerate(v.maps):
+            layer, target = affine.layer, v.xs[k + 1]
+            self._regress(v, k, v.zs[k])
+            v_plain = layer.parameters()
+            z_plain = affine.apply(v.xs[k])
+            if v.before is not None and weight > 0:
+                ahead = now[k] + weight * (now[k] - v.before[k])
+                layer.assign(ahead)
+                self._regress(v, k, affine.apply(v.xs[k]))
+                z_ahead = affine.apply(v.xs[k])
+                if bool(layer.unit.gap(target, z_ahead) <= layer.unit.gap(target, z_plain)):
+                    v.zs[k] = z_ahead
+                    continue
+                layer.assign(v_plain)
+            v.zs[k] = z_plain
+        v.before = now
+        v.count += 1
+
+    def _regress(self, v: LPOMVariables, k: int, z: Tensor) -> None:
+        """One majorised step on the layer's present parameters, whose z is given."""
+        affine = v.maps[k]
+        unit = affine.layer.unit
+        residual = (v.xs[k + 1] - unit.phi(z)) / unit.slope
+        direction = toward(affine, v.xs[k], residual, TINY)
+        affine.layer.assign(affine.layer.parameters() + direction.dense())
+
+    def _minibatch(self, v: LPOMVariables, damping: float) -> list[Direction]:
+        residuals = self.dual.run(v, self.mu, self.sweep, self.recipe.sweeps)
+        pairs = zip(v.maps, v.xs, residuals, strict=False)
+        return [toward(affine, x, residual, damping, block=self.recipe.block) for affine, x, residual in pairs]

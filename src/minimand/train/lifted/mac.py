@@ -1,0 +1,101 @@
+"""The method of auxiliary coordinates: a quadratic penalty on the activations."""
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn
+
+from ...errors import OptionError
+from .base import Lifted, Recipe, Variables
+from .losses import Loss
+from .maps import AffineMap
+from .nonlinear import fit_activation, fit_weight
+from .weights import Direction, relative_shift
+
+__all__ = ["MAC"]
+
+X_STEPS = ("gauss_newton", "gradient")
+
+
+class MAC(Lifted[Variables]):
+    r"""Method of auxiliary coordinates (Carreira-Perpiñán & Wang, AISTATS 2014; 002, *penalty method*).
+
+    .. math:: \min_{W, X}\; \ell(X_n, Y) + \sum_k \frac{\mu_k}{2} \|X_{k+1} - \varphi_k(A_kX_k + b_k)\|^2
+
+    **Blocks.** :math:`X_n` by the prox of the loss; each :math:`X_k` by one Gauss–Newton or gradient step, each
+    weight by one Gauss–Newton step, all with step halving, so :meth:`step` never raises the objective. The blocks
+    are not convex.
+
+    **Optimality conditions** (002): :math:`[(\varphi(z_k) - X_{k+1}) \circ \varphi'(z_k)]X_k^\top = 0`. The
+    derivative, which LPOM's conditions lack, also vanishes wherever a unit saturates: there are more stationary
+    points.
+
+    **Variables carried**: the activations.
+
+    Args:
+        model: A chain of Linear or Conv2d and monotone activations; trained in place.
+        mu: As in :class:`LPOM`.
+        loss: ``"squared"`` or ``"cross_entropy"``.
+        x_step: ``"gauss_newton"`` or ``"gradient"``.
+        growth: The penalty schedule: :math:`\mu` is multiplied by it after each epoch of :meth:`fit`.
+        recipe: Options of the mini-batch mode.
+
+    >>> import torch
+    >>> net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    >>> x, y = torch.randn(8, 2), torch.randn(8, 1)
+    >>> method = MAC(net)
+    >>> energies = [method.step(x, y) for _ in range(10)]
+    >>> energies == sorted(energies, reverse=True)
+    True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        mu: float | Sequence[float] | None = None,
+        loss: str = "squared",
+        x_step: str = "gauss_newton",
+        growth: float = 1.0,
+        recipe: Recipe | None = None,
+    ) -> None:
+        super().__init__(model, mu=mu, loss=loss, recipe=recipe)
+        if x_step not in X_STEPS:
+            raise OptionError(f"x_step must be one of {', '.join(X_STEPS)}, got {x_step!r}")
+        if not 1 <= growth < float("inf"):
+            raise OptionError(f"growth must be a finite number ≥ 1, got {growth}")
+        self.x_step = x_step
+        self.growth = growth
+
+    def _start(self, xs: list[Tensor], zs: list[Tensor], maps: list[AffineMap], loss: Loss) -> Variables:
+        return Variables(xs, maps, loss)
+
+    def _energy(self, v: Variables) -> Tensor:
+        total = v.loss.value(v.output)
+        for k, affine in enumerate(v.maps):
+            error = v.xs[k + 1] - affine.layer.unit.phi(affine.apply(v.xs[k]))
+            total = total + 0.5 * self.mu[k] * error.square().sum()
+        return total
+
+    def _sweep(self, v: Variables) -> None:
+        v.xs[-1] = v.loss.prox(v.maps[-1].apply(v.xs[-2]), 1.0 / self.mu[-1])
+        for k in range(len(v.maps) - 1, 0, -1):
+            below = v.maps[k - 1]
+            anchor = below.layer.unit.phi(below.apply(v.xs[k - 1]))
+            s, newton = self.mu[k - 1] / self.mu[k], self.x_step == "gauss_newton"
+            v.xs[k] = fit_activation(v.maps[k], v.xs[k], anchor, v.xs[k + 1], s, newton=newton)
+
+    def _residuals(self, v: Variables) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(v.xs, v.xs[1:], strict=False)
+
+    def _directions(self, v: Variables, damping: float, block: int | None) -> list[Direction]:
+        found = []
+        for affine, (x, target) in zip(v.maps, self._residuals(v), strict=True):
+            rows = affine.rows(x)
+            shift = relative_shift(rows, damping) if block is None else damping * rows.shape[0]
+            found.append(fit_weight(affine, x, target, shift))
+        return found
+
+    def _after_epoch(self) -> None:
+        self.mu = tuple(self.growth * m for m in self.mu)
+        if self._given_mu is not None:
+            self._given_mu = self.mu

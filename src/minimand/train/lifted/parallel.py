@@ -1,0 +1,238 @@
+"""LPOM with its layers spread over processes: Jacobi sweeps, or batches in flight."""
+
+import itertools
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence, Sized
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...errors import CapabilityError, OptionError
+from .base import Epoch
+from .losses import LOSSES, SquaredError, encode_targets
+from .lpom import LPOM, LPOMVariables
+from .maps import Layer
+from .sweeps import DualSweep
+from .weights import Momentum, toward
+
+__all__ = ["LayerParallel", "stretches"]
+
+_UP, _DOWN = 11, 12
+
+
+def stretches(layers: Sequence[Layer], parts: int) -> list[tuple[int, int]]:
+    """Cut the layers into stretches with as even a number of weights as possible.
+
+    >>> from torch import nn
+    >>> from minimand.train.lifted.chain import parse
+    >>> chain = parse(nn.Sequential(nn.Linear(9, 2), nn.ReLU(), nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1)))
+    >>> stretches(chain.layers, 2)
+    [(0, 1), (1, 3)]
+    """
+    if parts > len(layers):
+        raise OptionError(f"{parts} processes for {len(layers)} layers; start at most one process per layer")
+    sizes = [layer.weight.numel() for layer in layers]
+    best: tuple[int, tuple[int, ...]] | None = None
+    for cuts in itertools.combinations(range(1, len(layers)), parts - 1):
+        ends = (0, *cuts, len(layers))
+        worst = max(sum(sizes[a:b]) for a, b in itertools.pairwise(ends))
+        if best is None or worst < best[0]:
+            best = (worst, ends)
+    assert best is not None
+    return list(itertools.pairwise(best[1]))
+
+
+class LayerParallel:
+    r"""Mini-batch training of an :class:`LPOM` with one or more layers per process of a torch.distributed group.
+
+    Each process holds a stretch of the layers and exchanges only the activations at its ends: :math:`X_k`
+    upwards, the pull :math:`A_k^\top q` downwards. Weight steps need no exchange at all (002, *Parallelizing
+    LPOM*).
+
+    Synchronous: the forward pass runs through the processes, then every process makes its part of the same Jacobi
+    sweeps; the result is that of one process with ``sweep="jacobi"``, up to the order of sums.
+
+    Asynchronous: a process goes on with the next batch while the pull for the last ones is under way, and uses it
+    when it has arrived. Up to ``staleness`` batches are in flight, so activations may be that many weight updates
+    old.
+
+    Every process builds the same model and iterates the same batches. After :meth:`fit` all hold all weights.
+
+    Args:
+        method: The LPOM whose model is trained; its recipe and loss are used.
+        asynchronous: Whether to go on without waiting.
+        staleness: Batches in flight at most.
+        group: The process group; None is the default one.
+    """
+
+    def __init__(
+        self, method: LPOM, *, asynchronous: bool = False, staleness: int = 2, group: dist.ProcessGroup | None = None
+    ) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise CapabilityError(
+                "LayerParallel needs a process group; call torch.distributed.init_process_group first"
+            )
+        if staleness < 1:
+            raise OptionError(f"staleness must be at least 1, got {staleness}")
+        self.method = method
+        self.asynchronous = asynchronous
+        self.staleness = staleness
+        self.group = group
+        self.rank, world = dist.get_rank(group), dist.get_world_size(group)
+        self.parts = stretches(method.chain.layers, world)
+        self.first, self.end = self.parts[self.rank]
+        self.layers = method.chain.layers[self.first : self.end]
+        self.below = self._global(self.rank - 1) if self.rank > 0 else None
+        self.above = self._global(self.rank + 1) if self.rank + 1 < world else None
+        self.dual = DualSweep(method.chain.layers, offset=self.first)
+        self.momentum = Momentum(self.layers, method.recipe.momentum)
+        self._shapes: list[torch.Size] = []
+
+    def fit(self, loader: Iterable[tuple[Tensor, Tensor]], epochs: int) -> list[Epoch]:
+        """Train; every process gets the same history."""
+        history = []
+        with torch.no_grad():
+            for number in range(1, epochs + 1):
+                begin, total, samples = time.perf_counter(), 0.0, 0
+                size = len(loader) if isinstance(loader, Sized) else None
+                run = _InFlight(self) if self.asynchronous else None
+                for index, (x, y) in enumerate(loader):
+                    rate = self.method.recipe.rate_at((number - 1 + (index / size if size else 0.5)) / epochs)
+                    v, value = self._forward(x, y)
+                    total, samples = total + value, samples + len(x)
+                    if run is None:
+                        self._together(v, rate)
+                    else:
+                        run.push(v, rate)
+                if run is not None:
+                    run.drain()
+                mean = torch.tensor([total / max(samples, 1)], dtype=torch.float64)
+                dist.broadcast(mean, self._global(len(self.parts) - 1), group=self.group)
+                history.append(Epoch(number, float(mean), time.perf_counter() - begin))
+            self._gather()
+        return history
+
+    def _forward(self, x: Tensor, y: Tensor) -> tuple[LPOMVariables, float]:
+        """This process's part of the forward pass, and the loss where the output is."""
+        if not self._shapes:
+            xs, _, _ = self.method.chain.forward(x[:1])
+            self._shapes = [value.shape[1:] for value in xs]
+        here = x if self.below is None else self._receive(self.below, x, self.first, _UP)
+        xs, zs, maps = [here], [], []
+        for layer in self.layers:
+            affine = layer.freeze(xs[-1])
+            zs.append(affine.apply(xs[-1]))
+            maps.append(affine)
+            xs.append(layer.unit.phi(zs[-1]))
+        if self.above is not None:
+            dist.send(xs[-1].contiguous(), self.above, group=self.group, tag=_UP)
+            return LPOMVariables(xs, maps, SquaredError(xs[-1]), zs), 0.0
+        loss = LOSSES[self.method.loss](encode_targets(y, xs[-1]))
+        return LPOMVariables(xs, maps, loss, zs), float(loss.value(xs[-1]))
+
+    def _together(self, v: LPOMVariables, rate: float) -> None:
+        mu = self.method._mini_mu()
+        self._move(v, self.dual.run(v, mu, "jacobi", self.method.recipe.sweeps, self), rate)
+
+    def _move(self, v: LPOMVariables, residuals: list[Tensor], rate: float) -> None:
+        damping, block = self.method._damping(), self.method.recipe.block
+        parts = zip(v.maps, v.xs, residuals, strict=False)
+        directions = [toward(affine, x, residual, damping, block=block) for affine, x, residual in parts]
+        self.momentum.apply(directions, [rate / layer.unit.slope for layer in self.layers])
+
+    def exchange_pulls(self, down: Tensor | None, like: Tensor) -> Tensor | None:
+        """Send the pull on the lowest activation down, and receive the one on the topmost."""
+        return self._exchange(down, self.below, like, self.above, _DOWN)
+
+    def exchange_activations(self, up: Tensor, like: Tensor) -> Tensor | None:
+        """Send the topmost activation up, and receive the lowest one."""
+        return self._exchange(up, self.above, like, self.below, _UP)
+
+    def _exchange(
+        self, message: Tensor | None, to: int | None, like: Tensor, source: int | None, tag: int
+    ) -> Tensor | None:
+        sent = None
+        if to is not None and message is not None:
+            sent = dist.isend(message.contiguous(), to, group=self.group, tag=tag)
+        received = None
+        if source is not None:
+            received = torch.empty_like(like)
+            dist.recv(received, source, group=self.group, tag=tag)
+        if sent is not None:
+            sent.wait()
+        return received
+
+    def _receive(self, source: int, like: Tensor, k: int, tag: int) -> Tensor:
+        buffer = like.new_empty((len(like), *self._shapes[k]))
+        dist.recv(buffer, source, group=self.group, tag=tag)
+        return buffer
+
+    def _gather(self) -> None:
+        """Give every process all weights."""
+        for rank, (first, end) in enumerate(self.parts):
+            for layer in self.method.chain.layers[first:end]:
+                for tensor in (layer.weight, layer.bias):
+                    if tensor is not None:
+                        dist.broadcast(tensor, self._global(rank), group=self.group)
+
+    def _global(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+class _InFlight:
+    """Batches whose pull from above is still under way."""
+
+    def __init__(self, parallel: LayerParallel) -> None:
+        self.parallel = parallel
+        self.waiting: deque[tuple[LPOMVariables, float]] = deque()
+        self.arrived: queue.Queue[Tensor] = queue.Queue()
+        self.requests: queue.Queue[Tensor | None] = queue.Queue()
+        self.thread: threading.Thread | None = None
+        if parallel.above is not None:
+            self.thread = threading.Thread(target=self._listen, daemon=True)
+            self.thread.start()
+
+    def push(self, v: LPOMVariables, rate: float) -> None:
+        """Take a batch that has been through the forward pass; finish those whose pull has arrived."""
+        if self.parallel.above is None:
+            v.xs[-1] = v.loss.quick(v.zs[-1], 1.0 / self.parallel.method._mini_mu()[-1])
+            self._finish(v, rate)
+            return
+        self.requests.put(torch.empty_like(v.xs[-1]))
+        self.waiting.append((v, rate))
+        while self.waiting and (len(self.waiting) > self.parallel.staleness or not self.arrived.empty()):
+            self._next()
+
+    def drain(self) -> None:
+        """Wait for all."""
+        while self.waiting:
+            self._next()
+        if self.thread is not None:
+            self.requests.put(None)
+            self.thread.join()
+
+    def _next(self) -> None:
+        pull = self.arrived.get()
+        v, rate = self.waiting.popleft()
+        v.xs[-1] = self.parallel.dual.pulled(v, self.parallel.method._mini_mu(), len(v.maps), pull)
+        self._finish(v, rate)
+
+    def _finish(self, v: LPOMVariables, rate: float) -> None:
+        """Sweep downwards, send the pull on the lowest activation, move the weights."""
+        parallel = self.parallel
+        dual, mu = parallel.dual, parallel.method._mini_mu()
+        dual.downwards(v, mu)
+        if parallel.below is not None:
+            pull = v.maps[0].adjoint(dual.estimate(v, mu, 0, None))
+            dist.send(pull.contiguous(), parallel.below, group=parallel.group, tag=_DOWN)
+        parallel._move(v, dual.residuals(v), rate)
+
+    def _listen(self) -> None:
+        assert self.parallel.above is not None
+        while (buffer := self.requests.get()) is not None:
+            dist.recv(buffer, self.parallel.above, group=self.parallel.group, tag=_DOWN)
+            self.arrived.put(buffer)

@@ -1,0 +1,89 @@
+"""The lifted objective that ReLU networks allow."""
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn
+
+from ...errors import CapabilityError
+from ...functions import NonNegative
+from ...operators import Dense
+from ...solvers import Problem, ProxGD, solve
+from .base import Lifted, Recipe, Variables
+from .losses import Loss
+from .maps import AffineMap
+
+__all__ = ["LiftedReLU"]
+
+
+class LiftedReLU(Lifted[Variables]):
+    r"""ReLU as a projection (Zhang & Brand, NIPS 2017; Askari et al. 2018; 002, *lifted objective*).
+
+    .. math::
+
+        \min_{W, X}\; \ell(X_n, Y) + \sum_k \frac{\mu_k}{2}\|X_{k+1} - A_kX_k - b_k\|^2
+        \quad\text{s.t.}\quad X_k \ge 0 \text{ for } k < n
+
+    **Blocks**, all convex: :math:`X_n` by the prox of the loss, :math:`X_k` by ten projected gradient steps on a
+    non-negative least-squares problem, the weights by ridge regressions. :meth:`step` never raises the objective.
+
+    **Optimality conditions** (002): :math:`\mu_{k-1}(\varphi^{-1}(X_k) - z_{k-1}) + \mu_kA_k^\top(z_k - X_{k+1})
+    \ni 0`, where LPOM has :math:`\varphi(z_k)` for the last :math:`z_k`. A forward pass does not satisfy them:
+    wherever :math:`z_k < 0` the penalty is positive, so **at a forward pass the energy exceeds the loss**, and
+    the weights are pulled towards a network that is linear on the data.
+
+    **Variables carried**: the activations.
+
+    Args:
+        model: A chain of Linear and ReLU; trained in place.
+        mu: As in :class:`LPOM`.
+        loss: ``"squared"`` or ``"cross_entropy"``.
+        recipe: Options of the mini-batch mode.
+
+    >>> import torch
+    >>> net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))
+    >>> x, y = torch.randn(8, 2), torch.randn(8, 1)
+    >>> method = LiftedReLU(net)
+    >>> energies = [method.step(x, y) for _ in range(10)]
+    >>> energies == sorted(energies, reverse=True)
+    True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        mu: float | Sequence[float] | None = None,
+        loss: str = "squared",
+        recipe: Recipe | None = None,
+    ) -> None:
+        super().__init__(model, mu=mu, loss=loss, recipe=recipe)
+        for layer in self.chain.layers[:-1]:
+            if not isinstance(layer.unit.function, NonNegative):
+                raise CapabilityError(
+                    f"LiftedReLU takes ReLU only, but {layer.path} is followed by {layer.unit.function!r}; use LPOM"
+                )
+        for layer in self.chain.layers:
+            if not isinstance(layer.module, nn.Linear) or layer.norm is not None or len(layer.before) > 1:
+                raise CapabilityError(f"LiftedReLU takes Linear layers only, and {layer.path} is not plain; use LPOM")
+
+    def _start(self, xs: list[Tensor], zs: list[Tensor], maps: list[AffineMap], loss: Loss) -> Variables:
+        return Variables(xs, maps, loss)
+
+    def _energy(self, v: Variables) -> Tensor:
+        total = v.loss.value(v.output)
+        for k, affine in enumerate(v.maps):
+            total = total + 0.5 * self.mu[k] * (v.xs[k + 1] - affine.apply(v.xs[k])).square().sum()
+        return total
+
+    def _sweep(self, v: Variables) -> None:
+        v.xs[-1] = v.loss.prox(v.maps[-1].apply(v.xs[-2]), 1.0 / self.mu[-1])
+        for k in range(len(v.maps) - 1, 0, -1):
+            layer, s = v.maps[k].layer, self.mu[k - 1] / self.mu[k]
+            above = v.xs[k + 1] if layer.bias is None else v.xs[k + 1] - layer.bias
+            anchor = v.maps[k - 1].apply(v.xs[k - 1])
+            problem = Problem(Dense(layer.weight.mT), NonNegative(), above, bias=s * anchor, ridge=s)
+            v.xs[k] = solve(problem, ProxGD(iters=10), x0=v.xs[k]).x
+
+    def _residuals(self, v: Variables) -> Iterator[tuple[Tensor, Tensor]]:
+        for k, affine in enumerate(v.maps):
+            yield v.xs[k], v.xs[k + 1] - affine.apply(v.xs[k])

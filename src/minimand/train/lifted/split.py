@@ -1,0 +1,65 @@
+"""The blocks that the methods with separate pre-activations share."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .base import Variables
+from .losses import Loss
+from .maps import AffineMap
+from .nonlinear import pre_activation, ridge_activation
+
+__all__ = ["SplitVariables", "split_energy", "split_residuals", "split_start", "split_sweep"]
+
+
+@dataclasses.dataclass
+class SplitVariables(Variables):
+    """Activations, pre-activations, and the scaled multiplier of the output constraint (zero without one).
+
+    The output is the last pre-activation: its activation is the identity, so a second copy would add nothing.
+    """
+
+    us: list[Tensor]
+    multiplier: Tensor
+
+
+def split_energy(v: SplitVariables, mu: Sequence[float]) -> Tensor:
+    """The augmented Lagrangian; the penalised loss where the multiplier is zero."""
+    total = v.loss.value(v.us[-1])
+    for k, affine in enumerate(v.maps):
+        error = v.us[k] - affine.apply(v.xs[k])
+        last = k == len(v.maps) - 1
+        if last:
+            error = error + v.multiplier
+            total = total - 0.5 * mu[k] * v.multiplier.square().sum()
+        total = total + 0.5 * mu[k] * error.square().sum()
+        if not last:
+            total = total + 0.5 * mu[k] * (v.xs[k + 1] - affine.layer.unit.phi(v.us[k])).square().sum()
+    return total
+
+
+def split_sweep(v: SplitVariables, mu: Sequence[float]) -> None:
+    """Every block once, each minimised, from the output to the input."""
+    top = len(v.maps) - 1
+    v.us[top] = v.loss.prox(v.maps[top].apply(v.xs[top]) - v.multiplier, 1.0 / mu[top])
+    v.xs[-1] = v.us[top]
+    for k in range(top, 0, -1):
+        below = v.maps[k - 1]
+        unit = below.layer.unit
+        target = v.us[k] + v.multiplier if k == top else v.us[k]
+        v.xs[k] = ridge_activation(v.maps[k], v.xs[k], unit.phi(v.us[k - 1]), target, mu[k - 1] / mu[k])
+        v.us[k - 1] = pre_activation(unit, v.us[k - 1], below.apply(v.xs[k - 1]), v.xs[k])
+
+
+def split_residuals(v: SplitVariables) -> Iterator[tuple[Tensor, Tensor]]:
+    """The weights regress pre-activations on activations."""
+    for k, affine in enumerate(v.maps):
+        target = v.us[k] + v.multiplier if k == len(v.maps) - 1 else v.us[k]
+        yield v.xs[k], target - affine.apply(v.xs[k])
+
+
+def split_start(xs: list[Tensor], zs: list[Tensor], maps: list[AffineMap], loss: Loss) -> SplitVariables:
+    """The variables at a forward pass."""
+    return SplitVariables(xs, maps, loss, list(zs), torch.zeros_like(xs[-1]))

@@ -1,0 +1,175 @@
+"""The fast sweep of LPOM: the hidden activations, found in the space of the layer's outputs."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...operators import Dense
+from ...solvers.linear import conjugate_gradient, ridge_factor
+from .losses import Loss
+from .maps import AffineMap, Layer
+
+__all__ = ["DualSweep"]
+
+
+class Batch(Protocol):
+    """What a sweep moves."""
+
+    xs: list[Tensor]
+    zs: list[Tensor]
+    maps: list[AffineMap]
+    loss: Loss
+
+
+class Link(Protocol):
+    """The neighbours of a stretch of layers that other processes hold; see :mod:`~minimand.train.lifted.parallel`."""
+
+    def exchange_pulls(self, down: Tensor | None, like: Tensor) -> Tensor | None:
+        """Give the pull on the lowest activation to whoever owns it; the one on the topmost, None at the output."""
+
+    def exchange_activations(self, up: Tensor, like: Tensor) -> Tensor | None:
+        """Give the topmost activation to the layers above; the lowest one, None at the input."""
+
+
+class _Alone:
+    """All layers are here."""
+
+    def exchange_pulls(self, down: Tensor | None, like: Tensor) -> Tensor | None:
+        return None
+
+    def exchange_activations(self, up: Tensor, like: Tensor) -> Tensor | None:
+        return None
+
+
+ALONE = _Alone()
+
+
+@dataclasses.dataclass
+class _Preconditioner:
+    """The inverse of P for one layer, renewed every few batches as the weight moves."""
+
+    apply: Callable[[Tensor], Tensor]
+    weight: float
+    age: int = 0
+
+
+class DualSweep:
+    r"""Mini-batch updates of the activations by a preconditioned fixed point.
+
+    The stationary point of :math:`X_k` is :math:`X_k = \varphi_{k-1}(z_{k-1} + r A_k^\top q)`, with
+    :math:`q = X_{k+1} - \varphi_k(z_k(X_k))` the residual above. In the space of q it is found from zero by
+
+    .. math::
+
+        q \leftarrow q + P^{-1}(X_{k+1} - \varphi_k(z_k) - q), \quad
+        X_k \leftarrow \varphi_{k-1}(z_{k-1} + rA_k^\top q),
+        \qquad P = I + \kappa r \beta_k\beta_{k-1} A_kA_k^\top,
+
+    ``inner`` times for each layer from the output to the input. :math:`\kappa = 1` majorises. :math:`\kappa = ½`
+    is as good on some networks and makes others diverge, with cross-entropy and in Jacobi runs above all. Only
+    values of :math:`\varphi` are used. For convolutions :math:`P^{-1}` is three conjugate gradients.
+
+    In a Jacobi run every layer's q moves once in a sweep from the values of the sweep before. As its neighbours
+    move at the same time, P is :math:`2(I + 2\kappa r\beta_k\beta_{k-1}A_kA_k^\top)`, in the proportion of the
+    monotone Jacobi step. News of the targets travels one layer a sweep, so there are as many sweeps as layers,
+    and one more, unless told otherwise.
+
+    Args:
+        layers: All layers of the chain.
+        offset: The number of the first layer that batches hold, when other processes hold the others.
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], *, offset: int = 0, kappa: float = 1.0, inner: int = 2, renew: int = 8
+    ) -> None:
+        self.layers = layers
+        self.offset = offset
+        self.kappa = kappa
+        self.inner = inner
+        self.renew = renew
+        self._inverse: dict[int, _Preconditioner] = {}
+
+    def run(self, v: Batch, mu: Sequence[float], sweep: str, sweeps: int | None, link: Link = ALONE) -> list[Tensor]:
+        """Move the activations of a batch that has just been through the forward pass; each layer's residual."""
+        if sweep == "jacobi":
+            self._jacobi(v, mu, sweeps or len(self.layers) + 1, link)
+        else:
+            for _ in range(sweeps or 1):
+                v.xs[-1] = v.loss.quick(v.zs[-1], 1.0 / mu[-1])
+                self.downwards(v, mu)
+        return self.residuals(v)
+
+    def residuals(self, v: Batch) -> list[Tensor]:
+        """By how much each layer misses the activation above it."""
+        return [v.xs[k + 1] - affine.layer.unit.phi(v.zs[k]) for k, affine in enumerate(v.maps)]
+
+    def downwards(self, v: Batch, mu: Sequence[float]) -> None:
+        """A Gauss–Seidel sweep below the topmost activation, which has moved."""
+        for k in range(len(v.maps) - 1, 0, -1):
+            self.solve(v, mu, k)
+
+    def solve(self, v: Batch, mu: Sequence[float], k: int) -> None:
+        """Find the k-th activation of the stretch for the one above it."""
+        q: Tensor | None = None
+        for _ in range(self.inner):
+            q = self.estimate(v, mu, k, q)
+            v.xs[k] = self.pulled(v, mu, k, v.maps[k].adjoint(q))
+            v.zs[k] = v.maps[k].apply(v.xs[k])
+
+    def _jacobi(self, v: Batch, mu: Sequence[float], sweeps: int, link: Link) -> None:
+        first, count = (0 if self.offset else 1), len(v.maps)
+        qs: list[Tensor | None] = [None] * count
+        for _ in range(sweeps):
+            at_output = self.offset + count == len(self.layers)
+            output = v.loss.quick(v.zs[-1], 1.0 / mu[-1]) if at_output else None
+            for k in range(first, count):
+                qs[k] = self.estimate(v, mu, k, qs[k], coupled=True)
+            pulls = [None if q is None else v.maps[k].adjoint(q) for k, q in enumerate(qs)]
+            pulls.append(link.exchange_pulls(pulls[0], v.xs[-1]))
+            # Every activation moves from the z of the sweep before.
+            v.xs[1:] = [v.xs[k] if pull is None else self.pulled(v, mu, k, pull) for k, pull in enumerate(pulls[1:], 1)]
+            if output is not None:
+                v.xs[-1] = output
+            lowest = link.exchange_activations(v.xs[-1], v.xs[0])
+            if lowest is not None:
+                v.xs[0] = lowest
+            v.zs[first:] = [v.maps[k].apply(v.xs[k]) for k in range(first, count)]
+
+    def estimate(self, v: Batch, mu: Sequence[float], k: int, q: Tensor | None, *, coupled: bool = False) -> Tensor:
+        """The next estimate of the residual above the k-th activation of the stretch; ``coupled``: others move, too."""
+        found = v.xs[k + 1] - v.maps[k].layer.unit.phi(v.zs[k])
+        change = self._preconditioner(v, mu, k, coupled)(found if q is None else found - q)
+        if coupled:
+            change = 0.5 * change
+        return change if q is None else q + change
+
+    def pulled(self, v: Batch, mu: Sequence[float], k: int, pull: Tensor) -> Tensor:
+        """The activation that a pull from above moves."""
+        return v.maps[k - 1].layer.unit.phi(torch.add(v.zs[k - 1], pull, alpha=self._ratio(mu, k)))
+
+    def _ratio(self, mu: Sequence[float], k: int) -> float:
+        return mu[self.offset + k] / mu[self.offset + k - 1]
+
+    def _preconditioner(self, v: Batch, mu: Sequence[float], k: int, coupled: bool) -> Callable[[Tensor], Tensor]:
+        affine = v.maps[k]
+        below = self.layers[self.offset + k - 1].unit.slope
+        weight = (2 if coupled else 1) * self.kappa * self._ratio(mu, k) * affine.layer.unit.slope * below
+        if not isinstance(affine.operator, Dense) or affine.stages or affine.scale is not None:
+            return _by_conjugate_gradient(affine, weight)
+        kept = self._inverse.get(k)
+        if kept is None or kept.weight != weight or kept.age >= self.renew * self.inner:
+            inverse = ridge_factor(affine.operator.weight, 1.0 / weight).inverse().div_(weight)
+            kept = _Preconditioner(lambda rows: rows @ inverse, weight)
+            self._inverse[k] = kept
+        kept.age += 1
+        return kept.apply
+
+
+def _by_conjugate_gradient(affine: AffineMap, weight: float) -> Callable[[Tensor], Tensor]:
+    def apply(e: Tensor) -> Tensor:
+        return e + weight * affine.linear(affine.adjoint(e))
+
+    return lambda rows: conjugate_gradient(apply, rows, 3, sample_dims=rows.dim() - 1)

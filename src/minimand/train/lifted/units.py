@@ -1,0 +1,158 @@
+"""Activations as lifted training needs them: values, Fenchel–Young gaps and a monotone equation, never a slope."""
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...errors import ChainError, NotProximal
+from ...functions import Monotone, Separable, Zero, curves, from_activation
+
+__all__ = ["LINEAR", "Unit", "unit_of"]
+
+_SELU_SCALE = 1.0507009873554804934193349852946
+_SELU_ALPHA = 1.6732632423543772848170429916717
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    r"""A non-decreasing activation :math:`\varphi` whose slope is at most :math:`\beta`.
+
+    :math:`\varphi/\beta` has slope at most one, so it is the prox of a convex ``function``
+    :math:`f`, and everything that LPOM asks of :math:`\varphi` follows from that prox:
+
+    - the Fenchel–Young gap :math:`\tilde f(x) + \tilde g(z) - xz` with :math:`\tilde f(x) = \int_{\varphi(0)}^x
+      \varphi^{-1}` and :math:`\tilde g(z) = \int_0^z \varphi` is :math:`\beta` times the gap of :math:`f` at
+      :math:`(x/\beta, z)`;
+    - the solution of :math:`x = \varphi(s)`, :math:`s + c\varphi(s) = v` is
+      :math:`\beta \operatorname{prox}_{\eta f}(\eta v)` with :math:`\eta = 1/(1 + \beta c)`.
+
+    Only values of :math:`\varphi` are used.
+
+    >>> unit = unit_of("net.1", nn.ELU(alpha=2.0))
+    >>> unit.slope
+    2.0
+    >>> v = torch.tensor([-1.0, 0.5])
+    >>> x = unit.resolve(v, 3.0)
+    >>> torch.allclose(unit.phi(v - 3.0 * x), x, atol=1e-6)
+    True
+    """
+
+    function: Separable
+    slope: float = 1.0
+
+    @property
+    def linear(self) -> bool:
+        """Whether it is the identity."""
+        return isinstance(self.function, Zero)
+
+    def phi(self, z: Tensor) -> Tensor:
+        """The activation."""
+        value = self.function.prox(z)
+        return value if self.slope == 1 else self.slope * value
+
+    def gap(self, x: Tensor, z: Tensor) -> Tensor:
+        """The Fenchel–Young gap, summed, in double precision where the device has it."""
+        if x.device.type != "mps":
+            x, z = x.double(), z.double()
+        return self.slope * self.function.gap(x / self.slope, z).sum()
+
+    def resolve(self, v: Tensor, c: float) -> Tensor:
+        r"""The :math:`x = \varphi(s)` with :math:`s + c\varphi(s) = v`, converged."""
+        eta = 1.0 / (1.0 + self.slope * c)
+        value = self.function.prox(eta * v, eta)
+        return value if self.slope == 1 else self.slope * value
+
+    def derivative(self, z: Tensor) -> Tensor:
+        r""":math:`\varphi'(z)` by automatic differentiation: for the relatives whose optimality conditions hold it.
+
+        LPOM never calls this.
+        """
+        with torch.enable_grad():
+            point = z.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.phi(point).sum(), point)
+        return slope
+
+
+#: The activation after the last linear map.
+LINEAR = Unit(Zero())
+
+
+def unit_of(path: str, module: nn.Module) -> Unit:
+    """The unit of an activation module; a user's own module qualifies when its values do.
+
+    Raises:
+        NotProximal: If the activation is not monotone, or (a user's own) steeper than one.
+        ChainError: If the module is no activation.
+    """
+    try:
+        return Unit(_without_derivative(from_activation(module)))
+    except NotProximal as refusal:
+        if (steep := _steep(module)) is not None:
+            return steep
+        if type(module).__module__.startswith("torch."):
+            raise NotProximal(f"{path} ({type(module).__name__}) cannot be lifted: {refusal}") from None
+    return Unit(_own(path, module))
+
+
+def _steep(module: nn.Module) -> Unit | None:
+    """Monotone activations of torch that are steeper than one, as multiples of ones that are not."""
+    if type(module) is nn.SELU:
+        return _steep_elu(_SELU_ALPHA, _SELU_SCALE)
+    if type(module) is nn.ELU and module.alpha > 1:
+        return _steep_elu(float(module.alpha), 1.0)
+    if type(module) is nn.LeakyReLU and module.negative_slope > 1:
+        slope = float(module.negative_slope)
+        return Unit(
+            Monotone(
+                lambda z: F.leaky_relu(z, slope) / slope,
+                integral=lambda z: 0.5 * z * F.leaky_relu(z, slope) / slope,
+                inverse_integral=lambda x: 0.5 * x * F.leaky_relu(x * slope, 1 / slope),
+            ),
+            slope,
+        )
+    return None
+
+
+def _steep_elu(alpha: float, scale: float) -> Unit:
+    """``scale · ELU(alpha)``, whose slope is largest just below zero."""
+    slope = scale * alpha
+    return Unit(
+        Monotone(
+            lambda z: F.elu(z, alpha) / alpha,
+            integral=lambda z: curves.elu_integral(z, alpha=alpha) / alpha,
+            inverse_integral=lambda x: curves.elu_inverse_integral(x * alpha, alpha=alpha) / alpha,
+        ),
+        slope,
+    )
+
+
+def _own(path: str, module: nn.Module) -> Monotone:
+    """The function of a user's own activation, checked on a grid."""
+    kind = type(module).__name__
+    if next(module.parameters(), None) is not None or next(module.children(), None) is not None:
+        raise ChainError(
+            f"{path} ({kind}) is no linear layer and, having parameters or parts, no activation; lifted training "
+            f"takes chains of Linear or Conv2d and activations, so write it in those"
+        )
+    grid = torch.linspace(-4.0, 4.0, 64)
+    with torch.no_grad():
+        try:
+            images = [module(grid), module(grid.flip(0)).flip(0), module(grid.reshape(1, 8, 8)).flatten()]
+        except Exception as error:
+            raise ChainError(f"{path} ({kind}) is no activation, it does not take any shape: {error}") from None
+    if any(image.shape != grid.shape or not torch.allclose(image, images[0]) for image in images):
+        raise ChainError(
+            f"{path} ({kind}) does not act on each entry alone, so it is no activation of a chain; "
+            f"lifted training takes chains of Linear or Conv2d and activations"
+        )
+    try:
+        return Monotone(module)
+    except NotProximal as refusal:
+        raise NotProximal(f"{path} ({kind}) cannot be lifted: {refusal}") from None
+
+
+def _without_derivative(function: Separable) -> Separable:
+    # Its root finder then works with chords: LPOM's claim is to need values of φ only.
+    return dataclasses.replace(function, derivative=None) if isinstance(function, Monotone) else function

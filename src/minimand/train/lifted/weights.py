@@ -1,0 +1,148 @@
+"""The weight step that every lifted method shares: a ridge regression, taken at once or with momentum."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...errors import NonFiniteError
+from ...operators.gram import gram
+from ...solvers.linear import gram_factor, ridge_factor
+from .maps import AffineMap, Layer
+
+__all__ = ["Direction", "Momentum", "regress", "relative_shift", "toward"]
+
+
+class Direction(NamedTuple):
+    """A change of a layer's weight (outputs × inputs), ``left @ right`` or ``right`` alone, and of its bias."""
+
+    left: Tensor | None
+    right: Tensor
+    bias: Tensor | None
+
+    def dense(self) -> Tensor:
+        """The change as one matrix, the bias as its last column."""
+        weight = self.right if self.left is None else self.left @ self.right
+        return weight if self.bias is None else torch.cat([weight, self.bias.unsqueeze(1)], 1)
+
+    def finite(self) -> bool:
+        """Whether it holds no NaN or Inf, judged by its smaller factor."""
+        return math.isfinite(float((self.right if self.left is None else self.left).sum()))
+
+
+def regress(rows: Tensor, residual: Tensor, shift: float, *, bias: bool, block: int | None = None) -> Direction:
+    r"""The ridge regression :math:`E^\top R (R^\top R + sI)^{-1}` of a residual on rows, by the smaller side of R.
+
+    With a bias, R has a last column of ones. :math:`E^\top R(R^\top R + sI)^{-1} = [(RR^\top + sI)^{-1}E]^\top
+    R`; the second form stays a product of two factors, since whoever adds it to a weight multiplies and adds at
+    once.
+
+    ``block`` is for noisy mini-batches: the mean of the regressions of blocks of that many rows, with the ridge in
+    proportion. A block's system costs less to form and to solve, its inverse is multiplied with, and along both
+    well-determined and undetermined directions the mean agrees with the whole regression.
+
+    >>> rows, residual = torch.tensor([[1.0], [1.0]]), torch.tensor([[2.0], [4.0]])
+    >>> round(float(regress(rows, residual, 1.0, bias=False).dense()), 5)  # Σ e / (2 + 1)
+    2.0
+    """
+    samples, features = rows.shape
+    if min(samples, block or samples) >= features + bias:
+        wide = F.pad(rows, (0, 1), value=1.0) if bias else rows
+        solved = ridge_factor(wide.mT, shift).solve(residual.mT @ wide)
+        return Direction(None, solved[:, :features], solved[:, features]) if bias else Direction(None, solved, None)
+    if block is None:
+        product = gram(rows) + 1.0 if bias else gram(rows)
+        left = gram_factor(product, shift).solve(residual.mT)
+    else:
+        left = _by_blocks(rows, residual, shift, bias, block)
+    return Direction(left, rows, left.sum(1) if bias else None)
+
+
+def _by_blocks(rows: Tensor, residual: Tensor, shift: float, bias: bool, block: int) -> Tensor:
+    parts = max(1, len(rows) // block)
+    if len(rows) % parts:
+        parts = 1
+    stacked = rows.unflatten(0, (parts, -1))
+    product = gram(stacked).add_(float(bias))
+    factor, targets = gram_factor(product, shift / parts), residual.unflatten(0, (parts, -1))
+    # Two triangular solves cost as much as the inverse with a quarter as many columns as rows.
+    many = 4 * residual.shape[1] > stacked.shape[1]
+    solved = factor.inverse() @ targets if many else factor.solve(targets.mT).mT
+    return solved.flatten(0, 1).mT.div_(parts)
+
+
+def relative_shift(rows: Tensor, damping: float) -> float:
+    """A ridge of ``damping`` times the mean eigenvalue of the rows' Gram matrix, and never zero."""
+    mean = (float(rows.square().sum()) + rows.shape[0]) / (rows.shape[1] + 1)
+    return max(damping * mean, torch.finfo(rows.dtype).tiny * 1e3)
+
+
+def toward(affine: AffineMap, x: Tensor, residual: Tensor, damping: float, *, block: int | None = None) -> Direction:
+    """The damped change of a layer's parameters that moves its z at ``x`` by ``residual``.
+
+    ``damping`` multiplies the mean eigenvalue of the Gram matrix; with ``block``, the number of rows.
+    """
+    rows, columns = affine.rows(x), affine.columns(residual)
+    if affine.scale is not None:
+        # The regression is of what comes before the normalisation.
+        columns = columns * affine.scale / (affine.scale.square() + 1e-6)
+    shift = relative_shift(rows, damping) if block is None else damping * rows.shape[0]
+    return regress(rows, columns, shift, bias=affine.layer.module.bias is not None, block=block)
+
+
+class Momentum:
+    r"""Heavy-ball updates :math:`V \leftarrow mV + \eta D,\; W \leftarrow W + V` that can be taken back.
+
+    The memory grows with what there is to remember: at update t it is :math:`\min(m, t/(t + 10))`.
+    """
+
+    def __init__(self, layers: Sequence[Layer], momentum: float) -> None:
+        self.layers = layers
+        self.momentum = momentum
+        self._velocity: list[tuple[Tensor, Tensor | None]] = []
+        self._applied = False
+        self._count = 0
+
+    def apply(self, directions: Sequence[Direction], rates: Sequence[float]) -> None:
+        """Move every layer.
+
+        Raises:
+            NonFiniteError: If a direction is not finite; nothing has moved then.
+        """
+        for layer, direction in zip(self.layers, directions, strict=True):
+            if not direction.finite():
+                raise NonFiniteError(f"the weight update of {layer.path} is NaN or Inf")
+        if not self._velocity:
+            self._velocity = [
+                (
+                    torch.zeros_like(layer.weight.flatten(1)),
+                    None if layer.bias is None else torch.zeros_like(layer.bias),
+                )
+                for layer in self.layers
+            ]
+        momentum = min(self.momentum, self._count / (self._count + 10))
+        self._count += 1
+        for (weight, bias), direction, rate in zip(self._velocity, directions, rates, strict=True):
+            if direction.left is None:
+                weight.mul_(momentum).add_(direction.right, alpha=rate)
+            else:
+                weight.addmm_(direction.left, direction.right, beta=momentum, alpha=rate)
+            if bias is not None and direction.bias is not None:
+                bias.mul_(momentum).add_(direction.bias, alpha=rate)
+        self._shift(1)
+        self._applied = True
+
+    def undo(self) -> None:
+        """Take the last update back."""
+        if self._applied:
+            self._shift(-1)
+        self._applied = False
+
+    def _shift(self, sign: int) -> None:
+        for layer, (weight, bias) in zip(self.layers, self._velocity, strict=True):
+            layer.weight.add_(weight.view(layer.weight.shape), alpha=sign)
+            if layer.bias is not None and bias is not None:
+                layer.bias.add_(bias, alpha=sign)

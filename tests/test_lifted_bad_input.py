@@ -1,0 +1,119 @@
+"""Lifted training refuses what it cannot train, by name, before any work; a run that diverges keeps good weights."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from minimand.errors import ChainError, MinimandError, NonFiniteError, NotProximal, OptionError, ShapeError
+from minimand.train.lifted import LPOM, MAC, BlockPenalty, LiftedReLU, Recipe, SplitADMM
+from minimand.train.lifted.chain import parse
+from tests.test_lifted import METHODS, _batch, _loss, _net
+
+
+@pytest.mark.parametrize("activation", [nn.GELU, nn.SiLU, nn.Mish])
+def test_refuses_what_is_not_monotone(activation):
+    with pytest.raises(NotProximal, match="1 "):
+        LPOM(_net(activation))
+
+
+class _Skip(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)) + x)
+
+
+class _Functional(_Skip):
+    def forward(self, x):
+        return self.second(F.relu(self.first(torch.flatten(x, 1))))
+
+
+def test_functional_chains_are_chains():
+    assert [layer.path for layer in parse(_Functional()).layers] == ["first", "second"]
+
+
+class _Square(nn.Module):
+    def forward(self, x):
+        return x * x
+
+
+@pytest.mark.parametrize(
+    ("net", "names"),
+    [
+        (_Skip(), "add"),
+        (nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3), nn.ReLU()), "2"),
+        (nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4), nn.Linear(4, 3)), "1 .LayerNorm"),
+        (nn.Sequential(nn.Linear(6, 4), nn.Dropout(), nn.Linear(4, 3)), "1 .Dropout"),
+        (nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Tanh(), nn.Linear(4, 3)), "2 .Tanh"),
+        (nn.Sequential(nn.Linear(6, 4), _Square(), nn.Linear(4, 3)), "1 ._Square"),
+        (nn.Sequential(nn.Linear(6, 4), nn.Softmax(1), nn.Linear(4, 3)), "1 .Softmax"),
+        (nn.ReLU(), "ReLU"),
+    ],
+)
+def test_names_what_breaks_the_chain(net, names):
+    with pytest.raises((ChainError, NotProximal), match=names):
+        LPOM(net)
+
+
+def test_refuses_shared_weights():
+    layer = nn.Linear(4, 4)
+    with pytest.raises(ChainError, match="share"):
+        LPOM(nn.Sequential(layer, nn.ReLU(), layer))
+
+
+@pytest.mark.parametrize("mu", [0, -1.0, math.nan, math.inf, [1.0, 1.0], [1.0, 0.0, 1.0]])
+def test_refuses_mu(mu):
+    for method in (LPOM, MAC, BlockPenalty, SplitADMM, LiftedReLU):
+        with pytest.raises(OptionError, match="mu"):
+            method(_net(nn.ReLU), mu=mu)
+
+
+def test_refuses_targets_and_inputs_that_do_not_fit():
+    lpom, (x, y) = LPOM(_net(nn.ReLU)), _batch()
+    for bad in (y[:-1], y.double(), y.unsqueeze(1), torch.zeros(20, 4, dtype=torch.float64)):
+        with pytest.raises(ShapeError):
+            lpom.step(x, bad)
+    with pytest.raises(OptionError, match="3 outputs"):
+        lpom.step(x, y + 1)
+    with pytest.raises(ShapeError, match=r"0 \(Linear"):
+        lpom.step(x[:, :-1], y)
+    with pytest.raises(ShapeError, match="float32"):
+        lpom.step(x.float(), y)
+    with pytest.raises(NonFiniteError, match="input x"):
+        lpom.step(torch.where(x > 1, math.nan, x), y)
+    with pytest.raises(OptionError, match="mode"):
+        lpom.fit([(x, y)], 1, mode="slow")
+    with pytest.raises(OptionError, match="iterator"):
+        lpom.fit(iter([(x, y)]), 2)
+    with pytest.raises(OptionError, match="no batch"):
+        lpom.fit([], 1)
+    with pytest.raises(OptionError, match="loss"):
+        LPOM(_net(nn.ReLU), loss="hinge")
+    with pytest.raises(TypeError, match="ReLU only"):
+        LiftedReLU(_net(nn.Tanh))
+
+
+def test_a_diverged_fit_names_the_layer_and_keeps_the_last_good_weights():
+    net = _net(nn.ReLU).float()
+    x, y = _batch()
+    with pytest.raises(NonFiniteError, match="last good ones"):
+        LPOM(net, recipe=Recipe(rate=1e30, damping=1e-6)).fit([(x.float(), y)], 50)
+    assert all(bool(torch.isfinite(p).all()) for p in net.parameters())
+    assert math.isfinite(_loss(net, x.float(), y, "squared"))
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_a_step_that_is_not_finite_leaves_the_weights(name):
+    net = _net(nn.ReLU).float()
+    x, y = _batch()
+    method = METHODS[name](net)
+    method.step(x.float(), y)
+    kept = [p.clone() for p in net.parameters()]
+    with pytest.raises(MinimandError):
+        method.step(1e30 * x.float(), 1e30 * F.one_hot(y, 3).float())
+    torch.testing.assert_close([p.detach() for p in net.parameters()], [p.detach() for p in kept])

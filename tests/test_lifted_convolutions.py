@@ -1,0 +1,90 @@
+"""Laws of lifted convolutions, poolings and batch normalisation (experimental)."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from minimand.errors import ChainError
+from minimand.train.lifted import LPOM, MAC, BlockPenalty, Recipe
+from minimand.train.lifted.chain import parse
+
+NETS = {
+    "plain": lambda: nn.Sequential(
+        nn.Conv2d(2, 3, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(3, 4, 3, stride=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(36, 3),
+    ),
+    "average": lambda: nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.Tanh(), nn.AvgPool2d(3, stride=2, padding=1), nn.Flatten(), nn.Linear(27, 3)
+    ),
+    "maximum": lambda: nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.ReLU(), nn.MaxPool2d(3, stride=2), nn.Flatten(), nn.Linear(12, 3)
+    ),
+    "normalised": lambda: nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.LeakyReLU(), nn.Flatten(), nn.Linear(108, 3)
+    ),
+}
+
+
+def _setup(name):
+    torch.manual_seed(0)
+    net = NETS[name]().double()
+    side = {"plain": 8, "average": 8, "maximum": 7, "normalised": 8}[name]
+    return net, torch.randn(10, 2, side, side, dtype=torch.float64), torch.randint(3, (10,))
+
+
+@pytest.mark.parametrize("name", list(NETS))
+def test_maps_are_affine_with_their_adjoint_and_norm(name):
+    net, x, _ = _setup(name)
+    with torch.no_grad():
+        xs, zs, maps = parse(net).forward(x)
+        torch.testing.assert_close(xs[-1], net(x))
+        for k, affine in enumerate(maps):
+            u, e = torch.randn_like(xs[k]), torch.randn_like(zs[k])
+            image = affine.linear(u)
+            torch.testing.assert_close(affine.apply(u) - affine.apply(torch.zeros_like(u)), image)
+            torch.testing.assert_close((image * e).sum(), (u * affine.adjoint(e)).sum())
+            assert image.square().sum() <= affine.norm_sq() * u.square().sum()
+            dense = torch.stack([affine.linear(row.unsqueeze(0).expand_as(u))[0].flatten() for row in _basis(u[0])])
+            assert float(torch.linalg.matrix_norm(dense, 2)) ** 2 <= affine.norm_sq() * (1 + 1e-9)
+            layer = affine.layer
+            columns = affine.rows(xs[k]) @ layer.weight.flatten(1).mT + (0 if layer.bias is None else layer.bias)
+            plain = zs[k] if affine.scale is None else layer.module(affine.inputs(xs[k]))
+            torch.testing.assert_close(columns, affine.columns(plain))
+
+
+def _basis(like):
+    return torch.eye(like.numel(), dtype=like.dtype).unflatten(1, like.shape)
+
+
+@pytest.mark.parametrize("name", list(NETS))
+def test_energy_is_the_loss_and_never_rises(name):
+    net, x, y = _setup(name)
+    loss = float(F.cross_entropy(net(x), y, reduction="sum").detach())
+    for method in (LPOM, MAC, BlockPenalty):
+        method = method(NETS[name]().double().requires_grad_(False), loss="cross_entropy")
+        method.model.load_state_dict(net.state_dict())
+        energies = [method.energy(x, y), *(method.step(x, y) for _ in range(6))]
+        assert energies[0] == pytest.approx(loss, abs=1e-10)
+        assert all(b <= a + 1e-9 for a, b in itertools.pairwise(energies))
+        assert energies[-1] < energies[0]
+
+
+@pytest.mark.parametrize("name", list(NETS))
+def test_fast_fit_lowers_the_loss(name):
+    net, x, y = _setup(name)
+    history = LPOM(net, loss="cross_entropy", recipe=Recipe(damping=0.3)).fit([(x, y)], 40)
+    assert history[-1].energy < 0.8 * history[0].energy
+
+
+def test_refuses_convolutions_it_does_not_know():
+    with pytest.raises(ChainError, match=r"0 \(Conv2d\) has groups=2"):
+        LPOM(nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2)))
+    with pytest.raises(ChainError, match="Flatten"):
+        LPOM(nn.Sequential(nn.Flatten(2), nn.Linear(4, 2)))
