@@ -6,8 +6,8 @@ A ReLU layer with weight :math:`A` and input :math:`y` is one step of a solver o
 
 .. math:: \min_{x \ge 0}\; \tfrac12\|A^\top x - y\|^2 - \langle b, x\rangle + \tfrac\lambda2\|x\|^2 .
 
-Here is how far each solver comes with more steps. The layer is the one of ``minimand run layer-convergence``: 64 → 128, He
-initialisation, on 256 of scikit-learn's handwritten digits.
+Here is how far each solver comes with more steps. The layer is the one of ``minimand run layer-convergence``:
+64 → 128, He initialisation, on 256 of scikit-learn's handwritten digits.
 """
 
 # %%

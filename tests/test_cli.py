@@ -37,7 +37,7 @@ def test_help_of_an_experiment_shows_its_options_with_the_presets_defaults(capsy
 
 
 def test_list_names_everything(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "400")
     call("list")
     text = capsys.readouterr().out
     assert all(experiment.name in text and experiment.source in text for experiment in experiments())

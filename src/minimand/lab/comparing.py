@@ -11,12 +11,13 @@ __all__ = ["mean_std", "verdict"]
 
 
 def mean_std(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard deviation; the latter is NaN for a single value.
+    """Mean and standard deviation; the latter is NaN for a single value, and where a value is not finite.
 
     >>> mean_std([1.0, 3.0])
     (2.0, 1.4142135623730951)
     """
-    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan
+    spread = statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
+    return statistics.fmean(values), spread
 
 
 def verdict(

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,9 @@ def find(name: str) -> Experiment[Any]:
 def _from_file(path: Path) -> Experiment[Any]:
     if not path.is_file():
         raise OptionError(f"there is no file {path}; give an experiment's name (minimand list) or the path of its file")
-    name = f"minimand_experiment_{path.stem}"
+    name = f"minimand_experiment_{path.stem}_{zlib.crc32(str(path.absolute()).encode()):08x}"
+    if name in sys.modules:
+        return _checked(sys.modules[name], str(path))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

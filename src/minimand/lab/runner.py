@@ -39,9 +39,9 @@ def run(setting: Setting, display: Display | None = None) -> Path:
         if rank == 0:
             setting = _prepare(experiment, setting, directory)
         if world > 1:
-            everyone = [setting]
+            everyone = [setting.seeds]
             dist.broadcast_object_list(everyone)
-            setting = everyone[0]
+            setting = dataclasses.replace(setting, seeds=everyone[0])
         assert setting.seeds is not None
         jobs = [Job(part, seed) for seed in setting.seeds for part in parts]
         with _locked(directory, rank), display.of(experiment, len(jobs)):

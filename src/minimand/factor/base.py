@@ -1,0 +1,237 @@
+"""What the estimators share: scikit-learn's conventions, the kind of the input, paths over λ, progress."""
+
+import abc
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin, clone
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor
+
+from ..errors import MissingExtra, OptionError, ShapeError, require_finite, require_positive
+from .certificate import Certificate
+from .growth import Report
+from .rows import Rows
+
+__all__ = ["Factorization", "Path"]
+
+FLOATS = [np.float64, np.float32]
+
+
+class Path(tuple[Any, ...]):
+    """Fitted estimators along a grid of λ, with the columns of the first picture: rank and gap over λ."""
+
+    @property
+    def lams(self) -> np.ndarray:
+        """The weights."""
+        return np.array([model.lam for model in self])
+
+    @property
+    def ranks(self) -> np.ndarray:
+        """The number of components at each λ."""
+        return np.array([model.n_components_ for model in self])
+
+    @property
+    def objectives(self) -> np.ndarray:
+        """The objective at each λ."""
+        return np.array([model.objective_ for model in self])
+
+    @property
+    def gaps(self) -> np.ndarray:
+        """The relative gap at each λ."""
+        return np.array([model.certificate_.relative_gap for model in self])
+
+
+class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator, abc.ABC):
+    """Base of the estimators: everything but the mathematics.
+
+    Tensors and arrays are taken, and what comes back is of the same kind, type and device.
+    """
+
+    lam: float
+    tol: float
+    max_iter: int
+    random_state: Any
+    verbose: bool
+
+    components_: Any
+    n_components_: int
+    history_: list[float]
+    objective_: float
+    certificate_: Certificate
+
+    # -- what an estimator adds ------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _solve(self, Y: Any, start: tuple[Tensor, Tensor] | None, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Fit to checked input; returns U and V with vectors as columns and sets what is particular."""
+
+    @abc.abstractmethod
+    def _code(self, Y: Any, V: Tensor) -> Tensor:
+        """The rows' codes for fixed V."""
+
+    @abc.abstractmethod
+    def lambda_max(self, Y: Any) -> float:
+        """The smallest λ at which zero is the answer."""
+
+    # -- scikit-learn's verbs --------------------------------------------------------------------------------------
+
+    def fit(self, Y: Any, y: Any = None, *, start: Any = None, process_group: Any = None) -> Self:
+        """Fit to Y.
+
+        Args:
+            Y: n_samples × n_features, array or tensor; with a process group, the rows of this rank.
+            y: Ignored.
+            start: Factors (U, V) to start from, of whatever origin; None is the estimator's own start.
+            process_group: A torch.distributed group over whose ranks the rows are spread.
+        """
+        self._fit(Y, start, process_group)
+        return self
+
+    def fit_transform(self, Y: Any, y: Any = None, *, start: Any = None, process_group: Any = None) -> Any:
+        """Fit to Y and return U; see :meth:`fit`."""
+        return self._fit(Y, start, process_group)
+
+    def _fit(self, Y: Any, start: Any, group: Any) -> Any:
+        self._check_options()
+        like, data = self._checked(Y, reset=True)
+        pair = None if start is None else self._checked_start(start, data)
+        U, V = self._solve(data, pair, Rows(group))
+        self.n_components_ = int(V.shape[1])
+        self.components_ = same_kind(V.mT.contiguous(), like)
+        return same_kind(U, like)
+
+    def transform(self, Y: Any) -> Any:
+        """The codes of the rows of Y for the fitted components: a convex problem for each row."""
+        check_is_fitted(self)
+        like, data = self._checked(Y, reset=False)
+        return same_kind(self._code(data, self._right(data)), like)
+
+    def inverse_transform(self, U: Any) -> Any:
+        """The matrix UVᵀ of codes U."""
+        check_is_fitted(self)
+        codes = U.detach() if isinstance(U, Tensor) else as_tensor(np.asarray(U))
+        if codes.dim() != 2 or codes.shape[1] != self.n_components_:
+            raise ShapeError(f"codes have shape {tuple(codes.shape)}, but there are {self.n_components_} components")
+        components = self._right(codes).to(codes.dtype)
+        return same_kind(codes @ components.mT, U if isinstance(U, Tensor) else np.asarray(U))
+
+    def path(self, Y: Any, lams: Sequence[float] | None = None, *, n_lams: int = 10) -> Path:
+        """Fit along a grid of λ, each from the solution before it, and return the fitted estimators in the order given.
+
+        Without ``lams`` the grid is geometric, ``n_lams`` values from λmax down to a hundredth of it. Large λ come
+        first, because their answers are small and good starts.
+        """
+        grid = np.geomspace(1.0, 0.01, n_lams) * self.lambda_max(Y) if lams is None else np.asarray(lams, dtype=float)
+        if grid.ndim != 1 or not len(grid):
+            raise OptionError(f"lams must be a sequence of numbers > 0, got shape {grid.shape}")
+        models: dict[int, Factorization] = {}
+        before: tuple[Any, Any] | None = None
+        for i in np.argsort(-grid, kind="stable"):
+            model = clone(self).set_params(lam=float(grid[i]))
+            U = model.fit_transform(Y, start=before)
+            V = model.components_.T
+            before = (U, V) if model.n_components_ else None
+            models[int(i)] = model
+        return Path(models[i] for i in range(len(grid)))
+
+    @property
+    def _n_features_out(self) -> int:
+        return self.n_components_
+
+    # -- input -----------------------------------------------------------------------------------------------------
+
+    def _check_options(self) -> None:
+        require_number("lam", self.lam)
+        require_number("tol", self.tol)
+        if not isinstance(self.max_iter, int | np.integer) or self.max_iter < 1:
+            raise OptionError(f"max_iter must be a whole number ≥ 1, got {self.max_iter!r}")
+
+    def _checked(self, Y: Any, *, reset: bool) -> tuple[Any, Any]:
+        """What the answer should look like, and the data as a tensor of float32 or float64."""
+        if isinstance(Y, Tensor):
+            data = Y.detach()
+            if data.dim() != 2:
+                raise ShapeError(
+                    f"Expected 2D tensor, got shape {tuple(data.shape)}; reshape one feature with Y.reshape(-1, 1)"
+                )
+            if data.is_complex():
+                raise OptionError("Complex data not supported: pass real and imaginary parts as columns")
+            if 0 in data.shape:
+                raise ShapeError(f"Y of shape {tuple(data.shape)} is empty; a minimum of 1 row and column is required")
+            data = data if data.dtype in (torch.float32, torch.float64) else data.to(torch.get_default_dtype())
+            require_finite("Y", data)
+            validate_data(self, data, reset=reset, skip_check_array=True)
+            return Y, data
+        array = validate_data(self, Y, reset=reset, dtype=FLOATS, order=None)
+        return array, as_tensor(array)
+
+    def _checked_start(self, start: Any, data: Any) -> tuple[Tensor, Tensor]:
+        try:
+            U, V = (x.detach() if isinstance(x, Tensor) else as_tensor(np.asarray(x)) for x in start)
+        except (TypeError, ValueError) as error:
+            raise OptionError(f"start must be a pair of matrices (U, V), got {type(start).__name__}") from error
+        n, m = data.shape
+        if U.dim() != 2 or V.dim() != 2 or (len(U), len(V)) != (n, m) or U.shape[1] != V.shape[1]:
+            raise ShapeError(
+                f"start has U of {tuple(U.shape)} and V of {tuple(V.shape)}, but Y needs ({n}, r) and ({m}, r)"
+            )
+        require_finite("start", U)
+        require_finite("start", V)
+        return U, V
+
+    def _right(self, like: Tensor) -> Tensor:
+        components = self.components_ if isinstance(self.components_, Tensor) else as_tensor(self.components_)
+        return components.to(dtype=like.dtype, device=like.device).mT
+
+    def _generator(self) -> torch.Generator:
+        seed = check_random_state(self.random_state).randint(2**31 - 1)
+        return torch.Generator().manual_seed(int(seed))
+
+    @contextlib.contextmanager
+    def _progress(self) -> Iterator[Report]:
+        """A report of sweeps, rank and objective; a bar where ``verbose`` asks for it."""
+        if not self.verbose:
+            yield lambda sweeps, rank, objective: None
+            return
+        try:
+            from rich.progress import Progress
+        except ModuleNotFoundError as error:
+            raise MissingExtra('a progress bar needs the package rich: pip install "minimand[lab]"') from error
+        with Progress() as bar:
+            task = bar.add_task(type(self).__name__, total=self.max_iter)
+
+            def report(sweeps: int, rank: int, objective: float) -> None:
+                text = f"{type(self).__name__}: {rank} components, objective {objective:.6g}"
+                bar.update(task, completed=sweeps, description=text)
+
+            yield report
+
+
+def require_number(name: str, value: Any, *, zero: bool = False) -> None:
+    """Refuse what is no finite positive number."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise OptionError(f"{name} must be a finite number > 0, got {value!r}")
+    require_positive(name, float(value), zero=zero)
+
+
+def as_tensor(array: np.ndarray) -> Tensor:
+    """The array's memory as a tensor, read-only files included: nothing here writes to its input."""
+    if any(stride < 0 for stride in array.strides) or array.dtype.byteorder not in "=|":
+        array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)
+        return torch.from_numpy(array)
+
+
+def same_kind(tensor: Tensor, like: Any) -> Any:
+    """A tensor where ``like`` is one, on its device and in its type; else an array."""
+    if isinstance(like, Tensor):
+        dtype = like.dtype if like.dtype.is_floating_point else tensor.dtype
+        return tensor.to(dtype=dtype, device=like.device)
+    return tensor.cpu().numpy()

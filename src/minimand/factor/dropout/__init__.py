@@ -1,0 +1,19 @@
+"""Dropout as a regulariser: what it minimises, its optimum in closed form, and the penalty that replaces sampling."""
+
+from .equalize import equalize
+from .factorization import DropoutFactorization
+from .objective import dropout_objective, dropout_sample, dropout_weight, variable_rate
+from .optimum import dropout_optimum, nuclear_squared
+from .penalty import DropoutPenalty
+
+__all__ = [
+    "DropoutFactorization",
+    "DropoutPenalty",
+    "dropout_objective",
+    "dropout_optimum",
+    "dropout_sample",
+    "dropout_weight",
+    "equalize",
+    "nuclear_squared",
+    "variable_rate",
+]

@@ -1,0 +1,245 @@
+"""The regulariser that dropout is, for networks: what to add to the loss in the place of sampling."""
+
+import dataclasses
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import CapabilityError, OptionError, ShapeError
+from ...operators.gram import gram
+from .arrays import require_rate
+from .objective import dropout_weight
+
+__all__ = ["DropoutPenalty"]
+
+Reduction = Literal["mean", "sum", "batchmean"]
+
+#: What keeps its input's entries as they are.
+_TRANSPARENT = (nn.Identity,)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """A network cut at its first dropout: what may be nonlinear before it, and affine layers after it.
+
+    ``rates`` has one drop rate for each layer of ``tail``, that of its input; zero where nothing is dropped.
+    """
+
+    head: tuple[nn.Module, ...]
+    tail: tuple[nn.Linear, ...]
+    rates: tuple[float, ...]
+
+
+class DropoutPenalty:
+    r"""The explicit regulariser of dropout under the squared loss, exactly.
+
+    For a network f with dropout, and a fresh mask for every sample,
+
+    .. math::
+
+        \mathbb{E}\,\|y - f_{\text{dropout}}(x)\|^2
+        = \|y - f(x)\|^2 + \operatorname{tr}\operatorname{Cov} f_{\text{dropout}}(x) ,
+
+    and the second term is this penalty. With one dropped layer, :math:`f(x) = U h(x)`, it is
+
+    .. math:: \lambda\sum_i \|u_i\|^2 \sum_n h_i(x_n)^2, \qquad \lambda = \frac{p}{1-p} ,
+
+    where :math:`h_i = \max(v_i^\top x, 0)` for two-layer ReLU networks and :math:`h_i = v_i^\top x` for linear ones
+    (003; Mianjy, Arora and Vidal 2018). Further dropouts, in deep linear networks, are exact too: with
+    :math:`M_L = W_L^\top W_L` and :math:`M_{l} = W_{l}^\top(M_{l+1} + \lambda\operatorname{Diag} M_{l+1})W_{l}` every
+    layer adds :math:`\lambda\sum_i (M_l)_{ii}\,\bar h_i^2`, with its inputs :math:`\bar h` without noise.
+
+    What comes before the first dropout may be any module; after it only linear layers, dropout and identities. A
+    nonlinearity after a dropout has no such closed form and is refused.
+
+    Args:
+        module: A chain: ``nn.Sequential`` of layers, nested or not. Where it holds ``nn.Dropout`` these say where units
+            are dropped; otherwise the inputs of every linear layer but the first are.
+        p: The drop rate; None: each Dropout's own.
+        reduction: As in ``nn.MSELoss``, to whose value the penalty is added: ``"mean"`` over samples and outputs, or
+            ``"sum"``; ``"batchmean"`` sums over the outputs and averages over the samples.
+
+    >>> net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU(), nn.Linear(2, 1, bias=False))
+    >>> with torch.no_grad():
+    ...     _ = net[0].weight.copy_(torch.eye(2)), net[2].weight.copy_(torch.tensor([[3.0, 1.0]]))
+    >>> DropoutPenalty(net, 0.5, reduction="sum")(torch.tensor([[1.0, -2.0]])).item()
+    9.0
+
+    In a training loop it takes the place of the Dropout modules::
+
+        loss = F.mse_loss(net(x), y) + penalty(x)
+    """
+
+    def __init__(self, module: nn.Module, p: float | None = 0.5, *, reduction: Reduction = "mean") -> None:
+        if p is not None:
+            require_rate(p)
+        if reduction not in ("mean", "sum", "batchmean"):
+            raise OptionError(f'reduction is "mean", "sum" or "batchmean", got {reduction!r}')
+        self.reduction = reduction
+        self._plan = _cut(_flatten(module), p)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The penalty on a batch, samples first."""
+        return self.output_and_penalty(x)[1]
+
+    def output_and_penalty(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The network's output without noise, and the penalty, from one forward pass."""
+        plan = self._plan
+        h = x
+        for layer in plan.head:
+            h = layer(h)
+        squares = []
+        for layer in plan.tail:
+            if h.shape[-1] != layer.in_features:
+                raise ShapeError(f"a linear layer takes {layer.in_features} features and gets {h.shape[-1]}")
+            squares.append(h.reshape(-1, h.shape[-1]).square().sum(0))
+            h = layer(h)
+        rows = h.numel() // max(h.shape[-1], 1)
+        scale = {"sum": 1.0, "batchmean": 1 / max(rows, 1), "mean": 1 / max(h.numel(), 1)}[self.reduction]
+        return h, scale * self._spread(squares)
+
+    def whitened(self) -> Tensor:
+        r"""The expected penalty of a sample with white inputs: :math:`\mathbb{E}x = 0`, :math:`\mathbb{E}xx^\top = I`.
+
+        For linear networks this is exact, and for two layers without biases it is
+        :math:`\lambda\sum_i\|u_i\|^2\|v_i\|^2`, the product of norms. With a ReLU before the dropout the inputs are
+        taken as Gaussian, which makes it half of that.
+        """
+        plan = self._plan
+        linear, rectified = _white_head(plan.head)
+        matrix, offset = _affine(linear)
+        squares = []
+        for number, layer in enumerate(plan.tail):
+            if rectified and number > 0 and plan.rates[number] > 0:
+                raise CapabilityError(
+                    "the whitened penalty of a ReLU followed by two dropouts needs the joint distribution of its "
+                    "units; call the penalty on data instead"
+                )
+            squares.append(_second_moments(matrix, offset, layer, rectified))
+            if not rectified:
+                matrix, offset = _affine([*([] if matrix is None else [(matrix, offset)]), (layer.weight, layer.bias)])
+        total = self._spread(squares)
+        return total / plan.tail[-1].out_features if self.reduction == "mean" else total
+
+    def _spread(self, squares: list[Tensor]) -> Tensor:
+        r"""The trace of the output's covariance, from the last layer to the first."""
+        plan = self._plan
+        total = plan.tail[-1].weight.new_zeros(())
+        inner: Tensor | None = None
+        for layer, p, square in zip(reversed(plan.tail), reversed(plan.rates), reversed(squares), strict=True):
+            weight = layer.weight
+            inner = gram(weight.mT) if inner is None else weight.mT @ inner @ weight
+            lam = dropout_weight(p)
+            diagonal = inner.diagonal()
+            total = total + lam * (diagonal * square).sum()
+            inner = inner + lam * torch.diag(diagonal)
+        return total
+
+
+def _flatten(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers of a chain with their paths."""
+    if not isinstance(module, nn.Sequential):
+        return [("", module)]
+    return [
+        (f"{name}.{path}".rstrip("."), layer)
+        for name, child in module.named_children()
+        for path, layer in _flatten(child)
+    ]
+
+
+def _cut(layers: list[tuple[str, nn.Module]], p: float | None) -> _Plan:
+    """Find the first dropout, and check that what follows is affine."""
+    explicit = any(isinstance(layer, nn.Dropout) for _, layer in layers)
+    if not explicit and p is None:
+        raise OptionError("p is None, but the module holds no nn.Dropout whose rate could be taken; pass p")
+    head: list[nn.Module] = []
+    tail: list[nn.Linear] = []
+    rates: list[float] = []
+    pending: float = 0.0
+    seen_linear = False
+    for path, layer in layers:
+        if isinstance(layer, nn.Dropout):
+            # Two dropouts in a row keep a unit only if both do.
+            pending = 1 - (1 - pending) * (1 - (layer.p if p is None else p))
+            require_rate(pending, f"the drop rate of {path or 'the module'}")
+            continue
+        if isinstance(layer, nn.Linear):
+            if not explicit and seen_linear and p is not None:
+                pending = p
+            seen_linear = True
+        if not tail and pending == 0:
+            head.append(layer)
+            continue
+        if isinstance(layer, nn.Linear):
+            tail.append(layer)
+            rates.append(pending)
+            pending = 0.0
+        elif not isinstance(layer, _TRANSPARENT):
+            raise CapabilityError(_refusal(path, layer))
+    if pending > 0:
+        raise CapabilityError(
+            "the module ends in a dropout; the penalty is that of a linear layer after it: add the layer"
+        )
+    if not tail:
+        return _without_dropout(head)
+    return _Plan(tuple(head), tuple(tail), tuple(rates))
+
+
+def _without_dropout(head: list[nn.Module]) -> _Plan:
+    """Nothing is dropped: the last linear layer carries a penalty of zero."""
+    if not head or not isinstance(head[-1], nn.Linear):
+        raise CapabilityError(
+            "the module has no linear layer that follows a dropped one; the penalty needs a chain such as "
+            "Sequential(Linear, ReLU, Linear), or a Dropout in front of its last linear layer"
+        )
+    return _Plan(tuple(head[:-1]), (head[-1],), (0.0,))
+
+
+def _refusal(path: str, layer: nn.Module) -> str:
+    return (
+        f"{path or 'the module'} ({type(layer).__name__}) comes after a dropout; behind a nonlinearity the penalty has "
+        f"no closed form, so put nn.Dropout only in front of the last linear layers, or sample"
+    )
+
+
+def _white_head(head: tuple[nn.Module, ...]) -> tuple[list[tuple[Tensor, Tensor | None]], bool]:
+    """The linear layers before the first dropout, and whether a ReLU ends them."""
+    linear: list[tuple[Tensor, Tensor | None]] = []
+    rectified = False
+    for layer in head:
+        if isinstance(layer, nn.Linear) and not rectified:
+            linear.append((layer.weight, layer.bias))
+        elif isinstance(layer, nn.ReLU) and linear:
+            rectified = True
+        elif not isinstance(layer, _TRANSPARENT):
+            raise CapabilityError(
+                f"the whitened penalty knows linear layers and a ReLU before the dropout, not {type(layer).__name__}; "
+                f"call the penalty on data instead"
+            )
+    return linear, rectified
+
+
+def _affine(layers: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor | None, Tensor | None]:
+    """The product of affine layers."""
+    matrix: Tensor | None = None
+    offset: Tensor | None = None
+    for weight, bias in layers:
+        offset = bias if offset is None else weight @ offset + (0 if bias is None else bias)
+        matrix = weight if matrix is None else weight @ matrix
+    return matrix, offset
+
+
+def _second_moments(matrix: Tensor | None, offset: Tensor | None, layer: nn.Linear, rectified: bool) -> Tensor:
+    """E h² of each input of the layer for white inputs; Gaussian ones behind a ReLU."""
+    if matrix is None:
+        return layer.weight.new_ones(layer.in_features)
+    variance = matrix.square().sum(1)
+    mean = torch.zeros_like(variance) if offset is None else offset
+    if not rectified:
+        return variance + mean.square()
+    deviation = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
+    ratio = mean / deviation
+    density = torch.exp(-0.5 * ratio.square()) / math.sqrt(2 * math.pi)
+    return (variance + mean.square()) * torch.special.ndtr(ratio) + mean * deviation * density

@@ -1,0 +1,118 @@
+"""How far a hidden layer of ReLUs is from the best one of any width, at most."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...errors import OptionError, ShapeError, require_finite, require_positive
+from ..certificate import Certificate, judge
+from .polar import Polar, ascend, exact_polar, upper_bound
+
+__all__ = ["certify_relu", "judge_relu", "objective", "polar_of", "with_ones"]
+
+_POLARS = ("auto", "exact", "ascent")
+# Above this many rows the sweep in space, which is quadratic in them, takes longer than the fit.
+_SPATIAL_ROWS = 600
+
+
+def with_ones(X: Tensor) -> Tensor:
+    """The inputs with a last column of ones, for the bias."""
+    return torch.cat([X, torch.ones_like(X[:, :1])], 1)
+
+
+def objective(X: Tensor, Y: Tensor, W: Tensor, V: Tensor, lam: float) -> float:
+    r""":math:`\tfrac12\|Y - \max(XW^\top, 0)V\|^2 + \lambda\sum_i\|w_i\|\|v_i\|`; X has its ones."""
+    return float(0.5 * (Y - torch.relu(X @ W.mT) @ V).square().sum() + lam * (W.norm(dim=1) * V.norm(dim=1)).sum())
+
+
+def polar_of(X: Tensor, R: Tensor, method: str, starts: Tensor) -> Polar:
+    """The polar of the residual: by the sweep where it is exact, otherwise between an ascent and a bound."""
+    if method not in _POLARS:
+        raise OptionError(f"polar is one of {', '.join(_POLARS)}, got {method!r}")
+    columns = X.shape[1]
+    sweep = columns == 2 or (columns == 3 and len(X) <= _SPATIAL_ROWS)
+    if method == "exact" or (method == "auto" and sweep):
+        return exact_polar(X, R)
+    directions, values = ascend(X, R, starts)
+    best = float(values[0]) if len(values) else 0.0
+    return Polar(best, max(upper_bound(X, R), best), directions, values, "ascent from below, norms from above")
+
+
+def judge_relu(X: Tensor, Y: Tensor, W: Tensor, V: Tensor, lam: float, polar: Polar, tol: float) -> Certificate:
+    r"""The certificate from bounds on the polar.
+
+    With the residual R, :math:`c = \operatorname{clip}(\langle Y, R\rangle/\|R\|^2, 0, \lambda/\hat p)` makes cR
+    feasible for the dual problem, so that :math:`f - c\langle Y, R\rangle + \tfrac12 c^2\|R\|^2` bounds the distance
+    to the global minimum over all widths, whatever the weights. Without an exact polar a slope above λ counts as a
+    way to improve only where the neuron lowers the objective, by :math:`(p - \lambda)^2/(2\|\max(Xw, 0)\|^2)`, by
+    more than the tolerance.
+    """
+    R = Y - torch.relu(X @ W.mT) @ V
+    inner, square = float((Y * R).sum()), float(R.square().sum())
+    value = objective(X, Y, W, V, lam)
+    scale = inner / square if square > 0 else 0.0
+    scale = max(min(scale, lam / polar.upper), 0.0) if polar.upper > 0 else max(scale, 0.0)
+    # The two values are sums of N terms each: what their rounding may hide is added.
+    room = 4 * torch.finfo(torch.float64).eps * (len(X) + 8) * (float(Y.square().sum()) + value)
+    gap = value - (scale * inner - 0.5 * scale**2 * square) + room
+    return judge(
+        gap=gap,
+        objective=value,
+        polar_lower=polar.lower,
+        polar_upper=polar.upper,
+        lam=lam + (0.0 if polar.exact else _negligible(X, polar, tol * value)),
+        tol=tol,
+        method=polar.method,
+    )
+
+
+def _negligible(X: Tensor, polar: Polar, decrease: float) -> float:
+    """By how much the slope must exceed λ for the steepest direction to lower the objective by this much."""
+    if not len(polar.directions):
+        return 0.0
+    return float(torch.relu(X @ polar.directions[0]).norm()) * (2 * decrease) ** 0.5
+
+
+def certify_relu(
+    X: Any, y: Any, weights: Any, outputs: Any, *, lam: float, tol: float = 1e-3, polar: str = "auto", seed: int = 0
+) -> Certificate:
+    r"""Certify any network with one hidden ReLU layer, whatever trained it.
+
+    The network is :math:`f(x) = \sum_i \max(w_i^\top [x; 1], 0)\, v_i` with the objective
+    :math:`\tfrac12\|y - f\|^2 + \lambda\sum_i\|w_i\|\|v_i\|`, against the minimum over networks of all widths
+    (003, Theorem 1).
+
+    Args:
+        X: Inputs, n_samples × n_features, without the ones.
+        y: Targets, n_samples or n_samples × n_outputs.
+        weights: n_neurons × (n_features + 1), the bias last.
+        outputs: n_neurons × n_outputs.
+        lam: The weight of the regulariser.
+        tol: The relative gap up to which the status is ``CERTIFIED``.
+        polar: ``"exact"`` for one or two input columns, ``"ascent"``, or ``"auto"``: exact where it is affordable. An
+            ascent proves nothing by itself; a certificate then rests on a bound by norms, which is loose.
+        seed: Of the ascent's starts.
+
+    >>> certify_relu([[0.0], [1.0]], [0.0, 0.0], [[1.0, 0.0]], [[0.0]], lam=1.0).status
+    <Status.CERTIFIED: 'CERTIFIED'>
+    """
+    require_positive("lam", lam)
+    inputs, target, W, V = (torch.as_tensor(np.array(v, dtype=np.float64)) for v in (X, y, weights, outputs))
+    target = target.unsqueeze(1) if target.dim() == 1 else target
+    V = V.unsqueeze(1) if V.dim() == 1 else V
+    for name, tensor in (("X", inputs), ("y", target), ("weights", W), ("outputs", V)):
+        require_finite(name, tensor)
+    if inputs.dim() != 2 or len(inputs) != len(target):
+        raise ShapeError(f"X {tuple(inputs.shape)} and y {tuple(target.shape)} must have as many rows")
+    if W.shape != (len(V), inputs.shape[1] + 1) or V.shape[1] != target.shape[1]:
+        raise ShapeError(
+            f"weights {tuple(W.shape)} must be n_neurons × {inputs.shape[1] + 1}, the bias last, and outputs "
+            f"{tuple(V.shape)} n_neurons × {target.shape[1]}"
+        )
+    extended = with_ones(inputs)
+    starts = torch.randn(128, extended.shape[1], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    R = target - torch.relu(extended @ W.mT) @ V
+    found = polar_of(extended, R, polar, torch.cat([starts, W]))
+    return judge_relu(extended, target, W, V, lam, found, tol)

@@ -1,0 +1,159 @@
+"""Sets of neurons: balance, prune, merge, and local descent."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from scipy.optimize import minimize
+from torch import Tensor
+
+__all__ = ["Neurons", "descend", "descend_in_cells", "merged", "tidy"]
+
+
+class Neurons(NamedTuple):
+    """Incoming weights (r × d, the bias last) and outgoing ones (r × C)."""
+
+    W: Tensor
+    V: Tensor
+
+
+def tidy(neurons: Neurons, tol: float = 1e-10) -> Neurons:
+    """Drop neurons without weight, and balance the norms of the others, which changes no output and no product."""
+    W, V = neurons
+    size = W.norm(dim=1) * V.norm(dim=1)
+    kept = size > tol * float(size.max() if len(size) else 0.0)
+    W, V, size = W[kept], V[kept], size[kept]
+    return Neurons(
+        W * (size.sqrt() / W.norm(dim=1)).unsqueeze(1),
+        V * (size.sqrt() / V.norm(dim=1)).unsqueeze(1),
+    )
+
+
+def merged(X: Tensor, neurons: Neurons) -> Neurons:
+    r"""Join neurons that one neuron can replace without any change of the output on X; the regulariser does not rise.
+
+    Two with the same direction w have outputs that add; two with the same direction v and the same active rows have
+    weights that add (:math:`D X w_1 + D X w_2 = D X (w_1 + w_2)`). Both are the triangle inequality.
+    """
+    joined = _joined(neurons, [_key(w) for w in neurons.W], outgoing=True)
+    before = joined.W @ X.mT
+    active = before > 1e-9 * joined.W.norm(dim=1, keepdim=True) * X.norm(dim=1)
+    keys = [_key(v) + row.numpy().tobytes() for v, row in zip(joined.V, active, strict=True)]
+    return tidy(_joined(joined, keys, outgoing=False))
+
+
+def _key(vector: Tensor) -> bytes:
+    """Equal for equal directions, up to rounding."""
+    # Adding zero turns -0.0 into 0.0, whose bytes differ.
+    return (np.round((vector / vector.norm()).numpy(), 9) + 0.0).tobytes()
+
+
+def _joined(neurons: Neurons, keys: list[bytes], *, outgoing: bool) -> Neurons:
+    """One neuron per key; the members' outgoing (or incoming) weights are added, the other side is a unit vector."""
+    places: dict[bytes, int] = {}
+    index = torch.tensor([places.setdefault(key, len(places)) for key in keys], dtype=torch.int64)
+    own, other = (neurons.V, neurons.W) if outgoing else (neurons.W, neurons.V)
+    norms = other.norm(dim=1, keepdim=True)
+    total = own.new_zeros(len(places), own.shape[1]).index_add_(0, index, own * norms)
+    unit = other.new_zeros(len(places), other.shape[1])
+    unit[index] = other / norms
+    return tidy(Neurons(unit, total) if outgoing else Neurons(total, unit))
+
+
+# The stubs of scipy have no overload for a gradient returned with the value and bounds.
+_minimize: Any = minimize
+_Valued = Callable[[np.ndarray], tuple[float, np.ndarray]]
+_Bounds = list[tuple[float | None, float | None]]
+
+
+def _lbfgs(value: _Valued, start: np.ndarray, bounds: _Bounds | None, iters: int) -> np.ndarray:
+    # scipy compares the decrease with one: scaled by its start, the tolerance means the same for small objectives.
+    scale = max(value(start)[0], np.finfo(np.float64).tiny)
+
+    def scaled(point: np.ndarray) -> tuple[float, np.ndarray]:
+        loss, gradient = value(point)
+        return loss / scale, gradient / scale
+
+    options = {"maxiter": iters, "maxcor": 30, "ftol": 1e-15, "gtol": 1e-9, "maxfun": 4 * iters}
+    return np.asarray(_minimize(scaled, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options).x)
+
+
+def descend(X: Tensor, Y: Tensor, neurons: Neurons, lam: float, iterations: int) -> Neurons:
+    r"""A local minimum over all weights, by L-BFGS on :math:`\tfrac12\|Y - f\|^2 + \tfrac\lambda2(\|W\|^2 + \|V\|^2)`.
+
+    Balanced weights give this the value of the objective; elsewhere it is larger.
+    """
+    rows, columns = neurons.W.shape
+    inputs, target = X.numpy(), Y.numpy()
+
+    def value(point: np.ndarray) -> tuple[float, np.ndarray]:
+        W, V = point[: rows * columns].reshape(rows, columns), point[rows * columns :].reshape(rows, -1)
+        before = inputs @ W.T
+        hidden = np.maximum(before, 0)
+        error = hidden @ V - target
+        to_W = ((error @ V.T) * (before > 0)).T @ inputs + lam * W
+        to_V = hidden.T @ error + lam * V
+        loss = 0.5 * float((error**2).sum()) + 0.5 * lam * float(point @ point)
+        return loss, np.concatenate([to_W.ravel(), to_V.ravel()])
+
+    end = _lbfgs(value, np.concatenate([neurons.W.numpy().ravel(), neurons.V.numpy().ravel()]), None, iterations)
+    W, V = end[: rows * columns].reshape(rows, columns), end[rows * columns :].reshape(rows, -1)
+    return tidy(Neurons(torch.from_numpy(W.copy()), torch.from_numpy(V.copy())))
+
+
+def descend_in_cells(X: Tensor, Y: Tensor, neurons: Neurons, lam: float, iterations: int) -> Neurons:
+    r"""A minimum over weights that stay in their cells, where the network has no kinks.
+
+    Each neuron is :math:`w_i = \sum_k c_{ik} e_{ik}` with :math:`c \ge 0`. In the plane the :math:`e_{ik}` are the
+    two ends of its arc (of both arcs, if it lies between two), otherwise the neuron's own direction: an optimum often
+    has neurons exactly on a kink, which descent over all weights only zigzags about.
+    """
+    cones, active, start, outgoing = (_planar_cells if X.shape[1] == 2 else _rays)(X, neurons)
+    count, edges = start.shape
+    inputs, target = X.numpy(), Y.numpy()
+    features = (cones @ inputs.T) * active[:, None, :]
+    squares = cones @ cones.transpose(0, 2, 1)
+
+    def value(point: np.ndarray) -> tuple[float, np.ndarray]:
+        c, V = point[: count * edges].reshape(count, edges), point[count * edges :].reshape(count, -1)
+        hidden = (c[:, None, :] @ features)[:, 0].T
+        error = hidden @ V - target
+        pull = (squares @ c[:, :, None])[:, :, 0]
+        back = (features @ (V @ error.T)[:, :, None])[:, :, 0]
+        loss = 0.5 * float((error**2).sum()) + 0.5 * lam * float((c * pull).sum() + (V**2).sum())
+        return loss, np.concatenate([(back + lam * pull).ravel(), (hidden.T @ error + lam * V).ravel()])
+
+    bounds: _Bounds = [(0.0, None)] * (count * edges) + [(None, None)] * outgoing.size
+    end = _lbfgs(value, np.concatenate([start.ravel(), outgoing.ravel()]), bounds, iterations)
+    c, V = end[: count * edges].reshape(count, edges), end[count * edges :].reshape(count, -1)
+    W = (c[:, None, :] @ cones)[:, 0]
+    return tidy(Neurons(torch.from_numpy(W.copy()), torch.from_numpy(V.copy())))
+
+
+def _rays(X: Tensor, neurons: Neurons) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Every neuron on its own ray."""
+    norms = neurons.W.norm(dim=1, keepdim=True)
+    active = (neurons.W @ X.mT > 0).double()
+    return (neurons.W / norms).unsqueeze(1).numpy(), active.numpy(), norms.numpy(), neurons.V.numpy()
+
+
+def _planar_cells(X: Tensor, neurons: Neurons) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Every neuron in its arc, between two arcs in both with half its weight."""
+    centre = torch.atan2(X[:, 1], X[:, 0])
+    # The axes are added so that no arc is as long as half a circle, whose ends span nothing.
+    axes = torch.arange(4, dtype=X.dtype) * (math.pi / 2)
+    starts = torch.cat([centre - math.pi / 2, centre + math.pi / 2, axes]).remainder(2 * math.pi).unique()
+    ends = torch.cat([starts[1:], starts[:1] + 2 * math.pi])
+    angle = torch.atan2(neurons.W[:, 1], neurons.W[:, 0])
+    ahead = (angle.unsqueeze(1) - starts).remainder(2 * math.pi)
+    room = 1e-9
+    inside = ((ahead <= ends - starts + room) | (ahead >= 2 * math.pi - room)) & (ends - starts > room)
+    owner, arc = inside.nonzero(as_tuple=True)
+    ray = torch.stack([torch.stack([a.cos(), a.sin()], 1) for a in (starts[arc], ends[arc])], 1)
+    middle = (starts[arc] + ends[arc]) / 2
+    active = torch.stack([middle.cos(), middle.sin()], 1) @ X.mT > 0
+    share = inside.sum(1)[owner].double().sqrt().unsqueeze(1)
+    c = torch.linalg.lstsq(ray.mT, (neurons.W[owner] / share).unsqueeze(2)).solution.squeeze(2).clamp_min(0.0)
+    return ray.numpy(), active.double().numpy(), c.numpy(), (neurons.V[owner] / share).numpy()

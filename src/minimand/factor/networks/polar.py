@@ -1,0 +1,236 @@
+r"""The polar of one hidden ReLU layer: the steepest new neuron, and bounds on how steep it can be.
+
+.. math:: p = \max_{\|w\| \le 1} \|Z^\top \max(Xw, 0)\|, \qquad Z = -\nabla\ell .
+
+On a cell of the arrangement of the hyperplanes :math:`x_n^\top w = 0` the function is :math:`\|Gw\|` with
+:math:`G = \sum_{n\,\text{active}} z_n x_n^\top`, whose maximum lies at the top singular vector of G or on the boundary
+of the cell. In the plane the cells are arcs, in space the boundaries are arcs, and both are swept completely.
+"""
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from ...errors import CapabilityError
+from ...operators.spectral import certified_norm_sq
+from ...solvers.iterate import iterate
+
+__all__ = ["Polar", "ascend", "exact_polar", "slopes", "upper_bound"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Polar:
+    """What is known of a polar.
+
+    Attributes:
+        lower: What the first direction attains.
+        upper: No direction attains more.
+        directions: Unit directions that are local maxima, the steepest first.
+        values: What each attains.
+        method: How the upper bound was found.
+        exact: Whether the bounds differ by rounding only.
+    """
+
+    lower: float
+    upper: float
+    directions: Tensor
+    values: Tensor
+    method: str
+    exact: bool = False
+
+
+def slopes(X: Tensor, Z: Tensor, W: Tensor) -> Tensor:
+    r""":math:`\|Z^\top\max(Xw, 0)\|` for each row w of ``W``.
+
+    >>> slopes(torch.tensor([[1.0], [-1.0]]), torch.tensor([[2.0], [3.0]]), torch.tensor([[1.0], [-1.0]]))
+    tensor([2., 3.])
+    """
+    return torch.linalg.vector_norm(torch.relu(W @ X.mT) @ Z, dim=1)
+
+
+def exact_polar(X: Tensor, Z: Tensor) -> Polar:
+    r"""The polar of inputs with two or three columns (one or two, and the ones), to rounding.
+
+    Two columns take :math:`O(N\log N)` operations, three :math:`O(N^2\log N)`: every face is visited.
+
+    >>> X, Z = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).double(), torch.tensor([[3.0], [4.0]]).double()
+    >>> round(exact_polar(X, Z).lower, 9)
+    5.0
+    """
+    if X.shape[1] not in (2, 3):
+        raise CapabilityError(
+            f"the exact polar sweeps two or three columns, got {X.shape[1]}; use the ascent, which gives a lower bound"
+        )
+    X, Z = X.double(), Z.double()
+    terms = Z.unsqueeze(2) * X.unsqueeze(1)
+    found = _planar(X, terms) if X.shape[1] == 2 else _spatial(X, Z, terms)
+    directions, values = _ranked(X, Z, found)
+    best = float(values[0]) if len(values) else 0.0
+    # A sum of N terms, formed by updates along a sweep, is off by at most a few N eps times the sum of the sizes.
+    room = 8 * (len(X) + 8) * torch.finfo(torch.float64).eps
+    size = float((Z.norm(dim=1) * X.norm(dim=1)).sum())
+    return Polar(best, best + room * size, directions, values, f"exact sweep of {X.shape[1]} columns", True)
+
+
+def _ranked(X: Tensor, Z: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
+    """The directions by what they attain, computed afresh."""
+    values = slopes(X, Z, directions)
+    order = values.argsort(descending=True)
+    return directions[order], values[order]
+
+
+def _sweep(planes: Tensor, terms: Tensor) -> tuple[Tensor, Tensor]:
+    """The arcs of each plane: where they start (B × 2N, ascending) and the sum of the active terms on them.
+
+    ``planes`` holds the rows' coordinates in each of B planes (B × N × 2), ``terms`` is N × C × d. The first arc is the
+    longest one, where no rounding can mistake a row's side.
+    """
+    rows = planes.shape[1]
+    norm = planes.norm(dim=2)
+    flat = norm <= 1e-12 * norm.amax(1, keepdim=True)
+    centre = torch.atan2(planes[..., 1], planes[..., 0])
+    events = torch.cat([centre - math.pi / 2, centre + math.pi / 2], 1).remainder(2 * math.pi)
+    signs = torch.cat([torch.ones_like(norm), -torch.ones_like(norm)], 1).masked_fill(torch.cat([flat, flat], 1), 0.0)
+    starts, order = events.sort(dim=1)
+    ends = torch.cat([starts[:, 1:], starts[:, :1] + 2 * math.pi], 1)
+    longest = (ends - starts).argmax(1, keepdim=True)
+    turn = (torch.arange(2 * rows, device=planes.device) + longest) % (2 * rows)
+    order, wrapped = order.gather(1, turn), torch.arange(2 * rows, device=planes.device) + longest >= 2 * rows
+    starts = starts.gather(1, turn) + 2 * math.pi * wrapped.to(starts.dtype)
+    middle = (starts[:, 0] + ends.gather(1, longest)[:, 0]) / 2
+    heading = torch.stack([middle.cos(), middle.sin()], 1).unsqueeze(2)
+    active = ((planes @ heading).squeeze(2) > 0) & ~flat
+    first = torch.einsum("bn,ncd->bcd", active.to(terms.dtype), terms)
+    changes = signs.gather(1, order)[..., None, None] * terms[order % rows]
+    changes[:, 0] = first
+    return starts, changes.cumsum(1)
+
+
+def _arc_maxima(starts: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Candidate angles per plane and arc (inside it, then at its start), and which are local maxima of ‖Gw‖."""
+    ends = torch.cat([starts[:, 1:], starts[:, :1] + 2 * math.pi], 1)
+    square = sums.mT @ sums
+    a, b, c = square[..., 0, 0], square[..., 0, 1], square[..., 1, 1]
+    top = 0.5 * torch.atan2(2 * b, a - c)
+    inside = []
+    for angle in (top, top + math.pi):
+        ahead = (angle - starts).remainder(2 * math.pi)
+        inside.append((starts + ahead, ahead <= ends - starts + 1e-9))
+    cos, sin = starts.cos(), starts.sin()
+
+    def slope(at: int) -> Tensor:
+        """The derivative of ½‖Gw‖² in the angle at the arcs' starts, with the sums of the arc ``at`` places on."""
+        p, q, r = (v.roll(-at, 1) for v in (a, b, c))
+        return (r - p) * sin * cos + q * (cos * cos - sin * sin)
+
+    scale = 1e-12 * (a + c)
+    kinks = (slope(-1) >= -scale) & (slope(0) <= scale)
+    angles = torch.cat([inside[0][0], inside[1][0], starts], 1)
+    return angles, torch.cat([inside[0][1], inside[1][1], kinks], 1)
+
+
+def _planar(X: Tensor, terms: Tensor) -> Tensor:
+    starts, sums = _sweep(X.unsqueeze(0), terms)
+    angles, kept = _arc_maxima(starts, sums)
+    chosen = angles[kept]
+    return torch.stack([chosen.cos(), chosen.sin()], 1)
+
+
+def _spatial(X: Tensor, Z: Tensor, terms: Tensor, chunk: int = 64) -> Tensor:
+    """Local maxima on the great circles of the arrangement, and the tops of the cells on either side of each arc."""
+    found = []
+    unit = X / X.norm(dim=1, keepdim=True).clamp_min(torch.finfo(X.dtype).tiny)
+    best = 0.0
+    for rows in torch.arange(len(X)).split(chunk):
+        normals = unit[rows]
+        bases = torch.linalg.svd(normals.unsqueeze(1)).Vh[:, 1:]
+        planes = X @ bases.mT
+        starts, sums = _sweep(planes, terms)
+        on_plane = sums @ bases.mT.unsqueeze(1)
+        angles, kept = _arc_maxima(starts, on_plane)
+        owner = torch.arange(len(rows)).unsqueeze(1).expand_as(angles)[kept]
+        heading = torch.stack([angles[kept].cos(), angles[kept].sin()], 1)
+        circle = (heading.unsqueeze(1) @ bases[owner]).squeeze(1)
+        # Rows parallel to the normal are zero on its circle; each side of it activates those that point there.
+        cosine = normals @ unit.mT
+        flat = planes.norm(dim=2) <= 1e-12 * planes.norm(dim=2).amax(1, keepdim=True)
+        sides = [torch.einsum("bn,ncd->bcd", (flat & (s * cosine > 0)).to(X.dtype), terms) for s in (1, -1)]
+        cells = torch.cat([(sums + side.unsqueeze(1)).flatten(0, 1) for side in sides])
+        best = max(best, float(slopes(X, Z, circle).max()) if len(circle) else 0.0)
+        # A cell whose matrix is too small to beat what is known cannot hold the maximum.
+        tops = cells[cells.flatten(1).norm(dim=1) >= best * (1 - 1e-12)]
+        inner = torch.linalg.svd(tops, full_matrices=False).Vh[:, 0] if len(tops) else X.new_zeros(0, 3)
+        candidates = torch.cat([circle, inner, -inner])
+        values = slopes(X, Z, candidates)
+        best = max(best, float(values.max()) if len(values) else 0.0)
+        found.append(candidates[values >= 0.5 * best])
+    return torch.cat(found)
+
+
+def upper_bound(X: Tensor, Z: Tensor) -> float:
+    r"""An upper bound on the polar for inputs of any dimension; often loose.
+
+    With :math:`\max(a, 0) = \tfrac12(a + |a|)` it is :math:`\tfrac12\|Z^\top X\| + \tfrac12\|Z\|\|X\|`. For a single
+    output only the rows with :math:`z_n` of one sign count in the second term, which is also at most
+    :math:`\tfrac12\bigl(\sum z_n^+\;\lambda_{\max}(X^\top\operatorname{diag}(z^+)X)\bigr)^{1/2}`, for the worse sign.
+
+    >>> X, Z = torch.eye(2).double(), torch.tensor([[3.0], [4.0]]).double()
+    >>> 5 <= upper_bound(X, Z) < 5.01
+    True
+    """
+    X, Z = X.double(), Z.double()
+
+    def norm(matrix: Tensor) -> float:
+        return math.sqrt(float(certified_norm_sq(matrix)))
+
+    def positive(z: Tensor) -> float:
+        """A bound on zᵀ|Xw|, to which only the positive entries add."""
+        z, rows = z[z > 0], X[z > 0]
+        if not len(z):
+            return 0.0
+        return min(float(z.norm()) * norm(rows), math.sqrt(float(z.sum())) * norm(z.sqrt().unsqueeze(1) * rows))
+
+    rest = max(positive(Z[:, 0]), positive(-Z[:, 0])) if Z.shape[1] == 1 else norm(Z) * norm(X)
+    return 0.5 * (norm(Z.mT @ X) + rest) * (1 + 1e-12)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Climb:
+    points: Tensor
+    values: Tensor
+    steps: Tensor
+
+
+def ascend(X: Tensor, Z: Tensor, starts: Tensor, iterations: int = 200) -> tuple[Tensor, Tensor]:
+    r"""Local maxima of the slope on the sphere, from many starts: projected ascent, each start with its own step.
+
+    Returns unit directions and what they attain, the steepest first: lower bounds of the polar, no more.
+
+    >>> X, Z = torch.eye(2), torch.tensor([[3.0], [4.0]])
+    >>> round(float(ascend(X, Z, torch.tensor([[1.0, 0.1]]))[1][0]), 4)
+    5.0
+    """
+
+    def normalised(W: Tensor) -> Tensor:
+        return W / W.norm(dim=1, keepdim=True).clamp_min(torch.finfo(W.dtype).tiny)
+
+    def step(state: _Climb, k: int) -> _Climb:
+        before = state.points @ X.mT
+        image = torch.relu(before) @ Z
+        gradient = normalised(((image @ Z.mT) * (before > 0)) @ X)
+        trial = normalised(state.points + state.steps.unsqueeze(1) * gradient)
+        values = slopes(X, Z, trial)
+        better = values > state.values
+        return _Climb(
+            torch.where(better.unsqueeze(1), trial, state.points),
+            torch.where(better, values, state.values),
+            torch.where(better, state.steps * 2, state.steps / 4),
+        )
+
+    first = normalised(starts)
+    state = _Climb(first, slopes(X, Z, first), torch.ones(len(first), dtype=X.dtype, device=X.device))
+    state, _ = iterate(step, state, iterations, until=lambda s, k: bool((s.steps < 1e-7).all()))
+    order = state.values.argsort(descending=True)
+    return state.points[order], state.values[order]

@@ -1,0 +1,67 @@
+"""What the experiments on regularised digit classifiers share: flat images, plain networks, errors."""
+
+import dataclasses
+import itertools
+
+import torch
+from torch import Tensor, nn
+
+from ...data import Normalisation, Split
+from ..context import Lab
+
+__all__ = ["Digits", "accuracy_of", "perceptron"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Digits:
+    """Which digits.
+
+    Args:
+        dataset: A name of ``minimand.data.registry``: mnist, mnist5k, digits, …
+        samples: Training images; 0: all but the validation tenth.
+        batch: Images in a batch.
+    """
+
+    dataset: str = "mnist"
+    samples: int = 0
+    batch: int = 64
+
+    def draw(self, lab: Lab, samples: int | None = None) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], int]:
+        """Training and test images as rows, with labels, and the number of classes; a random subset for each seed."""
+        data = lab.load(self.dataset)
+        train, _ = data.train.split(0.1, seed=0)
+        count = self.samples if samples is None else samples
+        if count:
+            train = train.subset(torch.randperm(len(train), generator=lab.generator())[:count])
+        normalise = Normalisation.of(train)
+        return rows(train, normalise, lab), rows(data.test, normalise, lab), len(data.classes)
+
+
+def rows(split: Split, normalise: Normalisation, lab: Lab) -> tuple[Tensor, Tensor]:
+    """Normalised images as rows, and their labels."""
+    images, labels = next(iter(lab.batches(split, len(split), train=False, normalise=normalise)))
+    return images.flatten(1), labels
+
+
+def perceptron(sizes: tuple[int, ...], dropout: tuple[float, float] = (0.0, 0.0)) -> nn.Sequential:
+    """Linear layers with ReLUs; ``dropout`` has the rates of the input and of the hidden units."""
+    layers: list[nn.Module] = [nn.Dropout(dropout[0])] if dropout[0] else []
+    for place, (a, b) in enumerate(itertools.pairwise(sizes)):
+        layers.append(nn.Linear(a, b))
+        if place < len(sizes) - 2:
+            layers.append(nn.ReLU())
+            if dropout[1]:
+                layers.append(nn.Dropout(dropout[1]))
+    return nn.Sequential(*layers)
+
+
+@torch.no_grad()
+def accuracy_of(model: nn.Module, data: tuple[Tensor, Tensor]) -> float:
+    """The percentage of right answers in evaluation mode."""
+    was = model.training
+    model.eval()
+    right = sum(
+        int((model(x).argmax(1) == y).sum()) for x, y in zip(data[0].split(2000), data[1].split(2000), strict=True)
+    )
+    model.train(was)
+    return 100 * right / len(data[1])

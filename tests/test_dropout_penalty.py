@@ -1,0 +1,182 @@
+"""The penalty is the expectation: its value and its gradient are those of dropout, mask by mask."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from minimand.errors import CapabilityError, OptionError
+from minimand.factor import DropoutPenalty
+
+
+def _linear(*sizes: int, bias: bool = False) -> list[nn.Linear]:
+    return [nn.Linear(a, b, bias=bias).double() for a, b in itertools.pairwise(sizes)]
+
+
+def _two_layer_relu(bias: bool) -> tuple[nn.Sequential, nn.Sequential]:
+    first, second = _linear(3, 4, 2, bias=bias)
+    return nn.Sequential(first, nn.ReLU(), second), nn.Sequential(first, nn.ReLU(), nn.Dropout(0.3), second)
+
+
+def _deep_linear(bias: bool) -> tuple[nn.Sequential, nn.Sequential]:
+    first, second, third = _linear(3, 4, 3, 2, bias=bias)
+    return nn.Sequential(first, second, third), nn.Sequential(first, nn.Dropout(0.3), second, nn.Dropout(0.3), third)
+
+
+def _input_and_hidden(bias: bool) -> tuple[nn.Sequential, nn.Sequential]:
+    first, second = _linear(3, 4, 2, bias=bias)
+    net = nn.Sequential(nn.Dropout(0.3), first, nn.Dropout(0.3), second)
+    return net, net
+
+
+def _relu_then_linear(bias: bool) -> tuple[nn.Sequential, nn.Sequential]:
+    first, second, third = _linear(3, 4, 2, 2, bias=bias)
+    net = nn.Sequential(first, nn.ReLU(), nn.Dropout(0.3), nn.Sequential(second, nn.Dropout(0.3)), third)
+    return net, net
+
+
+NETWORKS = [_two_layer_relu, _deep_linear, _input_and_hidden, _relu_then_linear]
+
+
+class _Masks:
+    """Dropout modules whose masks are given instead of drawn."""
+
+    def __init__(self, net: nn.Sequential) -> None:
+        self.dropouts = [m for m in net.modules() if isinstance(m, nn.Dropout)]
+        self.masks: list[torch.Tensor] = []
+        self.handles = [m.register_forward_hook(self._hook(i)) for i, m in enumerate(self.dropouts)]
+
+    def _hook(self, i: int):
+        def hook(module: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+            return inputs[0] * self.masks[i] / (1 - module.p)
+
+        return hook
+
+
+def _expected(net: nn.Sequential, x: torch.Tensor, y: torch.Tensor, widths: list[int]) -> torch.Tensor:
+    """E‖y − f(x)‖² over all masks; one mask for the batch, whose expectation is that of one each."""
+    masks = _Masks(net)
+    total = x.new_zeros(())
+    for bits in itertools.product((0.0, 1.0), repeat=sum(widths)):
+        row = torch.tensor(bits, dtype=x.dtype)
+        masks.masks = list(row.split(widths))
+        kept = row.sum().item()
+        probability = 0.7**kept * 0.3 ** (len(bits) - kept)
+        total = total + probability * (y - net(x)).square().sum()
+    for handle in masks.handles:
+        handle.remove()
+    return total
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("make", NETWORKS, ids=lambda f: f.__name__.strip("_"))
+def test_value_and_gradient_are_the_expectation_over_all_masks(make, bias: bool) -> None:
+    plain, dropped = make(bias)
+    x, y = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
+    widths = {"_two_layer_relu": [4], "_deep_linear": [4, 3], "_input_and_hidden": [3, 4], "_relu_then_linear": [4, 2]}
+    expected = _expected(dropped, x, y, widths[make.__name__])
+    penalty = DropoutPenalty(plain, 0.3, reduction="sum")
+    output, extra = penalty.output_and_penalty(x)
+    value = (y - output).square().sum() + extra
+    assert value.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert torch.allclose(penalty(x), extra)
+    parameters = list(plain.parameters())
+    for mine, theirs in zip(
+        torch.autograd.grad(value, parameters), torch.autograd.grad(expected, parameters), strict=True
+    ):
+        assert torch.allclose(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_the_closed_form_of_the_slides() -> None:
+    first, second = _linear(3, 4, 2)
+    x = torch.randn(6, 3, dtype=torch.float64)
+    for middle, act in ((nn.ReLU(), torch.relu), (nn.Identity(), lambda t: t)):
+        got = DropoutPenalty(nn.Sequential(first, middle, second), 0.25, reduction="sum")(x)
+        hidden = act(x @ first.weight.T).square().sum(0)
+        want = (0.25 / 0.75) * (second.weight.square().sum(0) * hidden).sum()
+        assert torch.allclose(got, want)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_it_is_added_to_the_mean_squared_error_of_torch(reduction: str) -> None:
+    torch.manual_seed(0)
+    first, second = _linear(3, 3, 2, bias=True)
+    net = nn.Sequential(first, nn.ReLU(), nn.Dropout(0.5), second)
+    x, y = torch.randn(2, 3, dtype=torch.float64), torch.randn(2, 2, dtype=torch.float64)
+    net.train()
+    with torch.no_grad():
+        many, target = x.repeat(100_000, 1), y.repeat(100_000, 1)
+        sampled = F.mse_loss(net(many), target, reduction="mean")
+        net.eval()
+        exact = F.mse_loss(net(x), y, reduction=reduction) + DropoutPenalty(net, None, reduction=reduction)(x)
+    assert exact.item() == pytest.approx(sampled.item() * (1 if reduction == "mean" else y.numel()), rel=1e-2)
+
+
+def test_white_inputs_give_the_product_of_norms() -> None:
+    first, second = _linear(4, 5, 3)
+    product = (first.weight.square().sum(1) * second.weight.square().sum(0)).sum()
+    linear = DropoutPenalty(nn.Sequential(first, second), 0.5, reduction="sum")
+    assert torch.allclose(linear.whitened(), product)
+    relu = DropoutPenalty(nn.Sequential(first, nn.ReLU(), second), 0.5, reduction="sum")
+    assert torch.allclose(relu.whitened(), product / 2)
+    # Exactly white data: ±√n times the axes.
+    x = torch.cat([torch.eye(4), -torch.eye(4)]).double() * 2
+    assert torch.allclose(DropoutPenalty(nn.Sequential(first, second), 0.5, reduction="batchmean")(x), product)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_whitened_is_the_mean_over_white_data(bias: bool) -> None:
+    torch.manual_seed(1)
+    for net in (nn.Sequential(*_linear(3, 4, 3, 2, bias=bias)), _two_layer_relu(bias)[0], _input_and_hidden(bias)[1]):
+        penalty = DropoutPenalty(net, 0.3, reduction="batchmean")
+        with torch.no_grad():
+            sampled = penalty(torch.randn(400_000, 3, dtype=torch.float64))
+            assert penalty.whitened().item() == pytest.approx(sampled.item(), rel=2e-2)
+
+
+def test_training_on_the_penalty_reaches_the_closed_form() -> None:
+    """A linear autoencoder on white data: the optimum of dropout, without a single mask."""
+    from minimand.factor import dropout_optimum
+
+    torch.manual_seed(0)
+    Y = torch.randn(6, 5, dtype=torch.float64)
+    V, U = nn.Linear(5, 4, bias=False).double(), nn.Linear(4, 6, bias=False).double()
+    net = nn.Sequential(V, U)
+    penalty = DropoutPenalty(net, 0.4, reduction="sum")
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=150, line_search_fn="strong_wolfe", tolerance_change=1e-14)
+    x = torch.eye(5, dtype=torch.float64)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(net(x), Y.mT, reduction="sum") + penalty(x)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    X, _, _ = dropout_optimum(Y, 4, 0.4)
+    assert torch.allclose(U.weight @ V.weight, X, atol=1e-4)
+
+
+def test_no_dropout_no_penalty() -> None:
+    net = nn.Sequential(*_linear(3, 4, 2))
+    assert DropoutPenalty(net, 0.0)(torch.randn(5, 3, dtype=torch.float64)).item() == 0.0
+
+
+def test_refusals_name_the_layer() -> None:
+    first, second, third = _linear(3, 4, 4, 2)
+    with pytest.raises(CapabilityError, match=r"3 \(ReLU\) comes after a dropout"):
+        DropoutPenalty(nn.Sequential(first, nn.Dropout(), second, nn.ReLU(), third), 0.5)
+    with pytest.raises(CapabilityError, match="comes after a dropout"):
+        DropoutPenalty(nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), third), 0.5)
+    with pytest.raises(CapabilityError, match="ends in a dropout"):
+        DropoutPenalty(nn.Sequential(first, nn.Dropout()), 0.5)
+    with pytest.raises(CapabilityError, match="no linear layer"):
+        DropoutPenalty(nn.ReLU(), 0.5)
+    with pytest.raises(OptionError, match="p is None"):
+        DropoutPenalty(nn.Sequential(first, second), None)
+    with pytest.raises(OptionError, match="reduction"):
+        DropoutPenalty(nn.Sequential(first, second), 0.5, reduction="none")
+    with pytest.raises(CapabilityError, match="Tanh"):
+        DropoutPenalty(nn.Sequential(first, nn.Tanh(), second), 0.5).whitened()

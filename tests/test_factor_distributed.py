@@ -1,0 +1,67 @@
+"""Law: rows spread over two ranks are factorised as on one process, with the same certificate."""
+
+import os
+import socket
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from minimand.factor import NMF, LowRank, MatrixCompletion, RobustPCA, SparseDictionary
+
+MODELS = {
+    "lowrank": lambda: LowRank(2.0, random_state=0),
+    "nmf": lambda: NMF(0.8, random_state=0, effort=0.01, tol=1e-2, max_iter=12),
+    "nmf-fixed": lambda: NMF(0.8, n_components=3, random_state=0, effort=0, max_iter=6),
+    "dictionary": lambda: SparseDictionary(0.8, 0.05, n_components=3, random_state=0, max_iter=6),
+    "robust": lambda: RobustPCA(3.0, 2.0, random_state=0),
+    "completion": lambda: MatrixCompletion(1.0, random_state=0),
+}
+SPLIT = 17  # an uneven share
+
+
+def _data(name):
+    rng = np.random.default_rng(0)
+    Y = rng.random((30, 3)) @ rng.random((3, 12)) + 0.05 * rng.random((30, 12))
+    if name == "completion":
+        Y = np.where(rng.random(Y.shape) < 0.8, Y, np.nan)
+    if name == "robust":
+        Y = Y + np.where(rng.random(Y.shape) < 0.05, 4.0, 0.0)
+    return Y
+
+
+def _worker(rank, port, results):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    for name, make in MODELS.items():
+        Y = _data(name)
+        model = make()
+        U = model.fit_transform(Y[:SPLIT] if rank == 0 else Y[SPLIT:], process_group=dist.group.WORLD)
+        results[name, rank] = (U, model.components_, model.objective_, str(model.certificate_.status))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def together():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(_worker, args=(port, results), nprocs=2)
+        return dict(results)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks_equal_one_process(together, name):
+    alone = MODELS[name]()
+    U = alone.fit_transform(_data(name))
+    first, second = together[name, 0], together[name, 1]
+    np.testing.assert_allclose(first[1], second[1], rtol=0, atol=1e-12)  # V is the same everywhere
+    assert first[2] == second[2] == pytest.approx(alone.objective_, rel=1e-6)
+    assert first[3] == second[3] == str(alone.certificate_.status)
+    X = np.concatenate([first[0], second[0]]) @ first[1]
+    np.testing.assert_allclose(X, U @ alone.components_, atol=0.02 * np.abs(X).max())
