@@ -1,0 +1,168 @@
+"""Factorisations against scikit-learn, SoftImpute, full and randomised SVDs, on one thread.
+
+SoftImpute is restated here (Mazumder, Hastie & Tibshirani, 2010, as fancyimpute runs it: a full SVD of the dense
+filled matrix in each iteration); fancyimpute itself is no dependency. It starts from zero, and its time is taken when
+it first reaches the objective of ours; after ``PATIENCE`` seconds it is stopped, and the ratio is then a lower bound.
+Times are of the processor: on one thread that is the time on an idle machine, whatever else runs.
+"""
+
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from sklearn.decomposition import NMF as SklearnNMF
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.utils.extmath import randomized_svd
+
+from benchmarks import Row, at_least, at_most
+from minimand.factor import NMF, LowRank, MatrixCompletion
+from minimand.factor.bounds import cholesky_bound
+from minimand.factor.duals import Dense
+
+__all__ = ["run"]
+
+PATIENCE = 120.0
+
+
+def _interleaved(calls: list[Callable[[], object]], rounds: int) -> list[float]:
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for call, record in zip(calls, times, strict=True):
+            begin = time.process_time()
+            call()
+            record.append(time.process_time() - begin)
+    return [sorted(record)[rounds // 2] for record in times]
+
+
+def _nmf(init: str) -> Row:
+    rng = np.random.default_rng(0)
+    n, m, k = 2000, 1000, 20
+    U, V = (rng.random((s, k)) * (rng.random((s, k)) < 0.4) for s in (n, m))
+    Y = U @ V.T + 0.1 * rng.random((n, m))
+    lam = 0.01 * float(np.linalg.norm(Y, 2))
+    peer = SklearnNMF(
+        k, init=init, random_state=0, alpha_W=lam / m, alpha_H=lam / n, l1_ratio=0.0, max_iter=1000, tol=1e-4
+    )
+    objectives = [0.0, 0.0]
+
+    def theirs() -> None:
+        W = peer.fit_transform(Y)
+        H = peer.components_
+        fit = 0.5 * np.square(Y - W @ H).sum()
+        objectives[0] = fit + lam * (np.linalg.norm(W, axis=0) * np.linalg.norm(H, axis=1)).sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        theirs()
+        # Equal objective: as many sweeps as it takes to reach theirs.
+        sweeps = 2
+        while NMF(lam, n_components=k, effort=0, max_iter=sweeps, random_state=0).fit(Y).objective_ > objectives[0]:
+            sweeps += 2
+        ours = NMF(lam, n_components=k, effort=0, max_iter=sweeps, random_state=0)
+
+        def mine() -> None:
+            objectives[1] = ours.fit(Y).objective_
+
+        times = _interleaved([theirs, mine], 3)
+    better = objectives[1] / objectives[0] - 1
+    note = f"{sweeps} sweeps, with the certificate; objective {better:+.1e} of theirs after {peer.n_iter_}"
+    return at_most(f"NMF 2000×1000, k = 20: ours / scikit-learn, {init} start", times[1] / times[0], 0.8, note)
+
+
+def _observed(n: int, m: int, share: float, rank: int = 10) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    Y = rng.normal(size=(n, rank)) @ rng.normal(size=(rank, m)) + 0.5 * rng.normal(size=(n, m))
+    return Y, rng.random((n, m)) < share
+
+
+def soft_impute(Y: np.ndarray, seen: np.ndarray, lam: float, goal: float) -> tuple[float, float]:
+    """Seconds until the objective is at most ``goal``, and the objective then."""
+    begin = time.process_time()
+    X = np.zeros_like(Y)
+    objective = np.inf
+    while time.process_time() - begin < PATIENCE:
+        u, s, vt = np.linalg.svd(np.where(seen, Y, X), full_matrices=False)
+        s = np.maximum(s - lam, 0)
+        keep = s > 0
+        X = (u[:, keep] * s[keep]) @ vt[keep]
+        objective = 0.5 * np.square((Y - X)[seen]).sum() + lam * s.sum()
+        if objective <= goal:
+            break
+    return time.process_time() - begin, objective
+
+
+def _completion() -> list[Row]:
+    Y, seen = _observed(1000, 800, 0.15)
+    hidden, lam = np.where(seen, Y, np.nan), 20.0
+    model = MatrixCompletion(lam, random_state=0)
+    begin = time.process_time()
+    model.fit(hidden)
+    ours = time.process_time() - begin
+    theirs, reached = soft_impute(Y, seen, lam, model.objective_ * (1 + 1e-5))
+    behind = reached / model.objective_ - 1
+    note = (
+        f"restated SoftImpute, objective {behind:+.1e} of ours when stopped; gap {model.certificate_.relative_gap:.0e}"
+    )
+    rows = [at_least("completion 1000×800, 15% seen: SoftImpute / ours", theirs / ours, 10, note)]
+    return [*rows, *_linear(), _memory()]
+
+
+def _linear() -> list[Row]:
+    """Seconds per sweep and observed entry at three sizes: linear cost keeps the largest over the smallest at one."""
+    per_entry = []
+    for scale in (1, 2, 4):
+        Y, seen = _observed(500 * scale, 400 * scale, 0.1 / scale)
+        hidden = np.where(seen, Y, np.nan)
+        model = MatrixCompletion(15.0, n_components=10, max_iter=15, tol=1e-9, random_state=0)
+        begin = time.process_time()
+        model.fit(hidden)
+        per_entry.append((time.process_time() - begin) / model.n_iter_ / int(seen.sum()))
+    shown = ", ".join(f"{1e9 * x:.0f}" for x in per_entry)
+    return [at_most("time per sweep and entry, 4× the entries / 1×", per_entry[-1] / per_entry[0], 1.6, f"ns: {shown}")]
+
+
+def _memory() -> Row:
+    """The peak of what fitting holds, over the dense matrix: sparse in, nothing dense formed."""
+    code = (
+        "import numpy as np, scipy.sparse as sp, torch\n"
+        "from minimand.factor import MatrixCompletion\n"
+        "torch.set_num_threads(1)\n"
+        "rng = np.random.default_rng(0); n = 12000; e = 150000\n"
+        "Y = sp.coo_array((rng.normal(size=e), (rng.integers(n, size=e), rng.integers(n, size=e))), (n, n)).tocsr()\n"
+        "MatrixCompletion(9.0, n_components=2, max_iter=2).fit(Y[:200, :200] + sp.eye_array(200))\n"
+        "peak = lambda: next(int(x.split()[1]) for x in open('/proc/self/status') if x.startswith('VmHWM'))\n"
+        "before = peak()\n"
+        "MatrixCompletion(9.0, n_components=5, max_iter=5).fit(Y)\n"
+        "print((peak() - before) * 1024 / (8 * n * n))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    return at_most("completion 12000×12000: peak memory / dense matrix", float(found.stdout), 0.5)
+
+
+def _certificate() -> Row:
+    """What a certificate asks: is the norm at most a level that it nearly reaches?"""
+    Y = torch.randn(4000, 2000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    level = float(torch.linalg.svdvals(Y)[0]) * (1 + 1e-6)
+    times = _interleaved([lambda: torch.linalg.svdvals(Y), lambda: cholesky_bound(Dense(Y), level)], 3)
+    excess = cholesky_bound(Dense(Y), level).value / level - 1
+    note = f"bound {excess:+.1e} of the level"
+    return at_least("σmax certificate 4000×2000: svdvals / Cholesky", times[0] / times[1], 5, note)
+
+
+def _nuclear() -> Row:
+    rng = np.random.default_rng(0)
+    Y = rng.normal(size=(2000, 20)) @ rng.normal(size=(20, 1000)) + rng.normal(size=(2000, 1000))
+    model = LowRank(300.0, random_state=0)
+    model.fit(Y)
+    times = _interleaved([lambda: randomized_svd(Y, model.n_components_, random_state=0), lambda: model.fit(Y)], 7)
+    note = f"rank {model.n_components_} found, certificate included: {model.certificate_.status}"
+    return at_most("nuclear norm 2000×1000: ours / randomized_svd, rank known", times[1] / times[0], 1.5, note)
+
+
+def run() -> list[Row]:
+    """Ratios of time and memory, with the targets they were set."""
+    return [_nmf("random"), _nmf("nndsvda"), *_completion(), _certificate(), _nuclear()]
