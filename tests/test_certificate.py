@@ -170,6 +170,8 @@ def test_the_unfolding_bound_is_above_every_rank_one_direction(generator):
         ]
         attained = torch.einsum("ijk,ri,rj,rk->r", Z, *units).max()
         assert unfolding_bound(Z, 1.0).value >= attained
+        one = torch.einsum("i,j,k->ijk", *(3 * u[0] for u in units))  # a single term: its size, from above and near
+        assert 27 <= unfolding_bound(one, 20.0).value <= 27.001
 
 
 def test_the_statuses():

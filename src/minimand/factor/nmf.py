@@ -11,12 +11,12 @@ from ..errors import OptionError
 from ..functions import NonNegative
 from ..operators import Dense as DenseOperator
 from ..solvers import FISTA, Problem, solve
-from .base import Factorization, same_kind
+from .base import Factorization
 from .engine import factorise
 from .regularisers import NonNegativeL2
 from .rows import Rows
 
-__all__ = ["NMF"]
+__all__ = ["NMF", "code_tolerance"]
 
 
 class NMF(Factorization):
@@ -110,6 +110,3 @@ def code_tolerance(Y: Tensor, V: Tensor) -> float:
     """The gradient below which a row's code counts as found, in the units of YV."""
     size = float((Y @ V).norm(dim=-1).max()) if V.shape[1] else 0.0
     return max(size, float(torch.finfo(Y.dtype).tiny)) * float(torch.finfo(Y.dtype).eps) ** 0.5 * 0.1
-
-
-__all__ += ["code_tolerance", "same_kind"]

@@ -128,8 +128,8 @@ class HeavyBall(GradientSolver):
         if isinstance(self.momentum, str):
             if self.momentum not in ("auto", "growing"):
                 raise OptionError(f'momentum is "auto", "growing" or a number in [0, 1), got {self.momentum!r}')
-        elif not 0 <= self.momentum < 1:
-            raise OptionError(f"momentum must lie in [0, 1), got {self.momentum}")
+        elif not isinstance(self.momentum, int | float) or not 0 <= self.momentum < 1:
+            raise OptionError(f'momentum is "auto", "growing" or a number in [0, 1), got {self.momentum!r}')
 
     def first_step(self, problem: Problem) -> float | Tensor:
         """The step of every iteration; with growing momentum it shrinks from here."""
@@ -200,6 +200,11 @@ class FISTA(GradientSolver):
     """
 
     restart: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.restart, bool):
+            raise OptionError(f"restart is True or False, got {self.restart!r}")
 
     def init(self, problem: Problem, x0: Tensor | None) -> NesterovState:
         """The step and its map, once; weight one everywhere."""
