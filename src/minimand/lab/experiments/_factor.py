@@ -1,0 +1,181 @@
+"""What the factorisation experiments share: where their data lie, certificates as numbers, and pictures in records."""
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from ...data import data_directory
+from ...errors import DataError, MissingExtra
+from ...factor import Certificate
+from ..context import Lab
+from ..drawing import COLOURS, figure, style
+from ..experiment import Comparison, Metrics, Plot, Results
+
+__all__ = [
+    "certified",
+    "decoded",
+    "encoded",
+    "file_of",
+    "last",
+    "lines",
+    "measured",
+    "montage",
+    "pictures",
+    "resized",
+    "statuses",
+    "thinned",
+]
+
+
+def file_of(lab: Lab, *names: str, required: bool = False) -> Path | None:
+    """The first of these files that the data directory holds, or None."""
+    try:
+        root = data_directory(lab.data_dir)
+    except MissingExtra:
+        if required:
+            raise
+        return None
+    for name in names:
+        if (root / name).is_file():
+            return root / name
+    if required:
+        raise DataError(f"none of {', '.join(names)} is in {root}; put it there, or choose the bundled data")
+    return None
+
+
+def resized(images: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Images, number × height × width, shrunk to this size without aliasing."""
+    if images.shape[1:] == (height, width):
+        return images.astype(np.float32)
+    pixels = torch.as_tensor(images.astype(np.float32))[:, None]
+    small = F.interpolate(pixels, (height, width), mode="bilinear", antialias=True)
+    return np.asarray(small[:, 0].numpy())
+
+
+def certified(certificate: Certificate) -> dict[str, float | str]:
+    """A certificate as entries of a record; the gap in per cent of the objective."""
+    return {
+        "status": str(certificate.status),
+        "gap": 100 * min(certificate.relative_gap, 1e6),
+        "polar": certificate.polar_lower,
+        "method": certificate.method,
+    }
+
+
+def thinned(history: Sequence[float], least: float, count: int = 60) -> list[Metrics]:
+    """Records of an objective's distance to its minimum, in at most ``count`` places."""
+    places = sorted({round(i) for i in np.geomspace(1, max(len(history), 1), count)}) if history else []
+    scale = max(abs(least), 1e-300)
+    return [{"sweep": i, "excess": max((history[i - 1] - least) / scale, 1e-12)} for i in places]
+
+
+def last(results: Results[Any], part: str, key: str) -> Any:
+    """What the first seed that has it recorded last, of any type; None before it is measured."""
+    return next((values[-1] for values in results.curve(part, key).values() if values), None)
+
+
+def statuses(results: Results[Any], parts: Sequence[str]) -> list[str]:
+    """A sentence for every part that has a certificate."""
+    said = []
+    for part in parts:
+        found = [values[-1] for values in results.curve(part, "status").values() if values]
+        gaps = results.final(part, "gap")
+        if found and gaps:
+            which = ", ".join(sorted(set(found)))
+            said.append(f"{part}: {which}, at most {max(gaps):.3g} % of the objective above the global minimum.")
+    return said
+
+
+# Pictures ----------------------------------------------------------------------------------------------------------
+
+
+def encoded(image: np.ndarray, *, low: float = 0.0, high: float = 1.0) -> str:
+    """A grey image as a JPEG in base64: small enough for a record."""
+    from PIL import Image
+
+    unit = np.clip((image - low) / (high - low), 0, 1)
+    file = io.BytesIO()
+    Image.fromarray((255 * unit).round().astype(np.uint8)).save(file, "JPEG", quality=85)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def decoded(text: str) -> np.ndarray:
+    """What :func:`encoded` wrote, in 0 … 1."""
+    from PIL import Image
+
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(text))), dtype=np.float32) / 255
+
+
+def montage(images: np.ndarray, columns: int = 8, *, signed: bool = False) -> np.ndarray:
+    """Small images side by side, each with a range of its own; zero is mid-grey where they are ``signed``."""
+    count, height, width = images.shape
+    columns = max(1, min(columns, count))
+    rows = max(1, -(-count // columns))
+    sheet = np.ones((rows * (height + 1) - 1, columns * (width + 1) - 1), dtype=np.float32)
+    for number, image in enumerate(images):
+        size = max(float(np.abs(image).max()), 1e-12)
+        unit = 0.5 + 0.5 * image / size if signed else 1 - image / size
+        top, left = (number // columns) * (height + 1), (number % columns) * (width + 1)
+        sheet[top : top + height, left : left + width] = unit
+    return sheet
+
+
+def pictures(grid: Sequence[Mapping[str, str | None]], title: str) -> Plot | None:
+    """Rows of encoded images with their titles; None where nothing was recorded."""
+    rows = [{label: text for label, text in row.items() if text} for row in grid]
+    rows = [row for row in rows if row]
+    if not rows:
+        return None
+    columns = max(len(row) for row in rows)
+    shapes = [decoded(text).shape for row in rows for text in row.values()]
+    ratio = sum(height / width for height, width in shapes) / len(shapes)
+    wide = min(3.4, 10 / columns)
+    drawn = figure(max(wide * columns, 3.0), (wide * ratio + 0.45) * len(rows))
+    axes = drawn.subplots(len(rows), columns, squeeze=False)
+    for axis in axes.flat:
+        axis.set_axis_off()
+    for line, row in zip(axes, rows, strict=True):
+        for axis, (label, text) in zip(line, row.items(), strict=False):
+            axis.imshow(decoded(text), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+            axis.set_title(label, fontsize=9)
+    labels = ", ".join(label.replace("\n", " ") for row in rows for label in row)
+    return Plot(title, f"{title}; images: {labels}", drawn)
+
+
+def lines(
+    drawn: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    *,
+    title: str,
+    x: str,
+    y: str,
+    log: str = "",
+    marks: Mapping[str, str] | None = None,
+) -> Plot:
+    """Lines of one seed with their labels; ``marks`` are matplotlib's styles by label."""
+    page = figure()
+    axes = page.subplots()
+    said = []
+    for number, (label, (places, values)) in enumerate(drawn.items()):
+        if not len(values):
+            continue
+        mark = (marks or {}).get(label, "o-")
+        axes.plot(places, values, mark, color=COLOURS[number % len(COLOURS)], label=label, markersize=4)
+        said.append(f"{label} from {values[0]:.3g} to {values[-1]:.3g}")
+    for axis in log:
+        getattr(axes, f"set_{axis}scale")("log")
+    style(axes, x, y, title)
+    if said:
+        axes.legend(frameon=False)
+    return Plot(title, f"{y} over {x}: {'; '.join(said) or 'nothing measured yet'}", page)
+
+
+def measured(rows: Sequence[Comparison]) -> list[Comparison]:
+    """Rows without those that this data has no truth for; all of them before anything is measured."""
+    found = [row for row in rows if len(row.measured)]
+    return found or list(rows)
