@@ -280,8 +280,8 @@ experiment = Experiment(
         "truth. Controls are scikit-learn's NMF without penalty, whose factors are certified for our objective, and "
         "successive projections, which look for pure pixels. Nothing here asks that abundances add up to one. A "
         "certificate speaks of the objective; whether its minimum is the materials is what is measured. For Samson, λ "
-        "and the unit norm of the pixels were chosen on a part of the image with the ground truth in view, so that three "
-        "components come out: that number is no finding."
+        "and the unit norm of the pixels were chosen on a part of the image with the ground truth in view, so that "
+        "three components come out: that number is no finding."
     ),
     presets={
         "smoke": Preset(Options("synthetic", side=12, bands=20, sweeps=100, effort=0.02), (0,), 0.04),
