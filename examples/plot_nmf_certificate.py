@@ -31,7 +31,7 @@ left.semilogx(path.lams / top, path.ranks, "o-", color="C0")
 left.set(xlabel=r"$\lambda / \lambda_{\max}$", ylabel="components", title="size chosen")
 right.loglog(path.lams / top, np.maximum(path.gaps, 1e-8), "s-", color="C1")
 right.axhline(2e-3, color="grey", linewidth=0.8, linestyle=":")
-right.set(xlabel=r"$\lambda / \lambda_{\max}$", ylabel="relative gap", title="distance to the global minimum, at most")
+right.set(xlabel=r"$\lambda / \lambda_{\max}$", ylabel="relative gap", title="gap to the global minimum, at most")
 plt.show()
 for fitted in path:
     print(f"λ/λmax {fitted.lam / top:.2f}: {fitted.n_components_:3d} components, {fitted.certificate_}")
