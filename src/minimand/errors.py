@@ -94,6 +94,8 @@ def require_real(name: str, tensor: Tensor) -> None:
 
 def require_positive(name: str, value: float, *, zero: bool = False) -> None:
     """Raise :class:`OptionError` unless ``value`` is a finite number above zero (or at it, with ``zero``)."""
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise OptionError(f"{name} must be one number, got a tensor of {tuple(value.shape)}")
     if value is None or isinstance(value, bool | str | complex):
         raise OptionError(f"{name} must be a number, got {value!r}")
     if not (value > 0 or (zero and value == 0)) or value == float("inf"):

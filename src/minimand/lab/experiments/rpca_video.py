@@ -41,7 +41,7 @@ class Options:
     shrink: int = 2
     noise: float = 0.02
     iterations: int = 500
-    tol: float = 5e-3
+    tol: float = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
