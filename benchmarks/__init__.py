@@ -32,6 +32,11 @@ def at_most(name: str, ratio: float, target: float, note: str = "") -> Row:
     return Row(name, ratio, f"≤ {target:g}", ratio <= target, note)
 
 
+def reported(name: str, ratio: float, note: str = "") -> Row:
+    """A row that was set no target."""
+    return Row(name, ratio, "", True, note)
+
+
 def seconds(call: Callable[[], object], repeats: int = 5) -> float:
     """The median wall time of a call, after one that is not counted."""
     call()

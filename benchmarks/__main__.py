@@ -33,7 +33,8 @@ def main(names: list[str]) -> int:
         if save:
             _write(name, rows)
         for row in rows:
-            table.add_row(row.name, f"{row.ratio:.2f}", row.target, "met" if row.met else "MISSED", row.note)
+            word = ("met" if row.met else "MISSED") if row.target else ""
+            table.add_row(row.name, f"{row.ratio:.2f}", row.target, word, row.note)
             missed += not row.met
         Console().print(table)
     return missed

@@ -31,6 +31,17 @@ from .test_certificate import SOLVER, doubly_nonnegative_minimum, nuclear_minimu
 HERE = Rows()
 
 
+def test_without_a_certificate_the_factors_are_the_same_and_nothing_is_claimed():
+    Y = np.abs(low_rank(30, 20, 4))
+    proved = NMF(0.5, n_components=4, effort=0, random_state=0).fit(Y)
+    bare = NMF(0.5, n_components=4, effort=None, random_state=0).fit(Y)
+    np.testing.assert_array_equal(bare.components_, proved.components_)
+    assert bare.objective_ == proved.objective_
+    assert (bare.certificate_.status, bare.certificate_.gap) == (Status.UNDECIDED, np.inf)
+    with pytest.raises(ValueError, match="n_components"):
+        NMF(0.5, effort=None).fit(Y)
+
+
 def low_rank(n, m, k, noise=0.1, seed=0):
     rng = np.random.default_rng(seed)
     return rng.normal(size=(n, k)) @ rng.normal(size=(k, m)) + noise * rng.normal(size=(n, m))

@@ -174,6 +174,21 @@ def test_no_claim_beyond_the_spread(ours: tuple, theirs: tuple, says: str) -> No
     assert says in verdict(Results(None, "smoke", records), "a", "b")
 
 
+def test_a_tuned_method_is_the_candidate_that_validation_chose_in_each_seed() -> None:
+    scores = {"weak": ((70.0, 9.0), (60.0, 8.0)), "strong": ((60.0, 10.0), (80.0, 7.0)), "other": ((50.0, 5.0),)}
+    records = {
+        name: {seed: [{"validation": v, "test": t}] for seed, (v, t) in enumerate(seeds)}
+        for name, seeds in scores.items()
+    }
+    chosen = Results(None, "smoke", records).chosen(
+        {"tuned": ["weak", "strong"], "alone": ["other"], "both": list(scores)}
+    )
+    # The second seed of "strong" is better by validation and worse by the test, which must not choose.
+    assert chosen.final("tuned", "test") == [9.0, 7.0]
+    assert chosen.final("alone", "test") == [5.0]
+    assert chosen.final("both", "test") == [9.0]
+
+
 def test_every_experiment_has_three_presets_and_parts_of_its_own() -> None:
     found = experiments()
     assert len({experiment.name for experiment in found}) == len(found) >= 7

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..errors import require_positive
 
-__all__ = ["Certificate", "Status", "judge"]
+__all__ = ["UNSOUGHT", "Certificate", "Status", "judge"]
 
 
 class Status(enum.StrEnum):
@@ -49,6 +49,10 @@ class Certificate:
             f"{self.status}: relative gap {self.relative_gap:.2g}, "
             f"polar in [{self.polar_lower:.6g}, {self.polar_upper:.6g}] ({self.method})"
         )
+
+
+#: Nothing is known of the point, and nothing was asked.
+UNSOUGHT = Certificate(Status.UNDECIDED, math.inf, math.inf, 0.0, math.inf, "no certificate was sought")
 
 
 def judge(

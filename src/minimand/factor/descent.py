@@ -150,8 +150,8 @@ class Descent(LocalDescent):
 
     def left(self, pair: Pair) -> Tensor:
         """Column updates of U."""
-        target = (self.Y @ pair.V.mT).mT.contiguous()
-        return self._columns(pair.U, target, pair.V, self.theta.left, self.theta.right, self.rows, Rows())
+        product = pair.V @ self.Y.mT
+        return self._columns(pair.U, product, pair.V, self.theta.left, self.theta.right, self.rows, Rows())
 
     def right(self, pair: Pair) -> tuple[Tensor, float]:
         """Column updates of V."""
@@ -170,18 +170,22 @@ class Descent(LocalDescent):
         product = there.sum(other @ other.mT)
         weights = self.lam * fellow.values(other, there)
         diagonal = product.diagonal()
-        safe = torch.where(diagonal > 0, diagonal, 1.0)
-        steps, inverse, alive = (weights / safe).tolist(), (1 / safe).tolist(), (diagonal > 0).tolist()
+        alive = diagonal > 0
+        inverse = torch.where(alive, 1 / torch.where(alive, diagonal, 1.0), 0.0)
+        # a = (Yv − Σ_{j≠i} u_j ⟨v_j, v⟩) / ‖v‖², one product with a vector for each: everything else is done before.
+        targets = (target * inverse.unsqueeze(1)).unbind()
+        others = (product * -inverse.unsqueeze(1)).fill_diagonal_(0.0).unbind()
+        updates = list(zip(alive.tolist(), targets, others, (weights * inverse).tolist(), strict=True))
         X = X.clone()
+        vectors, transposed = X.unbind(), X.mT
         first = 0.0
         for _ in range(INNER):
             before = X.clone()
-            for i, lives in enumerate(alive):
-                if not lives:
-                    X[i].zero_()
-                    continue
-                point = torch.addmv(target[i], X.mT, product[i], alpha=-1).mul_(inverse[i]).add_(X[i])
-                X[i] = gauge.prox_(point, steps[i], here)
+            for vector, (lives, goal, coupling, step) in zip(vectors, updates, strict=True):
+                if lives:
+                    vector.copy_(gauge.prox_(torch.addmv(goal, transposed, coupling), step, here))
+                else:
+                    vector.zero_()
             moved = float(here.sum((before.sub_(X).square().sum(-1) * diagonal).sum()))
             first = max(first, moved)
             if moved <= STALL**2 * first:

@@ -137,13 +137,16 @@ def growth_options(model: Any, bound: int) -> Growth:
         if value is not None and (not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1):
             raise OptionError(f"{name} must be None or a whole number ≥ 1, got {value!r}")
     size = getattr(model, "n_components", None)
+    effort = getattr(model, "effort", 1.0)
+    if effort is None and size is None:
+        raise OptionError("effort=None seeks no certificate, which is what a size is grown to: pass n_components=…")
     largest = min(bound, LARGEST) if model.r_max is None else int(model.r_max)
     return Growth(
         size,
         largest if size is None else int(size),
         int(model.max_iter),
         float(model.tol),
-        float(getattr(model, "effort", 1.0)),
+        effort if effort is None else float(effort),
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .certificate import Certificate, Status
+from .certificate import UNSOUGHT, Certificate, Status
 from .descent import LocalDescent, Pair, balanced
 from .duals import DualMatrix
 from .gap import certificate_of
@@ -42,14 +42,14 @@ class Growth:
         largest: No more pairs than this.
         sweeps: Sweeps of local descent in all.
         tol: The relative gap to certify.
-        effort: How long to look for the final upper bound.
+        effort: How long to look for the final upper bound; None seeks no certificate.
     """
 
     size: int | None
     largest: int
     sweeps: int
     tol: float
-    effort: float = 1.0
+    effort: float | None = 1.0
 
 
 @dataclass
@@ -125,7 +125,18 @@ class _Search:
     def certificate(self) -> Certificate:
         """The certificate of the balanced factors."""
         self.pair = balanced(self.pair, self.loss.rows)
-        return _certificate(self.descent, self.loss, self.pair, self.options, self.generator)
+        if self.options.effort is None:
+            return UNSOUGHT
+        return certificate_of(
+            self.loss,
+            self.descent.theta,
+            self.pair.U.mT,
+            self.pair.V.mT,
+            self.descent.lam,
+            tol=self.options.tol,
+            effort=self.options.effort,
+            generator=self.generator,
+        )
 
 
 def run(
@@ -176,21 +187,6 @@ def _outcome(search: _Search, certificate: Certificate) -> Outcome:
     objective = search.loss.value(pair.U.mT, pair.V.mT) + descent.lam * charged
     search.history[-1] = objective
     return Outcome(pair, objective, certificate, search.history, search.used)
-
-
-def _certificate(
-    descent: LocalDescent, loss: Loss, pair: Pair, options: Growth, generator: torch.Generator
-) -> Certificate:
-    return certificate_of(
-        loss,
-        descent.theta,
-        pair.U.mT,
-        pair.V.mT,
-        descent.lam,
-        tol=options.tol,
-        effort=options.effort,
-        generator=generator,
-    )
 
 
 def _first(loss: Loss, descent: LocalDescent, options: Growth, dtype: torch.dtype, generator: torch.Generator) -> Pair:

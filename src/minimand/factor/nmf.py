@@ -34,7 +34,8 @@ class NMF(Factorization):
         r_max: No more components than this; None is 100.
         tol: The relative gap to certify.
         max_iter: Sweeps of local descent in all.
-        effort: How long to look for the final bound on the polar; 1 is about five seconds, 0 takes what is cheap.
+        effort: How long to look for the final bound on the polar; 1 is about five seconds, 0 takes what is cheap,
+            None seeks no certificate (for a fixed size, where it may take longer than the factors).
         random_state: Seed of the starts.
         verbose: Show a progress bar.
 
@@ -57,7 +58,7 @@ class NMF(Factorization):
         r_max: int | None = None,
         tol: float = 1e-3,
         max_iter: int = 500,
-        effort: float = 1.0,
+        effort: float | None = 1.0,
         random_state: Any = None,
         verbose: bool = False,
     ) -> None:

@@ -92,6 +92,21 @@ class Results(Generic[O]):
         ours, theirs = self.curve(part, key), self.curve(other, key)
         return [ours[seed][-1] - theirs[seed][-1] for seed in ours if ours[seed] and theirs.get(seed)]
 
+    def chosen(self, groups: Mapping[str, Sequence[str]], key: str = "validation") -> "Results[O]":
+        """A part a group: for every seed the records of the candidate that ended with the largest ``key``.
+
+        So is a method tuned: its candidates are parts, and what is reported of it is one of them, picked by a
+        measurement that is not the one reported. Seeds for which a candidate is missing are left out.
+        """
+        records: dict[str, dict[int, Sequence[Metrics]]] = {}
+        for group, names in groups.items():
+            ends = [{seed: values[-1] for seed, values in self.curve(name, key).items() if values} for name in names]
+            records[group] = {}
+            for seed in sorted(set.intersection(*map(set, ends))):
+                reached = [found[seed] for found in ends]
+                records[group][seed] = self.records[names[reached.index(max(reached))]][seed]
+        return dataclasses.replace(self, records=records)
+
 
 def _nothing(results: Results[Any]) -> Sequence[Any]:
     return ()

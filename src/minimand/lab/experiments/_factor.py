@@ -1,7 +1,5 @@
-"""What the factorisation experiments share: where their data lie, certificates as numbers, and pictures in records."""
+"""What the factorisation experiments share: where their data lie, certificates as numbers, and lines."""
 
-import base64
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,14 +17,10 @@ from ..experiment import Comparison, Metrics, Plot, Results
 
 __all__ = [
     "certified",
-    "decoded",
-    "encoded",
     "file_of",
     "last",
     "lines",
     "measured",
-    "montage",
-    "pictures",
     "resized",
     "statuses",
     "thinned",
@@ -90,62 +84,6 @@ def statuses(results: Results[Any], parts: Sequence[str]) -> list[str]:
             which = ", ".join(sorted(set(found)))
             said.append(f"{part}: {which}, at most {max(gaps):.3g} % of the objective above the global minimum.")
     return said
-
-
-# Pictures ----------------------------------------------------------------------------------------------------------
-
-
-def encoded(image: np.ndarray, *, low: float = 0.0, high: float = 1.0) -> str:
-    """A grey image as a JPEG in base64: small enough for a record."""
-    from PIL import Image
-
-    unit = np.clip((image - low) / (high - low), 0, 1)
-    file = io.BytesIO()
-    Image.fromarray((255 * unit).round().astype(np.uint8)).save(file, "JPEG", quality=85)
-    return base64.b64encode(file.getvalue()).decode()
-
-
-def decoded(text: str) -> np.ndarray:
-    """What :func:`encoded` wrote, in 0 … 1."""
-    from PIL import Image
-
-    return np.asarray(Image.open(io.BytesIO(base64.b64decode(text))), dtype=np.float32) / 255
-
-
-def montage(images: np.ndarray, columns: int = 8, *, signed: bool = False) -> np.ndarray:
-    """Small images side by side, each with a range of its own; zero is mid-grey where they are ``signed``."""
-    count, height, width = images.shape
-    columns = max(1, min(columns, count))
-    rows = max(1, -(-count // columns))
-    sheet = np.ones((rows * (height + 1) - 1, columns * (width + 1) - 1), dtype=np.float32)
-    for number, image in enumerate(images):
-        size = max(float(np.abs(image).max()), 1e-12)
-        unit = 0.5 + 0.5 * image / size if signed else 1 - image / size
-        top, left = (number // columns) * (height + 1), (number % columns) * (width + 1)
-        sheet[top : top + height, left : left + width] = unit
-    return sheet
-
-
-def pictures(grid: Sequence[Mapping[str, str | None]], title: str) -> Plot | None:
-    """Rows of encoded images with their titles; None where nothing was recorded."""
-    rows = [{label: text for label, text in row.items() if text} for row in grid]
-    rows = [row for row in rows if row]
-    if not rows:
-        return None
-    columns = max(len(row) for row in rows)
-    shapes = [decoded(text).shape for row in rows for text in row.values()]
-    ratio = sum(height / width for height, width in shapes) / len(shapes)
-    wide = min(3.4, 10 / columns)
-    drawn = figure(max(wide * columns, 3.0), (wide * ratio + 0.45) * len(rows))
-    axes = drawn.subplots(len(rows), columns, squeeze=False)
-    for axis in axes.flat:
-        axis.set_axis_off()
-    for line, row in zip(axes, rows, strict=True):
-        for axis, (label, text) in zip(line, row.items(), strict=False):
-            axis.imshow(decoded(text), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
-            axis.set_title(label, fontsize=9)
-    labels = ", ".join(label.replace("\n", " ") for row in rows for label in row)
-    return Plot(title, f"{title}; images: {labels}", drawn)
 
 
 def lines(

@@ -1,8 +1,6 @@
 """What the reconstruction experiments share: images, measurements, training, scores and pictures."""
 
-import base64
 import dataclasses
-import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +16,7 @@ from ...operators import BlockSensing, LinearOperator, orthonormal_gaussian
 from ..context import Lab
 from ..drawing import figure
 from ..experiment import Metrics, Plot, Results
+from ..pictures import decoded, encoded
 
 __all__ = [
     "Images",
@@ -265,23 +264,11 @@ def crops(images: Images, options: Learning, phi: Tensor) -> Callable[[], tuple[
 
 
 def picture(image: Tensor, window: int = 64) -> str:
-    """The middle of an image as a PNG in base64: small enough for a record."""
-    from PIL import Image
-
+    """The middle of an image, for a record."""
     height, width = image.shape[-2:]
     side = min(window, height, width)
     top, left = (height - side) // 2, (width - side) // 2
-    part = (image[0, top : top + side, left : left + side].clamp(0, 1) * 255).round().byte().cpu()
-    file = io.BytesIO()
-    Image.fromarray(part.numpy()).save(file, "PNG")
-    return base64.b64encode(file.getvalue()).decode()
-
-
-def _decoded(text: str) -> Tensor:
-    import numpy as np
-    from PIL import Image
-
-    return torch.tensor(np.array(Image.open(io.BytesIO(base64.b64decode(text))))).float() / 255
+    return encoded(image[0, top : top + side, left : left + side].cpu().numpy(), lossless=True)
 
 
 def gallery(results: Results[Any], parts: Mapping[str, str], truth: str, title: str) -> Plot | None:
@@ -291,14 +278,14 @@ def gallery(results: Results[Any], parts: Mapping[str, str], truth: str, title: 
     references = [texts[-1] for texts in results.curve(truth, "reference").values() if texts]
     if not shown or not references:
         return None
-    reference = _decoded(references[0])
+    reference = torch.from_numpy(decoded(references[0]))
     drawn = figure(2.1 * (len(shown) + 1), 4.4)
     axes = drawn.subplots(2, len(shown) + 1, squeeze=False)
     axes[0, 0].imshow(reference.numpy(), cmap="gray", vmin=0, vmax=1)
     axes[0, 0].set_title("the image", fontsize=9)
     said = []
     for column, (label, text) in enumerate(shown.items(), 1):
-        image = _decoded(text)
+        image = torch.from_numpy(decoded(text))
         score = float(psnr(image, reference)) if not torch.equal(image, reference) else math.inf
         axes[0, column].imshow(image.numpy(), cmap="gray", vmin=0, vmax=1)
         axes[0, column].set_title(f"{label}\n{score:.2f} dB here", fontsize=9)

@@ -5,11 +5,15 @@ import itertools
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
 
 from ...data import Normalisation, Split
 from ..context import Lab
 
-__all__ = ["Digits", "accuracy_of", "perceptron"]
+__all__ = ["Candidates", "Digits", "Flat", "accuracy_of", "descent", "named", "perceptron"]
+
+# The weights of a method that validation chooses from; None where it has none.
+Candidates = tuple[float | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,15 +30,26 @@ class Digits:
     samples: int = 0
     batch: int = 64
 
-    def draw(self, lab: Lab, samples: int | None = None) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], int]:
-        """Training and test images as rows, with labels, and the number of classes; a random subset for each seed."""
+    def draw(self, lab: Lab, samples: int | None = None) -> "Flat":
+        """The three splits; a random subset for each seed of the training images."""
         data = lab.load(self.dataset)
-        train, _ = data.train.split(0.1, seed=0)
+        train, validation = data.train.split(0.1, seed=0)
         count = self.samples if samples is None else samples
         if count:
             train = train.subset(torch.randperm(len(train), generator=lab.generator())[:count])
         normalise = Normalisation.of(train)
-        return rows(train, normalise, lab), rows(data.test, normalise, lab), len(data.classes)
+        splits = [rows(split, normalise, lab) for split in (train, validation, data.test)]
+        return Flat(splits[0], splits[1], splits[2], len(data.classes))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Flat:
+    """Images as rows, with labels, and the number of classes."""
+
+    train: tuple[Tensor, Tensor]
+    validation: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    classes: int
 
 
 def rows(split: Split, normalise: Normalisation, lab: Lab) -> tuple[Tensor, Tensor]:
@@ -65,3 +80,14 @@ def accuracy_of(model: nn.Module, data: tuple[Tensor, Tensor]) -> float:
     )
     model.train(was)
     return 100 * right / len(data[1])
+
+
+def descent(model: nn.Module, rate: float, epochs: int, decay: float) -> tuple[torch.optim.SGD, StepLR]:
+    """SGD with momentum 0.9, whose rate falls to a tenth for the last third."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=decay)
+    return optimizer, StepLR(optimizer, max(2 * epochs // 3, 1), 0.1)
+
+
+def named(method: str, weight: float | None) -> str:
+    """The part of a candidate."""
+    return method if weight is None else f"{method} = {weight:g}"

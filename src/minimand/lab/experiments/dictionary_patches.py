@@ -10,7 +10,8 @@ from ...factor import SparseDictionary, certify
 from ..context import Lab
 from ..drawing import curves
 from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
-from ._factor import certified, encoded, last, montage, pictures, statuses, thinned
+from ..pictures import encoded, montage, pictures
+from ._factor import certified, last, statuses, thinned
 from ._reconstruction import photographs
 
 SKLEARN = "scikit-learn's dictionary"

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from ...factor.networks import product_of_norms
 from ..comparing import verdict
 from ..context import Lab
-from ..drawing import bars, curves, figure
+from ..drawing import bars, curves
 from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
-from ._regularised import Digits, accuracy_of, perceptron
+from ..pictures import encoded, montage, pictures
+from ._regularised import Digits, accuracy_of, descent, named, perceptron
 
 # 003, Table 9 of Srivastava et al.: test errors in percent.
 PAPER: dict[str, float | None] = {
@@ -24,7 +25,7 @@ PAPER: dict[str, float | None] = {
     "dropout + max-norm": 1.05,
     "product of norms": None,
 }
-SHOWN = ("L2", "dropout + max-norm")
+SHOWN = ("L2", "dropout + L2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,66 +36,76 @@ class Options(Digits):
         width: Of the hidden layers.
         epochs: Of training.
         rate: The learning rate, with momentum 0.9; it falls to a tenth for the last third.
-        l2: The weight decay of the methods with L2.
-        l1: The weight of L1, in the last third of training.
-        sparsity: The weight of the KL divergence of the units' mean activation from 0.05.
-        max_norm: The largest norm of a unit's incoming weights.
-        product: The weight of the product of the layers' norms.
+        l2: Candidates for the weight decay of "L2" and "dropout + L2"; the other methods with L2 have the middle one.
+        l1: Candidates for the weight of L1, in the last third of training.
+        sparsity: Candidates for the weight of the KL divergence of the units' mean activation from 0.05.
+        max_norm: Candidates for the largest norm of a unit's incoming weights.
+        product: Candidates for the weight of the product of the layers' norms.
         p: Drop rates of the input and the hidden units.
     """
 
     width: int = 512
     epochs: int = 10
     rate: float = 1e-2
-    l2: float = 1e-4
-    l1: float = 1e-5
-    sparsity: float = 1e-3
-    max_norm: float = 3.0
-    product: float = 1e-6
+    l2: tuple[float, ...] = (1e-5, 1e-4, 1e-3)
+    l1: tuple[float, ...] = (1e-6, 1e-5, 1e-4)
+    sparsity: tuple[float, ...] = (1e-4, 1e-3, 1e-2)
+    max_norm: tuple[float, ...] = (1.0, 2.0, 4.0)
+    product: tuple[float, ...] = (1e-6, 1e-5, 1e-4)
     p: tuple[float, float] = (0.2, 0.5)
+
+    def candidates(self, method: str) -> tuple[float, ...]:
+        """The weights that validation chooses from."""
+        fields = {"L1": self.l1, "KL": self.sparsity, "max-norm": self.max_norm, "product": self.product}
+        return next((grid for name, grid in fields.items() if name in method), self.l2)
+
+    def groups(self) -> dict[str, list[str]]:
+        """The parts of every method."""
+        return {method: [named(method, weight) for weight in self.candidates(method)] for method in PAPER}
 
 
 def parts(options: Options) -> list[Part]:
-    """The rows of the table, and the product of norms."""
-    return [Part(name) for name in PAPER]
+    """The rows of the table and the product of norms, each with its candidates."""
+    return [Part(name) for names in options.groups().values() for name in names]
 
 
 def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
     """Train one network."""
-    (x, y), test, classes = options.draw(lab)
-    dropout = options.p if "dropout" in part else (0.0, 0.0)
-    model = perceptron((x.shape[1], options.width, options.width, classes), dropout).to(lab.device)
-    decay = options.l2 if "L2" in part else 0.0
-    optimizer = torch.optim.SGD(model.parameters(), lr=options.rate, momentum=0.9, weight_decay=decay)
-    cut = max(2 * options.epochs // 3, 1)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, cut, 0.1)
+    method, _, value = part.partition(" = ")
+    weight = float(value)
+    data = options.draw(lab)
+    x, y = data.train
+    dropout = options.p if "dropout" in method else (0.0, 0.0)
+    model = perceptron((x.shape[1], options.width, options.width, data.classes), dropout).to(lab.device)
+    own = method in ("L2", "dropout + L2")
+    decay = (weight if own else options.l2[len(options.l2) // 2]) if "L2" in method else 0.0
+    optimizer, schedule = descent(model, options.rate, options.epochs, decay)
     for epoch in lab.epochs(options.epochs, model=model, optimizer=optimizer, schedule=schedule):
-        total = 0.0
+        total, late = 0.0, 3 * epoch >= 2 * options.epochs
         for batch in lab.track(torch.randperm(len(x)).split(options.batch)):
             optimizer.zero_grad()
-            value = F.cross_entropy(model(x[batch]), y[batch])
-            (value + penalty(options, part, model, x[batch], late=epoch >= cut)).backward()
+            loss = F.cross_entropy(model(x[batch]), y[batch])
+            (loss + penalty(method, weight, model, x[batch], late=late)).backward()
             optimizer.step()
-            if "max-norm" in part:
-                clip(model, options.max_norm)
-            total += float(value.detach()) * len(batch)
+            if "max-norm" in method:
+                clip(model, weight)
+            total += float(loss.detach()) * len(batch)
         schedule.step()
-        yield {"epoch": epoch + 1, "loss": total / len(x), "error": 100 - accuracy_of(model, test)}
-    yield {"epoch": options.epochs, "error": 100 - accuracy_of(model, test), **anatomy(model, test[0], part in SHOWN)}
+        scores = {"validation": accuracy_of(model, data.validation), "error": 100 - accuracy_of(model, data.test)}
+        yield {"epoch": epoch + 1, "loss": total / len(x), **scores}
+    yield {"weight": weight, **anatomy(model, data.test[0], filters=method in SHOWN)}
 
 
-def penalty(options: Options, part: str, model: nn.Sequential, x: Tensor, *, late: bool) -> Tensor:
+def penalty(method: str, weight: float, model: nn.Sequential, x: Tensor, *, late: bool) -> Tensor:
     """What is added to the loss."""
-    zero = x.new_zeros(())
-    weights = [layer.weight for layer in model if isinstance(layer, nn.Linear)]
-    if part == "L2 + L1":
-        return options.l1 * torch.stack([w.abs().sum() for w in weights]).sum() if late else zero
-    if part == "L2 + KL-sparsity":
+    if method == "L2 + L1" and late:
+        return weight * torch.stack([layer.weight.abs().sum() for layer in model if isinstance(layer, nn.Linear)]).sum()
+    if method == "L2 + KL-sparsity":
         mean = torch.sigmoid(model[0](x)).mean(0).clamp(1e-6, 1 - 1e-6)
         target = 0.05
         divergence = target * (target / mean).log() + (1 - target) * ((1 - target) / (1 - mean)).log()
-        return options.sparsity * divergence.sum()
-    return options.product * product_of_norms(model) if part == "product of norms" else zero
+        return weight * divergence.sum()
+    return weight * product_of_norms(model) if method == "product of norms" else x.new_zeros(())
 
 
 @torch.no_grad()
@@ -106,7 +117,7 @@ def clip(model: nn.Sequential, largest: float) -> None:
 
 
 @torch.no_grad()
-def anatomy(model: nn.Sequential, x: Tensor, filters: bool) -> dict[str, object]:
+def anatomy(model: nn.Sequential, x: Tensor, *, filters: bool) -> dict[str, object]:
     """The effective rank of the first layer, the share of hidden units that are on, and some filters."""
     first = next(layer for layer in model if isinstance(layer, nn.Linear))
     values = torch.linalg.svdvals(first.weight)
@@ -117,53 +128,50 @@ def anatomy(model: nn.Sequential, x: Tensor, filters: bool) -> dict[str, object]
     }
     if filters:
         side = round(first.in_features**0.5)
-        size = min(side, 14)
         strongest = first.weight[first.weight.norm(dim=1).argsort(descending=True)[:16]]
-        small = F.adaptive_avg_pool2d(strongest.reshape(-1, 1, side, side), size)
-        scaled = 99 * small / small.abs().amax((1, 2, 3), keepdim=True).clamp_min(1e-12)
-        found["filters"] = scaled[:, 0].round().int().tolist()
+        found["filters"] = encoded(montage(strongest.reshape(-1, side, side).cpu().numpy(), 4, signed=True))
     return found
 
 
 def compare(results: Results[Options]) -> list[Comparison]:
-    """Test errors beside the table's."""
-    real = results.options.dataset == "mnist"
+    """Test errors beside the table's, of the candidate that validation chose."""
+    real, chosen = results.options.dataset == "mnist", results.chosen(results.options.groups())
     rows = [
-        Comparison(part, paper if real else None, results.final(part, "error"), "%") for part, paper in PAPER.items()
+        Comparison(method, paper if real else None, chosen.final(method, "error"), "%", note=_weights(chosen, method))
+        for method, paper in PAPER.items()
     ]
     rows += [
-        Comparison(f"{part}: effective rank of the first layer", None, results.final(part, "effective_rank"), "", 1)
-        for part in SHOWN
+        Comparison(f"{method}: effective rank of the first layer", None, chosen.final(method, "effective_rank"), "", 1)
+        for method in SHOWN
     ]
-    rows += [
-        Comparison(f"{part}: hidden units that are on", None, results.final(part, "active"), "%", 1) for part in SHOWN
+    return rows + [
+        Comparison(f"{method}: hidden units that are on", None, chosen.final(method, "active"), "%", 1)
+        for method in SHOWN
     ]
-    return rows
+
+
+def _weights(chosen: Results[Options], method: str) -> str:
+    weights = chosen.final(method, "weight")
+    return f"chosen by validation: {', '.join(f'{weight:g}' for weight in weights)}" if weights else ""
 
 
 def plots(results: Results[Options]) -> list[Plot]:
     """Learning curves, the table, and filters with and without dropout."""
-    pictures = [
-        curves(results, list(PAPER), key="error", title="Learning curves", y="test error, %", log=True),
+    chosen = results.chosen(results.options.groups())
+    filters = {method: next((v[-1] for v in chosen.curve(method, "filters").values() if v), None) for method in SHOWN}
+    drawn = pictures([filters], "The sixteen first-layer filters of largest norm")
+    return [
+        curves(chosen, list(PAPER), key="error", title="Learning curves", y="test error, %", log=True),
         bars(compare(results)[: len(PAPER)], title="Regularisers", y="test error, %"),
+        *([drawn] if drawn else []),
     ]
-    drawn = figure(8, 4.2)
-    panels = drawn.subfigures(1, len(SHOWN))
-    for panel, part in zip(panels, SHOWN, strict=True):
-        panel.suptitle(part)
-        found = [v[-1] for v in results.curve(part, "filters").values() if v]
-        for place, axes in enumerate(panel.subplots(4, 4).ravel()):
-            axes.axis("off")
-            if found and place < len(found[0]):
-                axes.imshow(found[0][place], cmap="gray", vmin=-99, vmax=99)
-    alt = f"The sixteen first-layer filters of largest norm: {SHOWN[0]} on the left, {SHOWN[1]} on the right"
-    return [*pictures, Plot("First-layer filters", alt, drawn)]
 
 
 def findings(results: Results[Options]) -> Sequence[str]:
     """Every method against L2."""
-    others = [part for part in PAPER if part != "L2"]
-    return [verdict(results, part, "L2", "error", unit=" points of error", higher=False) for part in others]
+    chosen = results.chosen(results.options.groups())
+    others = [method for method in PAPER if method != "L2"]
+    return [verdict(chosen, method, "L2", "error", unit=" points of error", higher=False) for method in others]
 
 
 experiment = Experiment(
@@ -174,7 +182,8 @@ experiment = Experiment(
         "Networks with two hidden layers of ReLUs on MNIST: weight decay, with L1 towards the end, with a "
         "sparsity penalty; max-norm; dropout with "
         "either; and the product of norms, which the slides connect to dropout. The slides' best networks are "
-        "far wider and train far longer. "
+        "far wider and train far longer. Every method has three candidates for its weight, of which the validation "
+        "images choose one for each seed. "
         "Learning curves, first-layer filters and compactness are the slides' pictures."
     ),
     presets={
@@ -187,5 +196,5 @@ experiment = Experiment(
     compare=compare,
     plots=plots,
     findings=findings,
-    columns=("loss", "error"),
+    columns=("loss", "validation", "error"),
 )

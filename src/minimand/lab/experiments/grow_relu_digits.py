@@ -48,7 +48,8 @@ def parts(options: Options) -> list[Part]:
 
 def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
     """Fit one of them."""
-    (x, labels), (test, answers), classes = options.draw(lab)
+    data = options.draw(lab)
+    (x, labels), (test, answers), classes = data.train, data.test, data.classes
     scale = x.shape[1] ** 0.5
     x, test = x.double().cpu() / scale, test.double().cpu() / scale
     y = F.one_hot(labels.cpu(), classes).double()

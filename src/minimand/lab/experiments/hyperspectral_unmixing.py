@@ -10,7 +10,8 @@ from ...factor import NMF, certify
 from ..context import Lab
 from ..drawing import COLOURS, figure, style
 from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
-from ._factor import certified, encoded, file_of, last, pictures, statuses
+from ..pictures import encoded, pictures
+from ._factor import certified, file_of, last, statuses
 
 GROWN, FIXED, STARTED = "NMF, size grown", "NMF, size given", "NMF, from successive projections"
 SKLEARN, PURE = "scikit-learn's NMF, no penalty", "successive projections"

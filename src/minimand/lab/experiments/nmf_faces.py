@@ -12,7 +12,8 @@ from ...factor import NMF, certify
 from ..context import Lab
 from ..drawing import COLOURS, figure, style
 from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
-from ._factor import certified, encoded, file_of, last, montage, pictures, resized, statuses
+from ..pictures import encoded, montage, pictures
+from ._factor import certified, file_of, last, resized, statuses
 
 OURS = "grown to the certificate"
 SWEEPS = 2000

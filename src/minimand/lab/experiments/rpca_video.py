@@ -12,7 +12,8 @@ from ...factor import RobustPCA
 from ..context import Lab
 from ..drawing import curves
 from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
-from ._factor import certified, encoded, file_of, last, measured, pictures, resized, statuses, thinned
+from ..pictures import encoded, pictures
+from ._factor import certified, file_of, last, measured, resized, statuses, thinned
 from ._reconstruction import photographs
 
 PURSUIT = "principal component pursuit"

@@ -35,7 +35,7 @@ class Options(Images):
         trials: Evaluations of a stochastic network that are averaged.
     """
 
-    epochs: int = 8
+    epochs: int = 6
     iters: int = 10
     tau: float = 0.5
     trials: int = 20
@@ -160,7 +160,7 @@ experiment = Experiment(
     ),
     presets={
         "smoke": Preset(Options("digits", 50, limit=100, enlarge=4, epochs=1, iters=2, trials=2), (0,), 0.1),
-        "laptop": Preset(Options(), (0,), 40),
+        "laptop": Preset(Options(), (0,), 30),
         "paper": Preset(Options(epochs=300), (0, 1, 2), 5000),
     },
     parts=parts,

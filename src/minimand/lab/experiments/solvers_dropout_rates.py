@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from ...solvers import ProxSG
@@ -29,24 +30,56 @@ class Options(Images):
         p: The dropout rates; Prox-SG samples a fraction 1 − p of the inputs.
         networks: lenet is trained from scratch; vgg is trained with dropout p first, and both the baseline and the
             solver are then fine-tuned from there, for the same epochs.
-        epochs: Of training from scratch; the learning rate falls twice, after each third.
+        epochs: Of training LeNet from scratch; the learning rate falls twice, after each third.
+        start: The same of VGG16, before it is fine-tuned.
         finetune: Epochs of fine-tuning, half of them at each rate.
         width: Of VGG16, as a factor.
         batch_norm: Whether VGG16 has batch normalisation.
         iters: Iterations of the solver in LeNet.
         finetune_iters: Iterations of the solver in VGG16.
-        trials: Evaluations of a stochastic network that are averaged.
+        trials: Evaluations of a stochastic LeNet that are averaged.
+        finetune_trials: The same of VGG16.
     """
 
     p: tuple[float, ...] = (0.0, 0.1, 0.5, 0.9, 0.95)
     networks: tuple[str, ...] = ("lenet", "vgg")
     epochs: int = 8
+    start: int = 3
     finetune: int = 2
     width: float = 0.25
     batch_norm: bool = True
     iters: int = 10
     finetune_iters: int = 30
     trials: int = 20
+    finetune_trials: int = 5
+
+
+SMOKE = Options(
+    "digits",
+    50,
+    limit=100,
+    enlarge=4,
+    p=(0.0, 0.9),
+    epochs=1,
+    start=1,
+    finetune=1,
+    width=0.05,
+    iters=2,
+    finetune_iters=2,
+    trials=2,
+    finetune_trials=2,
+    batch_norm=False,
+)
+PROTOCOL = Options(
+    "cifar100",
+    augment=True,
+    networks=("vgg",),
+    start=300,
+    finetune=200,
+    width=1.0,
+    batch_norm=False,
+    finetune_trials=20,
+)
 
 
 def parts(options: Options) -> list[Part]:
@@ -68,7 +101,7 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
     data = options.loaders(lab)
     model = _model(options, network, data, float(rate))
     if method == "start":
-        yield from train(lab, model, data, epochs=options.epochs)
+        yield from train(lab, model, data, epochs=options.start)
         lab.keep("model", model.state_dict())
         return
     tuned = network == "vgg"
@@ -77,8 +110,9 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
     if method == "Prox-SG":
         iters = options.finetune_iters if tuned else options.iters
         model = solved(model, {BLOCK: ProxSG(iters, tau=1 - float(rate))})
-    trials = options.trials if method == "Prox-SG" and float(rate) > 0 else 1
     rates = (1e-3, 1e-4) if tuned else (1e-2, 1e-3, 1e-4)
+    trials = options.finetune_trials if tuned else options.trials
+    trials = trials if method == "Prox-SG" and float(rate) > 0 else 1
     epochs = options.finetune if tuned else options.epochs
     yield from train(lab, model, data, epochs=epochs, rates=rates, trials=trials)
 
@@ -87,7 +121,8 @@ def _model(options: Options, network: str, data: Loaders, p: float) -> nn.Module
     channels, _, size = data.shape
     if network == "lenet":
         return LeNet(data.classes, channels, size, dropout=(0.0, p))
-    return VGG16(data.classes, channels, width=options.width, dropout=(0.5, p), batch_norm=options.batch_norm)
+    net = VGG16(data.classes, channels, width=options.width, dropout=(0.5, p), batch_norm=options.batch_norm)
+    return net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def compare(results: Results[Options]) -> list[Comparison]:
@@ -158,19 +193,13 @@ experiment = Experiment(
         "its own. The network without dropout is the control of every row."
     ),
     presets={
-        "smoke": Preset(
-            Options("digits", 50, limit=100, enlarge=4, p=(0.0, 0.9), epochs=1, finetune=1, width=0.05, iters=2,
-                    finetune_iters=2, trials=2, batch_norm=False), (0,), 0.2,
-        ),
-        "laptop": Preset(Options(), (0, 1, 2), 300),
-        "paper": Preset(
-            Options("cifar100", augment=True, networks=("vgg",), epochs=300, finetune=200, width=1.0, batch_norm=False),
-            (0, 1, 2), 60_000,
-        ),
+        "smoke": Preset(SMOKE, (0,), 0.2),
+        "laptop": Preset(Options(), (0, 1, 2), 280),
+        "paper": Preset(PROTOCOL, (0, 1, 2), 60_000),
     },
     parts=parts,
     run=run,
     compare=compare,
     plots=plots,
     findings=findings,
-)  # fmt: skip
+)

@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Iterator
 
+import torch
+
 from ...nn import convert
 from ...solvers import ProxGD, ProxSG, Solver
 from ...zoo import VGG16
@@ -38,7 +40,7 @@ class Options(Images):
     """
 
     augment: bool = True
-    epochs: int = 12
+    epochs: int = 9
     finetune: int = 2
     width: float = 0.25
     batch_norm: bool = True
@@ -56,6 +58,7 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
     data = options.loaders(lab)
     dropout = (0.0, 0.0) if part == PLAIN else (0.5, 0.5)
     model = VGG16(data.classes, data.shape[0], width=options.width, dropout=dropout, batch_norm=options.batch_norm)
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if part == START:
         yield from train(lab, model, data, epochs=options.epochs)
         lab.keep("model", model.state_dict())
