@@ -6,6 +6,7 @@ import pytest
 
 from minimand.lab.cli import main
 from minimand.lab.registry import experiments
+from minimand.lab.store import read_json
 
 FILE = str(Path(__file__).parent / "cases" / "experiment_file.py")
 
@@ -51,6 +52,14 @@ def test_list_names_everything(capsys: pytest.CaptureFixture[str], monkeypatch: 
         (("run", "solvers-lenet", "--preset", "huge"), "it has smoke, laptop, paper"),
         (("run", "solvers-lenet", "--preset", "smoke", "--epoch", "3"), "--epoch"),
         (("run", "solvers-lenet", "--preset", "smoke", "--dataset", "cifar11"), "there is no dataset named 'cifar11'"),
+        (("run", "--preset", "huge", "solvers-lenet"), "it has smoke, laptop, paper"),
+        (("run", "solvers-lenet", "--preset", "smoke", "--epochs", "-1"), "epochs"),
+        (("run", "solvers-vgg", "--preset", "smoke", "--width", "-1"), "width"),
+        (("run", "solvers-lenet", "--preset", "smoke", "--limit", "-5"), "limit"),
+        (("run", "solvers-lenet", "--preset", "smoke", "--seed", "-1"), "seed"),
+        (("run", "solvers-lenet", "--preset", "smoke", "--threads", "0"), "threads"),
+        (("run", "solvers-dropout-rates", "--preset", "smoke", "--networks", "resnet"), "resnet"),
+        (("run", "solvers-dropout-rates", "--preset", "smoke", "--p", "0.0", "1.0"), "1.0"),
         (("report", "--out", "nowhere"), "there is no directory nowhere"),
         (("bench",), "there is no folder benchmarks here"),
     ],
@@ -76,6 +85,17 @@ def test_missing_data_say_where_they_should_lie(capsys: pytest.CaptureFixture[st
     status, text = answer(capsys, "run", "solvers-lenet", "--preset", "laptop", *arguments)
     assert status == 2
     assert "cifar-10-batches-bin" in text
+
+
+def test_options_may_stand_before_the_name(tmp_path: Path) -> None:
+    call("run", "--preset", "smoke", "--out", str(tmp_path), "--jobs", "1", "--epochs", "1", "--seed", "3", FILE)
+    assert read_json(tmp_path / "user-made" / "smoke" / "result.json")["seeds"] == [3]
+
+
+def test_demo_ends_in_the_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    call("demo", "--preset", "smoke", "--out", str(tmp_path), "--jobs", "1")
+    assert f"Report: {tmp_path / 'report.html'}" in capsys.readouterr().out.replace("\n", "")
+    assert "dropout-digits" in (tmp_path / "report.html").read_text()
 
 
 def test_a_run_by_path_ends_in_a_result_and_a_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

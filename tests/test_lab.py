@@ -43,8 +43,8 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_killed_run_resumes_to_the_same_numbers(tmp_path: Path, uninterrupted: Path) -> None:
     directory = tmp_path / "user-made" / "smoke"
-    for lines in (1, 5, 12):
-        process = subprocess.Popen(command(tmp_path, "--jobs", "1", "--resume"), stdout=subprocess.DEVNULL)
+    for lines, jobs in ((1, "1"), (5, "2"), (12, "1")):
+        process = subprocess.Popen(command(tmp_path, "--jobs", jobs, "--resume"), stdout=subprocess.DEVNULL)
         while process.poll() is None:
             written = sum(len(path.read_bytes().splitlines()) for path in directory.glob("**/metrics.jsonl"))
             if written >= lines:
@@ -54,7 +54,7 @@ def test_a_killed_run_resumes_to_the_same_numbers(tmp_path: Path, uninterrupted:
                 break
             time.sleep(0.002)
         assert process.wait() == -signal.SIGKILL
-    subprocess.run(command(tmp_path, "--jobs", "1", "--resume"), check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command(tmp_path, "--jobs", "2", "--resume"), check=True, stdout=subprocess.DEVNULL)
     assert numbers(directory) == numbers(uninterrupted)
     assert read_json(directory / "result.json")["complete"]
 
@@ -92,6 +92,44 @@ def test_seeds_are_added_and_other_options_refused_on_resuming(tmp_path: Path) -
     other = find(FILE).presets["smoke"].options.__class__(epochs=2, limit=80)
     with pytest.raises(OptionError, match="epochs=1 there, 2 now"):
         run(Setting(FILE, "smoke", other, (0,), tmp_path, jobs=1, resume=True))
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_two_runs_do_not_share_a_directory(tmp_path: Path, resume: bool) -> None:
+    process = subprocess.Popen(command(tmp_path, "--jobs", "1"), stdout=subprocess.DEVNULL)
+    directory = tmp_path / "user-made" / "smoke"
+    while not (directory / "protocol.json").is_file():
+        assert process.poll() is None
+        time.sleep(0.01)
+    with pytest.raises(OptionError, match="another process is running"):
+        run(Setting(FILE, "smoke", out=tmp_path, resume=resume))
+    assert [path.name for path in directory.parent.iterdir() if not path.name.startswith(".")] == ["smoke"]
+    process.kill()
+    process.wait()
+
+
+def test_workers_go_with_their_parent(tmp_path: Path) -> None:
+    process = subprocess.Popen(command(tmp_path, "--jobs", "2"), stdout=subprocess.DEVNULL)
+    while not list(tmp_path.glob("**/metrics.jsonl")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    children = [int(word) for word in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    assert children
+    process.kill()
+    process.wait()
+    for _ in range(500):
+        if not any(_runs(child) for child in children):
+            return
+        time.sleep(0.01)
+    pytest.fail(f"of {children} some still run")
+
+
+def _runs(number: int) -> bool:
+    status = Path(f"/proc/{number}/stat")
+    try:
+        return status.read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_an_earlier_run_is_moved_aside_not_lost(tmp_path: Path) -> None:
@@ -158,6 +196,9 @@ def test_a_line_cut_off_was_never_written(tmp_path: Path) -> None:
     ("ours", "theirs", "says"),
     [
         ((90.0, 91.0, 92.0), (80.0, 81.5, 82.0), "beats"),
+        ((90.0, 91.0), (80.0, 81.5), "beats"),
+        ((90.0, 95.0), (80.0, 81.0), "too few seeds"),
+        ((90.0, 92.0, 94.0), (88.0, 91.0, 90.0), "too few seeds"),
         ((80.0, 81.5, 82.0), (90.0, 91.0, 92.0), "loses to"),
         ((80.0, 90.0, 82.0), (81.0, 81.0, 84.0), "no claim"),
         ((90.0,), (80.0,), "no claim"),

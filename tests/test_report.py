@@ -1,5 +1,6 @@
 """Law: the report is one page that a browser shows without a complaint, with its pictures, on a phone, too."""
 
+import html
 import json
 import re
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from minimand.lab.registry import find
 from minimand.lab.report import markdown, write_report
 from minimand.lab.runner import Setting, run
 from minimand.lab.store import read_json, write_json
@@ -74,14 +76,24 @@ def test_a_browser_shows_it(runs: Path, tmp_path: Path, width: int) -> None:
       button.click();
       found.down = column();
       found.pictures = [...document.querySelectorAll("figure svg")].map((svg) => svg.getBoundingClientRect().width);
+      found.letters = Math.min(...[...document.querySelectorAll("figure svg text")]
+        .map((text) => text.getBoundingClientRect().height).filter((height) => height > 0));
       found.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
       document.body.insertAdjacentHTML("beforeend", "<pre id=found>" + JSON.stringify(found) + "</pre>");
     });
     </script></body>"""
+    whole = (runs / "report.html").read_text().replace("</body>", check)
+    # A window is never narrower than 500 pixels; a frame in it is.
+    framed = f"""<!doctype html><iframe width="{width}" height="900" srcdoc="{html.escape(whole)}"></iframe><script>
+    window.addEventListener("load", () => {{
+      const inner = document.querySelector("iframe").contentDocument;
+      document.body.append(inner.querySelector("#found"));
+    }});
+    </script>"""
     page = tmp_path / "page.html"
-    page.write_text((runs / "report.html").read_text().replace("</body>", check))
+    page.write_text(framed)
     call = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    call += ["--enable-logging=stderr", f"--window-size={width},900", "--dump-dom", page.as_uri()]
+    call += ["--enable-logging=stderr", f"--window-size={width + 60},1000", "--dump-dom", page.as_uri()]
     done = subprocess.run(call, capture_output=True, text=True, timeout=120)
     complaints = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert complaints == []
@@ -91,6 +103,7 @@ def test_a_browser_shows_it(runs: Path, tmp_path: Path, width: int) -> None:
     assert found["sort"] == "ascending"
     assert len(found["pictures"]) == 5
     assert min(found["pictures"]) > 250
+    assert found["letters"] > 9
     assert found["wide"] <= 0
 
 
@@ -117,7 +130,12 @@ def test_contrast_of_text_in_both_schemes() -> None:
 def test_markdown_has_the_same_rows(runs: Path) -> None:
     text = markdown(runs)
     assert "## dropout-digits (smoke)" in text
-    assert "## dropout-digits (laptop)" in text
+    assert "`minimand run dropout-digits --preset smoke`;" in text
+    # What differs from the preset is said, and is part of how to run it again.
+    options, usual = (find("dropout-digits").presets[name].options for name in ("smoke", "laptop"))
+    assert options.epochs != usual.epochs
+    assert re.search(rf"## dropout-digits \(laptop, .*epochs = {options.epochs}", text)
+    assert re.search(rf"minimand run dropout-digits --preset laptop .*--epochs {options.epochs}", text)
     assert "**Not complete:**" in text
     assert re.search(r"\| no dropout \| – \| [\d.]+% ± [\d.]+ \| 2 \| control \|", text)
 

@@ -20,6 +20,13 @@ def test_parameter_counts_are_the_publications():
     assert _size(VGG16()) == 15_245_130
 
 
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_the_output_of_vgg_depends_on_its_input_from_the_start(batch_norm):
+    torch.manual_seed(0)
+    logits = VGG16(width=0.25, batch_norm=batch_norm).eval()(torch.randn(16, 3, 32, 32))
+    assert logits.std(0).mean() > 1e-3
+
+
 @pytest.mark.parametrize(
     ("net", "rules", "taus"),
     [

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import torch
 from torch import nn
 
 from minimand.data import CropFlip
@@ -41,7 +42,10 @@ def run(options, part, lab):
     )
     if part == "second":
         model.load_state_dict(lab.kept("first", "model"))
-    yield from train(lab, model, data, epochs=options.epochs, rates=(5e-2, 5e-3), trials=2)
+    drawn = lab.generator(1)
+    for record in train(lab, model, data, epochs=options.epochs, rates=(5e-2, 5e-3), trials=2):
+        # Drawn within the loop: after an interruption it has to go on where it was.
+        yield {**record, "drawn": float(torch.rand((), generator=drawn))}
     lab.keep("model", model.state_dict())
 
 

@@ -103,6 +103,7 @@ def _not_there(record: Record, source: Files, directory: Path, absent: list[str]
     by_hand = source.remotes[0].addresses[0] if source.archive else source.remotes[0].addresses[0].rpartition("/")[0]
     return DataError(
         f"{record.title} {what}: {directory / source.folder} should hold {', '.join(every)}{packed}; "
-        f'get it by load("{record.name}", download=True) ({source.size / 1e6:.0f} MB) or by hand from {by_hand}, '
-        f"or name another directory by data_dir= or MINIMAND_DATA"
+        f'get it by load("{record.name}", download=True), --download on the command line '
+        f"({source.size / 1e6:.0f} MB), or by hand from {by_hand}, or name another directory by data_dir= "
+        f"(--data-dir) or MINIMAND_DATA"
     )

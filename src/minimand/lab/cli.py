@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from .progress import Display
 from .registry import experiments, find
 from .runner import Setting
 from .runner import run as run_setting
+from .store import atomically
 
 __all__ = ["main"]
 
@@ -109,7 +111,8 @@ def report(
         )
     path = write_report(out, file)
     if markdown is not None:
-        markdown.write_text(as_markdown(out), encoding="utf-8")
+        with atomically(markdown) as written:
+            written.write(as_markdown(out).encode())
     Console().print(f"Report: {path}", soft_wrap=True)
     if open:
         import webbrowser
@@ -117,7 +120,7 @@ def report(
         webbrowser.open(path.absolute().as_uri())
 
 
-def demo(out: Path = Path("runs"), jobs: int | None = None) -> None:
+def demo(out: Path = Path("runs"), jobs: int | None = None, preset: PresetName = "laptop") -> None:
     """The main job on bundled data: a network with heavy dropout, plain and converted; ends with the report.
 
     Example: minimand demo
@@ -125,6 +128,7 @@ def demo(out: Path = Path("runs"), jobs: int | None = None) -> None:
     Args:
         out: The directory of all runs.
         jobs: Parallel processes; by default one a core.
+        preset: The scale; laptop takes one to two minutes.
     """
     from rich.console import Console
 
@@ -132,7 +136,7 @@ def demo(out: Path = Path("runs"), jobs: int | None = None) -> None:
 
     console = Console()
     for name in ("layer-convergence", "dropout-digits"):
-        path = run_setting(Setting(name, "laptop", out=out, jobs=jobs), Display(console))
+        path = run_setting(Setting(name, preset, out=out, jobs=jobs), Display(console))
         _summary(path, console)
     console.print(f"Report: {write_report(out)}", soft_wrap=True)
 
@@ -167,18 +171,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "bench": bench,
     }
     try:
-        if given[:1] == ["run"] and len(given) > 1 and not given[1].startswith("-"):
-            _run(given[1:])
+        if given[:1] == ["run"] and (ordered := _name_first(given[1:])):
+            _run(ordered)
         else:
             tyro.extras.subcommand_cli_from_dict(commands, prog="minimand", description=__doc__, args=given)
     except MinimandError as error:
         _complain(error)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
-        again = " ".join(["minimand", *given, *([] if "--resume" in given else ["--resume"])])
+        again = shlex.join(["minimand", *given, *([] if "--resume" in given else ["--resume"])])
         hint = f"; go on with: {again}" if given[:1] == ["run"] else ""
         _complain(f"interrupted{hint}")
         raise SystemExit(130) from None
+
+
+def _name_first(given: list[str]) -> list[str] | None:
+    """The experiment's name, wherever it stands, before its options; None where there is none."""
+    if given and not given[0].startswith("-"):
+        return given
+    known = {experiment.name for experiment in experiments()}
+    place = next((i for i, word in enumerate(given) if word in known or word.endswith(".py")), None)
+    return None if place is None else [given[place], *given[:place], *given[place + 1 :]]
 
 
 def _complain(what: object) -> None:

@@ -1,8 +1,6 @@
 """What a part of an experiment works with: its seed, device and data, resumable epochs, and files of its own."""
 
 import dataclasses
-import multiprocessing
-import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -88,6 +86,7 @@ class Lab:
         self._before = 0.0
         self._looped = False
         self._epoch, self._total = 0, 1
+        self._generators: list[torch.Generator] = []
 
     # Data ----------------------------------------------------------------------------------------
 
@@ -96,8 +95,13 @@ class Lab:
         return load(dataset, self.data_dir, download=self.download, progress=self.rank == 0)
 
     def generator(self, stream: int = 0) -> torch.Generator:
-        """A generator of the run's seed; streams of different numbers are independent."""
-        return torch.Generator().manual_seed(self.seed + 1_000_003 * (stream + 1))
+        """A generator of the run's seed; streams of different numbers are independent.
+
+        One that is made before the loop of epochs goes on where it was when a run is resumed.
+        """
+        made = torch.Generator().manual_seed(self.seed + 1_000_003 * (stream + 1))
+        self._generators.append(made)
+        return made
 
     def batches(
         self,
@@ -169,7 +173,6 @@ class Lab:
             now = time.monotonic()
             if count and now - last > 0.3:
                 last = now
-                self._alive()
                 self.notify(self._epoch + (number + 1) / count, self._total)
 
     @property
@@ -179,7 +182,6 @@ class Lab:
 
     def record(self, metrics: Metrics) -> dict[str, Any]:
         """Append a record to the part's file, with its time; the runner does it for whatever ``run`` yields."""
-        self._alive()
         record = {**metrics, "seconds": round(self.seconds, 2)}
         if self.rank == 0:
             self._records.append(record)
@@ -207,15 +209,8 @@ class Lab:
 
     # Checkpoints ---------------------------------------------------------------------------------
 
-    def _alive(self) -> None:
-        """A worker whose parent was killed stops: the run may have been resumed by another."""
-        parent = multiprocessing.parent_process()
-        if parent is not None and not parent.is_alive():
-            os._exit(1)
-
     def _save(self, done: int, states: Mapping[str, nn.Module | Stateful]) -> None:
-        self._alive()
-        own = _random_state(self.device)
+        own = {**_random_state(self.device), "generators": [made.get_state() for made in self._generators]}
         everyone: list[Any] = [own]
         if self.world > 1:
             everyone = [None] * self.world
@@ -257,7 +252,10 @@ class Lab:
         self._before = checkpoint["seconds"]
         self._begin = time.perf_counter()
         if self.rank < len(checkpoint["random"]):
-            _set_random_state(checkpoint["random"][self.rank], self.device)
+            drawn = checkpoint["random"][self.rank]
+            _set_random_state(drawn, self.device)
+            for made, position in zip(self._generators, drawn["generators"], strict=False):
+                made.set_state(position.cpu())
         return int(checkpoint["epochs"])
 
 

@@ -2,11 +2,14 @@
 
 import contextlib
 import dataclasses
+import os
 import queue
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from threadpoolctl import threadpool_limits
 
 from ..errors import MinimandError, MissingExtra, OptionError
 from .context import Lab
@@ -44,7 +48,7 @@ def execute(setting: Setting, directory: Path, job: Job, notify: Callable[[Event
         world=world,
         notify=lambda done, total: notify(Event(job.part.name, job.seed, done, total)),
     )
-    with _tensorboard(setting, lab) as log:
+    with threadpool_limits(setting.threads), _tensorboard(setting, lab) as log:
         for metrics in experiment.run(setting.options, job.part.name, lab):
             record = lab.record(metrics)
             log(record)
@@ -122,6 +126,15 @@ _events: Any = None
 def _start_worker(events: Any) -> None:
     global _events
     _events = events
+    threading.Thread(target=_follow_parent, daemon=True).start()
+
+
+def _follow_parent() -> None:
+    """A worker whose parent was killed stops at once: the run may have been resumed by another."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
 
 
 def _work(setting: Setting, options: dict[str, Any], directory: Path, job: Job) -> None:

@@ -42,7 +42,7 @@ def write_result(experiment: Experiment[Any], setting: Setting, directory: Path,
         records.setdefault(job.part.name, {})[str(job.seed)] = lines
     result = {
         "experiment": experiment.name,
-        "file": setting.name if setting.name.endswith(".py") else None,
+        "file": str(Path(setting.name).resolve()) if setting.name.endswith(".py") else None,
         "source": experiment.source,
         "preset": setting.preset,
         "options": options_of(setting),

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import OptionError
+from ..solvers.base import require_count
 from .experiment import Experiment, Part
 from .jobs import in_parallel, in_turn
 from .progress import Display, Event
@@ -28,12 +29,13 @@ def run(setting: Setting, display: Display | None = None) -> Path:
     setting = dataclasses.replace(
         setting,
         options=preset.options if setting.options is None else setting.options,
-        seeds=setting.seeds or preset.seeds,
+        seeds=tuple(dict.fromkeys(setting.seeds or preset.seeds)),
     )
     assert setting.seeds is not None
+    _check(setting)
     display = display or Display(quiet=True)
-    directory = directory_of(setting.out, experiment, setting.preset)
-    with _processes() as (rank, world):
+    directory = directory_of(setting.out, experiment, setting)
+    with _processes() as (rank, world), _locked(directory, rank):
         parts = list(experiment.parts(setting.options))
         _check_parts(experiment, parts)
         if rank == 0:
@@ -44,7 +46,7 @@ def run(setting: Setting, display: Display | None = None) -> Path:
             setting = dataclasses.replace(setting, seeds=everyone[0])
         assert setting.seeds is not None
         jobs = [Job(part, seed) for seed in setting.seeds for part in parts]
-        with _locked(directory, rank), display.of(experiment, len(jobs)):
+        with display.of(experiment, len(jobs)):
             for job in _undone(jobs, directory, display):
                 _forget_unresumable(directory / job.folder)
             waiting = [job for job in jobs if not is_done(directory, job)]
@@ -59,6 +61,14 @@ def run(setting: Setting, display: Display | None = None) -> Path:
             if rank == 0:
                 write_result(experiment, setting, directory, jobs)
     return directory / RESULT
+
+
+def _check(setting: Setting) -> None:
+    require_count("threads", setting.threads)
+    if setting.jobs is not None:
+        require_count("jobs", setting.jobs)
+    if min(setting.seeds or (0,)) < 0:
+        raise OptionError(f"a seed is a whole number ≥ 0, got {min(setting.seeds or (0,))}")
 
 
 def _check_parts(experiment: Experiment[Any], parts: list[Part]) -> None:
@@ -143,8 +153,9 @@ def _locked(directory: Path, rank: int) -> Iterator[None]:
     if rank:
         yield
         return
-    directory.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(directory / ".lock")
+    # Beside the directory, which may be moved aside.
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(directory.with_name(f".{directory.name}.lock"))
     try:
         lock.acquire(timeout=0)
     except Timeout:

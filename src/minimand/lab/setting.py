@@ -56,9 +56,11 @@ class Job(NamedTuple):
         return Path(f"seed-{self.seed}") / slug(self.part.name)
 
 
-def directory_of(out: Path, experiment: Experiment[Any], preset: str) -> Path:
-    """Where the runs of an experiment at a scale lie."""
-    return out / slug(experiment.name) / preset
+def directory_of(out: Path, experiment: Experiment[Any], setting: Setting) -> Path:
+    """Where the runs of an experiment at a scale lie; another dataset than the preset's has its own."""
+    usual = getattr(experiment.preset(setting.preset).options, "dataset", None)
+    dataset = getattr(setting.options, "dataset", usual)
+    return out / slug(experiment.name) / (setting.preset if dataset == usual else f"{setting.preset}-{dataset}")
 
 
 def options_of(setting: Setting) -> dict[str, Any]:

@@ -60,6 +60,11 @@ class VGG16(nn.Module):
             nn.ReLU(),
             nn.Linear(hidden, classes),
         )
+        # Torch's own start shrinks the signal to nothing over thirteen convolutions without batch normalisation.
+        for layer in self.features:
+            if isinstance(layer, nn.Conv2d):
+                nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+                nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -9,10 +10,12 @@ from ...data import Augmentation, CropFlip, registry
 from ...errors import OptionError
 from ...nn import convert
 from ...solvers import Solver
+from ...solvers.base import require_count
 from ..context import Lab
+from ..experiment import Results
 from ..training import Loaders, loaders
 
-__all__ = ["Images", "solved"]
+__all__ = ["Images", "solved", "trials"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +36,15 @@ class Images:
     limit: int = 0
     enlarge: int = 1
 
+    def __post_init__(self) -> None:
+        counts = {"batch", "enlarge", "epochs", "start", "finetune", "iters", "finetune_iters", "trials"}
+        for name in sorted(counts & {field.name for field in dataclasses.fields(self)}):
+            require_count(name, getattr(self, name))
+        if self.limit < 0:
+            raise OptionError(f"limit is a number of images, or 0 for all, got {self.limit}")
+        if not getattr(self, "width", 1.0) > 0:
+            raise OptionError(f"width is a factor > 0, got {getattr(self, 'width', None)}")
+
     def loaders(self, lab: Lab) -> Loaders:
         """Batches of the three splits."""
         augment: Augmentation | None = CropFlip() if self.augment else None
@@ -43,6 +55,13 @@ class Images:
         if self.dataset not in registry:
             raise OptionError(f"there is no dataset named {self.dataset!r}; there are {', '.join(registry)}")
         return numbers.get(self.dataset)
+
+
+def trials(results: Results[Any], part: str, *said: str) -> str:
+    """A note: the spread of a stochastic network over its trials, seed by seed, after what else is to be said."""
+    spreads = results.final(part, "trials_std")
+    shown = [f"± {', '.join(f'{spread:.2f}' for spread in spreads)} over trials"] if spreads else []
+    return "; ".join([*filter(None, said), *shown])
 
 
 def solved(model: nn.Module, rules: Mapping[str, Solver]) -> nn.Module:

@@ -159,10 +159,12 @@ def plots(results: Results[Options]) -> list[Plot]:
     """Learning curves, the table, and filters with and without dropout."""
     chosen = results.chosen(results.options.groups())
     filters = {method: next((v[-1] for v in chosen.curve(method, "filters").values() if v), None) for method in SHOWN}
+    ranks = [Comparison(method, None, chosen.final(method, "effective_rank"), "", 1) for method in PAPER]
     drawn = pictures([filters], "The sixteen first-layer filters of largest norm")
     return [
         curves(chosen, list(PAPER), key="error", title="Learning curves", y="test error, %", log=True),
         bars(compare(results)[: len(PAPER)], title="Regularisers", y="test error, %"),
+        bars(ranks, title="Compactness of the first layer", y="effective rank, (Σσ)² / Σσ²"),
         *([drawn] if drawn else []),
     ]
 

@@ -2,10 +2,12 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from torch import nn
 
+from ...errors import OptionError
 from ...solvers import ProxSG
 from ...zoo import VGG16, LeNet
 from ..comparing import mean_std, verdict
@@ -13,7 +15,7 @@ from ..context import Lab
 from ..drawing import COLOURS, curves, figure, style
 from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ..training import Loaders, train
-from ._solvers import Images, solved
+from ._solvers import Images, solved, trials
 
 # Baseline and Prox-SG with VGG16 on CIFAR-100.
 PAPER = {0.0: (70.57, 70.87), 0.1: (70.56, 70.51), 0.5: (70.27, 70.95), 0.9: (68.34, 69.19), 0.95: (30.61, 67.42)}
@@ -42,7 +44,7 @@ class Options(Images):
     """
 
     p: tuple[float, ...] = (0.0, 0.1, 0.5, 0.9, 0.95)
-    networks: tuple[str, ...] = ("lenet", "vgg")
+    networks: tuple[Literal["lenet", "vgg"], ...] = ("lenet", "vgg")
     epochs: int = 8
     start: int = 3
     finetune: int = 2
@@ -52,6 +54,11 @@ class Options(Images):
     finetune_iters: int = 30
     trials: int = 20
     finetune_trials: int = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not all(0 <= p < 1 for p in self.p):
+            raise OptionError(f"a dropout rate p is in [0, 1), got {', '.join(map(str, self.p))}")
 
 
 SMOKE = Options(
@@ -111,10 +118,10 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
         iters = options.finetune_iters if tuned else options.iters
         model = solved(model, {BLOCK: ProxSG(iters, tau=1 - float(rate))})
     rates = (1e-3, 1e-4) if tuned else (1e-2, 1e-3, 1e-4)
-    trials = options.finetune_trials if tuned else options.trials
-    trials = trials if method == "Prox-SG" and float(rate) > 0 else 1
+    count = options.finetune_trials if tuned else options.trials
+    count = count if method == "Prox-SG" and float(rate) > 0 else 1
     epochs = options.finetune if tuned else options.epochs
-    yield from train(lab, model, data, epochs=epochs, rates=rates, trials=trials)
+    yield from train(lab, model, data, epochs=epochs, rates=rates, trials=count)
 
 
 def _model(options: Options, network: str, data: Loaders, p: float) -> nn.Module:
@@ -135,6 +142,9 @@ def compare(results: Results[Options]) -> list[Comparison]:
                 given = None if paper is None else results.options.paper({"cifar100": paper})
                 values = results.final(f"{network} p = {p} {method}", "test")
                 note = "no dropout: the control" if p == 0 and method == "baseline" else ""
+                if paper is not None and given is None:
+                    note = "; ".join(filter(None, [note, f"source, full width on CIFAR-100: {paper}%"]))
+                note = trials(results, f"{network} p = {p} {method}", note)
                 rows.append(Comparison(f"{network}, p = {p}, {method}", given, values, "%", note=note))
     return rows
 
@@ -168,9 +178,16 @@ def _over_rates(results: Results[Options], network: str) -> Plot:
 
 
 def findings(results: Results[Options]) -> list[str]:
-    """Who beats whom at each rate, and the control."""
+    """Who beats whom at each rate, and the control; how many rows have the paper's sign."""
     said = []
     for network in results.options.networks:
+        gaps = {p: results.paired(f"{network} p = {p} Prox-SG", f"{network} p = {p} baseline", "test") for p in PAPER}
+        measured = {p: mean_std(gap)[0] for p, gap in gaps.items() if gap}
+        alike = [p for p, gap in measured.items() if (gap > 0) == (PAPER[p][1] > PAPER[p][0])]
+        if measured:
+            rest = ", ".join(f"{p:g}" for p in measured if p not in alike)
+            missed = f", not for p = {rest}" if rest else ""
+            said.append(f"{network}: the mean has the paper's sign in {len(alike)} of {len(measured)} rows{missed}.")
         for p in results.options.p:
             said.append(verdict(results, f"{network} p = {p} Prox-SG", f"{network} p = {p} baseline"))
         if 0.0 in results.options.p:

@@ -13,7 +13,7 @@ from ..context import Lab
 from ..drawing import bars, curves
 from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ..training import train
-from ._solvers import Images
+from ._solvers import Images, trials
 
 START, CONTROL, PLAIN = "VGG16", "VGG16 fine-tuned", "VGG16 fine-tuned without dropout"
 BLOCKS = {"VGG16-Prox-SG-ND-D": (False, True), "VGG16-Prox-SG-D-D": (True, True), "VGG16-Prox-GD": (False, True)}
@@ -22,6 +22,11 @@ PAPER = {
     "VGG16-Prox-SG-ND-D": {"cifar10": 92.44, "cifar100": 70.95},
     "VGG16-Prox-SG-D-D": {"cifar10": 92.57, "cifar100": 70.44},
     "VGG16-Prox-GD": {"cifar10": 92.80, "cifar100": 71.10},
+}
+
+PAPER_SPREAD = {
+    "cifar10": {"VGG16-Prox-SG-ND-D": 0.028, "VGG16-Prox-SG-D-D": 0.029},
+    "cifar100": {"VGG16-Prox-SG-ND-D": 0.042, "VGG16-Prox-SG-D-D": 0.077},
 }
 
 
@@ -67,8 +72,8 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
     stochastic = "Prox-SG" in part
     if part in BLOCKS:
         model = _converted(model, part, options.iters)
-    trials = options.trials if stochastic else 1
-    yield from train(lab, model, data, epochs=options.finetune, rates=(1e-3, 1e-4), trials=trials)
+    count = options.trials if stochastic else 1
+    yield from train(lab, model, data, epochs=options.finetune, rates=(1e-3, 1e-4), trials=count)
 
 
 def _converted(model: VGG16, part: str, iters: int) -> VGG16:
@@ -82,13 +87,14 @@ def _converted(model: VGG16, part: str, iters: int) -> VGG16:
 def compare(results: Results[Options]) -> list[Comparison]:
     """Test accuracy beside the paper's."""
     notes = {CONTROL: "the control that the paper omits", PLAIN: "a control: the dropout taken out"}
+    notes |= {part: f"source ± {spread}" for part, spread in PAPER_SPREAD.get(results.options.dataset, {}).items()}
     return [
         Comparison(
             part,
             results.options.paper(PAPER.get(part, {})),
             results.final(part, "test"),
             "%",
-            note=notes.get(part, ""),
+            note=trials(results, part, notes.get(part, "")),
         )
         for part in (START, CONTROL, PLAIN, *BLOCKS)
     ]

@@ -9,7 +9,7 @@ __all__ = ["markdown"]
 
 def markdown(out: Path) -> str:
     """All results below ``out``, paper and measured side by side; presets are never mixed."""
-    found, _ = sections(out, pictures=False)
+    found, problems = sections(out, pictures=False)
     head = [
         "# Results",
         "",
@@ -17,11 +17,12 @@ def markdown(out: Path) -> str:
         "standard deviation over seeds. The source's number was measured at the source's scale; ours at the preset's.",
         "",
     ]
-    return "\n".join([*head, *(line for section in found for line in _section(section))])
+    left_out = [f"**{problem}**\n" for problem in problems]
+    return "\n".join([*head, *left_out, *(line for section in found for line in _section(section))])
 
 
 def _section(section: Section) -> list[str]:
-    lines = [f"## {section.name} ({section.preset})", "", f"{section.title}. Source: {section.source}.", ""]
+    lines = [f"## {section.name} ({section.scale})", "", f"{section.title}. Source: {section.source}.", ""]
     if not section.complete:
         lines += ["**Not complete:** some parts or seeds have not been run.", ""]
     if section.rows:

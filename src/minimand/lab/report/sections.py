@@ -4,6 +4,7 @@ import dataclasses
 import io
 import math
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ class Section:
     source: str
     about: str
     preset: str
+    changed: dict[str, Any]
     complete: bool
     rows: list[Row]
     findings: list[str]
@@ -59,18 +61,23 @@ class Section:
     @property
     def anchor(self) -> str:
         """The section's id in the page."""
-        return f"{self.name}-{self.preset}"
+        return f"{self.name}-{self.preset}" + (f"-{self.changed['dataset']}" if "dataset" in self.changed else "")
+
+    @property
+    def scale(self) -> str:
+        """The preset, and what differs from it."""
+        return ", ".join([self.preset, *(f"{key} = {_plain(value)}" for key, value in self.changed.items())])
 
 
 def sections(out: Path, *, pictures: bool = True) -> tuple[list[Section], list[str]]:
     """A section for every result below ``out``, and a sentence for every one that cannot be read."""
     found, problems = [], []
     for path in sorted(out.glob("*/*/result.json")):
-        if path.parent.name not in PRESETS:
+        if path.parent.name.split("-")[0] not in PRESETS or ".old" in path.parent.name:
             continue
         try:
             found.append(section(path.parent, pictures=pictures))
-        except (MinimandError, KeyError, TypeError) as error:
+        except (MinimandError, AttributeError, KeyError, TypeError, ValueError) as error:
             problems.append(f"{path} is left out: {error}")
     return found, problems
 
@@ -78,7 +85,14 @@ def sections(out: Path, *, pictures: bool = True) -> tuple[list[Section], list[s
 def section(directory: Path, *, pictures: bool = True) -> Section:
     """The section of one result file."""
     experiment, results, stored = read_results(directory)
-    place = f"{experiment.name}-{results.preset}"
+    place = f"{experiment.name}-{directory.name}"
+    preset = experiment.preset(results.preset)
+    usual = dataclasses.asdict(preset.options)
+    changed = {key: value for key, value in dataclasses.asdict(results.options).items() if value != usual[key]}
+    again = ["minimand", "run", stored.get("file") or experiment.name, "--preset", results.preset]
+    again += [word for key, value in changed.items() for word in _flag(key, value)]
+    if tuple(stored["seeds"]) != preset.seeds:
+        again += ["--seed", *map(str, stored["seeds"])]
     plots = experiment.plots(results) if pictures else ()
     drawn = [_picture(plot, f"{place}-{number}-") for number, plot in enumerate(plots, 1)]
     return Section(
@@ -87,13 +101,22 @@ def section(directory: Path, *, pictures: bool = True) -> Section:
         experiment.source,
         experiment.about,
         results.preset,
+        changed,
         stored["complete"],
         [_row(comparison) for comparison in experiment.compare(results)],
         list(experiment.findings(results)),
         drawn,
         _protocol(stored),
-        f"minimand run {stored.get('file') or experiment.name} --preset {results.preset}",
+        shlex.join(again),
     )
+
+
+def _flag(key: str, value: Any) -> list[str]:
+    """An option as on the command line."""
+    name = key.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    return [f"--{name}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
 
 
 def _number(value: float, digits: int, unit: str) -> str:
@@ -107,7 +130,7 @@ def _row(comparison: Comparison) -> Row:
     values = list(comparison.measured)
     if values:
         mean, spread = mean_std(values)
-        order = mean
+        order = mean if math.isfinite(mean) else -math.inf
         measured = _number(mean, comparison.digits, comparison.unit)
         if math.isfinite(mean) and len(values) > 1:
             measured += f" ± {spread:.{comparison.digits}f}"
@@ -132,7 +155,7 @@ def _protocol(stored: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _plain(value: Any) -> str:
-    return " / ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return " / ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _picture(plot: Plot, prefix: str) -> Picture:
