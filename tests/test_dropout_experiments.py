@@ -3,9 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from minimand.factor import DropoutFactorization
 from minimand.lab.experiment import Experiment, Results
+from minimand.lab.experiments._dropout import followed
 from minimand.lab.progress import Display
 from minimand.lab.runner import Setting, read_results, run
 
@@ -41,12 +44,17 @@ def _variable_rate_ignores_the_size(results: Results[Any]) -> None:
     assert closed[-1] == pytest.approx(closed[0], rel=0.05)
     fixed = next(iter(results.curve("fixed rate", "nuclear").values()))
     assert fixed[-1] > closed[-1]
+    ranks = {rate: results.final(f"closed form, {rate} rate", "rank")[0] for rate in ("fixed", "variable")}
+    assert ranks["fixed"] > ranks["variable"] >= results.options.rank
 
 
 def _dropout_equalises(results: Results[Any]) -> None:
     for size in results.options.sizes:
-        ours, control = (results.final(f"{m}, r = {size}", "unequal")[0] for m in ("dropout", "no dropout"))
-        assert ours < 0.3
+        ours, expected, control = (
+            results.final(f"{m}, r = {size}", "unequal")[0] for m in ("dropout", "dropout's expectation", "no dropout")
+        )
+        assert expected < 0.01
+        assert expected < ours < 0.3
         assert ours < control
 
 
@@ -122,3 +130,12 @@ def _works_with_nothing_measured(experiment: Experiment[Any], results: Results[A
     assert not any(row.measured for row in experiment.compare(empty))
     experiment.plots(empty)
     experiment.findings(empty)
+
+
+def test_the_excess_over_a_minimum_of_zero_is_a_share_of_the_data() -> None:
+    Y = np.random.default_rng(0).normal(size=(5, 3))
+    model = DropoutFactorization(3, 0.0, method="gradient", max_iter=30, random_state=0)
+    records = list(followed(Y, model))
+    assert model.optimum_ < 1e-20
+    assert records[0]["excess"] == pytest.approx(model.history_[0] / (Y**2).sum())
+    assert records[-1]["excess"] == pytest.approx(model.objective_ / (Y**2).sum())

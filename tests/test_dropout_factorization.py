@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from sklearn.exceptions import SkipTestWarning
 from sklearn.utils.estimator_checks import check_estimator
 
-from minimand.errors import OptionError, ShapeError
+from minimand.errors import CapabilityError, OptionError, ShapeError
 from minimand.factor import DropoutFactorization, dropout_optimum, equalize, nuclear_squared
 from minimand.factor.dropout import dropout_objective, dropout_sample, dropout_weight, variable_rate
-from minimand.factor.dropout.equalize import _hadamard, equalizing_rotation
+from minimand.factor.dropout.equalize import _hadamard, _rotations, equalizing_rotation
 from minimand.functions import NuclearNorm
 
 SHAPES = [(8, 5, 2), (6, 9, 3), (7, 7, 5), (12, 10, 10), (10, 6, 17), (9, 12, 40)]
@@ -34,7 +34,7 @@ def _minimum(Y: torch.Tensor, rank: int, p: float) -> float:
 def test_the_closed_form_is_the_best_of_many_starts(m: int, n: int, rank: int, p: float) -> None:
     Y = _random(m, n, seed=rank)
     model = DropoutFactorization(rank, p, method="alternating", max_iter=400, tol=1e-7)
-    found = [model.set_params(random_state=seed).fit(Y.numpy()).objective_ for seed in range(2)]
+    found = [model.set_params(random_state=seed).fit(Y.numpy()).objective_ for seed in range(8)]
     closed = _minimum(Y, rank, p)
     assert min(found) == pytest.approx(closed, rel=1e-5)
     assert min(found) >= closed * (1 - 1e-10)
@@ -92,10 +92,16 @@ def test_equalised_factors_have_the_product_and_equal_norms(rank: int, m: int, n
     )
 
 
-@pytest.mark.parametrize("rank", [1, 2, 4, 8, 64])
+@pytest.mark.parametrize("rank", [1, 2, 3, 4, 5, 6, 8, 12, 63, 64])
 def test_hadamard_and_givens_equalise_alike(rank: int) -> None:
     values = _random(min(rank, 5), seed=3).abs()
-    for rotation in (equalizing_rotation(values, rank), _hadamard(rank, len(values), values)):
+    rotations = [equalizing_rotation(values, rank)]
+    if rank > 1:
+        rotations.append(_rotations(rank, values))
+    if rank & (rank - 1) == 0:
+        rotations.append(_hadamard(rank, len(values), values))
+    assert torch.equal(rotations[0], rotations[-1])
+    for rotation in rotations:
         assert torch.allclose(rotation @ rotation.mT, torch.eye(len(values), dtype=values.dtype), atol=1e-12)
         diagonal = (rotation.mT @ values.diag() @ rotation).diagonal()
         assert torch.allclose(diagonal, values.sum() / rank * torch.ones_like(diagonal), atol=1e-12)
@@ -210,3 +216,35 @@ def test_bad_input_is_one_sentence() -> None:
         dropout_optimum(torch.full((2, 2), float("nan")), 1, 0.5)
     with pytest.raises(OptionError, match="method"):
         DropoutFactorization(method="adam").fit(np.eye(3))
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"step": "foo"}, "step is"),
+        ({"step": -1}, "step must be"),
+        ({"step": float("nan")}, "step must be"),
+        ({"step": None}, "step is"),
+        ({"decay": "x"}, "decay is None or a Schedule"),
+        ({"decay": 0.9}, "decay is None or a Schedule"),
+    ],
+)
+def test_a_bad_step_is_one_sentence(option: dict[str, object], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        DropoutFactorization(2, method="gradient", **option).fit(np.eye(3))
+
+
+def test_factors_of_other_kinds_are_one_sentence() -> None:
+    Y, U, V = torch.eye(2), torch.eye(2), torch.eye(2)
+    for kept in (torch.ones(1), torch.ones(3), torch.ones(2, 2), torch.tensor(1.0), np.ones(2)):
+        with pytest.raises(ShapeError, match="each of the 2 terms"):
+            dropout_sample(Y, U, V, 0.5, kept)
+    with pytest.raises(CapabilityError, match="Y must be a tensor of real floating-point numbers, got a ndarray"):
+        dropout_objective(Y.numpy(), U.numpy(), V.numpy(), 0.5)
+    with pytest.raises(CapabilityError, match="V must be a tensor"):
+        dropout_sample(Y, U, V.long(), 0.5, torch.ones(2))
+    for convert in (lambda t: t, lambda t: t.numpy()):
+        with pytest.raises(CapabilityError, match=r"U is torch.float32 .* V is torch.float64 .* share precision"):
+            equalize(convert(U), convert(V.double()))
+    with pytest.raises(CapabilityError, match="share precision"):
+        dropout_objective(Y.double(), U, V, 0.5)

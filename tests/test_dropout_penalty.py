@@ -9,6 +9,7 @@ from torch import nn
 
 from minimand.errors import CapabilityError, OptionError
 from minimand.factor import DropoutPenalty
+from minimand.nn import AdditiveDropout, ImportanceDropout
 
 
 def _linear(*sizes: int, bias: bool = False) -> list[nn.Linear]:
@@ -110,7 +111,7 @@ def test_it_is_added_to_the_mean_squared_error_of_torch(reduction: str) -> None:
         many, target = x.repeat(100_000, 1), y.repeat(100_000, 1)
         sampled = F.mse_loss(net(many), target, reduction="mean")
         net.eval()
-        exact = F.mse_loss(net(x), y, reduction=reduction) + DropoutPenalty(net, None, reduction=reduction)(x)
+        exact = F.mse_loss(net(x), y, reduction=reduction) + DropoutPenalty(net, reduction=reduction)(x)
     assert exact.item() == pytest.approx(sampled.item() * (1 if reduction == "mean" else y.numel()), rel=1e-2)
 
 
@@ -180,3 +181,73 @@ def test_refusals_name_the_layer() -> None:
         DropoutPenalty(nn.Sequential(first, second), 0.5, reduction="none")
     with pytest.raises(CapabilityError, match="Tanh"):
         DropoutPenalty(nn.Sequential(first, nn.Tanh(), second), 0.5).whitened()
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.AlphaDropout(0.3),
+        nn.FeatureAlphaDropout(0.3),
+        nn.Dropout1d(0.3),
+        nn.Dropout2d(0.3),
+        nn.Dropout3d(0.3),
+        AdditiveDropout(0.3),
+        ImportanceDropout(0.3),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+@pytest.mark.parametrize("p", [None, 0.3])
+def test_noise_of_other_kinds_is_refused_by_name(layer: nn.Module, p: float | None) -> None:
+    """Its covariance is another one: by sampling, the penalty of nn.Dropout would be wrong."""
+    first, second = _linear(3, 4, 2)
+    name = type(layer).__name__
+    with pytest.raises(CapabilityError, match=rf"1 \({name}\) "):
+        DropoutPenalty(nn.Sequential(first, layer, nn.Dropout(0.3), second), p)
+    with pytest.raises(CapabilityError, match=rf"0\.1 \({name}\) "):
+        DropoutPenalty(nn.Sequential(nn.Sequential(first, layer), second), p)
+
+
+class _Block(nn.Module):
+    def __init__(self, drop: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(3, 4).double(), drop
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(torch.relu(self.linear(x)))
+
+
+class _Residual(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(x)
+
+
+@pytest.mark.parametrize("p", [None, 0.3])
+def test_dropout_where_it_cannot_be_cut_out_is_refused(p: float | None) -> None:
+    (last,) = _linear(4, 2)
+    with pytest.raises(CapabilityError, match=r"0\.drop \(Dropout\) lies inside a _Block"):
+        DropoutPenalty(nn.Sequential(_Block(nn.Dropout(0.3)), nn.Dropout(0.3), last), p)
+    with pytest.raises(CapabilityError, match=r"1\.0 \(Dropout\) lies inside a _Residual"):
+        DropoutPenalty(nn.Sequential(nn.Linear(3, 4), _Residual(nn.Dropout(0.3)), nn.Dropout(0.3), last), p)
+    with pytest.raises(CapabilityError, match=r"0 \(LSTM\) drops units of its own"):
+        DropoutPenalty(nn.Sequential(nn.LSTM(3, 4, 2, dropout=0.3), nn.Dropout(0.3), last), p)
+
+
+def test_a_block_without_noise_may_come_first() -> None:
+    (last,) = _linear(4, 2)
+    block = _Block(nn.Identity())
+    net = nn.Sequential(block, nn.Dropout(0.25), last)
+    x = torch.randn(6, 3, dtype=torch.float64)
+    want = (0.25 / 0.75) * (last.weight.square().sum(0) * block(x).square().sum(0)).sum()
+    assert torch.allclose(DropoutPenalty(net, reduction="sum")(x), want)
+
+
+def test_a_rate_that_drops_nothing_is_refused() -> None:
+    (last,) = _linear(4, 2)
+    for net in (
+        last,
+        nn.Sequential(_Block(nn.Identity()), last),
+        nn.Sequential(nn.Conv1d(1, 2, 3), nn.Flatten(), last),
+    ):
+        with pytest.raises(CapabilityError, match="nothing is dropped"):
+            DropoutPenalty(net, 0.3)
+        assert DropoutPenalty(net, 0.0)._plan.rates == (0.0,)

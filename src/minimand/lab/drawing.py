@@ -6,7 +6,7 @@ from typing import Any
 from .comparing import mean_std
 from .experiment import Comparison, Plot, Results
 
-__all__ = ["COLOURS", "bars", "curves", "figure", "style"]
+__all__ = ["COLOURS", "bars", "curves", "figure", "logarithmic", "style"]
 
 # Okabe–Ito without its yellow, which vanishes on white, and its black, which vanishes on a dark page.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#999999", "#B15928", "#6A9F3C")
@@ -27,6 +27,19 @@ def style(axes: Any, x: str, y: str, title: str = "") -> None:
         axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def logarithmic(axes: Any, which: str) -> None:
+    """A logarithmic axis, "x" or "y", whose numbers do not overlap: within two decades at 1, 2 and 5."""
+    from matplotlib import ticker
+
+    axis = getattr(axes, f"{which}axis")
+    getattr(axes, f"set_{which}scale")("log")
+    low, high = getattr(axes, f"get_{which}lim")()
+    if high < 100 * low:
+        axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+    axis.set_minor_formatter(ticker.NullFormatter())
 
 
 def curves(
@@ -63,7 +76,7 @@ def curves(
             axes.fill_between(at, low, high, color=colour, alpha=0.18, linewidth=0)
         ends.append(f"{part} {mean[-1]:.4g}")
     if log:
-        axes.set_yscale("log")
+        logarithmic(axes, "y")
     style(axes, x or over, y, title)
     if ends:
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
@@ -85,5 +98,6 @@ def bars(rows: Sequence[Comparison], *, title: str, y: str, groups: Mapping[str,
             axes.plot([row.paper] * 2, [number - 0.42, number + 0.42], color="#CC79A7", linewidth=2.5)
     axes.set_yticks(range(len(rows)), [row.label for row in rows])
     axes.invert_yaxis()
-    style(axes, f"{y} (bars: measured; lines: the source)", "", title)
+    key = " (bars: measured; lines: the source)" if any(row.paper is not None for row in rows) else ""
+    style(axes, f"{y}{key}", "", title)
     return Plot(title, f"{y}: {', '.join(said) or 'nothing measured yet'}", drawn)

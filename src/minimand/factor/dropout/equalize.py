@@ -64,17 +64,22 @@ def equalizing_rotation(values: Tensor, rank: int) -> Tensor:
     require_rank(rank)
     if rank & (rank - 1) == 0:
         return _hadamard(rank, len(values), values)
+    return _rotations(rank, values)
+
+
+class _Rotated(NamedTuple):
+    rotation: Tensor
+    diagonal: list[float]
+
+
+def _rotations(rank: int, values: Tensor) -> Tensor:
+    """Givens rotations until the diagonal is flat."""
     state = _Rotated(
         torch.eye(len(values), rank, dtype=values.dtype, device=values.device),
         [*values.tolist(), *[0.0] * (rank - len(values))],
     )
     mean = math.fsum(state.diagonal) / rank
     return iterate(lambda s, k: _givens(s, mean), state, rank - 1, until=lambda s, k: _is_flat(s, mean))[0].rotation
-
-
-class _Rotated(NamedTuple):
-    rotation: Tensor
-    diagonal: list[float]
 
 
 def _is_flat(state: _Rotated, mean: float) -> bool:

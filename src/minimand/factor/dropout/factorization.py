@@ -15,7 +15,7 @@ from ...operators.tracker import LipschitzTracker
 from ...solvers.base import require_count
 from ...solvers.iterate import iterate
 from ...solvers.linear import ridge_factor
-from ...solvers.steps import Exponential, Harmonic, Schedule
+from ...solvers.steps import Exponential, Harmonic, Schedule, check_step_size
 from .arrays import require_rank, require_rate
 from .equalize import equalized_factors
 from .objective import block_smoothness, dropout_objective, dropout_weight, variable_rate
@@ -159,6 +159,9 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
             raise OptionError(f"rate is one of {', '.join(_RATES)}, got {self.rate!r}")
         require_count("max_iter", self.max_iter)
         require_positive("tol", self.tol, zero=True)
+        check_step_size(self.step)
+        if self.decay is not None and not isinstance(self.decay, Schedule):
+            raise OptionError(f"decay is None or a Schedule, such as Harmonic(100), got {self.decay!r}")
 
     def _descend(self, Y: Tensor) -> _Factors:
         """The iterative methods, from a random start of the data's scale."""

@@ -13,7 +13,7 @@ Here :math:`\theta = 1 - p` for the drop rate p of ``torch.nn.Dropout``.
 
 from torch import Tensor
 
-from ...errors import ShapeError
+from ...errors import CapabilityError, ShapeError, require_real
 from ...operators.tracker import LipschitzTracker
 from .arrays import require_rank, require_rate
 
@@ -72,11 +72,21 @@ def dropout_sample(Y: Tensor, U: Tensor, V: Tensor, p: float, kept: Tensor) -> T
     """
     check_factors(U, V, Y)
     require_rate(p)
+    if not isinstance(kept, Tensor) or tuple(kept.shape) != (U.shape[1],):
+        shape = tuple(kept.shape) if isinstance(kept, Tensor) else f"a {type(kept).__name__}"
+        raise ShapeError(f"kept must be a vector with an entry for each of the {U.shape[1]} terms, got {shape}")
     return (Y - (U * (kept.to(U.dtype) / (1 - p))) @ V.mT).square().sum()
 
 
 def check_factors(U: Tensor, V: Tensor, Y: Tensor | None = None) -> None:
-    """Refuse factors whose sizes do not fit each other, or the matrix."""
+    """Refuse factors that do not fit each other, or the matrix, in kind, precision or size."""
+    named = {"U": U, "V": V} if Y is None else {"Y": Y, "U": U, "V": V}
+    for name, tensor in named.items():
+        require_real(name, tensor)
+    kinds = {f"{tensor.dtype} on {tensor.device}": name for name, tensor in named.items()}
+    if len(kinds) > 1:
+        listed = " and ".join(f"{name} is {kind}" for kind, name in kinds.items())
+        raise CapabilityError(f"{listed}: factors must share precision and device; convert one of them")
     if U.dim() != 2 or V.dim() != 2 or U.shape[1] != V.shape[1]:
         raise ShapeError(f"U and V must be matrices with as many columns, got {tuple(U.shape)} and {tuple(V.shape)}")
     if Y is not None and tuple(Y.shape) != (len(U), len(V)):

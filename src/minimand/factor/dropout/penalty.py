@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import CapabilityError, OptionError, ShapeError
+from ...nn.dropout import AdditiveDropout, ImportanceDropout
 from ...operators.gram import gram
 from .arrays import require_rate
 from .objective import dropout_weight
@@ -18,6 +19,18 @@ Reduction = Literal["mean", "sum", "batchmean"]
 
 #: What keeps its input's entries as they are.
 _TRANSPARENT = (nn.Identity,)
+_SIGNED = "sets units to a negative value and rescales all"
+_SHARED = "drops whole channels, whose positions share a mask"
+#: Dropouts whose noise is not an independent mask of every unit, and what it is.
+_OTHER_NOISE: dict[type[nn.Module], str] = {
+    nn.AlphaDropout: _SIGNED,
+    nn.FeatureAlphaDropout: _SIGNED,
+    nn.Dropout1d: _SHARED,
+    nn.Dropout2d: _SHARED,
+    nn.Dropout3d: _SHARED,
+    AdditiveDropout: "adds its noise",
+    ImportanceDropout: "drops units at unequal rates",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +64,14 @@ class DropoutPenalty:
     :math:`M_L = W_L^\top W_L` and :math:`M_{l} = W_{l}^\top(M_{l+1} + \lambda\operatorname{Diag} M_{l+1})W_{l}` every
     layer adds :math:`\lambda\sum_i (M_l)_{ii}\,\bar h_i^2`, with its inputs :math:`\bar h` without noise.
 
-    What comes before the first dropout may be any module; after it only linear layers, dropout and identities. A
-    nonlinearity after a dropout has no such closed form and is refused.
+    What comes before the first dropout may be any module without noise of its own; after it only linear layers,
+    dropout and identities. A nonlinearity after a dropout has no such closed form and is refused, and so are
+    dropouts of other kinds, and those inside modules that are no chain.
 
     Args:
         module: A chain: ``nn.Sequential`` of layers, nested or not. Where it holds ``nn.Dropout`` these say where units
             are dropped; otherwise the inputs of every linear layer but the first are.
-        p: The drop rate; None: each Dropout's own.
+        p: The drop rate; None: each Dropout's own, of which there must be one.
         reduction: As in ``nn.MSELoss``, to whose value the penalty is added: ``"mean"`` over samples and outputs, or
             ``"sum"``; ``"batchmean"`` sums over the outputs and averages over the samples.
 
@@ -72,13 +86,15 @@ class DropoutPenalty:
         loss = F.mse_loss(net(x), y) + penalty(x)
     """
 
-    def __init__(self, module: nn.Module, p: float | None = 0.5, *, reduction: Reduction = "mean") -> None:
+    def __init__(self, module: nn.Module, p: float | None = None, *, reduction: Reduction = "mean") -> None:
         if p is not None:
             require_rate(p)
         if reduction not in ("mean", "sum", "batchmean"):
             raise OptionError(f'reduction is "mean", "sum" or "batchmean", got {reduction!r}')
         self.reduction = reduction
-        self._plan = _cut(_flatten(module), p)
+        layers = _flatten(module)
+        _refuse_other_noise(layers)
+        self._plan = _cut(layers, p)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The penalty on a batch, samples first."""
@@ -139,14 +155,33 @@ class DropoutPenalty:
 
 
 def _flatten(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers of a chain with their paths."""
-    if not isinstance(module, nn.Sequential):
+    """The layers of a chain with their paths; a module that does more than call its parts in turn is one layer."""
+    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
         return [("", module)]
     return [
         (f"{name}.{path}".rstrip("."), layer)
         for name, child in module.named_children()
         for path, layer in _flatten(child)
     ]
+
+
+def _refuse_other_noise(layers: list[tuple[str, nn.Module]]) -> None:
+    """Refuse dropouts of other kinds, and dropout where it cannot be cut out."""
+    found = []
+    for path, layer in layers:
+        for inner, part in layer.named_modules():
+            where = f"{'.'.join(filter(None, (path, inner))) or 'the module'} ({type(part).__name__})"
+            if reason := next((why for kind, why in _OTHER_NOISE.items() if isinstance(part, kind)), ""):
+                found.append(f"{where} {reason}")
+            elif inner and isinstance(part, nn.Dropout):
+                found.append(f"{where} lies inside a {type(layer).__name__}, which is no chain")
+            elif isinstance(part, nn.RNNBase | nn.MultiheadAttention) and part.dropout > 0:
+                found.append(f"{where} drops units of its own")
+    if found:
+        raise CapabilityError(
+            f"the penalty is that of nn.Dropout between the layers of a chain: {'; '.join(found)}; sample, or use "
+            f"nn.Dropout in an nn.Sequential"
+        )
 
 
 def _cut(layers: list[tuple[str, nn.Module]], p: float | None) -> _Plan:
@@ -183,6 +218,11 @@ def _cut(layers: list[tuple[str, nn.Module]], p: float | None) -> _Plan:
             "the module ends in a dropout; the penalty is that of a linear layer after it: add the layer"
         )
     if not tail:
+        if p:
+            raise CapabilityError(
+                f"p = {p:g}, but nothing is dropped: the module has no linear layer that follows another one of its "
+                f"chain; put an nn.Dropout in front of its last linear layer"
+            )
         return _without_dropout(head)
     return _Plan(tuple(head), tuple(tail), tuple(rates))
 
@@ -190,10 +230,7 @@ def _cut(layers: list[tuple[str, nn.Module]], p: float | None) -> _Plan:
 def _without_dropout(head: list[nn.Module]) -> _Plan:
     """Nothing is dropped: the last linear layer carries a penalty of zero."""
     if not head or not isinstance(head[-1], nn.Linear):
-        raise CapabilityError(
-            "the module has no linear layer that follows a dropped one; the penalty needs a chain such as "
-            "Sequential(Linear, ReLU, Linear), or a Dropout in front of its last linear layer"
-        )
+        raise CapabilityError("the module does not end in a linear layer, whose inputs the penalty drops")
     return _Plan(tuple(head[:-1]), (head[-1],), (0.0,))
 
 

@@ -10,7 +10,7 @@ from ...errors import OptionError, ShapeError, require_finite, require_positive
 from ..certificate import Certificate, judge
 from .polar import Polar, ascend, exact_polar, upper_bound
 
-__all__ = ["certify_relu", "judge_relu", "objective", "polar_of", "with_ones"]
+__all__ = ["certify_relu", "dual_gap", "judge_relu", "objective", "polar_of", "with_ones"]
 
 _POLARS = ("auto", "exact", "ascent")
 # Above this many rows the sweep in space, which is quadratic in them, takes longer than the fit.
@@ -40,25 +40,35 @@ def polar_of(X: Tensor, R: Tensor, method: str, starts: Tensor) -> Polar:
     return Polar(best, max(upper_bound(X, R), best), directions, values, "ascent from below, norms from above")
 
 
+def dual_gap(Y: Tensor, R: Tensor, value: float, lam: float, upper: float) -> float:
+    r"""How far the objective lies above the global minimum over all sizes at most, whatever the weights.
+
+    With the residual R and a bound :math:`\hat p` on its polar,
+    :math:`c = \operatorname{clip}(\langle Y, R\rangle/\|R\|^2, 0, \lambda/\hat p)` makes cR feasible for the dual
+    problem, so that :math:`f - c\langle Y, R\rangle + \tfrac12 c^2\|R\|^2` is a bound. In float64.
+
+    >>> Y = torch.tensor([[2.0]]).double()
+    >>> round(dual_gap(Y, Y, 2.0, 1.0, 2.0), 6)
+    0.5
+    """
+    inner, square = float((Y * R).sum()), float(R.square().sum())
+    scale = inner / square if square > 0 else 0.0
+    scale = max(min(scale, lam / upper), 0.0) if upper > 0 else max(scale, 0.0)
+    # The two values are sums of as many terms as Y has: what their rounding may hide is added.
+    room = 4 * torch.finfo(torch.float64).eps * (Y.numel() + 8) * (float(Y.square().sum()) + value)
+    return min(value, value - (scale * inner - 0.5 * scale**2 * square) + room)
+
+
 def judge_relu(X: Tensor, Y: Tensor, W: Tensor, V: Tensor, lam: float, polar: Polar, tol: float) -> Certificate:
     r"""The certificate from bounds on the polar.
 
-    With the residual R, :math:`c = \operatorname{clip}(\langle Y, R\rangle/\|R\|^2, 0, \lambda/\hat p)` makes cR
-    feasible for the dual problem, so that :math:`f - c\langle Y, R\rangle + \tfrac12 c^2\|R\|^2` bounds the distance
-    to the global minimum over all widths, whatever the weights. Without an exact polar a slope above λ counts as a
-    way to improve only where the neuron lowers the objective, by :math:`(p - \lambda)^2/(2\|\max(Xw, 0)\|^2)`, by
-    more than the tolerance.
+    Without an exact polar a slope above λ counts as a way to improve only where the neuron lowers the objective, by
+    :math:`(p - \lambda)^2/(2\|\max(Xw, 0)\|^2)`, by more than the tolerance.
     """
     R = Y - torch.relu(X @ W.mT) @ V
-    inner, square = float((Y * R).sum()), float(R.square().sum())
     value = objective(X, Y, W, V, lam)
-    scale = inner / square if square > 0 else 0.0
-    scale = max(min(scale, lam / polar.upper), 0.0) if polar.upper > 0 else max(scale, 0.0)
-    # The two values are sums of N terms each: what their rounding may hide is added.
-    room = 4 * torch.finfo(torch.float64).eps * (len(X) + 8) * (float(Y.square().sum()) + value)
-    gap = value - (scale * inner - 0.5 * scale**2 * square) + room
     return judge(
-        gap=gap,
+        gap=dual_gap(Y, R, value, lam, polar.upper),
         objective=value,
         polar_lower=polar.lower,
         polar_upper=polar.upper,

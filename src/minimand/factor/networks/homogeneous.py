@@ -7,14 +7,22 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import CapabilityError
-from .regularisers import factor_norms
+from .regularisers import factor_norms, layers_of
 
-__all__ = ["homogeneity_degree", "probe_input", "require_homogeneous"]
+__all__ = ["homogeneity_degree", "probe_input", "require_homogeneous", "require_steady"]
 
 _SCALES = (0.5, 2.0, 3.0)
 _ROUNDING = 1e-8
 # All ReLUs of a narrow network may be off at once: that shows nothing, so other parameters are drawn.
 _DRAWS = 20
+#: What keeps the number of columns.
+_KEEPS_WIDTH = (nn.Identity, nn.Flatten, nn.ReLU, nn.LeakyReLU)
+#: What computes something else in training than in evaluation.
+_UNSTEADY: dict[type[nn.Module], str] = {
+    nn.modules.dropout._DropoutNd: "draws a mask in training",
+    nn.modules.batchnorm._NormBase: "divides by the deviation of its batch in training",
+    nn.RReLU: "draws its slopes in training",
+}
 
 
 def probe_input(module: nn.Module) -> Tensor | None:
@@ -22,10 +30,32 @@ def probe_input(module: nn.Module) -> Tensor | None:
     for layer in module.modules():
         if isinstance(layer, nn.Linear):
             generator = torch.Generator().manual_seed(0)
-            return torch.randn(6, layer.in_features, generator=generator, dtype=torch.float64)
-        if not isinstance(layer, nn.Sequential | nn.Identity | nn.ReLU) and any(layer.parameters(recurse=False)):
+            x = torch.randn(6, layer.in_features, generator=generator, dtype=torch.float64)
+            try:
+                _scaled_output(_probe(module, x), x, 1.0)
+            except RuntimeError:  # later layers may need more dimensions
+                return None
+            return x
+        if not isinstance(layer, _KEEPS_WIDTH) and (
+            not list(layer.children()) or list(layer.parameters(recurse=False))
+        ):
             return None
     return None
+
+
+def require_steady(module: nn.Module) -> None:
+    """Refuse batch norm and dropout, wherever they are: in training they are not what they are in evaluation."""
+    found = [
+        f"{name or 'the module'} ({type(layer).__name__}) {reason}"
+        for name, layer in module.named_modules()
+        for kind, reason in _UNSTEADY.items()
+        if isinstance(layer, kind)
+    ]
+    if found:
+        raise CapabilityError(
+            f"{type(module).__name__} is not positively homogeneous in its parameters while it trains: "
+            f"{'; '.join(found)}. Leave it out"
+        )
 
 
 def homogeneity_degree(module: nn.Module, x: Tensor) -> float | None:
@@ -40,14 +70,11 @@ def homogeneity_degree(module: nn.Module, x: Tensor) -> float | None:
     True
     """
     x = x.detach().double()
-    for seed in range(_DRAWS):
-        probe = _probe(module, seed)
-        base = _scaled_output(probe, x, 1.0)
-        size = float(base.norm())
-        if size > 0:
-            break
-    else:
+    found = _live_probe(module, x)
+    if found is None:
         return None
+    probe, base = found
+    size = float(base.norm())
     ratio = float(_scaled_output(probe, x, 2.0).norm()) / size
     if not ratio > 0:
         return None
@@ -60,10 +87,13 @@ def homogeneity_degree(module: nn.Module, x: Tensor) -> float | None:
 
 
 def require_homogeneous(module: nn.Module, x: Tensor) -> int:
-    """The degree of a network, or a refusal that names the layers at fault."""
+    """The degree of a network, one for each layer with parameters, or a refusal that names the layers at fault."""
+    require_steady(module)
+    x = x.detach().double()
     factors = len(factor_norms(module))
     degree = homogeneity_degree(module, x)
     if degree == factors:
+        _require_each(module, x)
         return factors
     if degree is not None:
         raise CapabilityError(
@@ -78,9 +108,33 @@ def require_homogeneous(module: nn.Module, x: Tensor) -> int:
     )
 
 
-def _probe(module: nn.Module, seed: int = 0) -> nn.Module:
-    """A copy in float64 without dropout, its parameters redrawn so that none is zero."""
-    probe = copy.deepcopy(module).double().eval()
+def _require_each(module: nn.Module, x: Tensor) -> None:
+    """Refuse a network of the right degree whose output does not double with each of its layers."""
+    found = _live_probe(module, x)
+    assert found is not None
+    probe, base = found
+    for name, layer in layers_of(probe).items():
+        error = float((_scaled_output(probe, x, 2.0, name) - 2 * base).norm())
+        if not error <= _ROUNDING * float(base.norm()):
+            raise CapabilityError(
+                f"{type(module).__name__} does not double when {name or 'the module'} ({type(layer).__name__}) does, "
+                f"but the product of norms does; each layer with parameters must enter the output once"
+            )
+
+
+def _live_probe(module: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor] | None:
+    """A copy with random parameters whose output is not zero, and that output; None if all draws give zero."""
+    for seed in range(_DRAWS):
+        probe = _probe(module, x, seed)
+        base = _scaled_output(probe, x, 1.0)
+        if float(base.norm()) > 0:
+            return probe, base
+    return None
+
+
+def _probe(module: nn.Module, x: Tensor, seed: int = 0) -> nn.Module:
+    """A copy in the precision of x, its parameters redrawn so that none is zero."""
+    probe = copy.deepcopy(module).to(x).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in probe.parameters():
@@ -89,9 +143,11 @@ def _probe(module: nn.Module, seed: int = 0) -> nn.Module:
 
 
 @torch.no_grad()
-def _scaled_output(probe: nn.Module, x: Tensor, scale: float) -> Tensor:
+def _scaled_output(probe: nn.Module, x: Tensor, scale: float, layer: str | None = None) -> Tensor:
+    """The output with all parameters scaled, or those of one layer."""
     other = copy.deepcopy(probe)
-    for parameter in other.parameters():
+    part = other if layer is None else other.get_submodule(layer)
+    for parameter in part.parameters(recurse=layer is None):
         parameter.mul_(scale)
     return other(x)
 
@@ -99,7 +155,7 @@ def _scaled_output(probe: nn.Module, x: Tensor, scale: float) -> Tensor:
 @torch.no_grad()
 def _culprits(module: nn.Module, x: Tensor) -> list[str]:
     """Layers without parameters that do not scale, and biases behind the first layer."""
-    probe = _probe(module)
+    probe = _probe(module, x)
     found: list[str] = []
     seen: list[tuple[str, nn.Module, Tensor]] = []
 
@@ -112,13 +168,13 @@ def _culprits(module: nn.Module, x: Tensor) -> list[str]:
 
     leaves = [(name, layer) for name, layer in probe.named_modules() if not any(layer.children())]
     handles = [layer.register_forward_pre_hook(note(name)) for name, layer in leaves]
-    probe(x.detach().double())
+    probe(x)
     for handle in handles:
         handle.remove()
     first = True
     for name, layer, value in seen:
         where = f"{name or 'the module'} ({type(layer).__name__})"
-        if not any(True for _ in layer.parameters()):
+        if not list(layer.parameters()):
             once, twice = layer(value), layer(2 * value)
             if not torch.allclose(twice, 2 * once, rtol=1e-9, atol=1e-12):
                 found.append(f"{where} does not double when its input does")

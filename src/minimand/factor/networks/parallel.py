@@ -3,27 +3,28 @@
 import copy
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from ...errors import OptionError, ShapeError, require_finite, require_positive
-from ...operators.spectral import certified_norm_sq
+from ...errors import OptionError, ShapeError, require_finite, require_positive, require_real
 from ...solvers.base import require_count
 from ...solvers.iterate import iterate
 from ..certificate import Certificate, Status, judge
-from .homogeneous import probe_input, require_homogeneous
-from .regularisers import factor_norms, product_of_norms, smooth_surrogate, weight_decay
+from .bound import NO_BOUND, polar_bound
+from .certificate import dual_gap
+from .homogeneous import probe_input, require_homogeneous, require_steady
+from .regularisers import factor_norms, layers_of, path_norm, product_of_norms, smooth_surrogate, weight_decay
 
 __all__ = ["ParallelNetwork"]
 
-_REGULARISERS: dict[str, Callable[[nn.Module], Tensor]] = {
+_BY_NORMS: dict[str, Callable[[nn.Module], Tensor]] = {
     "product": product_of_norms,
     "surrogate": smooth_surrogate,
     "weight_decay": weight_decay,
 }
+_REGULARISERS = (*_BY_NORMS, "path")
 
 
 class ParallelNetwork(nn.Module):
@@ -36,17 +37,24 @@ class ParallelNetwork(nn.Module):
     subnetwork with
     :math:`\langle R, \phi(X; W)\rangle > \lambda\theta(W)` for the residual R, add it, descend again.
 
-    The search is an ascent from random starts, so it proves nothing when it fails. The upper bound is the norm
-    :math:`\|X^\top R\|` for linear subnetworks, where it is attained, and :math:`\|R\|_F\|X\|` for chains of linear
-    layers and ReLUs; others have none. The status is ``CERTIFIED`` only where such a bound suffices.
+    The search is an ascent from random starts, so it proves nothing when it fails. The upper bound is attained for
+    linear subnetworks, :math:`\|R^\top X\|_F` for one layer and :math:`\|R^\top X\|` for several, and
+    :math:`\|R\|_F\|X\|` for chains of linear layers and ReLUs; others have none. The status is ``CERTIFIED`` only where
+    such a bound suffices. It is ``IMPROVABLE`` only where the subnetwork found lowers the objective by more than
+    ``tol`` of it: its slope p must exceed λ by the slack :math:`\|\phi(X)\|(2\,\mathrm{tol}\,f)^{1/2}`, since adding
+    it gains :math:`(p - \lambda)^2/(2\|\phi(X)\|^2)`; in between the status is ``UNDECIDED``.
+
+    Precision and device are those of the inputs that :meth:`fit` gets. A state dict of any size can be loaded.
 
     Args:
         make_subnetwork: Makes one φ with fresh random weights. It must be positively homogeneous in its parameters,
-            which is checked by scaling them; a sigmoid, or a bias behind the first layer, is refused.
+            which is checked by scaling them (before the fit where the first layer is linear, otherwise at its start); a
+            sigmoid, a bias behind the first layer, batch norm and dropout are refused.
         lam: The weight of the regulariser.
-        regulariser: ``"product"`` of the layers' norms; its smooth ``"surrogate"`` of the same degree;
-            ``"weight_decay"``, for contrast: its degree is 2, so with more than two layers nothing is proved and
-            :meth:`fit` only descends.
+        regulariser: ``"product"`` of the layers' norms; its smooth ``"surrogate"`` of the same degree; ``"path"``, the
+            norm of all paths, of the same degree but without an upper bound on the polar;
+            ``"weight_decay"``, for contrast: its degree is 2, so with more than two layers nothing is proved, the
+            status is ``UNDECIDED``, and :meth:`fit` only descends.
         initial: How many random subnetworks :meth:`fit` starts from.
         max_networks: How many there may be.
         restarts: Starts of the search for a new one.
@@ -56,6 +64,8 @@ class ParallelNetwork(nn.Module):
     Attributes:
         subnetworks: The copies, a ``ModuleList``.
         certificate_: What :meth:`fit` proved.
+        direction_: The steepest subnetwork that :meth:`fit` found to add, with θ = 1; None before. With the residual R
+            it attains :math:`\langle R, \phi(X; W)\rangle`, which is ``certificate_.polar_lower``.
         history_: The objective after each round of :meth:`fit`.
 
     >>> _ = torch.manual_seed(0)
@@ -71,7 +81,7 @@ class ParallelNetwork(nn.Module):
         make_subnetwork: Callable[[], nn.Module],
         lam: float,
         *,
-        regulariser: Literal["product", "surrogate", "weight_decay"] = "product",
+        regulariser: Literal["product", "surrogate", "weight_decay", "path"] = "product",
         initial: int = 0,
         max_networks: int = 20,
         restarts: int = 8,
@@ -85,204 +95,253 @@ class ParallelNetwork(nn.Module):
             raise OptionError(f"regulariser is one of {', '.join(_REGULARISERS)}, got {regulariser!r}")
         for name, count in (("max_networks", max_networks), ("restarts", restarts), ("descent", descent)):
             require_count(name, count)
+        if isinstance(initial, bool) or not isinstance(initial, int) or not 0 <= initial <= max_networks:
+            raise OptionError(
+                f"initial must be a whole number from 0 to max_networks = {max_networks}, got {initial!r}"
+            )
         self.make_subnetwork = make_subnetwork
         self.lam, self.tol = lam, tol
         self.regulariser = regulariser
         self.initial, self.max_networks = initial, max_networks
         self.restarts, self.descent = restarts, descent
         self.subnetworks = nn.ModuleList()
-        # Held in a tuple: it is a pattern, not a part of the network.
+        # Held in tuples: a pattern and a direction are no parts of the network.
         self._pattern = (make_subnetwork(),)
+        self._found: tuple[nn.Module, float] | None = None
         self._degree: int | None = None
+        require_steady(self._pattern[0])
         probe = probe_input(self._pattern[0])
         if probe is not None:
             self._degree = require_homogeneous(self._pattern[0], probe)
         self.certificate_: Certificate | None = None
         self.history_: list[float] = []
+        self.register_load_state_dict_pre_hook(_make_room)
+
+    @property
+    def direction_(self) -> nn.Module | None:
+        """The steepest subnetwork found, which is no part of this one."""
+        return None if self._found is None else self._found[0]
 
     def forward(self, x: Tensor) -> Tensor:
         """The sum of the subnetworks' outputs."""
         if not self.subnetworks:
-            with torch.no_grad():
-                return torch.zeros_like(self._pattern[0](x))
+            return torch.zeros_like(_run(self._copy(x), x))
         return torch.stack([net(x) for net in self.subnetworks]).sum(0)
 
-    @torch.no_grad()
     def predict(self, x: Tensor) -> Tensor:
         """The outputs, without gradients."""
-        return self(x)
+        return _run(self, x)
 
-    def penalty(self) -> Tensor:
-        r""":math:`\lambda\sum_i\theta(W_i)`: what a training loop adds to its loss."""
+    def penalty(self, x: Tensor | None = None) -> Tensor:
+        r""":math:`\lambda\sum_i\theta(W_i)`: what a training loop adds to its loss.
+
+        Only the path norm looks at x, for the inputs' shape, and only where the first layer is not linear.
+        """
         if not self.subnetworks:
             return next(self._pattern[0].parameters()).new_zeros(())
-        return self.lam * torch.stack([_REGULARISERS[self.regulariser](net) for net in self.subnetworks]).sum()
+        return self.lam * torch.stack([self._theta(net, x) for net in self.subnetworks]).sum()
 
     def objective(self, x: Tensor, y: Tensor) -> Tensor:
         r""":math:`\tfrac12\|y - \Phi(x)\|^2`, summed, plus the penalty."""
-        return 0.5 * (y - self(x)).square().sum() + self.penalty()
+        return 0.5 * (y - self(x)).square().sum() + self.penalty(x)
 
     def fit(self, x: Tensor, y: Tensor) -> "ParallelNetwork":
         """Grow from ``initial`` random subnetworks until nothing found improves, or a bound certifies the result."""
-        self._check(x, y)
-        self.subnetworks = nn.ModuleList(self.make_subnetwork() for _ in range(self.initial))
+        x, y = self._checked(x, y)
+        self.subnetworks = nn.ModuleList(self._make(x) for _ in range(self.initial))
         self.history_ = []
         if self.initial:
             self._descend(x, y)
         self._assess(x, y)
-        if self.regulariser == "weight_decay" and self._degree != 2:
-            return self
-        iterate(lambda state, k: self._grow(x, y), True, self.max_networks, until=lambda state, k: not state)
+        if self._matched():
+            iterate(lambda state, k: self._grow(x, y), True, self.max_networks, until=lambda state, k: not state)
         return self
 
-    def _check(self, x: Tensor, y: Tensor) -> None:
-        require_finite("x", x)
-        require_finite("y", y)
-        shape = tuple(self.forward(x).shape)
+    def _make(self, like: Tensor) -> nn.Module:
+        """A fresh subnetwork of the precision and on the device of a tensor."""
+        return self.make_subnetwork().to(like)
+
+    def _copy(self, like: Tensor) -> nn.Module:
+        return copy.deepcopy(self._pattern[0]).to(like)
+
+    def _theta(self, net: nn.Module, x: Tensor | None) -> Tensor:
+        if self.regulariser != "path":
+            return _BY_NORMS[self.regulariser](net)
+        example = probe_input(net) if x is None else x
+        if example is None:
+            raise OptionError("the path norm of a network that begins with no linear layer needs inputs: penalty(x)")
+        return path_norm(net, example.to(next(net.parameters())))
+
+    def _matched(self) -> bool:
+        """Whether the regulariser has the network's degree."""
+        return self.regulariser != "weight_decay" or self._degree == 2
+
+    def _checked(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Data of one precision, on one device, that fit each other and the subnetworks."""
+        for name, tensor in (("x", x), ("y", y)):
+            require_real(name, tensor)
+            require_finite(name, tensor)
+        x, y = x.detach(), y.detach().to(x)
+        pattern = self._copy(x)
+        shape = tuple(_run(pattern, x).shape)
         if shape != tuple(y.shape):
             raise ShapeError(f"the subnetworks give outputs of shape {shape}, but y has {tuple(y.shape)}")
+        if not bool((factor_norms(pattern) > 0).all()):
+            raise OptionError(
+                "make_subnetwork makes a layer of zeros, where no ascent starts; draw its weights at random"
+            )
         if self._degree is None:
-            self._degree = require_homogeneous(self._pattern[0], x[:8])
+            probe = torch.randn(min(len(x), 8), *x.shape[1:], generator=torch.Generator().manual_seed(0))
+            self._degree = require_homogeneous(pattern, probe.to(x.device))
+        return x, y
 
     def _grow(self, x: Tensor, y: Tensor) -> bool:
-        """One round: add what the last search found, descend, assess. False when there is nothing to add."""
-        found, slope = self._found
+        """One round: add what the last search found, descend, assess. False when there is nothing more to add."""
+        assert self._found is not None
         assert self.certificate_ is not None
+        found, slope = self._found
         if self.certificate_.status is Status.CERTIFIED or slope <= self.lam * (1 + 1e-6):
             return False
         if len(self.subnetworks) >= self.max_networks:
             return False
-        before = copy.deepcopy(self.subnetworks)
-        with torch.no_grad():
-            size = (slope - self.lam) / float(found(x).square().sum())
-            for parameter in found.parameters():
-                parameter.mul_(size ** (1 / self._require_degree()))
-        self.subnetworks.append(found)
+        before, added = copy.deepcopy(self.subnetworks), copy.deepcopy(found)
+        self._scale(added, (slope - self.lam) / float(_run(found, x).square().sum()))
+        self.subnetworks.append(added)
         self._descend(x, y)
-        value = float(self.objective(x, y).detach())
-        if not value < self.history_[-1] * (1 - 1e-2 * self.tol):
-            if not value < self.history_[-1]:
-                self.subnetworks = before
+        last = self.history_[-1]
+        if not float(self.objective(x, y).detach()) < last:
+            self.subnetworks = before
             return False
         self._assess(x, y)
-        return True
+        # An unlucky search may have found little to add: what counts is the next one, too.
+        return max(last - self.history_[-1], self._promise(x)) > 1e-2 * self.tol * last
 
-    def _require_degree(self) -> int:
+    def _promise(self, x: Tensor) -> float:
+        r"""What adding the subnetwork found gains at least, :math:`(p - \lambda)_+^2/(2\|\phi(X)\|^2)`."""
+        assert self._found is not None
+        found, slope = self._found
+        room, square = max(slope - self.lam, 0.0), float(_run(found, x).square().sum())
+        return room**2 / (2 * square) if room > 0 else 0.0
+
+    @torch.no_grad()
+    def _scale(self, net: nn.Module, factor: float) -> None:
+        """Multiply the outputs and θ by a factor, shared equally by the layers."""
         assert self._degree is not None
-        return self._degree
+        for parameter in net.parameters():
+            parameter.mul_(factor ** (1 / self._degree))
 
     def _descend(self, x: Tensor, y: Tensor) -> None:
         """To a local minimum; then drop what is zero and balance the rest, which changes no output."""
-        parameters = list(self.subnetworks.parameters())
-        optimizer = torch.optim.LBFGS(
-            parameters,
-            max_iter=self.descent,
-            line_search_fn="strong_wolfe",
-            tolerance_grad=1e-9,
-            tolerance_change=1e-14,
-        )
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            value = self.objective(x, y)
-            value.backward()
-            return value
-
-        optimizer.step(closure)
-        optimizer.zero_grad()
-        if self.regulariser != "weight_decay":
-            self._tidy()
-
-    @torch.no_grad()
-    def _tidy(self) -> None:
-        sizes = [float(product_of_norms(net)) for net in self.subnetworks]
+        _minimise(list(self.subnetworks.parameters()), lambda: self.objective(x, y), self.descent)
+        if self.regulariser == "weight_decay":
+            return
+        with torch.no_grad():
+            sizes = [float(product_of_norms(net)) for net in self.subnetworks]
         kept = [net for net, size in zip(self.subnetworks, sizes, strict=True) if size > 1e-8 * max(sizes)]
         self.subnetworks = nn.ModuleList(kept)
         for net in kept:
-            norms = factor_norms(net)
-            mean = norms.log().mean().exp()
-            layers = [layer for layer in net.modules() if list(layer.parameters(recurse=False))]
-            for layer, norm in zip(layers, norms, strict=True):
-                for parameter in layer.parameters(recurse=False):
-                    parameter.mul_(mean / norm)
+            _balance(net)
 
     def _assess(self, x: Tensor, y: Tensor) -> None:
-        """Search for a new subnetwork, and write down what is known."""
-        residual = (y - self.predict(x)).detach()
-        self._found = self._search(x, residual)
-        value = float(self.objective(x, y).detach())
+        """Search for a new subnetwork, and write down what is known, in float64."""
+        found = self._search(x, y - self.predict(x))
+        X, Y = x.double(), y.double()
+        nets = copy.deepcopy(self.subnetworks).double()
+        with torch.no_grad():
+            R = Y - sum((net(X) for net in nets), torch.zeros_like(Y))
+            penalty = sum(float(self._theta(net, X)) for net in nets)
+            slope = float(self._slope(copy.deepcopy(found).double(), X, R))
+        value = 0.5 * float(R.square().sum()) + self.lam * penalty
+        upper, method = self._bounded(X, R, slope)
+        excess = float(_run(found, x).norm()) * (2 * self.tol * value) ** 0.5
+        self._found = found, slope
         self.history_.append(value)
-        matched = self.regulariser != "weight_decay" or self._degree == 2
-        upper, method = _upper_bound(self._pattern[0], x, residual) if matched else (math.inf, "degrees differ")
-        Y, R = y.double(), residual.double()
-        inner, square = float((Y * R).sum()), float(R.square().sum())
-        scale = inner / square if square > 0 else 0.0
-        scale = max(min(scale, self.lam / upper), 0.0) if upper > 0 else max(scale, 0.0)
-        excess = float(self._found[0](x).detach().norm()) * (2 * self.tol * value) ** 0.5
         self.certificate_ = judge(
-            gap=value - (scale * inner - 0.5 * scale**2 * square),
+            gap=dual_gap(Y, R, value, self.lam, upper),
             objective=value,
-            polar_lower=self._found[1],
-            polar_upper=max(upper, self._found[1]),
-            lam=self.lam + excess,
+            polar_lower=slope,
+            polar_upper=upper,
+            # Where degrees differ a slope above λ says nothing of the objective.
+            lam=self.lam + excess if self._matched() else math.inf,
             tol=self.tol,
             method=method,
         )
 
-    def _search(self, x: Tensor, residual: Tensor) -> tuple[nn.Module, float]:
-        r"""The steepest subnetwork found: :math:`\max\langle R, \phi(x; W)\rangle` with every layer of norm one."""
-        best: tuple[nn.Module, float] | None = None
-        for _ in range(self.restarts):
-            trial = self._climb(self.make_subnetwork(), x, residual)
-            if best is None or trial[1] > best[1]:
-                best = trial
-        assert best is not None
-        return best
+    def _bounded(self, X: Tensor, R: Tensor, slope: float) -> tuple[float, str]:
+        """An upper bound on the polar, and how it was found."""
+        if not self._matched():
+            return math.inf, "degrees differ"
+        upper, method = NO_BOUND if self.regulariser == "path" else polar_bound(self._pattern[0], X, R)
+        # What a direction in hand exceeds is no bound.
+        return (upper, method) if slope <= upper else NO_BOUND
 
-    def _climb(self, net: nn.Module, x: Tensor, residual: Tensor) -> tuple[nn.Module, float]:
-        optimizer = torch.optim.LBFGS(net.parameters(), max_iter=self.descent, line_search_fn="strong_wolfe")
+    def _slope(self, net: nn.Module, x: Tensor, residual: Tensor) -> Tensor:
+        r""":math:`\langle R, \phi(x; W)\rangle/\theta(W)`, which no rescaling of a layer changes."""
+        return (residual * net(x)).sum() / self._size(net, x)
+
+    def _size(self, net: nn.Module, x: Tensor) -> Tensor:
+        """The least θ over rescalings of the layers."""
+        return self._theta(net, x) if self.regulariser == "path" else product_of_norms(net)
+
+    def _search(self, x: Tensor, residual: Tensor) -> nn.Module:
+        """The steepest subnetwork found, balanced, with θ = 1."""
+        found = [self._climb(self._make(x), x, residual) for _ in range(self.restarts)]
+        with torch.no_grad():
+            return max(found, key=lambda net: float(self._slope(net, x, residual)))
+
+    def _climb(self, net: nn.Module, x: Tensor, residual: Tensor) -> nn.Module:
         # Scaled to be of order one, so that the optimizer's tolerances mean the same for all data.
         size = float(residual.norm()) * float(x.norm()) or 1.0
+        _minimise(list(net.parameters()), lambda: -self._slope(net, x, residual) / size, self.descent)
+        _balance(net)
+        self._scale(net, 1 / float(self._size(net, x).detach()))
+        return net
 
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            value = -(residual * functional_call(net, _normalised(net), (x,))).sum() / size
-            value.backward()
-            return value
 
-        optimizer.step(closure)
-        optimizer.zero_grad()
+def _run(net: nn.Module, x: Tensor) -> Tensor:
+    """The outputs without gradients, or one sentence on inputs that the network does not take."""
+    try:
         with torch.no_grad():
-            for (_, parameter), value in zip(net.named_parameters(), _normalised(net).values(), strict=True):
-                parameter.copy_(value)
-            return net, float((residual * net(x)).sum())
+            return net(x)
+    except RuntimeError as error:
+        raise ShapeError(
+            f"the subnetworks do not take inputs of shape {tuple(x.shape)} and {x.dtype}: {error}"
+        ) from error
 
 
-def _normalised(net: nn.Module) -> dict[str, Tensor]:
-    """The parameters with every layer's norm made one."""
-    result: dict[str, Tensor] = {}
-    for name, layer in net.named_modules():
-        own = dict(layer.named_parameters(prefix=name, recurse=False))
-        if own:
-            norm = torch.linalg.vector_norm(torch.cat([p.flatten() for p in own.values()]))
-            result |= {key: p / norm for key, p in own.items()}
-    return result
-
-
-def _upper_bound(pattern: nn.Module, x: Tensor, residual: Tensor) -> tuple[float, str]:
-    """What no subnetwork of norm one can exceed, where the kind of network tells."""
-    layers = [layer for layer in pattern.modules() if not isinstance(layer, nn.Sequential | nn.Identity | nn.Flatten)]
-    linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
-    contracting = all(
-        isinstance(layer, nn.Linear | nn.ReLU) or (isinstance(layer, nn.LeakyReLU) and abs(layer.negative_slope) <= 1)
-        for layer in layers
+def _minimise(parameters: list[nn.Parameter], value: Callable[[], Tensor], iterations: int) -> None:
+    """A local minimum by L-BFGS, in place."""
+    optimizer = torch.optim.LBFGS(
+        parameters, max_iter=iterations, line_search_fn="strong_wolfe", tolerance_grad=1e-9, tolerance_change=1e-14
     )
-    if not contracting or not linear:
-        return math.inf, "ascent from below, no bound from above"
-    inputs, R = x.flatten(1).double(), residual.flatten(1).double()
-    if linear[0].bias is not None:
-        inputs = torch.cat([inputs, torch.ones_like(inputs[:, :1])], 1)
-    room = 1 + 1e-12
-    if len(linear) == len(layers):
-        return room * math.sqrt(float(certified_norm_sq(R.mT @ inputs))), "spectral norm of the linear polar"
-    return room * float(R.norm()) * math.sqrt(float(certified_norm_sq(inputs))), "ascent from below, norms from above"
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = value()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    optimizer.zero_grad()
+
+
+@torch.no_grad()
+def _balance(net: nn.Module) -> None:
+    """Give all layers the same norm, which changes no output and no product."""
+    norms = factor_norms(net)
+    mean = norms.log().mean().exp()
+    for layer, norm in zip(layers_of(net).values(), norms, strict=True):
+        for parameter in layer.parameters(recurse=False):
+            parameter.mul_(mean / norm)
+
+
+def _make_room(module: ParallelNetwork, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before a checkpoint is loaded: have as many subnetworks as it holds."""
+    start = f"{prefix}subnetworks."
+    held = [key for key in state_dict if key.startswith(start)]
+    if not held:
+        return
+    count = len({key.removeprefix(start).partition(".")[0] for key in held})
+    kept = list(module.subnetworks)[:count]
+    fresh = [module._make(state_dict[held[0]]) for _ in range(count - len(kept))]
+    module.subnetworks = nn.ModuleList([*kept, *fresh])

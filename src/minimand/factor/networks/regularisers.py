@@ -11,7 +11,12 @@ from torch.func import functional_call
 
 from ...errors import CapabilityError
 
-__all__ = ["factor_norms", "path_norm", "product_of_norms", "smooth_surrogate", "weight_decay"]
+__all__ = ["factor_norms", "layers_of", "path_norm", "product_of_norms", "smooth_surrogate", "weight_decay"]
+
+
+def layers_of(module: nn.Module) -> dict[str, nn.Module]:
+    """The layers that have parameters of their own, by their paths."""
+    return {name: layer for name, layer in module.named_modules() if list(layer.parameters(recurse=False))}
 
 
 def factor_norms(module: nn.Module) -> Tensor:
@@ -23,8 +28,8 @@ def factor_norms(module: nn.Module) -> Tensor:
     >>> factor_norms(layer).tolist()
     [3.0]
     """
-    groups = [list(layer.parameters(recurse=False)) for layer in module.modules()]
-    norms = [torch.linalg.vector_norm(torch.cat([p.flatten() for p in group])) for group in groups if group]
+    groups = [list(layer.parameters(recurse=False)) for layer in layers_of(module).values()]
+    norms = [torch.linalg.vector_norm(torch.cat([p.flatten() for p in group])) for group in groups]
     if not norms:
         raise CapabilityError(f"{type(module).__name__} has no parameters to regularise")
     return torch.stack(norms)
@@ -69,4 +74,7 @@ def path_norm(module: nn.Module, example: Tensor, order: float = 2.0) -> Tensor:
     10.0
     """
     weights = {name: parameter.abs().pow(order) for name, parameter in module.named_parameters()}
-    return functional_call(module, weights, (torch.ones_like(example[:1]),)).sum().pow(1 / order)
+    total = functional_call(module, weights, (torch.ones_like(example[:1]),)).sum()
+    # The root has no derivative at zero: where all paths are cut its gradient is zero, as that of torch's norms.
+    alive = total > 0
+    return torch.where(alive, torch.where(alive, total, 1.0).pow(1 / order), 0.0)

@@ -42,9 +42,12 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
     :math:`p = \max_{\|w\|\le1}\|R^\top\max(Xw, 0)\|` of the residual R; if :math:`p \le \lambda`, stop, otherwise
     append the neurons that the polar found, each scaled to its best size.
 
-    With one input column the polar is exact and the result is ``CERTIFIED``; with two columns it is exact for up to
-    600 rows, though the descent may stop short of the tolerance. With more columns it is bounded from below by an
-    ascent from many starts, and from above by norms: the status is then ``UNDECIDED`` unless that bound suffices.
+    With one input column the polar is exact, with two columns it is for up to 600 rows: growth then ends ``CERTIFIED``
+    unless rounds or neurons run out, or the descent stops short of the tolerance. With more
+    columns the polar is bounded from below by an ascent from many starts, and from above by norms: the status is then
+    ``UNDECIDED`` unless that bound suffices. Without an exact polar ``IMPROVABLE`` has a slack: the neuron found must
+    lower the objective f by more than ``tol`` of it, so its slope must exceed λ by
+    :math:`\|\max(Xw, 0)\|(2\,\mathrm{tol}\,f)^{1/2}`.
 
     Args:
         lam: The weight of the regulariser; the larger, the fewer neurons.
@@ -61,6 +64,8 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
         outputs_: n_neurons × n_outputs; balanced, :math:`\|w_i\| = \|v_i\|`.
         n_neurons_: The width.
         certificate_: What is proved of the result.
+        direction_: The steepest unit vector w, the bias last, that was found for one more neuron; its slope
+            :math:`\|R^\top\max(Xw, 0)\|` is ``certificate_.polar_lower``.
         objective_: Its objective.
         history_: The objective of each round, the empty network first.
         width_history_, gap_history_: The width and the relative gap of each round.
@@ -135,6 +140,7 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
         self.outputs_ = end.neurons.V.numpy()
         self.n_neurons_ = len(end.neurons.W)
         self.certificate_ = end.certificate
+        self.direction_ = end.polar.directions[0].numpy()
         values, widths, gaps = zip(*end.rounds, strict=True)
         self.history_ = np.asarray(values)
         self.width_history_ = np.asarray(widths)

@@ -51,18 +51,26 @@ def landmarks(count: int, points: int = 60) -> list[int]:
 
 
 def followed(Y: np.ndarray, model: DropoutFactorization) -> Iterator[Metrics]:
-    """Fit, and tell the objective, its excess over the global minimum and the norms of the terms as it iterates."""
+    """Fit, and tell the objective, its excess over the global minimum and the norms of the terms as it iterates.
+
+    The excess is a share of the minimum, or of ‖Y‖² where the minimum is zero up to rounding.
+    """
     left = model.fit_transform(Y)
+    whole = float((Y**2).sum())
+    scale = model.optimum_ if model.optimum_ > 1e-12 * whole else whole
+
+    def excess(value: float) -> float:
+        return max(value - model.optimum_, 0.0) / scale
+
     for k in landmarks(len(model.history_) - 1):
         low, mean, high = (float(v) for v in model.norm_history_[k])
         value = float(model.history_[k])
-        excess = max(value / model.optimum_ - 1, 0.0)
-        yield {"iteration": k, "objective": value, "excess": excess, "low": low, "mean": mean, "high": high}
+        yield {"iteration": k, "objective": value, "excess": excess(value), "low": low, "mean": mean, "high": high}
     values = np.linalg.svd(left @ model.components_, compute_uv=False)
     norms = np.linalg.norm(left, axis=0) * np.linalg.norm(model.components_, axis=1)
     yield {
         "iteration": len(model.history_) - 1,
-        "excess": max(model.objective_ / model.optimum_ - 1, 0.0),
+        "excess": excess(model.objective_),
         "optimum": float(model.optimum_),
         "unequal": float(norms.std() / norms.mean()) if norms.mean() > 0 else 0.0,
         "values": [round(float(v), 5) for v in values[:40]],

@@ -12,7 +12,7 @@ from ...data import data_directory
 from ...errors import DataError, MissingExtra
 from ...factor import Certificate
 from ..context import Lab
-from ..drawing import COLOURS, figure, style
+from ..drawing import COLOURS, figure, logarithmic, style
 from ..experiment import Comparison, Metrics, Plot, Results
 
 __all__ = [
@@ -106,7 +106,7 @@ def lines(
         axes.plot(places, values, mark, color=COLOURS[number % len(COLOURS)], label=label, markersize=4)
         said.append(f"{label} from {values[0]:.3g} to {values[-1]:.3g}")
     for axis in log:
-        getattr(axes, f"set_{axis}scale")("log")
+        logarithmic(axes, axis)
     style(axes, x, y, title)
     if said:
         axes.legend(frameon=False)

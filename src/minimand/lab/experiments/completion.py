@@ -12,7 +12,7 @@ from ...data import psnr
 from ...factor import MatrixCompletion
 from ..comparing import verdict
 from ..context import Lab
-from ..drawing import curves
+from ..drawing import curves, logarithmic
 from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ..pictures import encoded, pictures
 from ._factor import certified, last, statuses
@@ -208,10 +208,10 @@ def plots(results: Results[Options]) -> list[Plot]:
     ours = [name(task, OURS) for task in tasks(results.options)]
     title = "Choosing λ by what was held out"
     path = curves(results, ours, key="held", over="fraction", title=title, y="root mean squared error", x="λ / λmax")
-    path.figure.axes[0].set_xscale("log")
+    logarithmic(path.figure.axes[0], "x")
     title = "Cost of a sweep over a sparse table"
     cost = curves(results, [COST], key="sweep_ms", over="entries", title=title, y="ms", x="observed entries", log=True)
-    cost.figure.axes[0].set_xscale("log")
+    logarithmic(cost.figure.axes[0], "x")
     return [*([shown] if shown else []), path, cost]
 
 

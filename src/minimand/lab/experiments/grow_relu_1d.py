@@ -11,7 +11,7 @@ from ...factor.networks.certificate import objective
 from ...factor.networks.neurons import Neurons, descend
 from ..comparing import mean_std
 from ..context import Lab
-from ..drawing import curves, figure, style
+from ..drawing import bars, curves, figure, style
 from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 
 GROWN = "grown"
@@ -96,10 +96,17 @@ def compare(results: Results[Options]) -> list[Comparison]:
 
 
 def plots(results: Results[Options]) -> list[Plot]:
-    """The gap as it grows, and the fit."""
+    """The gap and the neurons as it grows, growth against fixed widths, and the fit."""
     gap = curves(
         results, [GROWN], key="gap", over="round", title="Relative gap as it grows", y="relative gap", log=True
     )
+    neurons = curves(results, [GROWN], key="width", over="round", title="Neurons as it grows", y="neurons")
+    rows = [Comparison(GROWN, None, excess(results, GROWN, "objective"), "%", 4)]
+    for part in (f"width {width}" for width in results.options.widths):
+        for key, name in (("objective", "best"), ("median", "median")):
+            rows.append(Comparison(f"{part}, {name} start", None, excess(results, part, key), "%", 4))
+    against = bars(rows, title="Growth against fixed widths", y="above the lower bound, %")
+    against.figure.axes[0].set_xscale("log")
     drawn = figure()
     axes = drawn.subplots()
     ends = [records[-1] for records in results.records.get(GROWN, {}).values() if records and "fit" in records[-1]]
@@ -108,7 +115,7 @@ def plots(results: Results[Options]) -> list[Plot]:
         axes.plot(np.linspace(-2.2, 2.2, 121), ends[0]["fit"], color="#0072B2", label="grown network")
         axes.legend(frameon=False)
     style(axes, "x", "y", "The fit")
-    return [gap, Plot("The fit", "Samples and the grown network's piecewise linear function", drawn)]
+    return [gap, neurons, against, Plot("The fit", "Samples and the grown network's piecewise linear function", drawn)]
 
 
 def findings(results: Results[Options]) -> Sequence[str]:

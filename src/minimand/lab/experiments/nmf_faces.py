@@ -10,7 +10,7 @@ import torch
 from ...errors import MissingExtra, OptionError
 from ...factor import NMF, certify
 from ..context import Lab
-from ..drawing import COLOURS, figure, style
+from ..drawing import COLOURS, figure, logarithmic, style
 from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ..pictures import encoded, montage, pictures
 from ._factor import certified, file_of, last, resized, statuses
@@ -202,10 +202,12 @@ def plots(results: Results[Options]) -> list[Plot]:
     for places, sizes, gaps in zip(
         *(results.curve(OURS, key).values() for key in ("fraction", "rank", "gap")), strict=True
     ):
-        left.semilogx(places, sizes, "o-", color=COLOURS[0])
-        right.loglog(places, np.maximum(gaps, 1e-6), "s-", color=COLOURS[1])
+        left.plot(places, sizes, "o-", color=COLOURS[0])
+        right.plot(places, np.maximum(gaps, 1e-6), "s-", color=COLOURS[1])
         ranks = ranks or sizes
     right.axhline(100 * results.options.tol, color=COLOURS[7], linewidth=0.8, linestyle=":")
+    for axes, which in ((left, "x"), (right, "x"), (right, "y")):
+        logarithmic(axes, which)
     style(left, "λ / λmax", "components", "Size chosen")
     style(right, "λ / λmax", "gap at most, %", "Distance to the global minimum")
     alt = f"Components along the path: {', '.join(f'{rank:.0f}' for rank in ranks) or 'nothing measured yet'}"

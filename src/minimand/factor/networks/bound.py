@@ -1,0 +1,68 @@
+"""What no subnetwork of norm one can exceed, for the chains of layers for which that is proved."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ...operators.spectral import certified_norm_sq
+
+__all__ = ["NO_BOUND", "polar_bound"]
+
+NO_BOUND = math.inf, "ascent from below, no bound from above"
+
+
+def polar_bound(pattern: nn.Module, x: Tensor, residual: Tensor) -> tuple[float, str]:
+    r"""An upper bound on :math:`\langle R, \phi(X; W)\rangle` over layers of norm one, and how it was found.
+
+    One linear layer attains :math:`\|R^\top X\|_F`, several attain the spectral norm :math:`\|R^\top X\|`, since the
+    product of two matrices has a nuclear norm of at most the product of their Frobenius norms. With ReLUs between or
+    behind them, which lengthen no vector, :math:`\|R\|_F\|X\|` holds. A bias of the first layer is a column of ones.
+    Layers act on the last dimension, so all others are samples. Everything else has the bound infinity.
+
+    >>> x = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
+    >>> round(polar_bound(nn.Linear(2, 2, bias=False), x, torch.eye(2))[0], 6)
+    5.0
+    >>> chain = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 2, bias=False))
+    >>> round(polar_bound(chain, x, torch.eye(2))[0], 6)
+    4.0
+    """
+    layers = _flat(pattern)
+    if any(part._forward_hooks or part._forward_pre_hooks for part in pattern.modules()):
+        return NO_BOUND
+    if layers and type(layers[0]) is nn.Flatten and (layers[0].start_dim, layers[0].end_dim) == (1, -1):
+        x, layers = x.flatten(1), layers[1:]
+    linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
+    if not linear or layers[0] is not linear[0] or not all(_is_known(layer) for layer in layers):
+        return NO_BOUND
+    if any(layer.bias is not None for layer in linear[1:]):
+        return NO_BOUND
+    X = x.detach().double().reshape(-1, linear[0].in_features)
+    R = residual.detach().double().reshape(-1, linear[-1].out_features)
+    if linear[0].bias is not None:
+        X = torch.cat([X, torch.ones_like(X[:, :1])], 1)
+    # What the rounding of a sum over all rows may hide.
+    room = 8 * (len(X) + X.shape[1] + 8) * torch.finfo(torch.float64).eps
+    room *= float((R.norm(dim=1) * X.norm(dim=1)).sum())
+    if len(linear) < len(layers):
+        return float(R.norm()) * math.sqrt(float(certified_norm_sq(X))) + room, "ascent from below, norms from above"
+    if len(linear) == 1:
+        return float((R.mT @ X).norm()) + room, "Frobenius norm of the linear polar"
+    return math.sqrt(float(certified_norm_sq(R.mT @ X, rtol=0.0))) + room, "spectral norm of the linear polar"
+
+
+def _flat(module: nn.Module) -> list[nn.Module]:
+    """The layers in order; a module that does more than call its parts in turn is one layer."""
+    if type(module) is nn.Identity:
+        return []
+    if type(module) is not nn.Sequential:
+        return [module]
+    return [layer for part in module for layer in _flat(part)]
+
+
+def _is_known(layer: nn.Module) -> bool:
+    """Whether the layer is linear with a plain weight, or an activation that lengthens no vector."""
+    # Exact types: a subclass may compute anything, and a reparametrised weight is no parameter.
+    if type(layer) is nn.Linear:
+        return {name for name, _ in layer.named_parameters()} <= {"weight", "bias"}
+    return type(layer) is nn.ReLU or (type(layer) is nn.LeakyReLU and abs(layer.negative_slope) <= 1)
