@@ -38,7 +38,7 @@ class ADMMNet(UnrolledNet):
         cg_iters: Conjugate gradient iterations per phase.
         initial: The matrix Q of the first image :math:`Qy`. Without it :math:`\Phi^\top y`.
 
-    Source: Yang, Sun, Li, Xu, *Deep ADMM-Net for Compressive Sensing MRI*, NIPS 2016, eq. (6); 002, image
+    Source: Yang, Sun, Li, Xu, *Deep ADMM-Net for Compressive Sensing MRI*, NIPS 2016; 002, image
         reconstruction.
 
     >>> from minimand.operators import SubsampledFourier, radial_mask

@@ -194,7 +194,7 @@ class UnrolledNet(nn.Module, abc.ABC):
 
     def loss(self, y: Tensor, target: Tensor, *, symmetry: float = 0.01) -> Tensor:
         r"""The mean squared error, plus ``symmetry`` times the mean of :math:`|\tilde{\mathcal{F}}\mathcal{F}(r) -
-        r|^2`, summed over the phases (ISTA-Net, eq. (14))."""
+        r|^2`, summed over the phases (ISTA-Net)."""
         results = self.trajectory(y)
         x = results[-1].x
         if target.numel() != x.numel() or len(target) != len(x):

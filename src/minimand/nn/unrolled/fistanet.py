@@ -41,7 +41,7 @@ class FISTANet(UnrolledNet):
             :math:`\beta_k = (\operatorname{sp}(w_3k + c_3) - \operatorname{sp}(c_3))/\operatorname{sp}(w_3k + c_3)`.
         initial: The matrix Q of the first image :math:`Qy`. Without it :math:`\Phi^\top y`.
 
-    Source: Xiang, Dong, Yang, *FISTA-Net*, IEEE TMI 2021, eqs. (12)–(17); 002, image reconstruction.
+    Source: Xiang, Dong, Yang, *FISTA-Net*, IEEE TMI 2021; 002, image reconstruction.
 
     >>> from minimand.operators import orthonormal_gaussian
     >>> phi = orthonormal_gaussian(4, 16, generator=torch.Generator().manual_seed(0))

@@ -32,7 +32,7 @@ class ISTANet(UnrolledNet):
         initial: The matrix Q of the first image :math:`Qy`; see :func:`least_squares_start`. Without it
             :math:`\Phi^\top y`.
 
-    Source: Zhang & Ghanem, *ISTA-Net*, CVPR 2018, eqs. (5), (10), (12), (14); 002, image reconstruction.
+    Source: Zhang & Ghanem, *ISTA-Net*, CVPR 2018; 002, image reconstruction.
 
     >>> from minimand.operators import orthonormal_gaussian
     >>> phi = orthonormal_gaussian(4, 16, generator=torch.Generator().manual_seed(0))

@@ -78,7 +78,7 @@ class Softplus(nn.Module):
 
     With ``monotone`` (+1 or −1) the slope w keeps that sign, so the schedule rises or falls whatever is learned.
 
-    Source: Xiang, Dong, Yang, *FISTA-Net*, IEEE TMI 2021, eqs. (15)–(17).
+    Source: Xiang, Dong, Yang, *FISTA-Net*, IEEE TMI 2021.
 
     >>> schedule = Softplus(-0.5, 0.0, monotone=-1)
     >>> values = schedule(4)

@@ -21,7 +21,7 @@ def least_squares_start(phi: Tensor, blocks: Tensor, *, ridge: float = 1e-6) -> 
     with the N blocks as rows of X and the ``ridge`` s, which keeps the solution defined where blocks are few. In
     float64.
 
-    Source: Zhang & Ghanem, *ISTA-Net*, CVPR 2018, eq. (13).
+    Source: Zhang & Ghanem, *ISTA-Net*, CVPR 2018.
 
     >>> phi = torch.eye(1, 2)
     >>> least_squares_start(phi, torch.tensor([[1.0, 2.0], [2.0, 4.0]]))  # the second pixel is twice the first

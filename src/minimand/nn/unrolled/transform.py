@@ -53,7 +53,7 @@ class Transform(nn.Module):
 
     No convolution has a bias, so zero maps to zero. Initialisation: Xavier's normal, as in the papers' code.
 
-    Source: Zhang & Ghanem, *ISTA-Net*, CVPR 2018, eqs. (8), (12), §3.3.
+    Source: Zhang & Ghanem, *ISTA-Net*, CVPR 2018.
     """
 
     def __init__(self, architecture: Architecture, *, residual: bool) -> None:
