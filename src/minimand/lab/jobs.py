@@ -90,7 +90,8 @@ def in_parallel(setting: Setting, directory: Path, jobs: list[Job], workers: int
     plain, options = dataclasses.replace(setting, options=None), options_of(setting)
     context = multiprocessing.get_context("spawn")
     events = context.Queue()
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(events,))
+    started = context.Value("i", 0)
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(events, started))
     waiting, running = list(jobs), dict[Future[None], Job]()
     try:
         while waiting or running:
@@ -123,9 +124,13 @@ def _stop(pool: ProcessPoolExecutor) -> None:
 _events: Any = None
 
 
-def _start_worker(events: Any) -> None:
+def _start_worker(events: Any, started: Any) -> None:
     global _events
     _events = events
+    with started.get_lock():
+        # Where there are accelerators, each worker takes the next.
+        os.environ["LOCAL_RANK"] = str(started.value)
+        started.value += 1
     threading.Thread(target=_follow_parent, daemon=True).start()
 
 

@@ -16,7 +16,7 @@ from .jobs import in_parallel, in_turn
 from .progress import Display, Event
 from .registry import find
 from .results import RESULT, read_results, write_result
-from .setting import Job, Setting, directory_of, is_done, options_of
+from .setting import Job, Setting, default_jobs, directory_of, is_done, options_of
 from .store import read_json, slug, write_json
 
 __all__ = ["Setting", "directory_of", "read_results", "run"]
@@ -50,7 +50,7 @@ def run(setting: Setting, display: Display | None = None) -> Path:
             for job in _undone(jobs, directory, display):
                 _forget_unresumable(directory / job.folder)
             waiting = [job for job in jobs if not is_done(directory, job)]
-            workers = min(setting.jobs or os.cpu_count() or 1, len(waiting))
+            workers = min(setting.jobs or default_jobs(setting.preset), len(waiting))
             if workers > 1 and world == 1:
                 finished = in_parallel(setting, directory, waiting, workers, display)
             else:

@@ -10,7 +10,7 @@ import torch
 from .experiment import Experiment, Part
 from .store import slug
 
-__all__ = ["Job", "Setting", "device_of", "directory_of", "is_done", "options_of"]
+__all__ = ["Job", "Setting", "default_jobs", "device_of", "directory_of", "is_done", "options_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +74,11 @@ def options_of(setting: Setting) -> dict[str, Any]:
 def is_done(directory: Path, job: Job) -> bool:
     """Whether a job has come to its end."""
     return (directory / job.folder / "done.json").is_file()
+
+
+def default_jobs(preset: str) -> int:
+    """One process an accelerator where they are used, else one a core."""
+    return torch.accelerator.device_count() if device_of(preset).type != "cpu" else os.cpu_count() or 1
 
 
 def device_of(preset: str) -> torch.device:

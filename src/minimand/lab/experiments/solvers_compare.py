@@ -68,7 +68,7 @@ def parts(options: Options) -> list[Part]:
 def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
     """Time the blocks, or train one network."""
     if part == CALIBRATION:
-        found = _calibrate(options)
+        found = _calibrate(options, lab.device)
         lab.keep("iterations", {name: torch.tensor(count) for name, count in found.items()})
         yield {f"iterations of {name}": count for name, count in found.items()}
         return
@@ -86,12 +86,12 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
         yield {**record, "iters": iters}
 
 
-def _calibrate(options: Options) -> dict[str, int]:
+def _calibrate(options: Options, device: torch.device) -> dict[str, int]:
     """How many iterations of each solver take the time of the reference, in LeNet's larger block."""
-    inputs = torch.randn(options.batch, 400).relu().requires_grad_()
+    inputs = torch.randn(options.batch, 400, device=device).relu().requires_grad_()
 
     def seconds(name: str) -> float:
-        layer = SolverLinear(400, 120, solver=make(name, options.iters, options.tau))
+        layer = SolverLinear(400, 120, solver=make(name, options.iters, options.tau)).to(device)
         return min(_timed(layer, inputs) for _ in range(15))
 
     reference = seconds(REFERENCE)
@@ -101,6 +101,8 @@ def _calibrate(options: Options) -> dict[str, int]:
 def _timed(layer: SolverLinear, inputs: Tensor) -> float:
     begin = time.perf_counter()
     layer(inputs).sum().backward()
+    if inputs.device.type != "cpu":
+        torch.accelerator.synchronize(inputs.device)
     return time.perf_counter() - begin
 
 
