@@ -20,7 +20,7 @@ from minimand.factor import (
 from minimand.factor.als import rotated
 from minimand.factor.descent import Descent, Pair, balanced
 from minimand.factor.growth import merged, pruned
-from minimand.factor.losses import Absolute
+from minimand.factor.losses import Huber
 from minimand.factor.regularisers import L2
 from minimand.factor.rows import Rows
 from minimand.factor.shrinkage import shrunk
@@ -149,7 +149,7 @@ def test_the_prox_of_the_loss(generator):
     s = torch.randn(5, generator=generator, dtype=torch.float64) * 3
     grid = torch.linspace(-12, 12, 24001, dtype=torch.float64)
     for gamma in (None, 0.7):
-        loss = Absolute(s.unsqueeze(0), gamma)
+        loss = Huber(s.unsqueeze(0), gamma)
         best = loss.prox_residual(s, 0.4)
         for i in range(5):
             values = torch.stack([0.4 * loss.of(d) for d in grid[::8]]) + 0.5 * (grid[::8] - s[i]).square()
@@ -239,11 +239,12 @@ def test_the_induced_penalty_is_convex_on_segments(theta, generator):
 
 
 def test_sizes_stay_below_the_bound_of_the_theory():
-    """003, Theorem 2: the size needed is bounded by the number of entries of the output."""
-    Y = np.random.default_rng(0).random((3, 2))
-    for model in (NMF(1e-3), SparseDictionary(1e-3, 0.5), CPTensor(1e-3)):
-        data = Y if not isinstance(model, CPTensor) else Y.reshape(3, 2, 1)
-        assert model.set_params(random_state=0, max_iter=60).fit(data).n_components_ <= 6
+    """003, Theorem 2: the size needed is bounded by the number of entries of the output; there was room for more."""
+    for seed in range(2):
+        Y = np.random.default_rng(seed).random((3, 2))
+        for model in (NMF(1e-3, effort=0.01), SparseDictionary(1e-2, 0.5), CPTensor(1e-3)):
+            data = Y if not isinstance(model, CPTensor) else Y.reshape(3, 2, 1)
+            assert model.set_params(random_state=0, max_iter=60, r_max=20).fit(data).n_components_ <= 6
 
 
 def test_sparse_dictionary_closed_form_on_a_diagonal():
@@ -325,22 +326,3 @@ def test_starts_of_other_libraries_and_warm_starts():
         NMF(0.1).fit(Y, start=(np.ones((3, 2)), np.ones((15, 2))))
     with pytest.raises(ValueError, match="Negative values in start"):
         NMF(0.1).fit(Y, start=(-W, other.components_.T))
-
-
-def test_a_memory_mapped_file_is_read_in_blocks(tmp_path, monkeypatch):
-    from minimand.factor import rows
-
-    monkeypatch.setattr(rows, "BLOCK", 200)
-    Y = low_rank(30, 10, 3).astype(np.float32)
-    np.save(tmp_path / "Y.npy", Y)
-    mapped = np.load(tmp_path / "Y.npy", mmap_mode="r")
-    for model in (
-        LowRank(3.0, random_state=0),
-        NMF(3.0, random_state=0, effort=0),
-        SparseDictionary(3.0, 0.1, random_state=0, max_iter=30),
-    ):
-        data = (mapped, Y) if not isinstance(model, NMF) else (np.abs(mapped), np.abs(Y))
-        U = model.fit_transform(data[0])
-        first = model.objective_, model.certificate_.status
-        np.testing.assert_allclose(model.fit_transform(data[1]), U, rtol=1e-4, atol=1e-4)
-        assert (model.objective_, model.certificate_.status) == (pytest.approx(first[0], rel=1e-6), first[1])

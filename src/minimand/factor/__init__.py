@@ -6,15 +6,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .certificate import Certificate, Status
     from .completion import MatrixCompletion
+    from .cp import certify_tensor
     from .dictionary import SparseDictionary
     from .dropout import DropoutFactorization, DropoutPenalty, dropout_optimum, equalize, nuclear_squared
     from .engine import factorize
     from .gap import certify
+    from .losses import Huber, Loss, Squared
     from .lowrank import LowRank
     from .networks import ParallelNetwork, ParallelReLU
     from .nmf import NMF
     from .regularisers import L2, NonNegativeL2, Regulariser, SparseL2
     from .robust import RobustPCA
+    from .smooth import Entrywise, Logistic
     from .tensor import CPTensor
 
 # scikit-learn takes longer to import than the rest of the library: each name is imported when it is asked for.
@@ -22,6 +25,7 @@ _HOMES = {
     "Certificate": "certificate",
     "Status": "certificate",
     "certify": "gap",
+    "certify_tensor": "cp",
     "factorize": "engine",
     "LowRank": "lowrank",
     "NMF": "nmf",
@@ -29,6 +33,11 @@ _HOMES = {
     "RobustPCA": "robust",
     "MatrixCompletion": "completion",
     "CPTensor": "tensor",
+    "Loss": "losses",
+    "Squared": "losses",
+    "Huber": "losses",
+    "Entrywise": "smooth",
+    "Logistic": "smooth",
     "Regulariser": "regularisers",
     "L2": "regularisers",
     "NonNegativeL2": "regularisers",
@@ -49,6 +58,10 @@ __all__ = [
     "Certificate",
     "DropoutFactorization",
     "DropoutPenalty",
+    "Entrywise",
+    "Huber",
+    "Logistic",
+    "Loss",
     "LowRank",
     "MatrixCompletion",
     "NonNegativeL2",
@@ -58,8 +71,10 @@ __all__ = [
     "RobustPCA",
     "SparseDictionary",
     "SparseL2",
+    "Squared",
     "Status",
     "certify",
+    "certify_tensor",
     "dropout_optimum",
     "equalize",
     "factorize",

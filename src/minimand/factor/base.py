@@ -2,20 +2,19 @@
 
 import abc
 import contextlib
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin, clone
-from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from ..errors import MissingExtra, OptionError, ShapeError, require_finite, require_positive
+from ..errors import MissingExtra, OptionError, ShapeError, require_finite
 from .certificate import Certificate
 from .growth import Report
+from .inputs import as_tensor, real, refuse_masked, require_number, same_kind, seeded_generator, working
 from .rows import Rows
 
 __all__ = ["Factorization", "Path"]
@@ -50,7 +49,8 @@ class Path(tuple[Any, ...]):
 class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator, abc.ABC):
     """Base of the estimators: everything but the mathematics.
 
-    Tensors and arrays are taken, and what comes back is of the same kind, type and device.
+    Tensors and arrays are taken, and what comes back is of the same kind, type and device; half precision comes back
+    as float32, in which the factors are certified.
     """
 
     lam: float
@@ -68,7 +68,7 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     # -- what an estimator adds ------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def _solve(self, Y: Any, start: tuple[Tensor, Tensor] | None, rows: Rows) -> tuple[Tensor, Tensor]:
+    def _solve(self, Y: Any, start: Any, rows: Rows) -> tuple[Tensor, Tensor]:
         """Fit to checked input; returns U and V with vectors as columns and sets what is particular."""
 
     @abc.abstractmethod
@@ -115,11 +115,10 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     def inverse_transform(self, U: Any) -> Any:
         """The matrix UVᵀ of codes U."""
         check_is_fitted(self)
-        codes = U.detach() if isinstance(U, Tensor) else as_tensor(np.asarray(U))
+        codes = working(real("U", U))
         if codes.dim() != 2 or codes.shape[1] != self.n_components_:
             raise ShapeError(f"codes have shape {tuple(codes.shape)}, but there are {self.n_components_} components")
-        components = self._right(codes).to(codes.dtype)
-        return same_kind(codes @ components.mT, U if isinstance(U, Tensor) else np.asarray(U))
+        return same_kind(codes @ self._right(codes).mT, U)
 
     def path(self, Y: Any, lams: Sequence[float] | None = None, *, n_lams: int = 10) -> Path:
         """Fit along a grid of λ, each from the solution before it, and return the fitted estimators in the order given.
@@ -154,6 +153,8 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
     def _checked(self, Y: Any, *, reset: bool) -> tuple[Any, Any]:
         """What the answer should look like, and the data as a tensor of float32 or float64."""
+        name = type(self).__name__
+        refuse_masked("Y", Y, f"{name} needs them all: fill them, or complete them with MatrixCompletion")
         if isinstance(Y, Tensor):
             data = Y.detach()
             if data.dim() != 2:
@@ -164,18 +165,19 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
                 raise OptionError("Complex data not supported: pass real and imaginary parts as columns")
             if 0 in data.shape:
                 raise ShapeError(f"Y of shape {tuple(data.shape)} is empty; a minimum of 1 row and column is required")
-            data = data if data.dtype in (torch.float32, torch.float64) else data.to(torch.get_default_dtype())
+            data = working(data)
             require_finite("Y", data)
             validate_data(self, data, reset=reset, skip_check_array=True)
             return Y, data
         array = validate_data(self, Y, reset=reset, dtype=FLOATS, order=None)
         return array, as_tensor(array)
 
-    def _checked_start(self, start: Any, data: Any) -> tuple[Tensor, Tensor]:
+    def _checked_start(self, start: Any, data: Any) -> tuple[Tensor, ...]:
         try:
-            U, V = (x.detach() if isinstance(x, Tensor) else as_tensor(np.asarray(x)) for x in start)
+            U, V = start
         except (TypeError, ValueError) as error:
             raise OptionError(f"start must be a pair of matrices (U, V), got {type(start).__name__}") from error
+        U, V = (working(real("start", x)) for x in (U, V))
         n, m = data.shape
         if U.dim() != 2 or V.dim() != 2 or (len(U), len(V)) != (n, m) or U.shape[1] != V.shape[1]:
             raise ShapeError(
@@ -190,8 +192,7 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         return components.to(dtype=like.dtype, device=like.device).mT
 
     def _generator(self) -> torch.Generator:
-        seed = check_random_state(self.random_state).randint(2**31 - 1)
-        return torch.Generator().manual_seed(int(seed))
+        return seeded_generator(self.random_state)
 
     @contextlib.contextmanager
     def _progress(self) -> Iterator[Report]:
@@ -211,27 +212,3 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
                 bar.update(task, completed=sweeps, description=text)
 
             yield report
-
-
-def require_number(name: str, value: Any, *, zero: bool = False) -> None:
-    """Refuse what is no finite positive number."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        raise OptionError(f"{name} must be a finite number > 0, got {value!r}")
-    require_positive(name, float(value), zero=zero)
-
-
-def as_tensor(array: np.ndarray) -> Tensor:
-    """The array's memory as a tensor, read-only files included: nothing here writes to its input."""
-    if any(stride < 0 for stride in array.strides) or array.dtype.byteorder not in "=|":
-        array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)
-        return torch.from_numpy(array)
-
-
-def same_kind(tensor: Tensor, like: Any) -> Any:
-    """A tensor where ``like`` is one, on its device and in its type; else an array."""
-    if isinstance(like, Tensor):
-        dtype = like.dtype if like.dtype.is_floating_point else tensor.dtype
-        return tensor.to(dtype=dtype, device=like.device)
-    return tensor.cpu().numpy()

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from ..errors import NonFiniteError, OptionError, ShapeError, require_finite
 from .als import Groups, ObservedDescent
-from .base import FLOATS, Factorization, as_tensor
+from .base import FLOATS, Factorization
+from .bounds import largest_singular
 from .engine import grown, growth_options
+from .inputs import as_tensor, working
 from .losses import Observed
 from .rows import Rows
-from .svd import leading_singular
 
 __all__ = ["MatrixCompletion"]
 
@@ -25,9 +26,12 @@ class MatrixCompletion(Factorization):
     .. math:: \min_{r,U,V} \tfrac12\sum_{(i,j) \in \Omega}\bigl(Y_{ij} - (UV^\top)_{ij}\bigr)^2
         + \lambda\sum_i\|U_i\|_2\|V_i\|_2 ,
 
-    the nuclear norm over the observed entries :math:`\Omega`. NaN is missing; of a sparse matrix the stored entries are
-    what is observed, zeros included. Memory and time per sweep are linear in the number of observed entries: the dense
-    matrix is formed by ``inverse_transform`` only.
+    the nuclear norm over the observed entries :math:`\Omega`. NaN is missing, and so is what a masked array masks; of a
+    sparse matrix the stored entries are what is observed, zeros included, and duplicates are summed. Memory and time
+    per sweep are linear in the number of observed entries: the dense matrix is formed by ``inverse_transform`` only.
+
+    ``fit`` refuses rows and columns of which nothing was observed, unless a sparse matrix has them. ``transform`` gives
+    such a row the code zero, its ridge regression on nothing.
 
     Args:
         lam: :math:`\lambda > 0`.
@@ -85,11 +89,13 @@ class MatrixCompletion(Factorization):
             data = Y.detach()
             if data.dim() != 2 or 0 in data.shape or data.is_complex():
                 raise ShapeError(f"Expected 2D real tensor with entries, got {data.dtype} of {tuple(data.shape)}")
-            data = data if data.dtype in (torch.float32, torch.float64) else data.to(torch.get_default_dtype())
+            data = working(data)
             if bool(torch.isinf(data).any()):
                 raise NonFiniteError("Y holds Inf; mark missing entries by NaN")
             validate_data(self, data, reset=reset, skip_check_array=True)
             return Y, _from_dense(data)
+        if np.ma.isMaskedArray(Y):
+            Y = np.ma.filled(Y if Y.dtype.kind == "f" else Y.astype(np.float64), np.nan)
         array = validate_data(
             self, Y, reset=reset, dtype=FLOATS, accept_sparse=("csr", "csc", "coo"), ensure_all_finite="allow-nan"
         )
@@ -141,7 +147,7 @@ class MatrixCompletion(Factorization):
     def lambda_max(self, Y: Any) -> float:
         """The largest singular value of the observed part of Y, by block Krylov iteration."""
         _, loss = self._checked(Y, reset=not hasattr(self, "n_features_in_"))
-        return float(leading_singular(loss.zero(), 2, generator=self._generator(), sweeps=40)[1][0])
+        return largest_singular(loss.zero(), self._generator())
 
 
 def _from_dense(Y: Tensor) -> Observed:
@@ -150,7 +156,8 @@ def _from_dense(Y: Tensor) -> Observed:
 
 
 def _from_sparse(Y: Any) -> Observed:
-    entries = Y.tocoo()
+    entries = Y.tocoo(copy=True)
+    entries.sum_duplicates()  # in place: on the copy
     if not np.isfinite(entries.data).all():
         raise NonFiniteError("Y stores NaN or Inf; leave entries that were not observed out of the sparse matrix")
     order = np.lexsort((entries.col, entries.row))
@@ -164,6 +171,4 @@ def _from_sparse_tensor(Y: Tensor) -> Observed:
     entries = Y.detach().to_sparse_coo().coalesce()
     require_finite("Y", entries.values())
     row, column = entries.indices()
-    values = entries.values()
-    values = values if values.dtype in (torch.float32, torch.float64) else values.to(torch.get_default_dtype())
-    return Observed(values, (row, column), (Y.shape[0], Y.shape[1]))
+    return Observed(working(entries.values()), (row, column), (Y.shape[0], Y.shape[1]))

@@ -23,7 +23,7 @@ from .gauges import Gauge
 from .regularisers import Regulariser
 from .rows import Rows
 
-__all__ = ["Descent", "LocalDescent", "Pair", "balanced"]
+__all__ = ["Descent", "LocalDescent", "Pair", "balanced", "updated"]
 
 INNER = 10
 STALL = 0.1
@@ -150,47 +150,20 @@ class Descent(LocalDescent):
 
     def left(self, pair: Pair) -> Tensor:
         """Column updates of U."""
-        product = pair.V @ self.Y.mT
-        return self._columns(pair.U, product, pair.V, self.theta.left, self.theta.right, self.rows, Rows())
+        goal, product = pair.V @ self.Y.mT, pair.V @ pair.V.mT
+        weights = self.lam * self.theta.right.values(pair.V)
+        return updated(pair.U, goal, product, weights, self.theta.left, self.rows)
 
     def right(self, pair: Pair) -> tuple[Tensor, float]:
         """Column updates of V."""
-        product = self.rows.sum(pair.U @ self.Y)
-        V = self._columns(pair.V, product, pair.U, self.theta.right, self.theta.left, Rows(), self.rows)
-        return V, self._objective(pair.U, V, product)
+        goal, product = self.rows.sum(pair.U @ self.Y), self.rows.sum(pair.U @ pair.U.mT)
+        weights = self.lam * self.theta.left.values(pair.U, self.rows)
+        V = updated(pair.V, goal, product, weights, self.theta.right, Rows())
+        return V, self._objective(pair.U, V, goal)
 
     def with_tol(self, tol: float) -> "Descent":
         """The same descent, stopping elsewhere."""
         return replace(self, tol=tol)
-
-    def _columns(
-        self, X: Tensor, target: Tensor, other: Tensor, gauge: Gauge, fellow: Gauge, here: Rows, there: Rows
-    ) -> Tensor:
-        """Sweeps over the vectors of X for fixed ``other``, while they still move."""
-        product = there.sum(other @ other.mT)
-        weights = self.lam * fellow.values(other, there)
-        diagonal = product.diagonal()
-        alive = diagonal > 0
-        inverse = torch.where(alive, 1 / torch.where(alive, diagonal, 1.0), 0.0)
-        # a = (Yv − Σ_{j≠i} u_j ⟨v_j, v⟩) / ‖v‖², one product with a vector for each: everything else is done before.
-        targets = (target * inverse.unsqueeze(1)).unbind()
-        others = (product * -inverse.unsqueeze(1)).fill_diagonal_(0.0).unbind()
-        updates = list(zip(alive.tolist(), targets, others, (weights * inverse).tolist(), strict=True))
-        X = X.clone()
-        vectors, transposed = X.unbind(), X.mT
-        first = 0.0
-        for _ in range(INNER):
-            before = X.clone()
-            for vector, (lives, goal, coupling, step) in zip(vectors, updates, strict=True):
-                if lives:
-                    vector.copy_(gauge.prox_(torch.addmv(goal, transposed, coupling), step, here))
-                else:
-                    vector.zero_()
-            moved = float(here.sum((before.sub_(X).square().sum(-1) * diagonal).sum()))
-            first = max(first, moved)
-            if moved <= STALL**2 * first:
-                break
-        return X
 
     def _objective(self, U: Tensor, V: Tensor, product: Tensor) -> float:
         """The objective from products at hand: ½‖Y‖² − ⟨UᵀY, Vᵀ⟩ + ½⟨UᵀU, VᵀV⟩ + λ Σ θ."""
@@ -199,3 +172,33 @@ class Descent(LocalDescent):
         grams = self.rows.sum((U @ U.mT).to(wide)) * (V @ V.mT).to(wide)
         charged = self.theta.values(U, V, self.rows).to(wide).sum()
         return self.square - float(cross) + 0.5 * float(grams.sum()) + self.lam * float(charged)
+
+
+def updated(X: Tensor, goal: Tensor, product: Tensor, weights: Tensor, gauge: Gauge, here: Rows) -> Tensor:
+    r"""Sweeps of exact updates over the vectors of X, while they still move.
+
+    They lower :math:`\tfrac12\|Y - XW\|^2 + \sum_i w_i g(x_i)` for a fixed W, of which only the products with the data,
+    ``goal``, and with itself, ``product``, are needed.
+    """
+    diagonal = product.diagonal()
+    alive = diagonal > 0
+    inverse = torch.where(alive, 1 / torch.where(alive, diagonal, 1.0), 0.0)
+    # a = (Yv − Σ_{j≠i} u_j ⟨v_j, v⟩) / ‖v‖², one product with a vector for each: everything else is done before.
+    goals = (goal * inverse.unsqueeze(1)).unbind()
+    others = (product * -inverse.unsqueeze(1)).fill_diagonal_(0.0).unbind()
+    updates = list(zip(alive.tolist(), goals, others, (weights * inverse).tolist(), strict=True))
+    X = X.clone()
+    vectors, transposed = X.unbind(), X.mT
+    first = 0.0
+    for _ in range(INNER):
+        before = X.clone()
+        for vector, (lives, target, coupling, step) in zip(vectors, updates, strict=True):
+            if lives:
+                vector.copy_(gauge.prox_(torch.addmv(target, transposed, coupling), step, here))
+            else:
+                vector.zero_()
+        moved = float(here.sum((before.sub_(X).square().sum(-1) * diagonal).sum()))
+        first = max(first, moved)
+        if moved <= STALL**2 * first:
+            break
+    return X

@@ -10,9 +10,10 @@ from ..functions import L1
 from ..functions.base import Separable, Step
 from ..operators import Dense as DenseOperator
 from ..solvers import FISTA, Problem, solve
-from .base import Factorization, require_number
+from .base import Factorization
 from .duals import Dense
 from .engine import factorise
+from .inputs import require_number
 from .nmf import code_tolerance
 from .regularisers import SparseL2
 from .rows import Rows

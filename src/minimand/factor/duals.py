@@ -19,16 +19,17 @@ from ..operators.gram import gram
 from ..operators.spectral import EPS
 from .rows import Rows, row_blocks
 
-__all__ = ["Dense", "DualMatrix", "Moments", "Sparse"]
+__all__ = ["Dense", "DualMatrix", "Moments", "Sparse", "summation"]
 
 
 @dataclass(frozen=True)
 class Moments:
-    """The inner product with the data and the squared norm of a dual point, with what rounding may hide of them."""
+    """The inner product with the data and the squared norm of a dual point, each with what rounding may hide of it."""
 
     inner: float
     square: float
-    margin: float
+    inner_margin: float
+    square_margin: float
 
 
 class DualMatrix(abc.ABC):
@@ -44,9 +45,14 @@ class DualMatrix(abc.ABC):
     def device(self) -> torch.device:
         """Where the entries are."""
 
-    def noise(self, columns: int, generator: torch.Generator | None) -> Tensor:
-        """Normal numbers with a row per column of Z, the same on all ranks."""
-        drawn = torch.randn(self.shape[1], columns, dtype=torch.float64, generator=generator)
+    @property
+    def flat(self) -> bool:
+        """Whether the rows are the shorter side, and all here: products are then formed of them."""
+        return self.rows.ranks == 1 and self.shape[0] < self.shape[1]
+
+    def noise(self, columns: int, generator: torch.Generator | None, *, left: bool = False) -> Tensor:
+        """Normal numbers with a row per column of Z, the same on all ranks; with ``left``, a row per row here."""
+        drawn = torch.randn(self.shape[0 if left else 1], columns, dtype=torch.float64, generator=generator)
         return self.rows.broadcast(drawn.to(self.device))
 
     @abc.abstractmethod
@@ -62,6 +68,10 @@ class DualMatrix(abc.ABC):
         """ZᵀZ, of ``part(Z)`` where a function of the entries is given."""
 
     @abc.abstractmethod
+    def outer(self, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """ZZᵀ over the rows of all ranks, of ``part(Z)`` where a function of the entries is given."""
+
+    @abc.abstractmethod
     def dense(self) -> Tensor:
         """All entries, of all ranks."""
 
@@ -71,7 +81,7 @@ class DualMatrix(abc.ABC):
 
 
 class Dense(DualMatrix):
-    r""":math:`Z = a(Y - UV^\top)` with an entrywise map a, formed by blocks of rows.
+    r""":math:`Z = a(Y - UV^\top, Y)` with an entrywise map a, formed by blocks of rows.
 
     >>> Z = Dense(torch.eye(2), torch.ones(2, 1), torch.ones(2, 1))
     >>> Z.times(torch.ones(2, dtype=torch.float64))
@@ -85,7 +95,7 @@ class Dense(DualMatrix):
         V: Tensor | None = None,
         *,
         rows: Rows | None = None,
-        entries: Callable[[Tensor], Tensor] | None = None,
+        entries: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         self.Y, self.U, self.V = Y, U, V
         self.rows = Rows() if rows is None else rows
@@ -100,16 +110,13 @@ class Dense(DualMatrix):
         """Where the entries are."""
         return self.Y.device
 
-    def residual(self, part: slice) -> Tensor:
-        """Y − UVᵀ on some rows, before the entrywise map."""
-        block = self.Y[part].to(torch.float64)
+    def _block(self, part: slice, columns: slice = slice(None)) -> Tensor:
+        data = self.Y[part, columns].to(torch.float64)
+        residual = data
         if self.U is not None and self.V is not None and self.U.shape[1]:
-            block = torch.addmm(block, self.U[part].to(torch.float64), self.V.to(torch.float64).mT, alpha=-1)
-        return block
-
-    def _block(self, part: slice) -> Tensor:
-        block = self.residual(part)
-        return block if self.entries is None else self.entries(block)
+            V = self.V[columns].to(torch.float64)
+            residual = torch.addmm(data, self.U[part].to(torch.float64), V.mT, alpha=-1)
+        return residual if self.entries is None else self.entries(residual, data)
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """The rows, in blocks that fit into memory."""
@@ -137,6 +144,17 @@ class Dense(DualMatrix):
         if total is None:  # a rank without rows
             total = torch.zeros(self.shape[1], self.shape[1], dtype=torch.float64, device=self.Y.device)
         return self.rows.sum(total)
+
+    def outer(self, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """ZZᵀ over the rows of all ranks, by blocks of columns where all rows are here."""
+        if self._kept is not None or self.rows.ranks > 1:
+            whole = self.dense()
+            return gram(whole if part is None else part(whole))
+        total = torch.zeros(self.shape[0], self.shape[0], dtype=torch.float64, device=self.Y.device)
+        for columns in row_blocks(self.shape[1], self.shape[0]):
+            block = self._block(slice(None), columns)
+            total += gram(block if part is None else part(block))
+        return total
 
     def dense(self) -> Tensor:
         """All entries, of all ranks."""
@@ -194,6 +212,11 @@ class Sparse(DualMatrix):
         dense = self._here()
         return self.rows.sum(gram((dense if part is None else part(dense)).mT))
 
+    def outer(self, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """ZZᵀ over the rows of all ranks, of ``part(Z)`` where a function of the entries is given."""
+        whole = self.dense()
+        return gram(whole if part is None else part(whole))
+
     def _here(self) -> Tensor:
         dense = self.values.new_zeros(self.shape)
         dense[self.index] = self.values
@@ -220,8 +243,13 @@ def compressed(row: Tensor, column: Tensor, values: Tensor, shape: tuple[int, in
         return torch.sparse_csr_tensor(starts, column, values, shape)
 
 
+def summation(entries: int) -> float:
+    """What rounding may hide of a sum of so many terms, relative to the sum of their sizes."""
+    return 8 * EPS * (8 + math.sqrt(entries))
+
+
 def moments(totals: Tensor, entries: int) -> Moments:
     """Inner product and square from (⟨Y, Z⟩, ‖Z‖², ‖Y‖²), with the rounding of sums of so many terms."""
     inner, square, data = totals.tolist()
-    hidden = 8 * EPS * (8 + math.sqrt(entries))
-    return Moments(inner, square, hidden * (math.sqrt(data * square) + square))
+    hidden = summation(entries)
+    return Moments(inner, square, hidden * math.sqrt(data * square), hidden * square)

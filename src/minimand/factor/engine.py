@@ -1,7 +1,8 @@
 """From an estimator's options to the meta-algorithm."""
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -9,12 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, ShapeError, require_finite, require_positive
+from ..errors import OptionError, ShapeError, require_finite
 from .certificate import Certificate
 from .descent import Descent, LocalDescent, Pair, balanced
-from .gap import regulariser_named
+from .gap import loss_of, regulariser_named
 from .growth import Growth, Report, run
+from .inputs import real, refuse_masked, require_number, same_kind, seeded_generator, working
 from .losses import Loss, Squared
+from .proximal import ProximalDescent
 from .regularisers import Regulariser
 from .rows import Rows
 
@@ -39,15 +42,31 @@ def factorize(
     lam: float,
     regulariser: Regulariser | str = "l2",
     gamma: float | None = None,
+    loss: Callable[[Tensor], Loss] = Squared,
     n_components: int | None = None,
     r_max: int | None = None,
     tol: float = 1e-3,
     max_iter: int = 500,
     random_state: Any = None,
 ) -> Factors:
-    r"""Minimise :math:`\tfrac12\|Y - UV^\top\|^2 + \lambda\sum_i\theta(U_i, V_i)`, for any regulariser.
+    r"""Minimise :math:`\ell(UV^\top) + \lambda\sum_i\theta(U_i, V_i)`, for any regulariser and any smooth loss.
 
-    The estimators are this with a name and a ``transform``; a :math:`\theta` of one's own has its way in here.
+    The estimators are this with a name and a ``transform``; a :math:`\theta` or :math:`\ell` of one's own has its way
+    in here.
+
+    Args:
+        Y: n_samples × n_features; array, frame or tensor.
+        lam: :math:`\lambda > 0`.
+        regulariser: As for :func:`certify`.
+        gamma: :math:`\gamma` of ``"sparse"``.
+        loss: What makes a loss of the data: :class:`Squared`, :class:`Logistic`, ``functools.partial(Huber, gamma=…)``,
+            or an :class:`Entrywise` of one's own. Squares descend by exact column updates, the others by proximal
+            gradient steps.
+        n_components: None to grow until the polar allows no more; an int fixes the size.
+        r_max: No more components than this; None is 100.
+        tol: The relative gap to certify.
+        max_iter: Sweeps of local descent in all.
+        random_state: Seed of the starts.
 
     >>> import numpy as np
     >>> found = factorize(np.diag([3.0, 0.5]), lam=1.0, random_state=0)
@@ -57,14 +76,12 @@ def factorize(
     theta = regulariser_named(regulariser, gamma)
     model = _Plain(lam, n_components, r_max, tol, max_iter, random_state)
     model.check()
-    tensor = Y.detach() if isinstance(Y, Tensor) else torch.as_tensor(np.asarray(Y))
-    if tensor.dim() != 2 or tensor.is_complex() or 0 in tensor.shape:
-        raise ShapeError(f"Y must be a real matrix with entries, got {tensor.dtype} of shape {tuple(tensor.shape)}")
-    data = tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.to(torch.float64)
+    refuse_masked("Y", Y, "complete it with MatrixCompletion, or fill it")
+    data = working(real("Y", Y))
+    if data.dim() != 2 or 0 in data.shape:
+        raise ShapeError(f"Y must be a real matrix with entries, got shape {tuple(data.shape)}")
     require_finite("Y", data)
-    U, V = factorise(model, data, theta, None, Rows())
-    if not isinstance(Y, Tensor):
-        return Factors(U.numpy(), V.numpy(), model.objective_, model.certificate_, model.history_)
+    U, V = (same_kind(x, Y) for x in factorise(model, data, theta, None, Rows(), loss_of(loss, data)))
     return Factors(U, V, model.objective_, model.certificate_, model.history_)
 
 
@@ -84,17 +101,12 @@ class _Plain:
 
     def check(self) -> None:
         """Refuse options outside their ranges."""
-        require_positive("lam", self.lam)
-        require_positive("tol", self.tol)
-        require_positive("max_iter", self.max_iter)
+        require_number("lam", self.lam)
+        require_number("tol", self.tol)
+        require_number("max_iter", self.max_iter)
 
     def _generator(self) -> torch.Generator:
-        generator = torch.Generator()
-        if self.random_state is None:
-            generator.seed()
-        else:
-            generator.manual_seed(int(self.random_state))
-        return generator
+        return seeded_generator(self.random_state)
 
     @contextlib.contextmanager
     def _progress(self) -> Iterator[Report]:
@@ -102,12 +114,26 @@ class _Plain:
 
 
 def factorise(
-    model: Any, Y: Tensor, theta: Regulariser, start: tuple[Tensor, Tensor] | None, rows: Rows
+    model: Any,
+    Y: Tensor,
+    theta: Regulariser,
+    start: tuple[Tensor, Tensor] | None,
+    rows: Rows,
+    loss: Loss | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the meta-algorithm for an estimator's options, and set what it found out on the estimator."""
     options = growth_options(model, rows.count(len(Y)) * Y.shape[1])
-    loss = Squared(Y, rows)
-    descent = Descent(Y, 0.5 * loss.size() ** 2, theta, float(model.lam), rows)
+    loss = Squared(Y, rows) if loss is None else loss
+    descent: LocalDescent
+    if isinstance(loss, Squared):
+        descent = Descent(Y, 0.5 * loss.size() ** 2, theta, float(model.lam), rows)
+    elif math.isfinite(loss.curvature):
+        descent = ProximalDescent(loss, theta, float(model.lam), rows)
+    else:
+        raise OptionError(
+            f"{type(loss).__name__} has no gradient here, which factorize needs: smooth it (Huber with a gamma), "
+            "or take RobustPCA"
+        )
     return grown(model, descent, loss, options, start, Y)
 
 
@@ -126,7 +152,8 @@ def grown(
     model.history_ = outcome.history
     model.objective_ = outcome.objective
     model.n_iter_ = max(outcome.sweeps, 1)
-    model.certificate_ = said(outcome.certificate, outcome.pair.rank, model.lam)
+    alive = int(outcome.pair.V.ne(0).any(1).sum())
+    model.certificate_ = said(outcome.certificate, alive, model.lam)
     return outcome.pair.U.mT, outcome.pair.V.mT
 
 
@@ -140,6 +167,8 @@ def growth_options(model: Any, bound: int) -> Growth:
     effort = getattr(model, "effort", 1.0)
     if effort is None and size is None:
         raise OptionError("effort=None seeks no certificate, which is what a size is grown to: pass n_components=…")
+    if effort is not None:
+        require_number("effort", effort, zero=True)
     largest = min(bound, LARGEST) if model.r_max is None else int(model.r_max)
     return Growth(
         size,
@@ -158,7 +187,10 @@ def _start(start: tuple[Tensor, Tensor], Y: Tensor, options: Growth, rows: Rows)
 
 
 def said(certificate: Certificate, rank: int, lam: float) -> Certificate:
-    """The certificate, with a word where the answer is zero because λ is too large."""
-    if rank or certificate.polar_upper > lam * (1 + 1e-6):
+    """The certificate, with a word where the answer is zero because λ is too large; ``rank`` counts what is not."""
+    if rank or certificate.polar_lower > lam or math.isinf(certificate.polar_upper):
         return certificate
-    return replace(certificate, method=f"{certificate.method}; lam ≥ lambda_max, so the answer is zero")
+    known = "lam ≥ lambda_max, so the answer is zero"
+    if certificate.polar_upper > lam * (1 + 1e-6):
+        known = "the answer is zero as far as is known: no direction found attains more than lam"
+    return replace(certificate, method=f"{certificate.method}; {known}")

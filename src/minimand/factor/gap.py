@@ -1,17 +1,22 @@
 """A certificate for anyone's factors."""
 
-from typing import Any, Literal
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import OptionError, ShapeError, require_finite, require_positive
 from .bounds import Bound
 from .certificate import Certificate, judge
+from .duals import DualMatrix, summation
+from .inputs import real
 from .losses import Loss, Observed, Squared, rounding
-from .regularisers import L2, Asked, NonNegativeL2, Regulariser, SparseL2
+from .regularisers import L2, Asked, Directions, NonNegativeL2, Regulariser, SparseL2
 
-__all__ = ["certificate_of", "certify", "regulariser_named"]
+__all__ = ["Finding", "certificate_of", "certify", "concluded", "loss_of", "regulariser_named"]
 
 DIRECTIONS = 4
 SWEEPS = 30
@@ -25,6 +30,7 @@ def certify(
     lam: float,
     regulariser: Literal["l2", "nonnegative", "sparse"] | Regulariser = "l2",
     gamma: float | None = None,
+    loss: Callable[[Tensor], Loss] = Squared,
     mask: Any = None,
     tol: float = 1e-3,
     effort: float = 1.0,
@@ -39,8 +45,10 @@ def certify(
 
     .. math:: f - F^* \le f - \bigl(c\langle Y, R\rangle - \tfrac12 c^2\|R\|^2\bigr) .
 
+    Other losses have the negative gradient for R, and their conjugates for the bracket.
+
     Args:
-        Y: The data, n_samples × n_features; array or tensor. Where ``mask`` is False it is not looked at.
+        Y: The data, n_samples × n_features; array, frame or tensor. Where ``mask`` is False it is not looked at.
         U: n_samples × r.
         V: n_features × r.
         lam: :math:`\lambda > 0`.
@@ -48,7 +56,8 @@ def certify(
             :math:`u, v \ge 0`), ``"sparse"`` (:math:`\|v\|_2(\|u\|_2 + \gamma\|u\|_1)`), or a
             :class:`~minimand.factor.Regulariser`.
         gamma: :math:`\gamma` of ``"sparse"``.
-        mask: True where Y was observed; None is everywhere.
+        loss: What makes a loss of the data, as for :func:`factorize`.
+        mask: True where Y was observed; None is everywhere. What a masked array masks was not observed either.
         tol: The relative gap up to which a point counts as certified.
         effort: How long to look for a bound on the polar (non-negative factors); 1 is about five seconds.
 
@@ -66,14 +75,25 @@ def certify(
     require_positive("lam", lam)
     require_positive("tol", tol)
     require_positive("effort", effort, zero=True)
+    Y, mask = _unmasked(Y, mask)
     data, left, right = _matrix("Y", Y, finite=mask is None), _matrix("U", U), _matrix("V", V)
     if (data.shape[0], left.shape[1]) != (left.shape[0], right.shape[1]) or data.shape[1] != right.shape[0]:
         raise ShapeError(
             f"Y is {tuple(data.shape)}, U {tuple(left.shape)} and V {tuple(right.shape)}; "
             "U needs a row per row of Y, V a row per column of Y, and both the same number of columns"
         )
-    loss: Loss = Squared(data) if mask is None else _observed(data, mask)
-    return certificate_of(loss, theta, left, right, lam, tol=tol, effort=effort)
+    if mask is not None and loss is not Squared:
+        raise OptionError("mask goes with squares only: leave loss out, or fill what was not observed")
+    made = loss_of(loss, data) if mask is None else _observed(data, mask)
+    return certificate_of(made, theta, left, right, lam, tol=tol, effort=effort).certificate
+
+
+def loss_of(make: Callable[[Tensor], Loss], data: Tensor) -> Loss:
+    """The loss of data."""
+    loss = make(data) if callable(make) else None
+    if not isinstance(loss, Loss):
+        raise OptionError(f"loss is what makes a Loss of the data, such as Squared or Logistic, got {make!r}")
+    return loss
 
 
 def regulariser_named(name: str | Regulariser, gamma: float | None) -> Regulariser:
@@ -93,6 +113,14 @@ def regulariser_named(name: str | Regulariser, gamma: float | None) -> Regularis
     raise OptionError(f'regulariser is "l2", "nonnegative", "sparse" or a Regulariser, got {name!r}')
 
 
+class Finding(NamedTuple):
+    """A certificate, the objective that it speaks of, and the directions that it looked at, best first."""
+
+    certificate: Certificate
+    objective: float
+    directions: Directions | None
+
+
 def certificate_of(
     loss: Loss,
     theta: Regulariser,
@@ -103,7 +131,7 @@ def certificate_of(
     tol: float = 1e-3,
     effort: float = 1.0,
     generator: torch.Generator | None = None,
-) -> Certificate:
+) -> Finding:
     """The certificate of factors under any loss and regulariser; rows may be spread over ranks."""
     U, V = U.detach().to(torch.float64), V.detach().to(torch.float64)
     generator = torch.Generator().manual_seed(0) if generator is None else generator
@@ -113,37 +141,71 @@ def certificate_of(
             f"the factors lie outside the domain of {type(theta).__name__}: they hold negative entries; "
             "clip them at zero, or certify with another regulariser"
         )
+    Z = loss.dual(U, V)
+    asked = Asked(min(1e-4, tol / 4), effort, (U.mT, V.mT), generator)
+    upper = theta.upper(Z, lam, asked)
+    slope, found = loss.slope(U, V, Z), None
+    if slope is not None:
+        found = theta.directions(slope, DIRECTIONS, generator, sweeps=SWEEPS if effort > 0 else 5)
+    attained = 0.0 if found is None else found.best
+    certificate, objective = concluded(loss, Z, U, V, charged, (attained, upper), lam, tol, theta.floor)
+    return Finding(certificate, objective, found)
+
+
+def concluded(
+    loss: Loss,
+    Z: DualMatrix,
+    U: Tensor,
+    V: Tensor,
+    charged: float,
+    polar: tuple[float, Bound],
+    lam: float,
+    tol: float,
+    floor: float = 1.0,
+) -> tuple[Certificate, float]:
+    r"""The certificate from a dual point, the penalty Σ θ and the two bounds on the polar, and the objective.
+
+    All that rounding may hide counts against the point: of the residual, in the polar and the loss, and of the sums.
+    What a direction attains counts less :math:`\sqrt{2\kappa h}/c`, h being what rounding may hide of the objective:
+    beyond that the direction lowers the objective by more than h.
+    """
     value = loss.value(U, V)
     objective = value + lam * charged
-    Z = loss.dual(U, V)
-    upper = theta.upper(Z, lam, Asked(accuracy=min(1e-4, tol / 4), effort=effort, pairs=(U.mT, V.mT)))
-    # The polar of the true residual, not only of the one that was rounded to.
+    attained, upper = polar
     unseen = rounding(U, V, loss.size(), loss.rows)
-    upper = Bound(upper.value + unseen, upper.method)
-    dual = loss.lower(Z, lam / upper.value if upper.value > 0 else float("inf"))
-    hidden = dual.margin + unseen * (2 * value) ** 0.5
-    gap = objective - dual.value + hidden if objective > 0 else 0.0
-    sweeps = SWEEPS if effort > 0 else 5
-    lower = min(theta.directions(Z, DIRECTIONS, generator, sweeps=sweeps).best, upper.value)
-    return judge(
-        gap=gap,
+    smooth = math.isfinite(loss.curvature)
+    blur = loss.curvature * unseen if smooth else 0.0  # of the gradient
+    top = upper.value + blur / floor
+    dual = loss.lower(Z, lam / top if top > 0 else math.inf)
+    hidden = dual.margin + unseen * (loss.steepness(value) + blur) + summation(loss.entries()) * objective
+    margin = (math.sqrt(2 * loss.curvature * hidden) + blur) / floor if smooth else 0.0
+    certificate = judge(
+        gap=objective - dual.value + hidden if objective > 0 else 0.0,
         objective=objective,
-        polar_lower=max(lower, 0.0),
-        polar_upper=upper.value,
+        polar_lower=min(max(attained - margin, 0.0), top),
+        polar_upper=top,
         lam=lam,
         tol=tol,
         method=upper.method,
     )
+    return certificate, objective
 
 
 def _matrix(name: str, value: Any, *, finite: bool = True) -> Tensor:
-    tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value)
-    if tensor.is_complex() or tensor.dim() != 2:
-        raise ShapeError(f"{name} must be a real matrix, got {tensor.dtype} of shape {tuple(tensor.shape)}")
-    tensor = tensor.to(torch.float64)
+    tensor = real(name, value).to(torch.float64)
+    if tensor.dim() != 2:
+        raise ShapeError(f"{name} must be a real matrix, got shape {tuple(tensor.shape)}")
     if finite:
         require_finite(name, tensor)
     return tensor
+
+
+def _unmasked(Y: Any, mask: Any) -> tuple[Any, Any]:
+    """The data of a masked array, with its mask among what was not observed."""
+    if not np.ma.is_masked(Y):
+        return Y, mask
+    seen = ~np.ma.getmaskarray(Y)
+    return np.ma.getdata(Y), seen if mask is None else seen & np.asarray(mask, dtype=bool)
 
 
 def _observed(Y: Tensor, mask: Any) -> Observed:

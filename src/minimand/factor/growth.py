@@ -2,9 +2,9 @@ r"""The meta-algorithm (003, Theorem 2): descend, measure the polar, stop with a
 
 At a local minimum the polar of the residual decides. Where it is at most :math:`\lambda` the minimum is global
 (Theorem 1); otherwise every direction (u, v) of gauge one that attains :math:`p > \lambda` lowers the objective:
-appending :math:`\sqrt s\,(u, v)` with :math:`s = (p - \lambda)/(\|u\|^2\|v\|^2)` lowers it by
-:math:`(p-\lambda)^2/(2\|u\|^2\|v\|^2)`, and k directions at once, each with the k-th part of its s, by at least the
-mean of that.
+appending :math:`\sqrt s\,(u, v)` with :math:`s = (p - \lambda)/(\kappa\|u\|^2\|v\|^2)` lowers it by at least
+:math:`(p-\lambda)^2/(2\kappa\|u\|^2\|v\|^2)` for a loss of curvature :math:`\kappa` (1 for squares), and k directions
+at once, each with the k-th part of its s, by at least the mean of that.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from torch import Tensor
 from .certificate import UNSOUGHT, Certificate, Status
 from .descent import LocalDescent, Pair, balanced
 from .duals import DualMatrix
-from .gap import certificate_of
+from .gap import Finding, certificate_of
 from .losses import Loss
 from .regularisers import Directions, Regulariser
 from .rows import Rows
@@ -31,6 +31,8 @@ FAMILIAR = 0.995
 SIMILAR = 0.7
 FINEST = 1e-4
 PROMISE = 1e-5
+ROUNDOFF = 1e-15
+ROUNDS = 10
 
 
 @dataclass(frozen=True)
@@ -94,16 +96,60 @@ class _Search:
         """Whether no sweeps are left."""
         return self.used >= self.options.sweeps
 
+    @property
+    def room(self) -> int:
+        """How many pairs may be appended; at a fixed size, the places of pairs that died."""
+        return min(AT_ONCE, self.options.largest - self.pair.rank)
+
+    def directions(self, count: int, margin: float) -> Directions:
+        """Directions that attain more than λ + ``margin``."""
+        matrix = self.loss.dual(self.pair.U.mT, self.pair.V.mT)
+        return self.descent.theta.directions(matrix, count, self.generator).above(self.descent.lam + margin)
+
+    def unfamiliar(self, found: Directions) -> Directions:
+        """Those that are not already in hand: these need descent, not growth."""
+        if not len(found.values) or self.pair.rank == 0:
+            return found
+        wide = Pair(*(x.to(torch.float64) for x in self.pair))
+        overlap = _overlap(Pair(found.left, found.right), wide, self.loss.rows)
+        return found.take(overlap.amax(1) < FAMILIAR)
+
     def violations(self) -> Directions:
-        """Directions above λ for which there is room; at a fixed size, the places of pairs that died."""
-        room = min(AT_ONCE, self.options.largest - self.pair.rank)
-        if room <= 0:
-            return Directions(*(torch.empty(0, *shape) for shape in ((), (0,), (0,))))
-        return _violations(self.loss, self.descent, self.pair, room, self.options.tol, self.generator)
+        """New directions above λ by what the tolerance notices, as many as there is room for."""
+        margin = self.descent.lam * self.options.tol / 4
+        return self.unfamiliar(self.directions(max(self.room, 1), margin)).first(self.room)
 
     def grow(self, found: Directions) -> None:
         """Append all of them."""
-        self.pair = self.pair.joined(_appended(found, self.descent.lam, self.pair.U.dtype, self.loss.rows))
+        new = _appended(found, self.descent.lam, self.loss.curvature, self.pair.U.dtype, self.loss.rows)
+        self.pair = self.pair.joined(new)
+
+    def polish(self, found: Directions, margin: float, tol: float) -> None:
+        """Grow by directions in hand and descend, until none exceeds λ + ``margin``.
+
+        A direction that is much like a pair in hand waits for the descent to end: only then is it another one.
+        """
+        while len(found.values) and not self.exhausted:
+            new = found if tol <= ROUNDOFF else self.unfamiliar(found)
+            if self.room <= 0 and tol <= ROUNDOFF:
+                return
+            self.grow(new.first(self.room))
+            tol = max(0.1 * tol, ROUNDOFF)
+            self.descend(tol, self.options.sweeps)
+            found = self.directions(AT_ONCE, margin)
+            if not len(found.values):  # from other starts, before it is believed
+                found = self.directions(AT_ONCE, margin)
+
+    def pursued(self, finding: Finding, tol: float) -> Certificate:
+        """The certificate after what it found was used, as long as it finds more and there are sweeps and room left."""
+        for _ in range(ROUNDS):
+            certificate, _, found = finding
+            if certificate.status is not Status.IMPROVABLE or found is None or self.exhausted or self.room <= 0:
+                break
+            margin = found.best - certificate.polar_lower
+            self.polish(found.above(self.descent.lam + margin), margin, tol)
+            finding, tol = self.examined(), ROUNDOFF
+        return finding.certificate
 
     def simplify(self, tol: float) -> None:
         """Join similar pairs as long as that costs next to nothing: growth may leave two where one would do."""
@@ -122,11 +168,11 @@ class _Search:
                 return
             self.pair, self.history[-1] = pruned(pair, self.loss.rows), objective
 
-    def certificate(self) -> Certificate:
-        """The certificate of the balanced factors."""
+    def examined(self) -> Finding:
+        """The certificate of the balanced factors, with the directions that it found."""
         self.pair = balanced(self.pair, self.loss.rows)
         if self.options.effort is None:
-            return UNSOUGHT
+            return Finding(UNSOUGHT, self.history[-1], None)
         return certificate_of(
             self.loss,
             self.descent.theta,
@@ -159,7 +205,7 @@ def run(
     while True:
         objective = search.descend(tol, options.sweeps if fixed or tol < options.tol * 1e-2 else ROUND_SWEEPS)
         found = search.violations()
-        promise = _promise(found, descent.lam, loss.rows)
+        promise = _promise(found, descent.lam, loss)
         if promise > PROMISE * options.tol * objective and not search.exhausted:
             search.grow(found)
             continue
@@ -169,8 +215,14 @@ def run(
             continue
         if not fixed:
             search.simplify(tol)
-        certificate, before = search.certificate(), certificate
-        if certificate.status is Status.CERTIFIED or search.exhausted or tol <= options.tol * finest:
+        finding, before = search.examined(), certificate
+        certificate = finding.certificate
+        if certificate.status is Status.CERTIFIED or search.exhausted:
+            break
+        if certificate.status is Status.IMPROVABLE and not fixed:
+            certificate = search.pursued(finding, tol)
+            break
+        if tol <= options.tol * finest:
             break
         if before is not None and not len(found.values) and certificate.gap > 0.8 * before.gap:
             break
@@ -193,7 +245,8 @@ def _first(loss: Loss, descent: LocalDescent, options: Growth, dtype: torch.dtyp
     count = options.size if options.size is not None else min(AT_ONCE, options.largest)
     pair, values = seeded(loss.zero(), descent.theta, count, dtype, generator)
     # No polar exceeds the norm over the floors: below λ there is nothing to start from.
-    level = descent.lam * descent.theta.left.floor * descent.theta.right.floor
+    level = descent.lam * descent.theta.floor
+    pair = Pair(*(x / loss.curvature**0.5 for x in pair))
     return pair if options.size is not None else pair.take(torch.nonzero(values > level).squeeze(1))
 
 
@@ -227,32 +280,20 @@ def seeded(
     return Pair(pair.U.to(dtype).contiguous(), pair.V.to(dtype).contiguous()), values
 
 
-def _violations(
-    loss: Loss, descent: LocalDescent, pair: Pair, count: int, tol: float, generator: torch.Generator
-) -> Directions:
-    """Directions above λ that are not already in hand: those need descent, not growth."""
-    found = descent.theta.directions(loss.dual(pair.U.mT, pair.V.mT), count, generator)
-    found = found.above(descent.lam * (1 + tol / 4))
-    if not len(found.values) or pair.rank == 0:
-        return found
-    overlap = _overlap(Pair(found.left, found.right), Pair(*(x.to(torch.float64) for x in pair)), loss.rows)
-    new = overlap.amax(1) < FAMILIAR
-    return Directions(found.values[new], found.left[new], found.right[new])
-
-
 def _squares(found: Directions, rows: Rows) -> Tensor:
     return rows.sum(found.left.square().sum(-1)) * found.right.square().sum(-1)
 
 
-def _promise(found: Directions, lam: float, rows: Rows) -> float:
+def _promise(found: Directions, lam: float, loss: Loss) -> float:
     """The decrease that the best direction alone brings."""
     if not len(found.values):
         return 0.0
-    return float(((found.values - lam).square() / (2 * _squares(found, rows))).max())
+    return float(((found.values - lam).square() / (2 * loss.curvature * _squares(found, loss.rows))).max())
 
 
-def _appended(found: Directions, lam: float, dtype: torch.dtype, rows: Rows) -> Pair:
-    size = ((found.values - lam) / _squares(found, rows) / len(found.values)).clamp_min(0).sqrt().unsqueeze(-1)
+def _appended(found: Directions, lam: float, curvature: float, dtype: torch.dtype, rows: Rows) -> Pair:
+    part = (found.values - lam) / (curvature * _squares(found, rows) * max(len(found.values), 1))
+    size = part.clamp_min(0).sqrt().unsqueeze(-1)
     return balanced(Pair((size * found.left).to(dtype), (size * found.right).to(dtype)), rows)
 
 

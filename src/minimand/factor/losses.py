@@ -11,18 +11,19 @@ norm itself). The best c of the interval is taken.
 
 import abc
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..errors import require_positive
 from ..functions import L1
 from ..operators.spectral import EPS
 from .duals import Dense, DualMatrix, Moments, Sparse
 from .rows import Rows, row_blocks
 
-__all__ = ["Absolute", "DualValue", "Loss", "Observed", "Squared"]
+__all__ = ["DualValue", "Huber", "Loss", "Observed", "Squared", "norm", "rounding"]
 
 
 class DualValue(NamedTuple):
@@ -33,9 +34,17 @@ class DualValue(NamedTuple):
 
 
 class Loss(abc.ABC):
-    """A convex loss of X = UVᵀ. U holds the rows of this process; both are given with vectors as columns."""
+    """A convex loss of X = UVᵀ that is nowhere negative.
+
+    U holds the rows of this process; both factors are given with vectors as columns.
+    """
 
     rows: Rows
+
+    @property
+    @abc.abstractmethod
+    def curvature(self) -> float:
+        """κ: the gradient's Lipschitz constant; infinite where there is no gradient."""
 
     @abc.abstractmethod
     def value(self, U: Tensor, V: Tensor) -> float:
@@ -57,14 +66,28 @@ class Loss(abc.ABC):
     def size(self) -> float:
         """The norm of the data: the scale of rounding."""
 
+    @abc.abstractmethod
+    def entries(self) -> int:
+        """How many terms the loss sums, over all ranks."""
+
+    def slope(self, U: Tensor, V: Tensor, dual: DualMatrix) -> DualMatrix | None:
+        """The negative gradient, which tells what a direction attains; ``dual`` is the dual point there.
+
+        None where the loss has no gradient: no direction is known to lower it then.
+        """
+        return dual
+
+    def steepness(self, value: float) -> float:
+        """A bound on the norm of the gradient where the loss is ``value``: √(2κℓ), because no loss is negative."""
+        return math.sqrt(2 * self.curvature * value)
+
 
 def _best_multiple(moments: Moments, curvature: float, largest: float) -> DualValue:
-    inner, square = moments.inner, moments.square
-    if inner <= 0 or square <= 0:
+    if moments.inner <= 0 or moments.square <= 0:
         return DualValue(0.0, 0.0)
-    c = min(inner * curvature / square, largest)
-    quadratic = 0.0 if math.isinf(curvature) else 0.5 * c * c * square / curvature
-    return DualValue(c * inner - quadratic, (c + (0 if math.isinf(curvature) else c * c / curvature)) * moments.margin)
+    c = min(moments.inner * curvature / moments.square, largest)
+    bend = 0.0 if math.isinf(curvature) else 0.5 * c * c / curvature
+    return DualValue(c * moments.inner - bend * moments.square, c * moments.inner_margin + bend * moments.square_margin)
 
 
 @dataclass(frozen=True)
@@ -78,6 +101,7 @@ class Squared(Loss):
 
     Y: Tensor
     rows: Rows = Rows()  # noqa: RUF009 -- frozen
+    curvature = 1.0
 
     def value(self, U: Tensor, V: Tensor) -> float:
         """Half the squared residual, by blocks of rows."""
@@ -100,7 +124,11 @@ class Squared(Loss):
 
     def size(self) -> float:
         """‖Y‖."""
-        return _norm(self.Y, self.rows)
+        return norm(self.Y, self.rows)
+
+    def entries(self) -> int:
+        """The size of Y."""
+        return self.rows.count(self.Y.numel())
 
 
 @dataclass(frozen=True)
@@ -116,6 +144,7 @@ class Observed(Loss):
     shape: tuple[int, int]
     rows: Rows = Rows()  # noqa: RUF009 -- frozen
     compact: bool = True
+    curvature = 1.0
 
     def residual(self, U: Tensor, V: Tensor) -> Tensor:
         """Y − UVᵀ on the observed entries, in the factors' precision."""
@@ -144,15 +173,23 @@ class Observed(Loss):
         """‖P_Ω(Y)‖."""
         return float(self.rows.sum(self.values.to(torch.float64).square().sum())) ** 0.5
 
+    def entries(self) -> int:
+        """The number of observed entries."""
+        return self.rows.count(len(self.values))
+
 
 @dataclass(frozen=True)
-class Absolute(Loss):
+class Huber(Loss):
     r""":math:`\min_E \|E\|_1 + \tfrac\gamma2\|Y - X - E\|^2`, the Huber loss; ``gamma=None`` is :math:`\|Y - X\|_1`
     itself.
 
-    It is the Moreau envelope of the l1 norm, so that the prox of that norm is all it needs:
-    :math:`E = \operatorname{ST}_{1/\gamma}(Y - X)`, and the negative gradient is
-    :math:`\gamma(Y - X - E) = \operatorname{clip}(\gamma(Y - X), -1, 1)`.
+    Residuals up to :math:`1/\gamma` count by their squares, larger ones by their sizes. It is the Moreau envelope of
+    the l1 norm, so that the prox of that norm is all it needs: :math:`E = \operatorname{ST}_{1/\gamma}(Y - X)`, and the
+    negative gradient is :math:`\gamma(Y - X - E) = \operatorname{clip}(\gamma(Y - X), -1, 1)`.
+
+    >>> loss = Huber(torch.tensor([[0.5, 3.0]]), gamma=1.0)   # ½ · 0.5² + 3 − ½
+    >>> loss.value(torch.zeros(1, 1), torch.zeros(2, 1))
+    2.625
     """
 
     Y: Tensor
@@ -160,6 +197,15 @@ class Absolute(Loss):
     rows: Rows = Rows()  # noqa: RUF009 -- frozen
     #: A dual point found by the solver; without smoothing the residual's signs alone are a poor one.
     found: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.gamma is not None:
+            require_positive("gamma", self.gamma)
+
+    @property
+    def curvature(self) -> float:
+        """γ."""
+        return math.inf if self.gamma is None else self.gamma
 
     def sparse(self, residual: Tensor) -> Tensor:
         """The minimising E for a residual Y − X."""
@@ -191,9 +237,20 @@ class Absolute(Loss):
         """clip(γ(Y − X), −1, 1), or the dual point that a solver found."""
         if self.found is not None:
             return _WithData(self.found.to(torch.float64).clamp(-1, 1), self.Y, self.rows)
-        gamma = self.gamma
-        entries = torch.sign if gamma is None else (lambda r: (gamma * r).clamp(-1, 1))
-        return Dense(self.Y, U, V, rows=self.rows, entries=entries)
+        return Dense(self.Y, U, V, rows=self.rows, entries=self._clipped)
+
+    def _clipped(self, residual: Tensor, data: Tensor) -> Tensor:
+        return torch.sign(residual) if self.gamma is None else (self.gamma * residual).clamp(-1, 1)
+
+    def slope(self, U: Tensor, V: Tensor, dual: DualMatrix) -> DualMatrix | None:
+        """clip(γ(Y − X), −1, 1), whatever dual point a solver found; the norm itself has no gradient."""
+        if self.gamma is None:
+            return None
+        return dual if self.found is None else replace(self, found=None).dual(U, V)
+
+    def steepness(self, value: float) -> float:
+        """As for every loss; no subgradient of the norm itself has an entry above one."""
+        return math.sqrt(self.entries()) if self.gamma is None else super().steepness(value)
 
     def lower(self, matrix: DualMatrix, largest: float) -> DualValue:
         """c⟨Y,Z⟩ − c²‖Z‖²/(2γ) with |cZ| ≤ 1."""
@@ -201,16 +258,20 @@ class Absolute(Loss):
         largest_entry = torch.stack([b.abs().max() for _, b in matrix.blocks() if b.numel()]).max()
         top = float(self.rows.max(largest_entry))
         room = 1 / top if top > 0 else math.inf
-        return _best_multiple(matrix.moments(), math.inf if self.gamma is None else self.gamma, min(largest, room))
+        return _best_multiple(matrix.moments(), self.curvature, min(largest, room))
 
     def zero(self) -> Dense:
         """clip(γY, −1, 1)."""
         empty = self.Y[:, :0], self.Y[:0].mT
-        return Absolute(self.Y, self.gamma, self.rows).dual(*empty)
+        return replace(self, found=None).dual(*empty)
 
     def size(self) -> float:
         """‖Y‖."""
-        return _norm(self.Y, self.rows)
+        return norm(self.Y, self.rows)
+
+    def entries(self) -> int:
+        """The size of Y."""
+        return self.rows.count(self.Y.numel())
 
 
 class _WithData(Dense):
@@ -241,7 +302,8 @@ def rounding(U: Tensor, V: Tensor, data: float, rows: Rows) -> float:
     return 2 * (U.shape[1] + 4) * EPS * (pairs + data)
 
 
-def _norm(Y: Tensor, rows: Rows) -> float:
+def norm(Y: Tensor, rows: Rows) -> float:
+    """‖Y‖ over all ranks, by blocks of rows."""
     total = torch.zeros((), dtype=torch.float64, device=Y.device)
     for part in row_blocks(Y.shape[0], Y.shape[1]):
         total = total + Y[part].to(torch.float64).square().sum()

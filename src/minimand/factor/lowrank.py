@@ -2,11 +2,12 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..solvers.linear import ridge_factor
 from .base import Factorization
+from .bounds import largest_singular
+from .duals import Dense
 from .engine import said
 from .losses import Squared
 from .rows import Rows
@@ -77,7 +78,7 @@ class LowRank(Factorization):
     def lambda_max(self, Y: Any) -> float:
         """The largest singular value of Y: at and above it zero is the answer."""
         _, data = self._checked(Y, reset=not hasattr(self, "n_features_in_"))
-        return float(torch.linalg.matrix_norm(data.to(torch.float64), ord=2))
+        return largest_singular(Dense(data), self._generator())
 
 
 def ridge_codes(Y: Tensor, V: Tensor, lam: float) -> Tensor:

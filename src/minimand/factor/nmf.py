@@ -12,6 +12,8 @@ from ..functions import NonNegative
 from ..operators import Dense as DenseOperator
 from ..solvers import FISTA, Problem, solve
 from .base import Factorization
+from .bounds import largest_singular
+from .duals import Dense
 from .engine import factorise
 from .regularisers import NonNegativeL2
 from .rows import Rows
@@ -104,7 +106,7 @@ class NMF(Factorization):
     def lambda_max(self, Y: Any) -> float:
         """The norm of Y, whose best direction is non-negative (Perron): at and above it zero is the answer."""
         _, data = self._checked(Y, reset=not hasattr(self, "n_features_in_"))
-        return float(torch.linalg.matrix_norm(data.to(torch.float64), ord=2))
+        return largest_singular(Dense(data), self._generator())
 
 
 def code_tolerance(Y: Tensor, V: Tensor) -> float:

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..functions import PositiveSemidefinite
 from ..operators.spectral import certified_lambda_max
 from ..solvers.iterate import iterate
-from .bounds import LARGEST_GRAM, Bound, gram_bound, spectral_bound
+from .bounds import Bound, gram_bound, has_gram, small_gram, spectral_bound
 from .duals import DualMatrix
 
 __all__ = ["doubly_nonnegative_bound"]
@@ -40,6 +40,7 @@ def doubly_nonnegative_bound(
     accuracy: float = 1e-4,
     effort: float = 1.0,
     pairs: tuple[Tensor, Tensor] | None = None,
+    generator: torch.Generator | None = None,
 ) -> Bound:
     r"""An upper bound on :math:`\max\{u^\top Z v : u, v \ge 0, \|u\| = \|v\| = 1\}`.
 
@@ -52,7 +53,7 @@ def doubly_nonnegative_bound(
     >>> round(doubly_nonnegative_bound(Dense(Z), 1.0).value, 3)
     1.0
     """
-    bound = _elementary(matrix, level, accuracy)
+    bound = _elementary(matrix, level, accuracy, generator)
     size = matrix.full_rows() + matrix.shape[1]
     iterations = min(LONGEST, int(effort * BUDGET / (12.0 * max(size, 1) ** 3)))
     if bound.value <= level * (1 + accuracy) or iterations < 2 * CHECK_EVERY:
@@ -64,12 +65,12 @@ def doubly_nonnegative_bound(
     return Bound(value, "doubly non-negative dual") if value < bound.value else bound
 
 
-def _elementary(matrix: DualMatrix, level: float, accuracy: float) -> Bound:
+def _elementary(matrix: DualMatrix, level: float, accuracy: float, generator: torch.Generator | None) -> Bound:
     """The norms of Z and of its positive part."""
-    plain = spectral_bound(matrix, level)
-    if plain.value <= level * (1 + accuracy) or matrix.shape[1] > LARGEST_GRAM:
+    plain = spectral_bound(matrix, level, accuracy, generator)
+    if plain.value <= level * (1 + accuracy) or not has_gram(matrix):
         return plain
-    positive = math.sqrt(gram_bound(matrix.gram(torch.relu), level))
+    positive = math.sqrt(gram_bound(small_gram(matrix, torch.relu), level))
     return Bound(positive, "Cholesky, norm of the positive part") if positive < plain.value else plain
 
 

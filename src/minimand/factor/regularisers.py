@@ -38,8 +38,15 @@ class Directions(NamedTuple):
 
     def above(self, level: float) -> "Directions":
         """Those that attain more than ``level``."""
-        keep = self.values > level
-        return Directions(self.values[keep], self.left[keep], self.right[keep])
+        return self.take(self.values > level)
+
+    def first(self, count: int) -> "Directions":
+        """The best ``count``."""
+        return self.take(torch.arange(min(max(count, 0), len(self.values)), device=self.values.device))
+
+    def take(self, index: Tensor) -> "Directions":
+        """Some of them."""
+        return Directions(self.values[index], self.left[index], self.right[index])
 
     @property
     def best(self) -> float:
@@ -55,11 +62,13 @@ class Asked:
         accuracy: How far above the level, relatively, a bound may lie and still serve.
         effort: How long to look for one; zero takes only what costs a factorisation.
         pairs: The factors at hand, vectors as rows: a start for relaxations.
+        generator: Of random starts.
     """
 
     accuracy: float = 1e-4
     effort: float = 1.0
     pairs: tuple[Tensor, Tensor] | None = None
+    generator: torch.Generator | None = None
 
 
 class Regulariser(abc.ABC):
@@ -73,6 +82,11 @@ class Regulariser(abc.ABC):
 
     left: Gauge
     right: Gauge
+
+    @property
+    def floor(self) -> float:
+        """A number c with θ(u, v) ≥ c‖u‖‖v‖."""
+        return self.left.floor * self.right.floor
 
     def values(self, U: Tensor, V: Tensor, rows: Rows) -> Tensor:
         """θ of each pair; U and V hold vectors as rows."""
@@ -113,9 +127,8 @@ class Regulariser(abc.ABC):
 
     def upper(self, matrix: DualMatrix, level: float, asked: Asked = Asked()) -> Bound:  # noqa: B008 -- frozen
         """A number that the polar does not exceed; ``level`` is the value that would certify."""
-        scale = self.left.floor * self.right.floor
-        bound = spectral_bound(matrix, level * scale)
-        return Bound(bound.value / scale, f"{bound.method}, norm")
+        bound = spectral_bound(matrix, level * self.floor, asked.accuracy, asked.generator)
+        return Bound(bound.value / self.floor, f"{bound.method}, norm")
 
 
 @dataclass(frozen=True)
@@ -134,7 +147,7 @@ class L2(Regulariser):
 
     def upper(self, matrix: DualMatrix, level: float, asked: Asked = Asked()) -> Bound:  # noqa: B008 -- frozen
         """σmax, by Cholesky or Lanczos."""
-        return spectral_bound(matrix, level)
+        return spectral_bound(matrix, level, asked.accuracy, asked.generator)
 
 
 @dataclass(frozen=True)
@@ -146,7 +159,14 @@ class NonNegativeL2(Regulariser):
 
     def upper(self, matrix: DualMatrix, level: float, asked: Asked = Asked()) -> Bound:  # noqa: B008 -- frozen
         """The doubly non-negative relaxation, where it is affordable; else the norm of the positive part."""
-        return doubly_nonnegative_bound(matrix, level, accuracy=asked.accuracy, effort=asked.effort, pairs=asked.pairs)
+        return doubly_nonnegative_bound(
+            matrix,
+            level,
+            accuracy=asked.accuracy,
+            effort=asked.effort,
+            pairs=asked.pairs,
+            generator=asked.generator,
+        )
 
 
 @dataclass(frozen=True)
@@ -167,7 +187,7 @@ class SparseL2(Regulariser):
 
     def upper(self, matrix: DualMatrix, level: float, asked: Asked = Asked()) -> Bound:  # noqa: B008 -- frozen
         """The thresholded Gram bound of sparse principal components."""
-        return sparse_bound(matrix, level, self.gamma)
+        return sparse_bound(matrix, level, self.gamma, accuracy=asked.accuracy, generator=asked.generator)
 
 
 def _distinct(found: Directions, count: int, matrix: DualMatrix) -> Directions:

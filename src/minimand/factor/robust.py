@@ -8,11 +8,13 @@ from torch import Tensor
 
 from ..solvers.iterate import iterate
 from ..solvers.linear import ridge_factor
-from .base import Factorization, require_number, same_kind
+from .base import Factorization
+from .bounds import largest_singular
 from .certificate import Status
 from .engine import said
 from .gap import certificate_of
-from .losses import Absolute
+from .inputs import require_number, same_kind
+from .losses import Huber
 from .regularisers import L2
 from .rows import Rows
 from .shrinkage import Triples, shrunk
@@ -93,8 +95,8 @@ class RobustPCA(Factorization):
         if self.gamma is not None:
             require_number("gamma", self.gamma)
 
-    def _loss(self, Y: Tensor, rows: Rows, found: Tensor | None = None) -> Absolute:
-        return Absolute(Y, None if self.gamma is None else float(self.gamma), rows, found)
+    def _loss(self, Y: Tensor, rows: Rows, found: Tensor | None = None) -> Huber:
+        return Huber(Y, None if self.gamma is None else float(self.gamma), rows, found)
 
     def _fit(self, Y: Any, start: Any, group: Any) -> Any:
         like, _ = self._checked(Y, reset=True)
@@ -131,7 +133,7 @@ class RobustPCA(Factorization):
         self.sparse_ = loss.sparse(Y - self.low_rank_)
         return U, V
 
-    def _first(self, Y: Tensor, start: tuple[Tensor, Tensor] | None, loss: Absolute) -> _Split:
+    def _first(self, Y: Tensor, start: tuple[Tensor, Tensor] | None, loss: Huber) -> _Split:
         rows = loss.rows
         totals = rows.sum(torch.stack([Y.abs().sum(), torch.tensor(float(Y.numel()))]).to(torch.float64))
         mean = float(totals[0] / totals[1])
@@ -140,9 +142,7 @@ class RobustPCA(Factorization):
         residual = torch.zeros_like(Y) if start is None else Y - start[0].to(Y) @ start[1].to(Y).mT
         return _Split(residual, torch.zeros_like(Y), empty, penalty, False)
 
-    def _advance(
-        self, Y: Tensor, loss: Absolute, state: _Split, k: int, tol: float, generator: torch.Generator
-    ) -> _Split:
+    def _advance(self, Y: Tensor, loss: Huber, state: _Split, k: int, tol: float, generator: torch.Generator) -> _Split:
         """One iteration; the penalty follows the two residuals until they balance."""
         residual, dual, triples, penalty, _ = state
         warm = triples.factors() if len(triples.kept) else None
@@ -169,7 +169,7 @@ class RobustPCA(Factorization):
             if point is None and self.gamma is None:
                 continue
             loss = self._loss(Y, rows, point)
-            new = certificate_of(loss, L2(), U, V, float(self.lam), tol=self.tol, generator=generator)
+            new = certificate_of(loss, L2(), U, V, float(self.lam), tol=self.tol, generator=generator).certificate
             if found is None or new.gap < found[0].gap:
                 found = (new, loss)
         assert found is not None
@@ -200,7 +200,7 @@ class RobustPCA(Factorization):
     def lambda_max(self, Y: Any) -> float:
         """The norm of the loss's gradient at zero: at and above it zero is the answer."""
         _, data = self._checked(Y, reset=not hasattr(self, "n_features_in_"))
-        return float(torch.linalg.matrix_norm(self._loss(data, Rows()).zero().dense(), ord=2))
+        return largest_singular(self._loss(data, Rows()).zero(), self._generator())
 
 
 def _product(triples: Triples) -> Tensor:

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from ..operators.spectral import EPS, lanczos
-from .bounds import FAILURE, spectral_bound
-from .certificate import Certificate, judge
+from .bounds import FAILURE, Bound, lanczos_slack, spectral_bound
+from .certificate import Certificate
 from .duals import Dense
-from .losses import Squared, rounding
+from .gap import concluded
+from .losses import Squared
 from .rows import Rows
 from .svd import orthonormal
 
@@ -31,6 +32,7 @@ __all__ = ["Triples", "all_triples", "shrunk", "shrunk_certificate"]
 
 WIDTH = 24
 CLOSE = 1e-7
+STEPS = (15, 24, 48)
 
 
 @dataclass(frozen=True)
@@ -137,31 +139,16 @@ def shrunk_certificate(
     """The certificate of a shrunk SVD, by the block bound, and its objective."""
     U, V = (factor.to(torch.float64) for factor in triples.factors())
     Z = loss.dual(U, V)
-    norms = loss.rows.sum(U.square().sum(0)).sqrt() * V.norm(dim=0)
-    value = 0.5 * float(loss.rows.sum(torch.stack([b.square().sum() for _, b in Z.blocks()]).sum()))
-    objective = value + lam * float(norms.sum())
-    lower, upper, method = _block_bound(Z, triples, lam, generator)
-    if upper > lam * (1 + tol / 4):
-        bound = spectral_bound(Z, lam, generator)
-        if bound.value < upper:
-            upper, method = bound.value, bound.method
-    dual = loss.lower(Z, lam / upper if upper > 0 else math.inf)
-    gap = objective - dual.value + dual.margin + rounding(U, V, loss.size(), loss.rows) * math.sqrt(2 * value)
-    gap = gap if objective > 0 else 0.0
-    certificate = judge(
-        gap=gap,
-        objective=objective,
-        polar_lower=min(lower, upper),
-        polar_upper=upper,
-        lam=lam,
-        tol=tol,
-        method=method,
-    )
-    return certificate, objective
+    charged = float((loss.rows.sum(U.square().sum(0)).sqrt() * V.norm(dim=0)).sum())
+    lower, upper = _block_bound(Z, triples, lam, generator)
+    if upper.value > lam * (1 + tol / 4):
+        bound = spectral_bound(Z, lam, tol / 4, generator)
+        upper = bound if bound.value < upper.value else upper
+    return concluded(loss, Z, U, V, charged, (lower, upper), lam, tol)
 
 
-def _block_bound(Z: Dense, triples: Triples, lam: float, generator: torch.Generator) -> tuple[float, float, str]:
-    """What is attained, a bound on the norm, and its method."""
+def _block_bound(Z: Dense, triples: Triples, lam: float, generator: torch.Generator) -> tuple[float, Bound]:
+    """What is attained, and a bound on the norm."""
     P, Q = orthonormal(triples.left.to(torch.float64), Z.rows), torch.linalg.qr(triples.right.to(torch.float64)).Q
     down, across = Z.times(Q), Z.adjoint(P)  # R Q and Rᵀ P
     core = Z.rows.sum(P.mT @ down)
@@ -178,18 +165,19 @@ def _block_bound(Z: Dense, triples: Triples, lam: float, generator: torch.Genera
     n = Z.shape[1]
     found, epsilon = 0.0, 1.0
     vector = Z.noise(1, generator).squeeze(1)
-    for steps in (15, 24, 48):
-        epsilon = (math.log(1.648 * math.sqrt(n) / FAILURE) / (2 * steps - 1)) ** 2
+    for steps in STEPS:
+        # Any of the tries may fail, so each has its share of the probability.
+        epsilon = lanczos_slack(n, steps, FAILURE / len(STEPS))
         found = max(found, float(lanczos(rest, vector, steps)[0]))
         if steps >= n or found <= lam * lam * (1 - min(epsilon, 1.0)):
             break
-    last = math.sqrt(found / (1 - (0.0 if steps >= n else epsilon))) if epsilon < 1 or steps >= n else math.inf
+    last = math.sqrt(found / (1 - epsilon)) if epsilon < 1 else math.inf
     lower = max(corner, math.sqrt(max(found, 0.0)))
     if math.isinf(last):
-        return lower, math.inf, "none"
+        return lower, Bound(math.inf, "none")
     table = torch.tensor([[corner, beside], [below, last]], dtype=torch.float64)
     upper = float(torch.linalg.matrix_norm(table, ord=2)) * (1 + 64 * (n + 64) * EPS)
-    return lower, upper, f"Lanczos off the kept triples, failure probability {FAILURE:g}"
+    return lower, Bound(upper, f"Lanczos off the kept triples, failure probability {FAILURE:g}")
 
 
 def _norm(thin: Tensor, rows: Rows) -> float:

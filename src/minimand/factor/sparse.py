@@ -18,7 +18,6 @@ import math
 import torch
 
 from ..functions import L1
-from ..operators.gram import gram
 from .bounds import LARGEST_GRAM, Bound, gram_bound, spectral_bound
 from .duals import DualMatrix
 
@@ -28,7 +27,14 @@ THRESHOLDS = 24
 POINTS = 2000
 
 
-def sparse_bound(matrix: DualMatrix, level: float, gamma: float) -> Bound:
+def sparse_bound(
+    matrix: DualMatrix,
+    level: float,
+    gamma: float,
+    *,
+    accuracy: float = 1e-4,
+    generator: torch.Generator | None = None,
+) -> Bound:
     """An upper bound on the polar for codes (the rows of Z) that are sparse.
 
     >>> import torch
@@ -39,9 +45,9 @@ def sparse_bound(matrix: DualMatrix, level: float, gamma: float) -> Bound:
     """
     n = matrix.full_rows()
     if gamma == 0 or n > LARGEST_GRAM or n == 0:
-        norm = spectral_bound(matrix, level * (1 + gamma))
+        norm = spectral_bound(matrix, level * (1 + gamma), accuracy, generator)
         return Bound(norm.value / (1 + gamma), f"{norm.method}, norm")
-    product = gram(matrix.dense())
+    product = matrix.outer()
     largest = float(product.abs().max())
     if largest == 0:
         return Bound(0.0, "zero")

@@ -1,0 +1,75 @@
+"""Law: a fit ends where it can prove its answer, where nothing improves it, or where it may not go on."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.base import clone
+
+from minimand.factor import NMF, CPTensor, SparseDictionary, Status, certify
+from minimand.factor.descent import Descent, Pair
+from minimand.factor.gap import certificate_of
+from minimand.factor.growth import Growth, run
+from minimand.factor.losses import Squared
+from minimand.factor.regularisers import L2, SparseL2
+from minimand.factor.rows import Rows
+
+
+def test_no_fit_ends_improvable_with_sweeps_and_room_left():
+    Y = np.random.default_rng(1).normal(size=(6, 4))
+    model = SparseDictionary(0.4, 0.1, random_state=1).fit(Y)
+    assert model.certificate_.status is not Status.IMPROVABLE or model.n_iter_ >= 500 or model.n_components_ == 100
+    assert np.diff(model.history_).max(initial=0) <= 1e-3 * model.objective_
+    # Asked again, with other directions, it is the same.
+    again = certify(Y, model.transform(Y), model.components_.T, lam=0.4, regulariser="sparse", gamma=0.1)
+    assert again.polar_lower <= 0.4 * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("theta", [L2(), SparseL2(0.3)], ids=str)
+def test_a_direction_like_a_pair_in_hand_is_not_discarded(theta, generator):
+    """From a start at which every direction looks familiar, the fit goes on to the end."""
+    Y = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+    found = theta.directions(Squared(Y).zero(), 1, generator)
+    start = Pair(0.1 * found.left, found.right)
+    descent = Descent(Y, 0.5 * float(Y.square().sum()), theta, 0.5, Rows())
+    options = Growth(None, 30, 200, 1e-3)
+    outcome = run(descent, Squared(Y), options, start=start, dtype=Y.dtype, generator=generator, report=lambda *_: None)
+    assert outcome.certificate.status is not Status.IMPROVABLE or outcome.sweeps >= 200
+
+
+def test_improvable_means_that_the_direction_lowers_the_objective(generator):
+    """At points an inch from the minimum: what is in hand, appended at its best size, goes down visibly."""
+    Y = torch.randn(6, 5, generator=generator, dtype=torch.float64)
+    lam = 0.7
+    left, s, right = torch.linalg.svd(Y, full_matrices=False)
+    root = (s - lam).clamp_min(0).sqrt()
+    said = 0
+    for size in (1e-10, 1e-8, 1e-7, 1e-6, 1e-5, 1e-3, 1e-1):
+        U, V = left * root * (1 - size), right.mT * root
+        certificate, objective, found = certificate_of(Squared(Y), L2(), U, V, lam, tol=1e-14)
+        if certificate.status is not Status.IMPROVABLE:
+            assert size < 1e-5
+            continue
+        said += 1
+        step = float(found.values[0]) - lam
+        new = 0.5 * (Y - U @ V.mT - step * torch.outer(found.left[0], found.right[0])).square().sum()
+        new = float(new + lam * ((U.norm(dim=0) * V.norm(dim=0)).sum() + step))
+        assert new < objective
+    assert said >= 3
+
+
+MODELS = [NMF(1.0, effort=0), NMF(1.0, effort=0, n_components=2), SparseDictionary(1.0, 0.2, n_components=2)]
+
+
+@pytest.mark.parametrize("model", [*MODELS, CPTensor(1.0), CPTensor(1.0, n_components=2)], ids=str)
+def test_above_lambda_max_the_certificate_says_that_the_answer_is_zero(model):
+    Y = np.random.default_rng(0).random((6, 8))
+    data = Y.reshape(6, 4, 2) if isinstance(model, CPTensor) else Y
+    top = model.lambda_max(data)
+    far = clone(model).set_params(lam=5 * top, random_state=0).fit(data)
+    assert np.abs(far.components_).max(initial=0) == 0
+    assert "lam ≥ lambda_max, so the answer is zero" in far.certificate_.method
+    near = clone(model).set_params(lam=1.001 * top, random_state=0).fit(data)
+    assert np.abs(near.components_).max(initial=0) == 0
+    assert "the answer is zero" in near.certificate_.method
+    below = clone(model).set_params(lam=0.5 * top, random_state=0).fit(data)
+    assert "zero" not in below.certificate_.method

@@ -1,0 +1,108 @@
+"""Law: what is larger than memory is read in blocks, and bounded as sharply without a Gram matrix."""
+
+import numpy as np
+import pytest
+import torch
+
+from minimand.factor import NMF, LowRank, MatrixCompletion, RobustPCA, SparseDictionary, Status, bounds, duals, rows
+from minimand.factor.bounds import lanczos_bound, lanczos_slack, largest_singular, spectral_bound
+from minimand.factor.duals import Dense
+
+
+def noisy(n, m, k=3, seed=0):
+    rng = np.random.default_rng(seed)
+    return np.abs(rng.normal(size=(n, k)) @ rng.normal(size=(k, m)) + 0.1 * rng.normal(size=(n, m)))
+
+
+MODELS = [
+    LowRank(3.0),
+    NMF(3.0, n_components=3, effort=0, max_iter=30),
+    SparseDictionary(3.0, 0.1, n_components=3, max_iter=30),
+]
+
+
+@pytest.mark.parametrize("shape", [(30, 10), (10, 30)])
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_a_memory_mapped_file_is_read_in_blocks(tmp_path, monkeypatch, model, shape):
+    """The estimators read the file itself; no bound holds all of it in float64, whichever side is shorter."""
+    Y = noisy(*shape).astype(np.float32)
+    model = model.set_params(random_state=0)
+    U = model.fit_transform(Y)
+    expected, top = (model.objective_, model.certificate_.status), model.lambda_max(Y)
+    np.save(tmp_path / "Y.npy", Y)
+    monkeypatch.setattr(rows, "BLOCK", 100)
+    monkeypatch.setattr(duals.Dense, "dense", lambda self: pytest.fail("the whole matrix was formed"))
+    mapped = np.load(tmp_path / "Y.npy", mmap_mode="r")
+    np.testing.assert_allclose(model.fit_transform(mapped), U, rtol=1e-4, atol=1e-4)
+    assert (model.objective_, model.certificate_.status) == (pytest.approx(expected[0], rel=1e-6), expected[1])
+    assert model.lambda_max(mapped) == pytest.approx(top, rel=1e-9)
+
+
+def test_lambda_max_is_the_norm_from_above():
+    for shape in ((40, 7), (7, 40)):
+        Y = noisy(*shape)
+        norm = np.linalg.norm(Y, 2)
+        for model in (LowRank(1.0), NMF(1.0)):
+            assert norm * (1 - 1e-15) <= model.lambda_max(Y) <= norm * (1 + 1e-9)
+        signs = np.linalg.norm(np.clip(2 * Y, -1, 1), 2)
+        assert RobustPCA(1.0, 2.0).lambda_max(Y) == pytest.approx(signs, rel=1e-9)
+        assert MatrixCompletion(1.0, random_state=0).lambda_max(Y) == pytest.approx(norm, rel=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(300, 40), (40, 300)])
+def test_products_by_blocks_are_the_products(monkeypatch, generator, shape):
+    Y, U, V = (torch.randn(s, generator=generator, dtype=torch.float64) for s in (shape, (shape[0], 2), (shape[1], 2)))
+    Z = Y - U @ V.mT
+    monkeypatch.setattr(rows, "BLOCK", 500)
+    matrix = Dense(Y, U, V)
+    torch.testing.assert_close(matrix.gram(), Z.mT @ Z)
+    torch.testing.assert_close(matrix.outer(), Z @ Z.mT)
+    torch.testing.assert_close(matrix.outer(torch.relu), Z.relu() @ Z.relu().mT)
+    sigma = float(torch.linalg.matrix_norm(Z, 2))
+    assert sigma * (1 - 1e-15) <= largest_singular(matrix) <= sigma * (1 + 1e-9)
+    monkeypatch.setattr(bounds, "LARGEST_GRAM", 10)
+    assert largest_singular(matrix, generator) == pytest.approx(sigma, rel=1e-9)
+    assert sigma <= spectral_bound(matrix, sigma, 1e-5, generator).value <= sigma * (1 + 1e-5)
+
+
+def test_lanczos_is_as_accurate_as_asked_as_far_as_its_basis_fits(monkeypatch, generator):
+    """A spectrum whose top is a continuum: nothing converges early."""
+    n = 2000
+    values = torch.linspace(0, 1, n, dtype=torch.float64).sqrt()
+    needed = {}
+
+    class Diagonal(Dense):
+        def times(self, x):
+            return values * x
+
+        def adjoint(self, y):
+            needed["steps"] = needed.get("steps", 0) + 1
+            return values * y
+
+    for shape in ((n, n), (n, n + 1)):
+        matrix = Diagonal(torch.empty(shape, dtype=torch.float64))
+        for accuracy in (1e-2, 1e-3):
+            needed.clear()
+            bound = lanczos_bound(matrix, accuracy=accuracy, generator=generator)
+            assert 1 <= bound.value <= 1 + accuracy
+            assert 1 - (1 + accuracy) ** -2 >= lanczos_slack(n, needed["steps"], 1e-9)
+        monkeypatch.setattr(bounds, "BASIS", 100 * n)
+        needed.clear()
+        bound = lanczos_bound(matrix, accuracy=1e-3, generator=generator)
+        assert needed["steps"] == 100
+        assert 1 <= bound.value <= (1 - lanczos_slack(n, 100, 1e-9)) ** -0.5
+        monkeypatch.undo()
+    monkeypatch.setattr(bounds, "BASIS", 2 * n)
+    assert lanczos_bound(matrix, generator=generator).value == np.inf
+
+
+def test_completion_certifies_what_is_asked_without_a_gram_matrix():
+    rng = np.random.default_rng(0)
+    Y = noisy(60, 25)
+    Y[rng.random(Y.shape) < 0.3] = np.nan
+    model = MatrixCompletion(2.0, tol=1e-5, random_state=0).fit(Y)
+    assert model.certificate_.status is Status.CERTIFIED
+    assert model.certificate_.relative_gap <= 1e-5
+    assert "Lanczos" in model.certificate_.method
+    again = MatrixCompletion(2.0, tol=1e-5, random_state=0).fit(Y)
+    assert again.certificate_ == model.certificate_
