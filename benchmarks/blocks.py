@@ -10,9 +10,17 @@ from torch import Tensor, nn
 
 from benchmarks import Row, at_most
 from benchmarks.layers import _medians
-from minimand.nn import AcceleratedUpdate, HeavyBallUpdate, NesterovUpdate, OptimizationNet, as_algorithm
+from minimand.nn import (
+    AcceleratedUpdate,
+    ADMMUpdate,
+    HeavyBallUpdate,
+    NesterovUpdate,
+    OptimizationNet,
+    as_algorithm,
+)
+from minimand.nn.blocks import Update
 from minimand.nn.explain import held_bytes
-from minimand.zoo import AGDNet, DenseNet, HBNet, ResNet
+from minimand.zoo import AGDNet, DenseNet, DMRNet, HBNet, ResNet
 
 __all__ = ["run"]
 
@@ -28,7 +36,9 @@ def _step(net: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], None]:
     return call
 
 
-def _compare(plain: nn.Module, others: dict[str, tuple[nn.Module, float]], batch: int, rounds: int) -> list[Row]:
+def _compare(
+    plain: nn.Module, others: dict[str, tuple[nn.Module, float]], batch: int, rounds: int, *, memory: float = 1.2
+) -> list[Row]:
     """Time and memory of each network over the plain one's."""
     images, labels = torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,))
     nets = [plain, *(net for net, _ in others.values())]
@@ -37,7 +47,7 @@ def _compare(plain: nn.Module, others: dict[str, tuple[nn.Module, float]], batch
     rows = []
     for (name, (_, target)), seconds, size in zip(others.items(), times, held[1:], strict=True):
         rows.append(at_most(f"{name}, step time", seconds / base, target))
-        rows.append(at_most(f"{name}, bytes held", size / held[0], 1.2))
+        rows.append(at_most(f"{name}, bytes held", size / held[0], memory))
     return rows
 
 
@@ -84,10 +94,33 @@ def _history() -> list[Row]:
         ("heavy ball, learned", HeavyBallUpdate(), True, 1.2),
         ("Nesterov, two terms, learned", NesterovUpdate(), True, 1.6),
         ("Nesterov, all past terms, fixed: running sums", AcceleratedUpdate(), False, 1.2),
+        ("sum of all values, fixed: a running sum", AcceleratedUpdate("dense"), False, 1.2),
         ("Nesterov, all past terms, learned: linear by need", AcceleratedUpdate(), True, 2.0),
     ):
         rows.append(at_most(f"{name}, bytes per block", grown(update, learnable) / plain, target))
     return rows
+
+
+def _trunk(update: Update, learnable: bool = False) -> nn.Module:
+    """Blocks of one shape under an algorithm, between a stem and a head."""
+    blocks = [_Block(16) for _ in range(6)]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)]
+    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), OptimizationNet(blocks, update, learnable=learnable), *head)
+
+
+def _others() -> list[Row]:
+    """All past terms on six blocks, and two streams, which have the blocks of a network twice as deep."""
+    past: dict[str, tuple[nn.Module, float]] = {
+        "Nesterov, all past terms, fixed": (_trunk(AcceleratedUpdate()), 1.15),
+        "Nesterov, all past terms, learned": (_trunk(AcceleratedUpdate(), True), 1.5),
+    }
+    rows = _compare(_trunk(NesterovUpdate(0.0)), past, 32, 7, memory=1.6)
+    streams: dict[str, tuple[nn.Module, float]] = {
+        "DMRNet over ResNet of its blocks": (DMRNet(2), 1.15),
+        "ADMM-Net over ResNet of its blocks": (DMRNet(2, learnable=True), 1.15),
+        "ADMM, fixed, over ResNet of its blocks": (ResNet(2, update=ADMMUpdate()), 1.15),
+    }
+    return rows + _compare(ResNet(4), streams, 32, 7)
 
 
 def run() -> list[Row]:
@@ -97,7 +130,9 @@ def run() -> list[Row]:
         "HB-Net, learned": (HBNet(2), 1.15),
         "HB-Net, learned per channel": (HBNet(2, learnable="channel"), 1.15),
         "heavy ball, fixed ½": (ResNet(2, update=HeavyBallUpdate()), 1.15),
+        "Nesterov, two terms, fixed": (ResNet(2, update=NesterovUpdate()), 1.15),
+        "Nesterov, two terms, learned": (ResNet(2, update=NesterovUpdate(), learnable=True), 1.15),
     }
     rows = _compare(ResNet(2), resnets, 32, 9)
     rows += _compare(DenseNet(12, 22), {"AGD-Net, learned": (AGDNet(12, 22), 1.15)}, 32, 7)
-    return [*rows, *_user(), *_history()]
+    return [*rows, *_others(), *_user(), *_history()]

@@ -269,6 +269,31 @@ def test_dtype_and_learning_follow_the_model():
     assert all(p.dtype == torch.float64 for p in coefficient_parameters(other))
 
 
+class Scaled(nn.Module):
+    """A block with arguments of its own that have defaults, and a bare Parameter for a branch."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(0.3 * torch.randn(4, 4))
+
+    def forward(self, x, scale=0.5, shift=0.1):
+        return torch.tanh(x + scale * (x @ self.weight + shift))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_arguments_with_defaults_keep_them(algorithm):
+    net = nn.Sequential(*(Scaled() for _ in range(3))).double()
+    other, x = as_algorithm(net, algorithm), torch.randn(5, 4, dtype=torch.float64)
+    torch.testing.assert_close(other(x), net(x), atol=0, rtol=0)
+    _set(other, 0.8, 0.3)
+    y = previous = x
+    for block in net:
+        mixed = 0.8 * y + 0.3 * previous
+        point = y if algorithm == "heavy_ball" else mixed
+        y, previous = torch.tanh(mixed + 0.5 * (point @ block.weight + 0.1)), y
+    torch.testing.assert_close(other(x), y)
+
+
 # Bad input -----------------------------------------------------------------------------------------------------------
 
 
@@ -291,6 +316,45 @@ def test_a_network_without_a_stage_gets_the_list_of_what_was_looked_at():
     assert "2.0 (Block): a residual block" in text
     assert "the model (Sequential): adds its input to nothing" in text
     assert list(net.state_dict()) == before
+
+
+class Conditioned(nn.Module):
+    """Blocks that are called with a second argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled() for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, 0.2)
+        return x
+
+
+def test_blocks_that_are_called_with_more_than_their_input_are_named():
+    with pytest.raises(ConversionError) as caught:
+        as_algorithm(Conditioned(), "heavy_ball")
+    text = str(caught.value)
+    assert "blocks.1 (Scaled): a residual block" in text
+    assert "blocks.1: the model calls it with more than its input, so it is in no stage" in text
+
+
+@pytest.mark.parametrize("constraint", ["positive", "unit"])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_bad_constraint_leaves_the_model_as_it_is(constraint, inplace):
+    net, x = Usual().eval(), torch.randn(2, 3, 8, 8)
+    before, names, forward = net(x), list(net.state_dict()), net.layer1.forward
+    with pytest.raises(OptionError, match=r'"sum" or None.*"positive"'):
+        as_algorithm(net, "heavy_ball", constraint=constraint, inplace=inplace)
+    assert list(net.state_dict()) == names
+    assert net.layer1.forward == forward
+    torch.testing.assert_close(net(x), before, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("stages", [[], 5, [3]])
+def test_what_is_no_pattern_is_refused(stages):
+    with pytest.raises(OptionError, match="stages is a pattern"):
+        as_algorithm(Usual(), "heavy_ball", stages=stages)
 
 
 def test_plain_networks_have_no_stage():

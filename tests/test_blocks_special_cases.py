@@ -210,8 +210,44 @@ def test_a_step_reaches_every_parameter(make, side):
     assert torch.isfinite(net.eval()(images)).all()
 
 
+@pytest.mark.parametrize("make", [ResNet34, HBNet34, DenseNet121, AGDNet121])
+def test_imagenet_networks_step_at_full_size(make):
+    net, images = make(), _images(2, 64)
+    before = [p.detach().clone() for p in coefficient_parameters(net)]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    loss = nn.functional.cross_entropy(net(images), torch.tensor([3, 999]))
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in net.parameters())
+    optimizer.step()
+    assert all(torch.isfinite(p).all() for p in net.parameters())
+    after = list(coefficient_parameters(net))
+    assert len(before) == (0 if make in (ResNet34, DenseNet121) else len(after))
+    assert not after or any(not torch.equal(new, old) for new, old in zip(after, before, strict=True))
+
+
+def test_nesterovs_form_of_the_imagenet_resnet_is_resnet_without_momentum():
+    torch.manual_seed(0)
+    plain = ResNet34(10, width=0.1)
+    torch.manual_seed(0)
+    net = ResNet34(10, width=0.1, update=NesterovUpdate(0.0), learnable=True)
+    images = _images(2, 64)
+    torch.testing.assert_close(net(images), plain(images), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("width", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("make", [ResNet, HBNet, DMRNet, ResNet34, HBNet34])
+def test_widths_are_above_zero(make, width):
+    with pytest.raises(ValueError, match="width must be a finite number > 0"):
+        make(width=width)
+
+
 def test_depths_that_do_not_exist_are_refused():
     with pytest.raises(ValueError, match="3m"):
         DenseNet(12, 41)
+    with pytest.raises(ValueError, match="growth"):
+        DenseNet(0, 40)
+    with pytest.raises(ValueError, match="growth"):
+        DenseNet121(growth=0)
     with pytest.raises(ValueError, match="n=0"):
         ResNet(0)

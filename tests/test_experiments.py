@@ -16,7 +16,7 @@ from minimand.lab.runner import Setting, read_results, run
 from minimand.lab.training import stages
 from minimand.nn import SolverLinear
 from minimand.solvers import ProxGD, ProxSG
-from tests.test_data import write_cifar
+from tests.test_data import write_cifar, write_svhn
 
 NAMES = [experiment.name for experiment in experiments()]
 
@@ -116,3 +116,13 @@ def test_regularisers_of_the_digits_are_what_they_say() -> None:
     for weight, direction in zip(weights, directions, strict=True):
         assert float(weight.detach().norm(dim=1).max()) <= 0.1 + 1e-6
         torch.testing.assert_close(weight / weight.norm(dim=1, keepdim=True), direction)
+
+
+def test_house_numbers_run_on_a_file_in_their_format(tmp_path: Path) -> None:
+    write_svhn(tmp_path / "data")
+    preset = find("lpom-svhn").presets["smoke"]
+    options = dataclasses.replace(preset.options, dataset="svhn", enlarge=1, batch=4, epochs=1, digits=())
+    path = run(Setting("lpom-svhn", "smoke", options, (0,), tmp_path / "out", tmp_path / "data", jobs=1))
+    experiment, results, stored = read_results(path.parent)
+    assert stored["complete"]
+    assert [row.paper for row in experiment.compare(results)[:3]] == [98.3, 95.0, 96.5]

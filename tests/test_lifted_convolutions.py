@@ -10,6 +10,7 @@ from torch import nn
 from minimand.errors import ChainError
 from minimand.train.lifted import LPOM, MAC, BlockPenalty, Recipe
 from minimand.train.lifted.chain import parse
+from minimand.train.lifted.maps import _stage
 
 NETS = {
     "plain": lambda: nn.Sequential(
@@ -59,6 +60,39 @@ def test_maps_are_affine_with_their_adjoint_and_norm(name):
             torch.testing.assert_close(columns, affine.columns(plain))
 
 
+POOLINGS = [
+    *(
+        nn.MaxPool2d(k, s, p, d, ceil_mode=c)
+        for k, s, p, d, c in itertools.product((2, 3), (1, 2, 3), (0, 1), (1, 2, 3), (False, True))
+    ),
+    *(
+        nn.AvgPool2d(k, s, p, ceil_mode=c, count_include_pad=i)
+        for k, s, p, c, i in itertools.product((2, 3, 5), (1, 2, 3), (0, 1), (False, True), (False, True))
+    ),
+]
+
+
+@pytest.mark.parametrize("kind", [nn.MaxPool2d, nn.AvgPool2d])
+def test_norms_of_poolings_are_never_below_the_truth(kind):
+    """Over kernels, strides, paddings, dilations and rounding, against the singular values of the dense matrix."""
+    torch.manual_seed(0)
+    for module in (module for module in POOLINGS if isinstance(module, kind)):
+        for x in (torch.randn(1, 1, 7, 7, dtype=torch.float64), -_cone()):
+            stage = _stage(module, x)
+            torch.testing.assert_close(stage.apply(x), module(x))
+            dense = torch.stack([stage.apply(row.unsqueeze(0)).flatten() for row in _basis(x[0])])
+            truth = float(torch.linalg.matrix_norm(dense, 2)) ** 2
+            assert truth <= stage.norm_sq() * (1 + 1e-12), module
+            if kind is nn.MaxPool2d:
+                assert stage.norm_sq() <= truth * (1 + 1e-12), module
+
+
+def _cone():
+    """Largest in the middle, where as many windows as possible then meet."""
+    axis = torch.arange(7, dtype=torch.float64) - 3
+    return (axis[:, None].square() + axis.square()).reshape(1, 1, 7, 7)
+
+
 def _basis(like):
     return torch.eye(like.numel(), dtype=like.dtype).unflatten(1, like.shape)
 
@@ -68,7 +102,7 @@ def test_energy_is_the_loss_and_never_rises(name):
     net, x, y = _setup(name)
     loss = float(F.cross_entropy(net(x), y, reduction="sum").detach())
     for method in (LPOM, MAC, BlockPenalty):
-        method = method(NETS[name]().double().requires_grad_(False), loss="cross_entropy")
+        method = method(NETS[name]().double(), loss="cross_entropy")
         method.model.load_state_dict(net.state_dict())
         energies = [method.energy(x, y), *(method.step(x, y) for _ in range(6))]
         assert energies[0] == pytest.approx(loss, abs=1e-10)

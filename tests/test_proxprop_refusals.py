@@ -37,6 +37,55 @@ def test_nan_skips_the_step_and_leaves_the_state(fused, value):
     prox.detach()
 
 
+class _Root(nn.Module):
+    """NaN for negative entries, in the middle of a network; its derivative at a NaN is NaN, too."""
+
+    def forward(self, x):
+        return x.sqrt()
+
+
+@BOTH
+@pytest.mark.parametrize("gram", ["exact", "cached"])
+def test_the_warning_names_the_layer_where_nan_enters(fused, gram):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv1d(2, 3, 2), nn.ReLU(), nn.Conv1d(3, 4, 2), nn.Identity(), nn.Conv1d(4, 3, 2),
+                        nn.Flatten(), nn.Linear(9, 2))  # fmt: skip
+    prox, optimizer = _start(net, fused=fused, gram=gram)
+    x = torch.rand(5, 2, 6)
+    net(x).square().sum().backward()
+    optimizer.step()
+    net[3] = _Root()
+    with torch.no_grad():
+        net[2].bias.fill_(-10.0)
+    optimizer.zero_grad()
+    net(x).square().sum().backward()
+    with pytest.warns(RuntimeWarning, match="input of layer '4'"):
+        optimizer.step()
+    prox.detach()
+
+
+@BOTH
+def test_a_nan_gradient_alone_skips_the_step_too(fused):
+    """Of a plain layer, of a preconditioned one from above, and of a parameter that no module holds."""
+    net, (x, y) = _net(), _batch()
+    outside = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    prox, optimizer = _start(net, optimizer=torch.optim.SGD([*net.parameters(), outside], lr=0.1), fused=fused)
+    before = [p.detach().clone() for p in net.parameters()]
+
+    def step(edit, message):
+        optimizer.zero_grad()
+        _loss(net, x, y).backward()
+        edit()
+        with pytest.warns(RuntimeWarning, match=message):
+            optimizer.step()
+
+    step(lambda: net[4].weight.grad[0].fill_(torch.nan), "the gradient of layer '4'")
+    step(lambda: net[2].bias.grad.fill_(torch.inf), "the gradient of layer '2'")
+    step(lambda: setattr(outside, "grad", torch.full_like(outside, torch.nan)), "a parameter outside of the model")
+    torch.testing.assert_close(list(net.parameters()), before, rtol=0, atol=0)
+    prox.detach()
+
+
 class _Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -76,10 +125,13 @@ def test_bad_options_are_refused():
     net = _net()
     for options in (
         {"tau_theta": 0.0}, {"tau_theta": -1.0}, {"tau_theta": float("nan")}, {"method": "newton"}, {"cg_iters": 0},
-        {"gram": "guess"},
+        {"gram": "guess"}, {"gram": [1]}, {"fused": "no"}, {"skip_last": None}, {"process_group": "x"}, {"cg_tol": 0.0},
     ):  # fmt: skip
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=next(iter(options))) as caught:
             ProxProp(net, **options)
+        assert isinstance(caught.value, MinimandError)
+    with pytest.raises(ValueError, match="saved state lacks grams, tau_theta, turn"):
+        ProxProp(net).load_state_dict({})
     for wrong in (lambda: CachedGram(every=0), lambda: CachedGram(decay=1.0), lambda: ProxProp(nn.ReLU())):
         with pytest.raises(ValueError):
             wrong()
@@ -96,8 +148,13 @@ def test_bad_attachments_are_refused():
         prox.attach(optimizer)
     with pytest.raises(TypeError, match="another ProxProp"):
         ProxProp(net)
+    other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer.add_param_group({"params": other.parameters()})
+    with pytest.raises(ValueError, match="has a ProxProp already"):
+        ProxProp(other).attach(optimizer)
     prox.detach()
     prox.detach()
+    ProxProp(other).attach(optimizer).detach()
     with pytest.raises(ValueError, match=r"does not own 0\.weight"):
         prox.attach(torch.optim.SGD(_net().parameters(), lr=0.1))
     with pytest.raises(ValueError, match=r"does not own 0\.bias"):
@@ -141,4 +198,27 @@ def test_the_user_is_told_once_what_stays_plain(caplog):
     assert "head" in prox.plain
     torch.testing.assert_close(net.attention.out_proj.weight.grad, plain.attention.out_proj.weight.grad)
     assert not torch.allclose(net.embed.weight.grad, plain.embed.weight.grad)
+    prox.detach()
+
+
+def test_a_normalised_head_is_the_last_layer():
+    net = _net()
+    nn.utils.parametrizations.weight_norm(net[4])
+    assert ProxProp(net).layers == ("0", "2")
+
+
+class _Unused(nn.Linear):
+    """A bare layer whose weight is used, but not by its forward pass."""
+
+    def __call__(self, x):
+        return x @ self.weight.T
+
+
+def test_a_bare_layer_has_a_name_in_the_log(caplog):
+    layer = _Unused(3, 2)
+    with caplog.at_level(logging.WARNING, "minimand"):
+        prox, optimizer = _start(layer, skip_last=False)
+        layer(torch.rand(4, 3)).sum().backward()
+        optimizer.step()
+    assert "for the model, whose forward is never called" in caplog.records[-1].getMessage()
     prox.detach()

@@ -3,7 +3,6 @@
 A network has hidden layers z = φ(θ, a), a = σ(z) and a last linear layer in front of the loss. Samples are rows.
 """
 
-import copy
 import itertools
 
 import pytest
@@ -143,35 +142,32 @@ def _directions(net, x, y, **options):
     return found, plain
 
 
-def test_proposition_3_fixed_points_are_stationary():
-    """Steps with ProxProp until nothing moves: the plain gradient vanishes there, too."""
+@pytest.mark.parametrize("options", [{}, {"method": "cg", "cg_iters": 2}, {"skip_last": False}])
+def test_proposition_3_fixed_points_are_stationary(options):
+    """Steps with ProxProp until nothing moves: the plain gradient, which was not zero before, has vanished, too."""
     net, (x, y) = _net((5, 4, 3)), _data(8)
-    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=300, tolerance_grad=1e-13, tolerance_change=0)
 
     def ridge():
-        return _loss(net(x), y) + 0.05 * sum(p.square().sum() for p in net.parameters())
+        return _loss(net(x), y) + 0.1 * sum(p.square().sum() for p in net.parameters())
 
-    def closure():
-        optimizer.zero_grad()
-        loss = ridge()
-        loss.backward()
-        return loss
+    def slope():
+        return torch.cat([g.flatten() for g in grad(ridge(), list(net.parameters()))]).norm()
 
-    optimizer.step(closure)
-    sgd = torch.optim.SGD(net.parameters(), lr=0.5)
-    prox = ProxProp(net, tau_theta=2.0).attach(sgd)
-    before = [p.detach().clone() for p in net.parameters()]
-    sgd.zero_grad()
-    ridge().backward()
-    sgd.step()
+    assert slope() > 0.1
+    sgd = torch.optim.SGD(net.parameters(), lr=1.5, momentum=0.5)
+    prox = ProxProp(net, tau_theta=1.0, **options).attach(sgd)
+    moved = 1.0
+    for _ in range(1500):
+        before = nn.utils.parameters_to_vector(net.parameters()).detach()
+        sgd.zero_grad()
+        ridge().backward()
+        sgd.step()
+        moved = float((nn.utils.parameters_to_vector(net.parameters()).detach() - before).norm())
+        if moved < 1e-12:
+            break
     prox.detach()
-    torch.testing.assert_close([p.detach() for p in net.parameters()], before, rtol=0, atol=1e-8)
-    moved = copy.deepcopy(net)
-    with torch.no_grad():
-        moved[0].weight.add_(0.1)
-    found, plain = _directions(moved, x, y)
-    assert plain[0].norm() > 1e-3
-    assert found[0].norm() > 1e-4
+    assert moved < 1e-12
+    assert slope() < 1e-9
 
 
 @given(

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from ..errors import OptionError
 from ..nn.blocks import DenseUpdate, Learning, OptimizationNet, Transition
+from ..solvers.base import require_count
 
 __all__ = ["AGDNet", "AGDNet121", "DenseNet", "DenseNet121"]
 
@@ -36,6 +37,7 @@ def _trunk(
     bottleneck: bool,
     compression: float,
     dropout: float,
+    past: float,
     learnable: bool | str | Learning,
 ) -> tuple[OptimizationNet, int]:
     """Dense stages with transitions between them, and the channels at the end."""
@@ -49,7 +51,7 @@ def _trunk(
             fewer = int(channels * compression)
             blocks.append(Transition(_transition(channels, fewer, dropout)))
             channels = fewer
-    net = OptimizationNet(blocks, DenseUpdate(), learnable=learnable, channels=growth)
+    net = OptimizationNet(blocks, DenseUpdate(past), learnable=learnable, channels=growth)
     return net, channels
 
 
@@ -74,7 +76,8 @@ class DenseNet(nn.Module):
         channels: Input channels.
         dropout: After every convolution; the original has 0.2 where data are not augmented.
         bottleneck: 1 × 1 convolutions before the 3 × 3 ones, and transitions that halve the channels (DenseNet-BC).
-        learnable: Whether β is learned, starting at 0; :class:`AGDNet` sets it.
+        past: β; 0 is DenseNet.
+        learnable: Whether β is learned, starting there; :class:`AGDNet` sets it.
 
     Source: 002, eq. (18) and the CIFAR table; Huang et al., 2017.
 
@@ -92,9 +95,11 @@ class DenseNet(nn.Module):
         *,
         dropout: float = 0.0,
         bottleneck: bool = False,
+        past: float = 0.0,
         learnable: bool | str | Learning = False,
     ) -> None:
         super().__init__()
+        require_count("growth", growth)
         per, rest = divmod(depth - 4, 6 if bottleneck else 3)
         if rest or per < 1:
             raise OptionError(f"the depth of a DenseNet is {'6m' if bottleneck else '3m'} + 4, got {depth}")
@@ -107,6 +112,7 @@ class DenseNet(nn.Module):
             bottleneck=bottleneck,
             compression=0.5 if bottleneck else 1.0,
             dropout=dropout,
+            past=past,
             learnable=learnable,
         )
         pool = (nn.BatchNorm2d(wide), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
@@ -127,14 +133,15 @@ def AGDNet(
     *,
     dropout: float = 0.0,
     bottleneck: bool = False,
+    start: float = 0.0,
     learnable: bool | str | Learning = True,
 ) -> DenseNet:
     r"""The accelerated network of the same blocks as :class:`DenseNet`,
     :math:`x_{k+1} = \sum_j T_{k,j}(x_j) + \sum_{j \ge 1} \beta_{k+1}^j x_j`.
 
-    It has DenseNet's parameters and one coefficient for every pair of iterates of a stage, which start at 0, DenseNet's
-    value. The input of a stage, which has other channels, is left out of the second sum; α would only scale the
-    convolutions.
+    It has DenseNet's parameters and one coefficient for every pair of iterates of a stage, which start at DenseNet's
+    value, ``start=0`` (the constraint "positive" needs another: 0 has no sign to keep). The input of a stage, which has
+    other channels, is left out of the second sum; α would only scale the convolutions.
 
     Source: 002, eq. (18) and the CIFAR table.
 
@@ -142,7 +149,16 @@ def AGDNet(
     >>> size(AGDNet(4, 16)) - size(DenseNet(4, 16))  # 0 + 1 + 2 + 3 in each of three stages
     18
     """
-    return DenseNet(growth, depth, classes, channels, dropout=dropout, bottleneck=bottleneck, learnable=learnable)
+    return DenseNet(
+        growth,
+        depth,
+        classes,
+        channels,
+        dropout=dropout,
+        bottleneck=bottleneck,
+        past=start,
+        learnable=learnable,
+    )
 
 
 class DenseNet121(nn.Module):
@@ -169,15 +185,22 @@ class DenseNet121(nn.Module):
         learnable: bool | str | Learning = False,
     ) -> None:
         super().__init__()
+        require_count("growth", growth)
         self.stem = nn.Sequential(
             nn.Conv2d(channels, 2 * growth, 7, stride=2, padding=3, bias=False),
             nn.BatchNorm2d(2 * growth),
             nn.ReLU(),
             nn.MaxPool2d(3, stride=2, padding=1),
         )
-        stages = (6, 12, 24, 16)
         self.trunk, wide = _trunk(
-            2 * growth, growth, stages, bottleneck=True, compression=0.5, dropout=0.0, learnable=learnable
+            2 * growth,
+            growth,
+            (6, 12, 24, 16),
+            bottleneck=True,
+            compression=0.5,
+            dropout=0.0,
+            past=0.0,
+            learnable=learnable,
         )
         pool = (nn.BatchNorm2d(wide), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
         self.head = nn.Sequential(*pool, nn.Linear(wide, classes))

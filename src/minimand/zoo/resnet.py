@@ -1,11 +1,11 @@
 """ResNet and the networks that other algorithms make of it: HB-Net and DMRNet."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import OptionError
+from ..errors import OptionError, require_positive
 from ..nn.blocks import HeavyBallUpdate, Learning, MergeUpdate, OptimizationNet, Transition, Twin, Update
 
 __all__ = ["DMRNet", "HBNet", "HBNet34", "ResNet", "ResNet34"]
@@ -114,11 +114,11 @@ class ResNet(nn.Module):
         if n < 1:
             raise OptionError(f"a ResNet has one block per stage or more, got n={n}")
         update = HeavyBallUpdate(1.0, 0.0) if update is None else update
-        widths = [max(1, round(width * wide)) for wide in (16, 32, 64)]
+        widths = _widths(width, 16, 32, 64)
         make = _preactivated if preactivation else _basic
         self.stem = nn.Sequential(_convolution(channels, widths[0]))
         relu = None if preactivation else nn.ReLU()
-        blocks, sizes = _stages(n, widths, make, update, relu)
+        blocks, sizes = _stages((n, n, n), widths, make, _padded, update, relu)
         after = relu if update.skips else None
         self.trunk = OptimizationNet(blocks, update, learnable=learnable, channels=sizes, activation=after)
         last: list[nn.Module] = [nn.BatchNorm2d(widths[-1]), nn.ReLU()] if preactivation else []
@@ -133,26 +133,44 @@ class ResNet(nn.Module):
         return logits
 
 
+def _widths(factor: float, *channels: int) -> list[int]:
+    require_positive("width", factor)
+    return [max(1, round(factor * wide)) for wide in channels]
+
+
 def _stages(
-    n: int, widths: list[int], make: Layer, update: Update, activation: nn.Module | None
+    counts: Sequence[int],
+    widths: list[int],
+    make: Layer,
+    shortcut: Callable[[int, int], nn.Module],
+    update: Update,
+    activation: nn.Module | None,
 ) -> tuple[list[nn.Module], list[int]]:
     """The blocks of all stages, with the channels of the iterates that each update adds up."""
     blocks: list[nn.Module] = []
     sizes: list[int] = []
     inputs = widths[0]
-    for stage, outputs in enumerate(widths):
-        for k in range(n):
+    for stage, (outputs, count) in enumerate(zip(widths, counts, strict=True)):
+        for k in range(count):
             halves = stage > 0 and k == 0
-            shortcut = PaddedShortcut(outputs - inputs, 2) if halves else None
+            skip = shortcut(inputs, outputs) if halves else None
             block = make(inputs, outputs, 2 if halves else 1)
             if update.streams == 2:
                 block = Twin(block, make(inputs, outputs, 2 if halves else 1))
             if not update.skips:
-                block, shortcut = Residual(block, shortcut, activation), None
-            blocks.append(Transition(block, shortcut) if halves else block)
+                block, skip = Residual(block, skip, activation), None
+            blocks.append(Transition(block, skip) if halves else block)
             sizes.append(outputs if update.skips else inputs)
             inputs = outputs
     return blocks, sizes
+
+
+def _padded(inputs: int, outputs: int) -> nn.Module:
+    return PaddedShortcut(outputs - inputs, 2)
+
+
+def _projected(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride=2, bias=False), nn.BatchNorm2d(outputs))
 
 
 def HBNet(
@@ -168,6 +186,8 @@ def HBNet(
     r"""The heavy-ball network of the same blocks as :class:`ResNet`, :math:`x^+ = T(x) + \beta_1 x + \beta_2 x_-`.
 
     It has ResNet's parameters and two coefficients per block, which start at ResNet's values, ``start=(1, 0)``.
+    Momentum starts anew where the map is halved, so with n = 1 there is none: only :math:`\beta_1 + \beta_2` enters.
+    Under the constraint "positive" a :math:`\beta_2` that starts at 0 stays there.
 
     Source: 002, eq. (16) and the CIFAR table.
 
@@ -212,7 +232,7 @@ class ResNet34(nn.Module):
         classes: Outputs.
         channels: Input channels.
         width: A factor on all hidden widths.
-        update: The algorithm of the trunk; None: ResNet's.
+        update: The algorithm of the trunk, as in :class:`ResNet`; None: ResNet's.
         learnable: Whether its coefficients are learned.
 
     Source: 002, the ImageNet table; He et al., 2015, Table 1.
@@ -231,28 +251,18 @@ class ResNet34(nn.Module):
         learnable: bool | str | Learning = False,
     ) -> None:
         super().__init__()
-        widths = [max(1, round(width * wide)) for wide in (64, 128, 256, 512)]
+        widths = _widths(width, 64, 128, 256, 512)
         self.stem = nn.Sequential(
             nn.Conv2d(channels, widths[0], 7, stride=2, padding=3, bias=False),
             nn.BatchNorm2d(widths[0]),
             nn.ReLU(),
             nn.MaxPool2d(3, stride=2, padding=1),
         )
-        blocks: list[nn.Module] = []
-        sizes: list[int] = []
-        inputs = widths[0]
-        for stage, (outputs, count) in enumerate(zip(widths, (3, 4, 6, 3), strict=True)):
-            for k in range(count):
-                if stage > 0 and k == 0:
-                    project = nn.Conv2d(inputs, outputs, 1, stride=2, bias=False)
-                    shortcut = nn.Sequential(project, nn.BatchNorm2d(outputs))
-                    blocks.append(Transition(_basic(inputs, outputs, 2), shortcut))
-                else:
-                    blocks.append(_basic(inputs, outputs, 1))
-                sizes.append(outputs)
-                inputs = outputs
         update = HeavyBallUpdate(1.0, 0.0) if update is None else update
-        self.trunk = OptimizationNet(blocks, update, learnable=learnable, channels=sizes, activation=nn.ReLU())
+        relu = nn.ReLU()
+        blocks, sizes = _stages((3, 4, 6, 3), widths, _basic, _projected, update, relu)
+        after = relu if update.skips else None
+        self.trunk = OptimizationNet(blocks, update, learnable=learnable, channels=sizes, activation=after)
         self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], classes))
         _initialise(self)
 

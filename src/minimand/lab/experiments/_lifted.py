@@ -81,7 +81,7 @@ class Chains:
         limit: Use only this many samples of each split; 0: all.
         enlarge: Repeat each pixel this many times in both directions.
         epochs: Of every method and candidate.
-        losses: Candidates of the lifted methods: squared, cross_entropy.
+        losses: Candidates of the lifted methods: squared, cross_entropy; a damping may follow, as in "squared 1".
         sgd_rates: Candidates of SGD with momentum 0.9 on the cross-entropy: first learning rates.
         adam_rates: Candidates of Adam on the cross-entropy: first learning rates.
         ridges: Candidates of the control.
@@ -140,10 +140,10 @@ def network(hidden: str, inputs: int, classes: int, activation: str = "relu") ->
     return nn.Sequential(*modules[:-1])
 
 
-def lifted(method: str, model: nn.Module, loss: str) -> Any:
+def lifted(method: str, model: nn.Module, loss: str, damping: float | None = None) -> Any:
     """A method of the family on a network."""
     extra = {"splitting": method.split()[1]} if method.startswith("SplitADMM") else {}
-    return LIFTED[method](model, loss=loss, **extra)
+    return LIFTED[method](model, loss=loss, recipe=Recipe(damping=damping), **extra)
 
 
 @torch.no_grad()
@@ -158,7 +158,8 @@ def correct(model: nn.Module, data: Rows) -> float:
 def trained(method: str, candidate: str | float, model: nn.Module, data: Rows, epochs: int) -> Iterator[Epoch]:
     """Train in place by any of the methods; yields after every epoch."""
     if method in LIFTED:
-        yield from lifted(method, model, str(candidate)).training(data, epochs)
+        loss, _, damping = str(candidate).partition(" ")
+        yield from lifted(method, model, loss, float(damping) if damping else None).training(data, epochs)
     else:
         yield from _backpropagated(method, float(candidate), model, data, epochs)
 

@@ -56,8 +56,9 @@ class Structures(Images):
         return tuple(self.peak * 0.1 ** sum(epoch >= fall for fall in falls) for epoch in range(self.epochs))
 
 
-def network(family: str, size: tuple[int, ...], data: Loaders, width: float) -> nn.Module:
-    """A network by its family and size: n of the residual ones, growth and depth of the dense ones."""
+def network(family: str, size: tuple[int, ...], data: Loaders, width: float = 1.0, dropout: float = 0.0) -> nn.Module:
+    """A network by its family and size: n of the residual ones (with a factor on their widths), growth and depth of
+    the dense ones (with a dropout)."""
     classes, channels = data.classes, data.shape[0]
     match family:
         case "ResNet":
@@ -71,15 +72,14 @@ def network(family: str, size: tuple[int, ...], data: Loaders, width: float) -> 
             # Two streams of 1/√2 of the width have the parameters of one.
             return DMRNet(size[0], classes, channels, width=0.71 * width)
         case "DenseNet":
-            return DenseNet(size[0], size[1], classes, channels)
+            return DenseNet(size[0], size[1], classes, channels, dropout=dropout)
         case "AGD-Net":
-            return AGDNet(size[0], size[1], classes, channels)
+            return AGDNet(size[0], size[1], classes, channels, dropout=dropout)
     raise OptionError(f"there is no family of networks named {family!r}")
 
 
-def trained(options: Structures, lab: Lab, data: Loaders, family: str, size: tuple[int, ...]) -> Iterator[Metrics]:
+def trained(options: Structures, lab: Lab, data: Loaders, model: nn.Module) -> Iterator[Metrics]:
     """Train a network; the last record has its error, its parameters and what became of its coefficients."""
-    model = network(family, size, data, options.width)
     free = list(coefficient_parameters(model))
     last: dict[str, object] = {}
     rates, decay = options.rates(), options.decay
@@ -90,5 +90,5 @@ def trained(options: Structures, lab: Lab, data: Loaders, family: str, size: tup
             yield record
     extra: dict[str, object] = {"parameters": sum(p.numel() for p in model.parameters())}
     if free:
-        extra["coefficients"] = [round(float(value), 4) for p in free[:60] for value in p.detach().flatten()[:4]]
+        extra["coefficients"] = [round(float(value), 4) for p in free for value in p.detach().flatten()]
     yield {**last, "error": 100 - float(str(last["test"])), **extra}

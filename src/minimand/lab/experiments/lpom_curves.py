@@ -1,6 +1,7 @@
 """Figure 1 of the slides on LPOM: training and test accuracy on MNIST and CIFAR-10, over epochs and seconds."""
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 from ...errors import OptionError
@@ -51,7 +52,23 @@ def compare(results: Results[Options]) -> list[Comparison]:
                 rows.append(Comparison(f"{part}, {key} accuracy", None, results.final(part, key), "%"))
         label = f"{dataset}: an epoch of LPOM in SGD's time"
         rows.append(relative_time(results, f"{dataset} LPOM", f"{dataset} SGD", label))
+        rows.append(_time_to(results, dataset))
     return rows
+
+
+def _time_to(results: Results[Options], dataset: str) -> Comparison:
+    """The seconds in which LPOM reaches the validation accuracy with which SGD ends, in SGD's whole time."""
+    ours, theirs = (results.curve(f"{dataset} {method}", "validation") for method in ("LPOM", "SGD"))
+    spent, whole = (results.curve(f"{dataset} {method}", "spent") for method in ("LPOM", "SGD"))
+    ratios, missed = [], 0
+    for seed in (seed for seed in ours if ours[seed] and theirs.get(seed)):
+        reached = [second for second, value in zip(spent[seed], ours[seed], strict=True) if value >= theirs[seed][-1]]
+        missed += not reached
+        ratios.append(reached[0] / max(whole[seed][-1], 1e-9) if reached else math.inf)
+    label = f"{dataset}: LPOM's time to SGD's last validation accuracy, in SGD's time"
+    return Comparison(
+        label, None, ratios, "×", note=f"never reached in {missed} of {len(ratios)} seeds" if missed else ""
+    )
 
 
 def plots(results: Results[Options]) -> list[Plot]:

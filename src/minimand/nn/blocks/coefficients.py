@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 from ...errors import OptionError
 from ...solvers.momentum import Weight, extrapolate
 
-__all__ = ["Coefficients", "Constraint", "Learning", "Momentum", "learning"]
+__all__ = ["Coefficients", "Learning", "Momentum", "learning"]
 
 Kind = Literal["scalar", "channel"]
 Constraint = Literal["positive", "sum"]
@@ -24,9 +24,9 @@ class Learning:
 
     Args:
         kind: ``"scalar"``: one number per term; ``"channel"``: one per term and channel.
-        constraint: ``"positive"``: every coefficient keeps the sign of its start (a momentum stays one).
-            ``"sum"``: the coefficients of an update keep their sum. For the algorithms that sum says that the fixed
-            points stay those of the blocks. None: free.
+        constraint: ``"positive"``: every coefficient keeps the sign of its start (a momentum stays one), and one that
+            starts at 0 stays out. ``"sum"``: the coefficients of an update keep their sum (ADMM's those of each line),
+            so that for the algorithms the fixed points stay those of the blocks. None: free.
 
     >>> Learning("channel", "sum").kind
     'channel'
@@ -54,7 +54,7 @@ def learning(learnable: bool | str | Learning) -> Learning | None:
 
 
 class Signed(nn.Module):
-    r"""Numbers of given signs: :math:`c = \pm\operatorname{softplus}(r)`."""
+    r"""Numbers of given signs, :math:`c = \pm\operatorname{softplus}(r)`, or 0 where there is none."""
 
     sign: Tensor
 
@@ -68,25 +68,34 @@ class Signed(nn.Module):
 
     def right_inverse(self, value: Tensor) -> Tensor:
         """What gives these coefficients."""
-        size = value * self.sign
+        size = torch.where(self.sign == 0, 1.0, value * self.sign)
         return size + torch.log(-torch.expm1(-size))
 
 
 class FixedSum(nn.Module):
-    r"""Numbers whose sum over the terms is given: :math:`c = r - \bar r + s/n`."""
+    r"""Numbers whose sums over groups of terms are given, :math:`c = r - \bar r + s/n` in each.
+
+    Args:
+        value: Numbers that have these sums.
+        groups: How many terms, one after the other, each group has.
+    """
 
     total: Tensor
 
-    def __init__(self, total: Tensor) -> None:
+    def __init__(self, value: Tensor, groups: tuple[int, ...]) -> None:
         super().__init__()
-        self.register_buffer("total", total, persistent=False)
+        self.groups = groups
+        # Summed in double precision: the algorithms' sums are 0 and 1 exactly, those of rounded numbers are not.
+        total = torch.stack([part.sum(0) for part in value.split(groups)])
+        self.register_buffer("total", total.to(torch.get_default_dtype()), persistent=False)
 
     def forward(self, raw: Tensor) -> Tensor:
         """The coefficients."""
-        return raw + (self.total - raw.sum(0)) / raw.shape[0]
+        parts = zip(raw.split(self.groups), self.total, strict=True)
+        return torch.cat([part + (total - part.sum(0)) / part.shape[0] for part, total in parts])
 
     def right_inverse(self, value: Tensor) -> Tensor:
-        """What gives these coefficients, which have the sum already."""
+        """What gives these coefficients, which have the sums already."""
         return value
 
 
@@ -97,6 +106,7 @@ class Coefficients(nn.Module):
         start: Their values, or the values that learning starts from.
         how: How they are learned; None keeps them fixed, as plain numbers.
         channels: For coefficients per channel.
+        groups: How many terms, one after the other, keep their sum under ``"sum"``; None: all together.
 
     >>> Coefficients([1.0, 0.0])(4)
     (1.0, 0.0)
@@ -106,33 +116,35 @@ class Coefficients(nn.Module):
 
     weight: Tensor
 
-    def __init__(self, start: Sequence[float], how: Learning | None = None, channels: int | None = None) -> None:
+    def __init__(
+        self,
+        start: Sequence[float],
+        how: Learning | None = None,
+        channels: int | None = None,
+        groups: tuple[int, ...] | None = None,
+    ) -> None:
         super().__init__()
         self.start = tuple(float(value) for value in start)
         self.learned = how is not None and bool(self.start)
         if how is None or not self.start:
             return
-        value = torch.tensor(self.start)
+        value = torch.tensor(self.start, dtype=torch.float64)
         if how.kind == "channel":
             if channels is None:
                 raise OptionError("coefficients per channel need to know how many there are; pass channels=")
             value = value[:, None].repeat(1, channels)
-        self.weight = nn.Parameter(value)
+        self.weight = nn.Parameter(value.to(torch.get_default_dtype()))
         if how.constraint == "positive":
-            if any(number == 0 for number in self.start):
-                raise OptionError(
-                    f"a coefficient that starts at zero has no sign to keep, and {list(self.start)} has one; "
-                    f'start it elsewhere, or use constraint "sum" or None'
-                )
-            parametrize.register_parametrization(self, "weight", Signed(torch.sign(value)))
+            parametrize.register_parametrization(self, "weight", Signed(torch.sign(self.weight.detach())))
         elif how.constraint == "sum":
-            parametrize.register_parametrization(self, "weight", FixedSum(value.sum(0)))
+            parametrize.register_parametrization(self, "weight", FixedSum(value, groups or (len(value),)))
 
-    def forward(self, dim: int) -> tuple[Weight, ...]:
-        """The coefficients, shaped for tensors of ``dim`` dimensions with the channels in the second."""
+    def forward(self, dim: int, dtype: torch.dtype | None = None) -> tuple[Weight, ...]:
+        """The coefficients, shaped for tensors of ``dim`` dimensions with the channels in the second, and of ``dtype``:
+        under autocast a channel's coefficient would take iterates back to float32."""
         if not self.learned:
             return self.start
-        weight = self.weight
+        weight = self.weight.to(dtype)
         if weight.dim() == 2:
             weight = weight.reshape(*weight.shape, *(1,) * (dim - 2))
         return weight.unbind(0)
@@ -150,11 +162,11 @@ class Momentum(nn.Module):
     tensor([[1., 1.]], grad_fn=<AddBackward0>)
     """
 
-    def __init__(self, constraint: Constraint | None = None) -> None:
+    def __init__(self, constraint: Literal["sum"] | None = None) -> None:
         super().__init__()
         self.coefficients = Coefficients((1.0, 0.0), Learning("scalar", constraint))
 
     def forward(self, x: Tensor, previous: Tensor | None = None) -> Tensor:
         """The skip of the heavy ball, or the point of Nesterov's method; at rest :math:`x_- = x`."""
-        current, past = self.coefficients(x.dim())
+        current, past = self.coefficients(x.dim(), x.dtype)
         return extrapolate(x, x if previous is None else previous, -past, current + past)

@@ -12,7 +12,7 @@ from ..conversion.change import Source, adopt, rewrite
 from ..conversion.clone import clone
 from ..conversion.trace import Traced
 from ..convert import check_unwrapped
-from .coefficients import Coefficients, Constraint, Momentum
+from .coefficients import Coefficients, Momentum
 from .residual import Addition, Look, Stage, look
 
 __all__ = ["as_algorithm", "coefficient_parameters"]
@@ -40,7 +40,7 @@ def as_algorithm(
     algorithm: Literal["heavy_ball", "nesterov"],
     *,
     stages: str | Sequence[str] | None = None,
-    constraint: Constraint | None = None,
+    constraint: Literal["sum"] | None = None,
     inplace: bool = False,
 ) -> M:
     r"""Turn a residual network into its heavy-ball or Nesterov form, which computes the same function at first.
@@ -60,11 +60,12 @@ def as_algorithm(
         model: A network with residual blocks; identity skips only (a projection begins a new stage).
         algorithm: ``"heavy_ball"`` or ``"nesterov"``.
         stages: Patterns (fnmatch) on the paths of the stages, such as ``"layer[12]"``; None: all that are found.
-        constraint: ``"sum"`` keeps :math:`\beta_1 + \beta_2 = 1`.
+        constraint: ``"sum"`` keeps :math:`\beta_1 + \beta_2 = 1`. There is no ``"positive"``: :math:`\beta_2` starts at
+            0, which has no sign to keep.
         inplace: Change ``model`` itself and return it; otherwise copy the modules and share their Parameters.
 
     Raises:
-        OptionError: For another algorithm.
+        OptionError: For another algorithm or constraint; nothing is changed then.
         ConversionError: If no stage is found, with all that was looked at; nothing is changed then.
 
     Source: 002, eq. (16) and Nesterov's relaxation.
@@ -85,8 +86,14 @@ def as_algorithm(
     """
     if algorithm not in _ALGORITHMS:
         raise OptionError(f'a residual network has a "heavy_ball" and a "nesterov" form, got {algorithm!r}')
+    if constraint not in (None, "sum"):
+        raise OptionError(
+            f'the constraint of as_algorithm is "sum" or None (not "positive": the forms start at (1, 0), and 0 has no '
+            f"sign to keep), got {constraint!r}"
+        )
     if not isinstance(model, nn.Module):
         raise ConversionError(f"as_algorithm takes an nn.Module, got {type(model).__name__}")
+    _check_patterns(stages)
     check_unwrapped(model)
     found = look(model)
     picked = _picked(found, stages)
@@ -103,6 +110,13 @@ def as_algorithm(
     return result
 
 
+def _check_patterns(stages: object) -> None:
+    """Refuse what is no pattern, and an empty list, which would change nothing."""
+    many = list(stages) if isinstance(stages, list | tuple | set | frozenset) else [stages]
+    if stages is not None and not (many and all(isinstance(pattern, str) for pattern in many)):
+        raise OptionError(f"stages is a pattern such as 'layer[12]', a list of them, or None for all, got {stages!r}")
+
+
 def _picked(found: Look, stages: str | Sequence[str] | None) -> list[Stage]:
     """The stages that the patterns pick; one that picks none is an error."""
     if not found.stages:
@@ -113,7 +127,7 @@ def _picked(found: Look, stages: str | Sequence[str] | None) -> list[Stage]:
         )
     if stages is None:
         return found.stages
-    patterns = [stages] if isinstance(stages, str) else list(stages)
+    patterns = [stages] if isinstance(stages, str) else stages
     there = ", ".join(f"{stage.path or 'the model itself'} ({len(stage)} updates)" for stage in found.stages)
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(stage.path, pattern) for stage in found.stages):
@@ -130,7 +144,7 @@ def _check_names(found: Look, picked: list[Stage], algorithm: str) -> None:
                 raise ConversionError(f"{where} has an attribute {algorithm!r} of its own; rename it first")
 
 
-def _attach(owner: nn.Module, name: str, count: int | None, constraint: Constraint | None) -> None:
+def _attach(owner: nn.Module, name: str, count: int | None, constraint: Literal["sum"] | None) -> None:
     """Coefficients for a block, or for each addition of a forward, where its parameters are."""
     made = [Momentum(constraint) for _ in range(count or 1)]
     child: nn.Module = made[0] if count is None else nn.ModuleList(made)
@@ -165,7 +179,8 @@ class _Edits:
             calls = traced.keys(traced.frames[0])
             nodes = [calls[key] for key in stage.chain.keys]
             for before, node in itertools.pairwise(nodes):
-                node.args = (node.args[0], before.args[0])
+                # By name: a block may have arguments of its own with defaults, which come first.
+                node.kwargs = {_PREVIOUS: before.args[0]}
 
     def source(self, owner: nn.Module) -> tuple[tuple[Source, Source], dict[str, object]]:
         """The text of an edited forward."""

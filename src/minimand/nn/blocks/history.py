@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...errors import OptionError
 from ...solvers.momentum import Weight, accumulate, nesterov_schedule
-from .updates import Place, Prox, Update
+from .updates import Place, Prox, Update, require_number
 
 __all__ = ["AcceleratedUpdate", "DenseUpdate"]
 
@@ -36,11 +36,13 @@ class AcceleratedUpdate(Update):
         h_{k+1,k} = 1 + \beta_{k+1}, \quad h_{k+1,k-1} = \beta_{k+1}(h_{k,k-1} - 1), \quad
         h_{k+1,j} = \beta_{k+1} h_{k,j} ,
 
-    and its iterates are the points at which :class:`NesterovUpdate` evaluates its blocks. Fixed at these values the
-    sums run along, and memory is that of two iterates; learned ones need the whole history, and memory grows linearly.
+    and its iterates are the points at which :class:`NesterovUpdate` evaluates its blocks. Fixed
+    coefficients have sums that run along, and memory is that of two iterates; learned ones need the whole history, and
+    memory grows linearly.
 
     Args:
-        start_at: Where learned coefficients start: at the algorithm (``"nesterov"``), or at α = 1, β = 0 (``"dense"``).
+        start_at: Where coefficients are, or learned ones start: at the algorithm (``"nesterov"``), or at α = 1, β = 0
+            (``"dense"``).
 
     Source: 002, eq. (18).
     """
@@ -51,14 +53,11 @@ class AcceleratedUpdate(Update):
         if self.start_at not in ("nesterov", "dense"):
             raise OptionError(f'start_at is "nesterov" or "dense", got {self.start_at!r}')
 
-    def _running(self, learned: bool) -> bool:
-        return not learned and self.start_at == "nesterov"
-
     def coefficients(self, place: Place, learned: bool) -> tuple[float, ...]:
-        """The momentum alone where sums run along; otherwise all α, then all β."""
+        """All α, then all β; where sums run along the momentum alone, or none for the plain sum of values."""
         momenta = nesterov_schedule(place.steps + 1)
-        if self._running(learned):
-            return (momenta[place.step + 1],)
+        if not learned:
+            return (momenta[place.step + 1],) if self.start_at == "nesterov" else ()
         if self.start_at == "dense":
             return (1.0,) * (place.step + 1) + (0.0,) * (place.step + 1)
         row: list[float] = []
@@ -77,6 +76,9 @@ class AcceleratedUpdate(Update):
     def combine(self, state: History, values: tuple[Tensor, ...], weights: tuple[Weight, ...], prox: Prox) -> History:
         """The sums of (18), running or in full."""
         x, value = state.x, values[0]
+        if not weights:
+            total = value if state.sum is None else state.sum + value
+            return state._replace(x=prox(total), sum=total)
         if len(weights) == 1:
             (momentum,) = weights
             move = value - x
@@ -119,6 +121,9 @@ class DenseUpdate(Update):
     skips: ClassVar[bool] = False
     past: float = 0.0
 
+    def __post_init__(self) -> None:
+        require_number("past", self.past)
+
     def coefficients(self, place: Place, learned: bool) -> tuple[float, ...]:
         """One for every iterate but the input."""
         return () if place.changes else (self.past,) * place.step
@@ -134,16 +139,25 @@ class DenseUpdate(Update):
     def combine(self, state: Dense, values: tuple[Tensor, ...], weights: tuple[Weight, ...], prox: Prox) -> Dense:
         """A new iterate beside the others."""
         value = values[0]
-        if any(isinstance(weight, Tensor) or weight != 0 for weight in weights):
+        if _enter(weights):
             terms = state.x[:, state.root :].unflatten(1, (len(weights), value.shape[1]))
             value = value + _combination(weights, terms)
         return Dense(torch.cat([state.x, prox(value)], 1), state.root)
 
-    def check(self, value: Tensor, x: Tensor) -> str | None:
-        """All sizes but the channels agree."""
+    def check(self, value: Tensor, state: Dense, weights: tuple[Weight, ...]) -> str | None:
+        """All sizes but the channels agree, and where iterates are added, those too."""
+        x = state.x
         if value.dim() != x.dim() or value.shape[0] != x.shape[0] or value.shape[2:] != x.shape[2:]:
             return f"maps {tuple(x.shape)} to {tuple(value.shape)}"
+        past = x.shape[1] - state.root
+        if _enter(weights) and past != len(weights) * value.shape[1]:
+            return f"returns {value.shape[1]} channels after iterates of {past // len(weights)}"
         return None
+
+
+def _enter(weights: tuple[Weight, ...]) -> bool:
+    """Whether past iterates are added."""
+    return any(isinstance(weight, Tensor) or weight != 0 for weight in weights)
 
 
 def _combination(weights: tuple[Weight, ...], terms: Tensor) -> Tensor:

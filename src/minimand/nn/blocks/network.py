@@ -1,11 +1,12 @@
 """A network whose layers are the iterations of an algorithm."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ...errors import OptionError, ShapeError
+from ...errors import MinimandError, OptionError, ShapeError
 from ...solvers.iterate import iterate
 from .coefficients import Coefficients, Learning, learning
 from .splitting import ADMMUpdate
@@ -126,7 +127,9 @@ class OptimizationNet(nn.Module):
         self.coefficients = nn.ModuleList()
         self.learned = how is not None
         for place, width in zip(_places(blocks, self.update), widths, strict=True):
-            self.coefficients.append(Coefficients(self.update.coefficients(place, self.learned), how, width))
+            start, groups = self.update.coefficients(place, self.learned), self.update.groups(place, self.learned)
+            self.coefficients.append(Coefficients(start, how, width, groups))
+        _check_signs(self.coefficients, how, self.update)
         self.activation = nn.Identity() if activation is None else activation
 
     def forward(self, x: Tensor) -> Tensor:
@@ -155,19 +158,35 @@ class OptimizationNet(nn.Module):
         return found
 
     def _advance(self, state: Any, k: int) -> Any:
-        """One block and its update."""
+        """One block and its update, with the block's name in whatever goes wrong."""
+        try:
+            return self._follow(state, k)
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, MinimandError | torch.OutOfMemoryError):
+                raise
+            name, shape = type(self.blocks[k]).__name__, tuple(state[0].shape)
+            raise ShapeError(f"blocks.{k} ({name}) does not go on from iterates of shape {shape}: {error}") from error
+
+    def _follow(self, state: Any, k: int) -> Any:
         block, update = self.blocks[k], self.update
-        weights = self.coefficients[k](state[0].dim())
+        weights = self.coefficients[k](state[0].dim(), state[0].dtype)
         points = update.points(state, weights)
         if isinstance(block, Transition):
-            values = _each(block.block, points)
+            values = _each(block.block, points, f"blocks.{k}.block")
             if block.shortcut is None:
                 return update.start(tuple(self.activation(value) for value in values), self.learned)
-            state = update.start(_each(block.shortcut, points), self.learned)
+            skips = _each(block.shortcut, points, f"blocks.{k}.shortcut")
+            for point, value, skip in zip(points, values, skips, strict=True):
+                if value.shape != skip.shape:
+                    raise ShapeError(
+                        f"blocks.{k} takes {tuple(point.shape)} to {tuple(value.shape)}, but its shortcut takes it to "
+                        f"{tuple(skip.shape)}; both go to one new shape"
+                    )
+            state = update.start(skips, self.learned)
         else:
-            values = _each(block, points)
+            values = _each(block, points, f"blocks.{k}")
         for value in values:
-            if (problem := update.check(value, state[0])) is not None:
+            if (problem := update.check(value, state, weights)) is not None:
                 raise ShapeError(
                     f"blocks.{k} ({type(block).__name__}) {problem}, but the iterates of a stage have one shape; "
                     f"wrap a block that changes it as Transition(block, shortcut)"
@@ -179,13 +198,20 @@ class OptimizationNet(nn.Module):
         return f"update={self.update}"
 
 
-def _each(module: nn.Module, points: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _each(module: nn.Module, points: tuple[Tensor, ...], name: str) -> tuple[Tensor, ...]:
     """A module at every point; streams that have not parted yet share the work."""
     if isinstance(module, Twin):
-        values: tuple[Tensor, Tensor] = module(*points)
-        return values
-    value: Tensor = module(points[0])
-    return (value, *(value if point is points[0] else module(point) for point in points[1:]))
+        values: tuple[Tensor, ...] = module(*points)
+    else:
+        value = module(points[0])
+        values = (value, *(value if point is points[0] else module(point) for point in points[1:]))
+    for value in values:
+        if not isinstance(value, Tensor):
+            raise ShapeError(
+                f"{name} ({type(module).__name__}) returns a {type(value).__name__}, and a block returns one tensor; "
+                f"wrap it in a module that picks it"
+            )
+    return values
 
 
 def _places(blocks: Sequence[nn.Module], update: Update) -> Iterator[Place]:
@@ -205,6 +231,16 @@ def _widths(channels: int | Sequence[int] | None, count: int) -> Sequence[int | 
     if len(channels) != count:
         raise OptionError(f"channels is one number or one per block, got {len(channels)} for {count} blocks")
     return channels
+
+
+def _check_signs(rows: Iterable[nn.Module], how: Learning | None, update: Update) -> None:
+    """Refuse to learn nothing: a coefficient that starts at 0 has no sign to keep, and stays there."""
+    starts = [value for row in rows if isinstance(row, Coefficients) for value in row.start]
+    if how is not None and how.constraint == "positive" and starts and not any(starts):
+        raise OptionError(
+            f'every coefficient of {update} starts at 0 and has no sign to keep, so "positive" would learn none; '
+            f'start elsewhere, or use constraint "sum" or None'
+        )
 
 
 def _check_blocks(blocks: Sequence[nn.Module], update: Update) -> None:

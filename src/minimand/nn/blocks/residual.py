@@ -1,6 +1,7 @@
 """Where a network adds to a tensor what it computes from it: residual blocks, and the stages that they form."""
 
 import dataclasses
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,11 +45,13 @@ class Form:
         block: The one addition of the module's own input to something computed from it.
         chains: Runs of additions, each to the result of the one before.
         calls: Runs of calls of children, each on the result of the one before.
+        others: Calls of children with other than one positional argument, which are in no run.
     """
 
     block: Addition | None
     chains: tuple[tuple[Addition, ...], ...]
     calls: tuple[tuple[Key, ...], ...]
+    others: tuple[Key, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +111,20 @@ def look(model: nn.Module) -> Look:
             found.seen.append(f"{where}: {reason}")
             continue
         found.seen.append(f"{where}: {_words(form)}")
+    found.seen += _left_out(found)
     found.stages = list(_stages(found))
     return found
+
+
+def _left_out(found: Look) -> Iterator[str]:
+    """Residual blocks that are in no stage because of how they are called."""
+    for owner, form in found.forms.items():
+        own = found.forwards[owner].modes[0]
+        nodes = own.keys(own.frames[0])
+        for block in dict.fromkeys(_called(nodes[key], own) for key in form.others):
+            if (inner := found.forms.get(block)) is not None and inner.block is not None:
+                caller = found.paths[owner] or "the model"
+                yield f"{found.paths[block]}: {caller} calls it with more than its input, so it is in no stage"
 
 
 def _momenta(module: nn.Module) -> Iterator[str]:
@@ -211,7 +226,8 @@ def _mode(traced: Traced) -> Form:
         if isinstance(returned, fx.Node) and _follows(returned, additions[0][0], traced):
             block = record(additions[0])
     longer = tuple(tuple(map(record, chain)) for chain in chains if len(chain) > 1)
-    return Form(block, longer, tuple(_runs(traced, keys)))
+    others = tuple(key for node, key in keys.items() if node.op == "call_module" and not _alone(node))
+    return Form(block, longer, tuple(_runs(traced, keys)), others)
 
 
 def _ancestors(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
@@ -224,8 +240,12 @@ def _ancestors(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
 
 def _computes(nodes: set[fx.Node], traced: Traced) -> bool:
     """Whether parameters enter on the way: ``x + x.mean()`` is no residual block."""
-    modules = (traced.module(node) for node in nodes)
-    return any(module is not None and next(module.parameters(), None) is not None for module in modules)
+    for node in nodes:
+        if (module := traced.module(node)) is not None and next(module.parameters(), None) is not None:
+            return True
+        if node.op == "get_attr" and isinstance(operator.attrgetter(str(node.target))(traced.root), nn.Parameter):
+            return True
+    return False
 
 
 def _follows(value: fx.Node, add: fx.Node, traced: Traced) -> bool:
@@ -246,10 +266,15 @@ def _pointwise(node: fx.Node, traced: Traced) -> bool:
     return node.op in ("call_function", "call_method") and (is_activation(target) or target is F.dropout)
 
 
+def _alone(node: fx.Node) -> bool:
+    """Whether a call has one positional argument and no other."""
+    return len(node.args) == 1 and not node.kwargs
+
+
 def _runs(traced: Traced, keys: dict[fx.Node, Key]) -> Iterator[tuple[Key, ...]]:
     """Maximal runs of calls of modules, each on nothing but the result of the one before."""
     after: dict[fx.Node, fx.Node] = {}
-    calls = [node for node in keys if node.op == "call_module" and len(node.args) == 1 and not node.kwargs]
+    calls = [node for node in keys if node.op == "call_module" and _alone(node)]
     for node in calls:
         if isinstance(source := node.args[0], fx.Node):
             after.setdefault(source, node)

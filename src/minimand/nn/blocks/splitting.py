@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from ...solvers.momentum import Weight, accumulate
-from .updates import Place, Prox, Update
+from .updates import Place, Prox, Update, require_number
 
 __all__ = ["ADMMUpdate", "MergeUpdate"]
 
@@ -39,6 +39,10 @@ class ADMMUpdate(Update):
     def coefficients(self, place: Place, learned: bool) -> tuple[float, ...]:
         """Halves."""
         return (0.5, 0.5, 0.5, 0.5) if place.step == 0 else (0.5, 0.5, 0.5, 0.5, -0.5, 0.5)
+
+    def groups(self, place: Place, learned: bool) -> tuple[int, ...]:
+        """One sum for each stream, and one for the multiplier: at a fixed point x' = x and S = 0."""
+        return (2, 2) if place.step == 0 else (2, 2, 2)
 
     def start(self, x: tuple[Tensor, ...], learned: bool) -> Split:
         """Both at the input, no multiplier."""
@@ -89,6 +93,11 @@ class MergeUpdate(Update):
     first: float = 0.5
     second: float = 0.5
     memory: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_number("first", self.first)
+        require_number("second", self.second)
+        require_number("memory", self.memory)
 
     def coefficients(self, place: Place, learned: bool) -> tuple[float, ...]:
         """The weights of both iterates, and of the sum."""

@@ -7,11 +7,13 @@ coefficients has it (``coefficients``)? None of them loops; :func:`~minimand.sol
 
 import abc
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
+from ...errors import OptionError
 from ...solvers.momentum import Weight, extrapolate, heavy_ball, nesterov_schedule
 
 __all__ = [
@@ -21,10 +23,17 @@ __all__ = [
     "Place",
     "Prox",
     "Update",
+    "require_number",
 ]
 
 #: The activation after an update: the prox of a proximal algorithm.
 Prox = Callable[[Tensor], Tensor]
+
+
+def require_number(name: str, value: float, otherwise: str = "") -> None:
+    """Refuse a coefficient that is no finite number; ``otherwise`` says what else it may be."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise OptionError(f"{name} is a finite number{otherwise}, got {value!r}")
 
 
 class Place(NamedTuple):
@@ -68,11 +77,18 @@ class Update(abc.ABC):
         x: Tensor = state[0]
         return x
 
-    def check(self, value: Tensor, x: Tensor) -> str | None:
-        """What is wrong with the value of a block that is added to ``x``; None if nothing."""
-        if self.skips and value.shape != x.shape:
-            return f"maps {tuple(x.shape)} to {tuple(value.shape)}"
-        return None
+    def groups(self, place: Place, learned: bool) -> tuple[int, ...]:
+        """How many coefficients, one after the other, have a sum that keeps the fixed points: all of them."""
+        return (len(self.coefficients(place, learned)),)
+
+    def check(self, value: Tensor, state: Any, weights: tuple[Weight, ...]) -> str | None:
+        """What is wrong with the value of a block that meets the iterates of ``state``; None if nothing."""
+        return differs(value, state[0]) if self.skips else None
+
+
+def differs(value: Tensor, x: Tensor) -> str | None:
+    """What a block does that does not keep the shape."""
+    return None if value.shape == x.shape else f"maps {tuple(x.shape)} to {tuple(value.shape)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +150,10 @@ class HeavyBallUpdate(Update):
     current: float = 0.5
     past: float = -0.5
 
+    def __post_init__(self) -> None:
+        require_number("current", self.current)
+        require_number("past", self.past)
+
     def coefficients(self, place: Place, learned: bool) -> tuple[float, ...]:
         """The same two everywhere."""
         return self.current, self.past
@@ -166,9 +186,13 @@ class NesterovUpdate(Update):
     skips: ClassVar[bool] = False
     momentum: float | Literal["auto"] = "auto"
 
+    def __post_init__(self) -> None:
+        if self.momentum != "auto":
+            require_number("momentum", self.momentum, ' or "auto"')
+
     def coefficients(self, place: Place, learned: bool) -> tuple[float, ...]:
         """The weights of the last two iterates."""
-        momentum = nesterov_schedule(place.steps)[place.step] if isinstance(self.momentum, str) else self.momentum
+        momentum = nesterov_schedule(place.steps)[place.step] if self.momentum == "auto" else self.momentum
         return 1 + momentum, -momentum
 
     def start(self, x: tuple[Tensor, ...], learned: bool) -> Pair:
@@ -183,6 +207,6 @@ class NesterovUpdate(Update):
         """The value itself."""
         return Pair(prox(values[0]), state.x)
 
-    def check(self, value: Tensor, x: Tensor) -> str | None:
+    def check(self, value: Tensor, state: Pair, weights: tuple[Weight, ...]) -> str | None:
         """Two iterates are added, so all have one shape."""
-        return None if value.shape == x.shape else f"maps {tuple(x.shape)} to {tuple(value.shape)}"
+        return differs(value, state.x)

@@ -1,10 +1,10 @@
 """Training without backpropagation: activations become variables, and energies are minimised block by block."""
 
 from .admm import SplitADMM
-from .base import Epoch, Recipe
 from .control import ridge_control
 from .lpom import LPOM
 from .mac import MAC
+from .options import Epoch, Recipe
 from .parallel import LayerParallel
 from .penalty import BlockPenalty
 from .relu import LiftedReLU

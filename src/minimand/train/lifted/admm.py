@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import OptionError
-from .base import Lifted, Recipe
+from .base import Lifted
 from .losses import Loss
 from .maps import AffineMap
 from .nonlinear import fit_activation, fit_weight
-from .split import SplitVariables, split_energy, split_residuals, split_start, split_sweep
-from .weights import Direction, relative_shift
+from .options import Recipe
+from .split import SplitVariables, split_residuals, split_start, split_sweep, split_terms
+from .weights import Direction, toward
 
 __all__ = ["SplitADMM"]
 
@@ -45,8 +46,11 @@ class SplitADMM(Lifted[SplitVariables]):
 
     .. math::
 
-        \ell(X_n, Y) + \sum_k \frac{\mu_k}{2} \bigl( \|U_k - X_k + A_k\|^2 +
-        \|X_{k+1} - \varphi_k(W_kU_k) + B_k\|^2 \bigr) .
+        \ell(X_n, Y) + \sum_{k \ge 1} \frac{\mu_{k-1}}{2}\|U_k - X_k + A_k\|^2 + \sum_{k \ge 0}
+        \frac{\mu_k}{2} \|X_{k+1} - \varphi_k(W_kU_k + b_k) + B_k\|^2,
+        \qquad U_0 = X_0 \text{ the input}.
+
+    002 has one :math:`\mu` for all terms. With one per layer, a copy has that of the layer that made it.
 
     **Variables carried**: X, U, A and B, four times what SGD keeps. **Optimality**: the network's own constraints hold,
     and the multipliers are the gradients that backpropagation computes.
@@ -100,17 +104,18 @@ class SplitADMM(Lifted[SplitVariables]):
             xs, maps, loss, list(xs[:-1]), zeros(xs[-1]), [zeros(x) for x in xs[:-1]], [zeros(x) for x in xs[1:]]
         )
 
-    def _energy(self, v: SplitVariables) -> Tensor:
+    def _terms(self, v: SplitVariables) -> Iterator[Tensor]:
         if not isinstance(v, _Duals):
-            return split_energy(v, self.mu)
-        total = v.loss.value(v.output)
-        for k, affine in enumerate(v.maps):
-            error = v.xs[k + 1] - affine.layer.unit.phi(affine.apply(v.us[k])) + v.layers[k]
-            total = total + 0.5 * self.mu[k] * (error.square().sum() - v.layers[k].square().sum())
+            yield from split_terms(v, self.mu)
+            return
+        yield v.loss.value(v.output)
+        for k in range(len(v.maps)):
+            error = v.xs[k + 1] - self._image(v, k) + v.layers[k]
+            term = 0.5 * self.mu[k] * (error.square().sum() - v.layers[k].square().sum())
             if k > 0:
                 error = v.us[k] - v.xs[k] + v.copies[k]
-                total = total + 0.5 * self.mu[k - 1] * (error.square().sum() - v.copies[k].square().sum())
-        return total
+                term = term + 0.5 * self.mu[k - 1] * (error.square().sum() - v.copies[k].square().sum())
+            yield term
 
     def _sweep(self, v: SplitVariables) -> None:
         if not isinstance(v, _Duals):
@@ -144,12 +149,8 @@ class SplitADMM(Lifted[SplitVariables]):
         for k in range(len(v.maps)):
             yield v.us[k], v.xs[k + 1] + v.layers[k]
 
-    def _directions(self, v: SplitVariables, damping: float, block: int | None) -> list[Direction]:
-        if not isinstance(v, _Duals):
-            return super()._directions(v, damping, block)
-        found = []
-        for affine, (x, target) in zip(v.maps, self._residuals(v), strict=True):
-            rows = affine.rows(x)
-            shift = relative_shift(rows, damping) if block is None else damping * rows.shape[0]
-            found.append(fit_weight(affine, x, target, shift))
-        return found
+    def _direction(
+        self, affine: AffineMap, x: Tensor, residual: Tensor, damping: float, block: int | None
+    ) -> Direction:
+        fit = toward if self.splitting == "output" else fit_weight
+        return fit(affine, x, residual, damping, block=block)

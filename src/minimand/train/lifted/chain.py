@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
 
 from ...errors import ChainError, MinimandError
 from ...functions.activations import activation_module, is_activation
@@ -14,6 +15,8 @@ from .units import LINEAR, unit_of
 __all__ = ["Chain", "parse"]
 
 _FLATTENS = (torch.flatten, "flatten")
+#: Modules that are read for what they compute.
+_KNOWN = (nn.Linear, nn.Conv2d, nn.Flatten, nn.AvgPool2d, nn.MaxPool2d, nn.BatchNorm1d, nn.BatchNorm2d, nn.Dropout)
 _REMEDY = "lifted training takes chains of Linear or Conv2d and activations that end in a linear layer"
 
 
@@ -62,10 +65,13 @@ def parse(model: nn.Module) -> Chain:
             layers.append(Layer(**pending))
             pending = None
 
+    _check_modules(model)
     for path, module in _calls(model):
+        if isinstance(module, _KNOWN):
+            _check_forward(path, module)
         if isinstance(module, nn.Linear | nn.Conv2d):
             close()
-            _check_linear(path, module, layers)
+            _check_linear(path, module)
             pending = {"path": path, "module": module, "before": tuple(before), "norm": None, "unit": LINEAR}
             before = []
         elif isinstance(module, nn.Flatten | nn.AvgPool2d | nn.MaxPool2d):
@@ -83,7 +89,9 @@ def parse(model: nn.Module) -> Chain:
             if unit.linear:
                 continue
             if pending is None:
-                raise ChainError(f"{path} ({type(module).__name__}) does not follow a linear layer directly; {_REMEDY}")
+                pooled = bool(before) and not isinstance(before[-1], nn.Flatten)
+                remedy = "put the activation before the pooling" if pooled else _REMEDY
+                raise ChainError(f"{path} ({type(module).__name__}) does not follow a linear layer directly; {remedy}")
             pending["unit"] = unit
             close()
     last = pending is not None and pending["norm"] is None and not before
@@ -102,7 +110,38 @@ def _activation(path: str, module: nn.Module) -> nn.Module:
     return module
 
 
-def _check_linear(path: str, module: nn.Linear | nn.Conv2d, layers: list[Layer]) -> None:
+def _check_modules(model: nn.Module) -> None:
+    """The forward pass is computed from the parameters: they must be there, and what a hook does would not happen."""
+    for path, module in model.named_modules():
+        if any(isinstance(parameter, nn.UninitializedParameter) for parameter in module.parameters(recurse=False)):
+            raise ChainError(
+                f"{path} ({type(module).__name__}) has no weight yet; send a batch through the network first"
+            )
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise ChainError(
+                f"{path or 'the network'} ({type(module).__name__}) has a forward hook, which lifted training would "
+                f"not call; remove it (with remove_weight_norm or remove_spectral_norm where that is what it does)"
+            )
+
+
+def _check_forward(path: str, module: nn.Module) -> None:
+    """What a known module computes is known only if it is torch's own."""
+    kind = type(module)
+    if parametrize.is_parametrized(module):
+        raise ChainError(
+            f"{path} has a parametrised weight, which lifted training cannot assign; apply "
+            f"torch.nn.utils.parametrize.remove_parametrizations first"
+        )
+    calls = [kind.forward, getattr(kind, "_conv_forward", kind.forward)]
+    if not all(call.__module__.startswith("torch.nn.modules.") for call in calls):
+        raise ChainError(
+            f"{path} ({kind.__name__}) has a forward of its own, which lifted training cannot know; {_REMEDY}"
+        )
+
+
+def _check_linear(path: str, module: nn.Linear | nn.Conv2d) -> None:
+    if module.bias is not None and module.bias.requires_grad != module.weight.requires_grad:
+        raise ChainError(f"{path} has its weight or its bias frozen, but not both; freeze both or neither")
     if isinstance(module, nn.Conv2d) and (
         module.groups != 1 or module.padding_mode != "zeros" or isinstance(module.padding, str)
     ):
@@ -151,12 +190,15 @@ def _calls(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if node.op == "placeholder":
             if before is not None:
                 raise ChainError(f"{type(model).__name__} takes more than one input ({node.name}); {_REMEDY}")
+        elif node.op == "output":
+            if not isinstance(node.args[0], fx.Node):
+                raise ChainError(f"{type(model).__name__} returns more than one tensor; {_REMEDY}")
+            if node.args[0] is not before:
+                raise ChainError(f"{type(model).__name__} does not return the output of {_where(before)}; {_REMEDY}")
         elif len(inputs) != 1 or inputs[0] is not before:
             raise ChainError(f"{_where(node)} does not take exactly the output of {_where(before)}; {_REMEDY}")
-        elif node.op != "output":
+        else:
             yield _where(node), _module(model, node)
-        elif node.args[0] is not before:
-            raise ChainError(f"{type(model).__name__} returns more than one tensor; {_REMEDY}")
         before = node
 
 

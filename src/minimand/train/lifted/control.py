@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from .chain import parse
 from .losses import encode_targets
+from .maps import record
 from .weights import regress
 
 __all__ = ["ridge_control"]
@@ -30,6 +31,7 @@ def ridge_control(model: nn.Module, x: Tensor, y: Tensor, ridge: float = 1.0) ->
     model = copy.deepcopy(model)
     xs, _, maps = parse(model).forward(x)
     last = maps[-1].layer
-    direction = regress(maps[-1].rows(xs[-2]), encode_targets(y, xs[-1]), ridge, bias=last.bias is not None)
+    record(maps)
+    direction = regress(maps[-1].rows(xs[-2]), encode_targets(y, xs[-1], "squared"), ridge, bias=last.bias is not None)
     last.assign(direction.dense())
     return model

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import OptionError, ShapeError, require_finite
+from ...errors import CapabilityError, OptionError, ShapeError, require_finite
 from ...functions.base import Function, Step, check_step
 
 __all__ = ["LOSSES", "CrossEntropy", "SquaredError", "encode_targets"]
@@ -100,9 +100,11 @@ class CrossEntropy(Function):
 
     def quick(self, x: Tensor, step: float) -> Tensor:
         """Three proximal steps with the gradient's Lipschitz constant ½ from ``x``, for noisy mini-batches."""
-        weight, point = 1.0 / step, x
+        weight, point, mass = 1.0 / step, x, self.target.sum(-1, keepdim=True)
+        fixed = torch.add(self.target, x, alpha=weight)
         for _ in range(3):
-            point = (weight * x + 0.5 * point - self.gradient(point)) / (weight + 0.5)
+            moving = torch.add(fixed, point, alpha=0.5)
+            point = torch.addcmul(moving, mass, torch.softmax(point, -1), value=-1).div_(weight + 0.5)
         return point
 
 
@@ -111,17 +113,20 @@ Loss = SquaredError | CrossEntropy
 LOSSES: Mapping[str, Callable[[Tensor], Loss]] = {"squared": SquaredError, "cross_entropy": CrossEntropy}
 
 
-def encode_targets(y: Tensor, output: Tensor) -> Tensor:
+def encode_targets(y: Tensor, output: Tensor, loss: str) -> Tensor:
     """Targets in the shape of the network's output: labels one-hot, numbers as they are.
 
     Raises:
+        CapabilityError: If they are no tensor.
         ShapeError: If there are more or fewer targets than samples, or their width is another.
-        OptionError: If a label is no class.
+        OptionError: If a label is no class, or a target of the cross-entropy is negative.
 
-    >>> encode_targets(torch.tensor([1]), torch.zeros(1, 3))
+    >>> encode_targets(torch.tensor([1]), torch.zeros(1, 3), "squared")
     tensor([[0., 1., 0.]])
     """
     samples, classes = output.shape
+    if not isinstance(y, Tensor):
+        raise CapabilityError(f"the target y must be a tensor, got a {type(y).__name__}; use torch.as_tensor(y)")
     if y.dtype == torch.bool or y.is_complex():
         raise OptionError(f"targets must be integer labels or floats, got {y.dtype}; convert them first")
     if y.is_floating_point():
@@ -131,6 +136,8 @@ def encode_targets(y: Tensor, output: Tensor) -> Tensor:
                 f"give one row of {classes} numbers per sample, or integer labels of shape ({samples},)"
             )
         require_finite("the target y", y)
+        if loss == "cross_entropy" and bool((y < 0).any()):
+            raise OptionError("targets of the cross-entropy must be ≥ 0, as probabilities are; use loss='squared'")
         return y.to(output)
     if y.shape != (samples,):
         raise ShapeError(

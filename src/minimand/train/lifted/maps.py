@@ -1,7 +1,7 @@
 """The affine maps between activations, as one mini-batch sees them: apply, adjoint, norm, and rows for regressions."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,16 +12,44 @@ from ...errors import ShapeError
 from ...operators import Conv2d, Dense, LinearOperator
 from .units import Unit
 
-__all__ = ["AffineMap", "Layer", "Stage"]
+__all__ = ["AffineMap", "Layer", "Stage", "record"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A linear map without parameters before a layer's weight: a reshaping or a pooling, with its norm's bound."""
+    """A linear map without parameters before a layer's weight: a reshaping or a pooling of inputs ``like`` this.
+
+    Its entries are never negative.
+    """
 
     apply: Callable[[Tensor], Tensor]
     adjoint: Callable[[Tensor], Tensor]
-    norm_sq: float = 1.0
+    like: Tensor
+
+    def norm_sq(self) -> float:
+        r"""The bound :math:`\|P\|_2^2 \le \|P\|_1\|P\|_\infty`, from the sums of P's columns and rows."""
+        sums = self.apply(torch.ones(self.like.shape, dtype=self.like.dtype, device=self.like.device))
+        return float(self.adjoint(torch.ones_like(sums)).max() * sums.max())
+
+
+@dataclasses.dataclass(frozen=True)
+class Moments:
+    """The statistics with which a batch was normalised, and by which the running ones follow."""
+
+    norm: nn.BatchNorm1d | nn.BatchNorm2d
+    mean: Tensor
+    variance: Tensor
+    count: int
+
+    def record(self) -> None:
+        """Move the running statistics, as a forward pass in training does."""
+        norm = self.norm
+        if norm.running_mean is None or norm.running_var is None or norm.num_batches_tracked is None:
+            return
+        norm.num_batches_tracked += 1
+        rate = norm.momentum if norm.momentum is not None else 1.0 / float(norm.num_batches_tracked)
+        norm.running_mean.lerp_(self.mean, rate)
+        norm.running_var.lerp_(self.variance * (self.count / max(self.count - 1, 1)), rate)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +58,16 @@ class AffineMap:
 
     ``A`` is the weight after reshapings, average poolings and max poolings, these with the switches of the forward
     pass. ``s`` and ``t`` are batch normalisation with the statistics of the forward pass; without it they are missing.
+    ``moments`` are these statistics where they are the batch's own.
     """
 
     layer: "Layer"
     stages: tuple[Stage, ...]
     operator: LinearOperator
+    bias: Tensor | None
     scale: Tensor | None = None
     shift: Tensor | None = None
+    moments: Moments | None = None
 
     def inputs(self, x: Tensor) -> Tensor:
         """What the weight multiplies."""
@@ -46,7 +77,7 @@ class AffineMap:
 
     def apply(self, x: Tensor) -> Tensor:
         """``z`` at ``x``."""
-        z = self.operator.apply(self.inputs(x), self.layer.bias)
+        z = self.operator.apply(self.inputs(x), self.bias)
         if self.scale is None or self.shift is None:
             return z
         return z * self.operator.per_feature(self.scale) + self.operator.per_feature(self.shift)
@@ -69,7 +100,7 @@ class AffineMap:
         """A bound on the squared norm of the linear part, never below the truth."""
         bound = float(self.operator.norm_sq())
         for stage in self.stages:
-            bound *= stage.norm_sq
+            bound *= stage.norm_sq()
         return bound if self.scale is None else bound * float(self.scale.abs().max()) ** 2
 
     def rows(self, x: Tensor) -> Tensor:
@@ -107,6 +138,11 @@ class Layer:
         """The bias, outside of autograd."""
         return None if self.module.bias is None else self.module.bias.detach()
 
+    @property
+    def frozen(self) -> bool:
+        """Whether the user keeps the parameters as they are (``requires_grad=False``)."""
+        return not self.module.weight.requires_grad
+
     def freeze(self, x: Tensor) -> AffineMap:
         """The layer's map for a batch whose forward pass arrives here with ``x``."""
         stages = []
@@ -120,10 +156,10 @@ class Layer:
         else:
             m: Any = self.module
             operator = Conv2d(self.weight, tuple(x.shape[2:]), m.stride, m.padding, m.dilation)
+        bias = self.bias
         if self.norm is None:
-            return AffineMap(self, tuple(stages), operator)
-        scale, shift = _normalise(self.norm, operator.apply(x, self.bias))
-        return AffineMap(self, tuple(stages), operator, scale, shift)
+            return AffineMap(self, tuple(stages), operator, bias)
+        return AffineMap(self, tuple(stages), operator, bias, *_normalise(self.norm, operator.apply(x, bias)))
 
     def parameters(self) -> Tensor:
         """The weight as outputs × inputs, with the bias as its last column."""
@@ -151,73 +187,63 @@ class Layer:
             )
 
 
+def record(maps: Iterable[AffineMap]) -> None:
+    """Move the running statistics of the batch's normalisations, which a forward pass alone leaves as they are."""
+    for affine in maps:
+        if affine.moments is not None:
+            affine.moments.record()
+
+
 def _stage(module: nn.Module, x: Tensor) -> Stage:
-    shape = x.shape
+    # A shape and a type without the memory.
+    like = x.new_empty(()).expand(x.shape)
     if isinstance(module, nn.AvgPool2d):
-        return _average(module, x)
+        return _average(module, like)
     if isinstance(module, nn.MaxPool2d):
-        return _maximum(module, x)
-    return Stage(lambda v: v.flatten(1), lambda e: e.reshape(-1, *shape[1:]))
+        return _maximum(module, x, like)
+    return Stage(lambda v: v.flatten(1), lambda e: e.reshape(-1, *like.shape[1:]), like)
 
 
-def _average(module: nn.AvgPool2d, x: Tensor) -> Stage:
-    kernel, stride, padding = (_pair(value) for value in (module.kernel_size, module.stride, module.padding))
-
-    def apply(v: Tensor) -> Tensor:
-        return F.avg_pool2d(v, kernel, stride, padding, module.ceil_mode, module.count_include_pad)
+def _average(module: nn.AvgPool2d, like: Tensor) -> Stage:
+    options: Any = (_pair(module.kernel_size), _pair(module.stride), _pair(module.padding))
+    options = (*options, module.ceil_mode, module.count_include_pad)
 
     def adjoint(e: Tensor) -> Tensor:
-        like = e.new_empty((e.shape[0], *x.shape[1:]))
-        options = (kernel, stride, padding, module.ceil_mode, module.count_include_pad, None)
-        return torch.ops.aten.avg_pool2d_backward(e.contiguous(), like, *options)
+        empty = e.new_empty((e.shape[0], *like.shape[1:]))
+        return torch.ops.aten.avg_pool2d_backward(e.contiguous(), empty, *options, None)
 
-    # ‖P‖² ≤ ‖P‖₁‖P‖∞; a window at the border may hold fewer entries when the padding is not counted.
-    smallest = 1
-    for k, s, p in zip(kernel, stride, padding, strict=True):
-        exact = p == 0 and not module.ceil_mode
-        smallest *= k if exact or (module.count_include_pad and not module.ceil_mode) else max(1, k - p - s)
-    return Stage(apply, adjoint, _overlap(kernel, stride) / smallest)
+    return Stage(lambda v: F.avg_pool2d(v, *options), adjoint, like)
 
 
-def _maximum(module: nn.MaxPool2d, x: Tensor) -> Stage:
-    kernel, stride = _pair(module.kernel_size), _pair(module.stride)
+def _maximum(module: nn.MaxPool2d, x: Tensor, like: Tensor) -> Stage:
     options: Any = (module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode)
     pooled, switches = F.max_pool2d(x, *options, return_indices=True)
-    flat = switches.flatten(2)
+    flat, shape = switches.flatten(2), pooled.shape
 
     def apply(v: Tensor) -> Tensor:
-        return v.flatten(2).gather(2, flat).reshape(pooled.shape)
+        return v.flatten(2).gather(2, flat).reshape(shape)
 
     def adjoint(e: Tensor) -> Tensor:
-        zeros = e.new_zeros((*x.shape[:2], x.shape[2] * x.shape[3]))
-        return zeros.scatter_add_(2, flat, e.flatten(2)).reshape(x.shape)
+        zeros = e.new_zeros((*like.shape[:2], like.shape[2] * like.shape[3]))
+        return zeros.scatter_add_(2, flat, e.flatten(2)).reshape(like.shape)
 
-    return Stage(apply, adjoint, float(_overlap(kernel, stride)))
-
-
-def _overlap(kernel: tuple[int, int], stride: tuple[int, int]) -> int:
-    """In how many windows one entry lies at most."""
-    return -(-kernel[0] // stride[0]) * -(-kernel[1] // stride[1])
+    return Stage(apply, adjoint, like)
 
 
 def _pair(value: int | tuple[int, ...]) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else (value[0], value[-1])
 
 
-def _normalise(norm: nn.BatchNorm1d | nn.BatchNorm2d, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and shift of a batch normalisation for this batch; its running statistics follow, as in training."""
+def _normalise(norm: nn.BatchNorm1d | nn.BatchNorm2d, z: Tensor) -> tuple[Tensor, Tensor, Moments | None]:
+    """Scale and shift of a batch normalisation for this batch, and the batch's statistics where they are used."""
+    moments = None
     if norm.training or norm.running_mean is None or norm.running_var is None:
         dims = [d for d in range(z.dim()) if d != 1]
         mean, variance = z.mean(dims), z.var(dims, unbiased=False)
-        if norm.running_mean is not None and norm.running_var is not None and norm.num_batches_tracked is not None:
-            norm.num_batches_tracked += 1
-            rate = norm.momentum if norm.momentum is not None else 1.0 / float(norm.num_batches_tracked)
-            count = z.numel() // z.shape[1]
-            norm.running_mean.lerp_(mean, rate)
-            norm.running_var.lerp_(variance * (count / max(count - 1, 1)), rate)
+        moments = Moments(norm, mean, variance, z.numel() // z.shape[1])
     else:
         mean, variance = norm.running_mean, norm.running_var
     scale = torch.rsqrt(variance + norm.eps)
     if norm.affine:
         scale = scale * norm.weight.detach()
-    return scale, -mean * scale + (norm.bias.detach() if norm.affine else 0.0)
+    return scale, -mean * scale + (norm.bias.detach() if norm.affine else 0.0), moments

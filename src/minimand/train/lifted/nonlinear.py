@@ -1,6 +1,7 @@
 """Blocks of the penalty methods, whose problems contain the activation: Gauss–Newton steps that never rise."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from ...operators import Dense
 from ...solvers.linear import conjugate_gradient, ridge_factor
 from .maps import AffineMap
 from .units import Unit
-from .weights import Direction
+from .weights import Direction, ridge_shift
 
 __all__ = ["fit_activation", "fit_weight", "pre_activation", "ridge_activation"]
 
@@ -47,14 +48,16 @@ def fit_activation(affine: AffineMap, x: Tensor, anchor: Tensor, target: Tensor,
     return _descend(objective, x, direction)
 
 
-def fit_weight(affine: AffineMap, x: Tensor, target: Tensor, shift: float) -> Direction:
+def fit_weight(affine: AffineMap, x: Tensor, target: Tensor, damping: float, *, block: int | None) -> Direction:
     r"""A descent step on :math:`\tfrac12\|\varphi(RP^\top) - T\|^2` over a layer's parameters P, for each output.
 
     Gauss–Newton: :math:`(R^\top D_j^2 R + sI)d_j = R^\top D_j(t_j - \varphi(Rp_j))` with :math:`D_j =
-    \operatorname{diag}\varphi'(Rp_j)`, by conjugate gradients, halved until the objective of the output falls.
+    \operatorname{diag}\varphi'(Rp_j)`, by conjugate gradients, halved until the objective of the output falls. The
+    shift s is :func:`~.weights.ridge_shift`.
     """
     layer = affine.layer
     unit, rows = layer.unit, affine.rows(x)
+    shift = ridge_shift(rows, damping, block)
     if layer.bias is not None:
         rows = torch.nn.functional.pad(rows, (0, 1), value=1.0)
     goal, now = affine.columns(target).mT, layer.parameters()
@@ -90,32 +93,35 @@ def pre_activation(unit: Unit, u: Tensor, centre: Tensor, x: Tensor) -> Tensor:
     r"""A minimiser of :math:`\tfrac12(u - c)^2 + \tfrac12(x - \varphi(u))^2` in each entry, never worse than ``u``.
 
     In closed form for the identity, ReLU and leaky ReLU: the better of the two branches. Otherwise the minimiser
-    lies between c and :math:`c + \beta(x - \varphi(c))`, where a grid that is refined five times finds it to 1e-4
-    of the interval.
+    lies between c and :math:`c + \beta(x - \varphi(c))`, where a grid of :math:`32\beta^2` intervals that is refined
+    five times looks for it.
     """
     if unit.linear:
         return 0.5 * (centre + x)
     if isinstance(unit.function, NonNegative | LeakyHinge) and unit.slope == 1:
         slope = unit.function.slope if isinstance(unit.function, LeakyHinge) else 0.0
-        candidates = [(0.5 * (centre + x)).clamp(min=0), ((centre + slope * x) / (1 + slope**2)).clamp(max=0)]
-        return _best(unit, candidates, centre, x)
+        above, below = (0.5 * (centre + x)).clamp(min=0), ((centre + slope * x) / (1 + slope**2)).clamp(max=0)
+        return _best(unit, above, [below], centre, x)
     width = unit.slope * (x - unit.phi(centre))
-    middle, half = torch.full_like(u, 0.5), 0.5
-    best = u
+    safe = torch.where(width == 0, torch.ones_like(width), width)
+    # A steep activation reaches x within a share 1/β² of the interval.
+    count = 32 * math.ceil(unit.slope**2)
+    best = _best(unit, u, (centre + step / count * width for step in range(count + 1)), centre, x)
+    half = 1 / count
     for _ in range(5):
+        middle = ((best - centre) / safe).clamp(0, 1)
         shares = [(middle + half * step / 4).clamp(0, 1) for step in range(-4, 5)]
-        best = _best(unit, [best, *(centre + share * width for share in shares)], centre, x)
-        safe = torch.where(width == 0, torch.ones_like(width), width)
-        middle, half = ((best - centre) / safe).clamp(0, 1), half / 4
+        best = _best(unit, best, (centre + share * width for share in shares), centre, x)
+        half /= 4
     return best
 
 
-def _best(unit: Unit, candidates: list[Tensor], centre: Tensor, x: Tensor) -> Tensor:
+def _best(unit: Unit, first: Tensor, others: Iterable[Tensor], centre: Tensor, x: Tensor) -> Tensor:
     def value(u: Tensor) -> Tensor:
         return (u - centre).square() + (x - unit.phi(u)).square()
 
-    best, least = candidates[0], value(candidates[0])
-    for candidate in candidates[1:]:
+    best, least = first, value(first)
+    for candidate in others:
         trial = value(candidate)
         best = torch.where(trial < least, candidate, best)
         least = torch.minimum(trial, least)

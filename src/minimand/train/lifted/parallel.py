@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import CapabilityError, OptionError
-from .base import Epoch
 from .losses import LOSSES, SquaredError, encode_targets
 from .lpom import LPOM, LPOMVariables
-from .maps import Layer
+from .maps import Layer, record
+from .options import NO_BATCH, Epoch, check_loader
 from .sweeps import DualSweep
-from .weights import Momentum, toward
+from .weights import Momentum
 
 __all__ = ["LayerParallel", "stretches"]
 
@@ -89,11 +89,18 @@ class LayerParallel:
         self.below = self._global(self.rank - 1) if self.rank > 0 else None
         self.above = self._global(self.rank + 1) if self.rank + 1 < world else None
         self.dual = DualSweep(method.chain.layers, offset=self.first)
-        self.momentum = Momentum(self.layers, method.recipe.momentum)
+        self._momentum: Momentum | None = None
         self._shapes: list[torch.Size] = []
 
     def fit(self, loader: Iterable[tuple[Tensor, Tensor]], epochs: int) -> list[Epoch]:
-        """Train; every process gets the same history."""
+        """Train; every process gets the same history.
+
+        Raises:
+            OptionError: If the loader holds no batch, or is an iterator and there is more than one epoch.
+        """
+        check_loader(loader, epochs)
+        self.dual.reset()
+        self._momentum, self._shapes = Momentum(self.layers, self.method.recipe.momentum), []
         history = []
         with torch.no_grad():
             for number in range(1, epochs + 1):
@@ -110,7 +117,9 @@ class LayerParallel:
                         run.push(v, rate)
                 if run is not None:
                     run.drain()
-                mean = torch.tensor([total / max(samples, 1)], dtype=torch.float64)
+                if samples == 0:
+                    raise OptionError(NO_BATCH)
+                mean = torch.tensor([total / samples], dtype=torch.float64)
                 dist.broadcast(mean, self._global(len(self.parts) - 1), group=self.group)
                 history.append(Epoch(number, float(mean), time.perf_counter() - begin))
             self._gather()
@@ -131,18 +140,19 @@ class LayerParallel:
         if self.above is not None:
             dist.send(xs[-1].contiguous(), self.above, group=self.group, tag=_UP)
             return LPOMVariables(xs, maps, SquaredError(xs[-1]), zs), 0.0
-        loss = LOSSES[self.method.loss](encode_targets(y, xs[-1]))
+        loss = LOSSES[self.method.loss](encode_targets(y, xs[-1], self.method.loss))
         return LPOMVariables(xs, maps, loss, zs), float(loss.value(xs[-1]))
 
     def _together(self, v: LPOMVariables, rate: float) -> None:
         mu = self.method._mini_mu()
-        self._move(v, self.dual.run(v, mu, "jacobi", self.method.recipe.sweeps, self), rate)
+        self.dual.run(v, mu, "jacobi", self.method.recipe.sweeps, self)
+        self._move(v, rate)
 
-    def _move(self, v: LPOMVariables, residuals: list[Tensor], rate: float) -> None:
-        damping, block = self.method._damping(), self.method.recipe.block
-        parts = zip(v.maps, v.xs, residuals, strict=False)
-        directions = [toward(affine, x, residual, damping, block=block) for affine, x, residual in parts]
-        self.momentum.apply(directions, [rate / layer.unit.slope for layer in self.layers])
+    def _move(self, v: LPOMVariables, rate: float) -> None:
+        assert self._momentum is not None
+        directions = self.method._directions(v, self.method._damping(), self.method.recipe.block)
+        self._momentum.apply(directions, [rate / layer.unit.slope for layer in self.layers])
+        record(v.maps)
 
     def exchange_pulls(self, down: Tensor | None, like: Tensor) -> Tensor | None:
         """Send the pull on the lowest activation down, and receive the one on the topmost."""
@@ -172,10 +182,11 @@ class LayerParallel:
         return buffer
 
     def _gather(self) -> None:
-        """Give every process all weights."""
+        """Give every process all weights, and the running statistics of normalisations."""
         for rank, (first, end) in enumerate(self.parts):
             for layer in self.method.chain.layers[first:end]:
-                for tensor in (layer.weight, layer.bias):
+                statistics = () if layer.norm is None else tuple(layer.norm.buffers())
+                for tensor in (layer.weight, layer.bias, *statistics):
                     if tensor is not None:
                         dist.broadcast(tensor, self._global(rank), group=self.group)
 
@@ -229,7 +240,7 @@ class _InFlight:
         if parallel.below is not None:
             pull = v.maps[0].adjoint(dual.estimate(v, mu, 0, None))
             dist.send(pull.contiguous(), parallel.below, group=parallel.group, tag=_DOWN)
-        parallel._move(v, dual.residuals(v), rate)
+        parallel._move(v, rate)
 
     def _listen(self) -> None:
         assert self.parallel.above is not None

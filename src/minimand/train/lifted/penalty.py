@@ -4,10 +4,11 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from .base import Lifted, Recipe
+from .base import Lifted
 from .losses import Loss
 from .maps import AffineMap
-from .split import SplitVariables, split_energy, split_residuals, split_start, split_sweep
+from .options import Recipe
+from .split import SplitVariables, split_residuals, split_start, split_sweep, split_terms
 
 __all__ = ["BlockPenalty"]
 
@@ -20,9 +21,10 @@ class BlockPenalty(Lifted[SplitVariables]):
         \min_{W, X, U}\; \ell(U_n, Y) + \sum_k \frac{\mu_k}{2} \bigl( \|U_{k+1} - A_kX_k - b_k\|^2 +
         \|X_{k+1} - \varphi_k(U_{k+1})\|^2 \bigr)
 
-    **Blocks**, all minimised exactly: :math:`U_n` by the prox of the loss, :math:`X_k` and the weights by ridge
-    regressions, each entry of :math:`U_k` as a problem of one variable (in closed form for ReLU and leaky ReLU). So
-    :meth:`step` never raises the objective. The problem in :math:`U` is not convex.
+    **Blocks**, all minimised: :math:`U_n` by the prox of the loss, :math:`X_k` and the weights by ridge regressions,
+    each entry of :math:`U_k` as a problem of one variable: in closed form for ReLU and leaky ReLU, otherwise on a grid
+    that is refined, to a thousandth of its value. So :meth:`step` never raises the objective. The problem in :math:`U`
+    is not convex.
 
     **Optimality conditions**: :math:`(A_kX_k + b_k - U_{k+1})X_k^\top = 0` and
     :math:`U_{k+1} - A_kX_k - b_k = \varphi'(U_{k+1}) \circ (X_{k+1} - \varphi(U_{k+1}))`.
@@ -57,8 +59,8 @@ class BlockPenalty(Lifted[SplitVariables]):
     def _start(self, xs: list[Tensor], zs: list[Tensor], maps: list[AffineMap], loss: Loss) -> SplitVariables:
         return split_start(xs, zs, maps, loss)
 
-    def _energy(self, v: SplitVariables) -> Tensor:
-        return split_energy(v, self.mu)
+    def _terms(self, v: SplitVariables) -> Iterator[Tensor]:
+        return split_terms(v, self.mu)
 
     def _sweep(self, v: SplitVariables) -> None:
         split_sweep(v, self.mu)

@@ -8,9 +8,10 @@ from ...errors import CapabilityError
 from ...functions import NonNegative
 from ...operators import Dense
 from ...solvers import Problem, ProxGD, solve
-from .base import Lifted, Recipe, Variables
+from .base import Lifted, Variables
 from .losses import Loss
 from .maps import AffineMap
+from .options import Recipe
 
 __all__ = ["LiftedReLU"]
 
@@ -69,11 +70,10 @@ class LiftedReLU(Lifted[Variables]):
     def _start(self, xs: list[Tensor], zs: list[Tensor], maps: list[AffineMap], loss: Loss) -> Variables:
         return Variables(xs, maps, loss)
 
-    def _energy(self, v: Variables) -> Tensor:
-        total = v.loss.value(v.output)
+    def _terms(self, v: Variables) -> Iterator[Tensor]:
+        yield v.loss.value(v.output)
         for k, affine in enumerate(v.maps):
-            total = total + 0.5 * self.mu[k] * (v.xs[k + 1] - affine.apply(v.xs[k])).square().sum()
-        return total
+            yield 0.5 * self.mu[k] * (v.xs[k + 1] - affine.apply(v.xs[k])).square().sum()
 
     def _sweep(self, v: Variables) -> None:
         v.xs[-1] = v.loss.prox(v.maps[-1].apply(v.xs[-2]), 1.0 / self.mu[-1])

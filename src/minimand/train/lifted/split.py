@@ -11,7 +11,7 @@ from .losses import Loss
 from .maps import AffineMap
 from .nonlinear import pre_activation, ridge_activation
 
-__all__ = ["SplitVariables", "split_energy", "split_residuals", "split_start", "split_sweep"]
+__all__ = ["SplitVariables", "split_residuals", "split_start", "split_sweep", "split_terms"]
 
 
 @dataclasses.dataclass
@@ -25,19 +25,16 @@ class SplitVariables(Variables):
     multiplier: Tensor
 
 
-def split_energy(v: SplitVariables, mu: Sequence[float]) -> Tensor:
-    """The augmented Lagrangian; the penalised loss where the multiplier is zero."""
-    total = v.loss.value(v.us[-1])
+def split_terms(v: SplitVariables, mu: Sequence[float]) -> Iterator[Tensor]:
+    """The loss and each layer's part of the augmented Lagrangian; the penalised loss where the multiplier is zero."""
+    yield v.loss.value(v.us[-1])
     for k, affine in enumerate(v.maps):
         error = v.us[k] - affine.apply(v.xs[k])
-        last = k == len(v.maps) - 1
-        if last:
-            error = error + v.multiplier
-            total = total - 0.5 * mu[k] * v.multiplier.square().sum()
-        total = total + 0.5 * mu[k] * error.square().sum()
-        if not last:
-            total = total + 0.5 * mu[k] * (v.xs[k + 1] - affine.layer.unit.phi(v.us[k])).square().sum()
-    return total
+        if k == len(v.maps) - 1:
+            yield 0.5 * mu[k] * ((error + v.multiplier).square().sum() - v.multiplier.square().sum())
+        else:
+            missed = v.xs[k + 1] - affine.layer.unit.phi(v.us[k])
+            yield 0.5 * mu[k] * (error.square().sum() + missed.square().sum())
 
 
 def split_sweep(v: SplitVariables, mu: Sequence[float]) -> None:

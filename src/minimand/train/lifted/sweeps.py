@@ -1,12 +1,13 @@
 """The fast sweep of LPOM: the hidden activations, found in the space of the layer's outputs."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ...errors import MinimandError, NonFiniteError
 from ...operators import Dense
 from ...solvers.linear import conjugate_gradient, ridge_factor
 from .losses import Loss
@@ -51,7 +52,7 @@ ALONE = _Alone()
 class _Preconditioner:
     """The inverse of P for one layer, renewed every few batches as the weight moves."""
 
-    apply: Callable[[Tensor], Tensor]
+    inverse: Tensor
     weight: float
     age: int = 0
 
@@ -92,19 +93,18 @@ class DualSweep:
         self.renew = renew
         self._inverse: dict[int, _Preconditioner] = {}
 
-    def run(self, v: Batch, mu: Sequence[float], sweep: str, sweeps: int | None, link: Link = ALONE) -> list[Tensor]:
-        """Move the activations of a batch that has just been through the forward pass; each layer's residual."""
+    def reset(self) -> None:
+        """Forget the inverses: the weights may be others now."""
+        self._inverse.clear()
+
+    def run(self, v: Batch, mu: Sequence[float], sweep: str, sweeps: int | None, link: Link = ALONE) -> None:
+        """Move the activations of a batch that has just been through the forward pass."""
         if sweep == "jacobi":
             self._jacobi(v, mu, sweeps or len(self.layers) + 1, link)
         else:
             for _ in range(sweeps or 1):
                 v.xs[-1] = v.loss.quick(v.zs[-1], 1.0 / mu[-1])
                 self.downwards(v, mu)
-        return self.residuals(v)
-
-    def residuals(self, v: Batch) -> list[Tensor]:
-        """By how much each layer misses the activation above it."""
-        return [v.xs[k + 1] - affine.layer.unit.phi(v.zs[k]) for k, affine in enumerate(v.maps)]
 
     def downwards(self, v: Batch, mu: Sequence[float]) -> None:
         """A Gauss–Seidel sweep below the topmost activation, which has moved."""
@@ -141,7 +141,7 @@ class DualSweep:
     def estimate(self, v: Batch, mu: Sequence[float], k: int, q: Tensor | None, *, coupled: bool = False) -> Tensor:
         """The next estimate of the residual above the k-th activation of the stretch; ``coupled``: others move, too."""
         found = v.xs[k + 1] - v.maps[k].layer.unit.phi(v.zs[k])
-        change = self._preconditioner(v, mu, k, coupled)(found if q is None else found - q)
+        change = self._preconditioned(v, mu, k, found if q is None else found - q, coupled)
         if coupled:
             change = 0.5 * change
         return change if q is None else q + change
@@ -153,23 +153,26 @@ class DualSweep:
     def _ratio(self, mu: Sequence[float], k: int) -> float:
         return mu[self.offset + k] / mu[self.offset + k - 1]
 
-    def _preconditioner(self, v: Batch, mu: Sequence[float], k: int, coupled: bool) -> Callable[[Tensor], Tensor]:
+    def _preconditioned(self, v: Batch, mu: Sequence[float], k: int, e: Tensor, coupled: bool) -> Tensor:
+        r""":math:`P^{-1}` of a residual; without the factor 2 of coupled layers."""
         affine = v.maps[k]
         below = self.layers[self.offset + k - 1].unit.slope
         weight = (2 if coupled else 1) * self.kappa * self._ratio(mu, k) * affine.layer.unit.slope * below
         if not isinstance(affine.operator, Dense) or affine.stages or affine.scale is not None:
-            return _by_conjugate_gradient(affine, weight)
+            return _by_conjugate_gradient(affine, weight, e)
         kept = self._inverse.get(k)
         if kept is None or kept.weight != weight or kept.age >= self.renew * self.inner:
-            inverse = ridge_factor(affine.operator.weight, 1.0 / weight).inverse().div_(weight)
-            kept = _Preconditioner(lambda rows: rows @ inverse, weight)
-            self._inverse[k] = kept
+            try:
+                inverse = ridge_factor(affine.operator.weight, 1.0 / weight).inverse().div_(weight)
+            except MinimandError as error:
+                raise NonFiniteError(f"the activation update below {affine.layer.path}: {error}") from None
+            kept = self._inverse[k] = _Preconditioner(inverse, weight)
         kept.age += 1
-        return kept.apply
+        return e @ kept.inverse
 
 
-def _by_conjugate_gradient(affine: AffineMap, weight: float) -> Callable[[Tensor], Tensor]:
-    def apply(e: Tensor) -> Tensor:
-        return e + weight * affine.linear(affine.adjoint(e))
+def _by_conjugate_gradient(affine: AffineMap, weight: float, e: Tensor) -> Tensor:
+    def apply(u: Tensor) -> Tensor:
+        return u + weight * affine.linear(affine.adjoint(u))
 
-    return lambda rows: conjugate_gradient(apply, rows, 3, sample_dims=rows.dim() - 1)
+    return conjugate_gradient(apply, e, 3, sample_dims=e.dim() - 1)

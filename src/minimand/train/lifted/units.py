@@ -1,13 +1,14 @@
 """Activations as lifted training needs them: values, Fenchel–Young gaps and a monotone equation, never a slope."""
 
 import dataclasses
+import functools
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import ChainError, NotProximal
-from ...functions import Monotone, Separable, Zero, curves, from_activation
+from ...functions import Monotone, NonNegative, Separable, Zero, curves, from_activation
 
 __all__ = ["LINEAR", "Unit", "unit_of"]
 
@@ -42,13 +43,21 @@ class Unit:
     function: Separable
     slope: float = 1.0
 
-    @property
+    @functools.cached_property
     def linear(self) -> bool:
         """Whether it is the identity."""
         return isinstance(self.function, Zero)
 
+    @functools.cached_property
+    def relu(self) -> bool:
+        """Whether it is ReLU."""
+        return isinstance(self.function, NonNegative) and self.slope == 1
+
     def phi(self, z: Tensor) -> Tensor:
         """The activation."""
+        if self.relu:
+            # What the prox computes, without its checks of a step.
+            return torch.relu(z)
         value = self.function.prox(z)
         return value if self.slope == 1 else self.slope * value
 

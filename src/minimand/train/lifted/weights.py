@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import NonFiniteError
+from ...errors import MinimandError, NonFiniteError
 from ...operators.gram import gram
 from ...solvers.linear import gram_factor, ridge_factor
 from .maps import AffineMap, Layer
 
-__all__ = ["Direction", "Momentum", "regress", "relative_shift", "toward"]
+__all__ = ["Direction", "Momentum", "regress", "ridge_shift", "toward"]
 
 
 class Direction(NamedTuple):
@@ -29,8 +29,11 @@ class Direction(NamedTuple):
         return weight if self.bias is None else torch.cat([weight, self.bias.unsqueeze(1)], 1)
 
     def finite(self) -> bool:
-        """Whether it holds no NaN or Inf, judged by its smaller factor."""
-        return math.isfinite(float((self.right if self.left is None else self.left).sum()))
+        """Whether it holds no NaN or Inf, judged by its smaller factor, of which a bias is a sum."""
+        if self.left is not None:
+            return math.isfinite(float(self.left.sum()))
+        total = self.right.sum() if self.bias is None else self.right.sum() + self.bias.sum()
+        return math.isfinite(float(total))
 
 
 def regress(rows: Tensor, residual: Tensor, shift: float, *, bias: bool, block: int | None = None) -> Direction:
@@ -74,23 +77,30 @@ def _by_blocks(rows: Tensor, residual: Tensor, shift: float, bias: bool, block: 
     return solved.flatten(0, 1).mT.div_(parts)
 
 
-def relative_shift(rows: Tensor, damping: float) -> float:
-    """A ridge of ``damping`` times the mean eigenvalue of the rows' Gram matrix, and never zero."""
+def ridge_shift(rows: Tensor, damping: float, block: int | None) -> float:
+    """The ridge of a weight step: ``damping`` times the rows' number where they are regressed in blocks, else times
+    the mean eigenvalue of their Gram matrix, and never zero."""
+    if block is not None:
+        return damping * rows.shape[0]
     mean = (float(rows.square().sum()) + rows.shape[0]) / (rows.shape[1] + 1)
     return max(damping * mean, torch.finfo(rows.dtype).tiny * 1e3)
 
 
 def toward(affine: AffineMap, x: Tensor, residual: Tensor, damping: float, *, block: int | None = None) -> Direction:
-    """The damped change of a layer's parameters that moves its z at ``x`` by ``residual``.
+    """The damped change of a layer's parameters that moves its z at ``x`` by ``residual``; :func:`ridge_shift` damps.
 
-    ``damping`` multiplies the mean eigenvalue of the Gram matrix; with ``block``, the number of rows.
+    Raises:
+        NonFiniteError: If the regression has no finite solution.
     """
     rows, columns = affine.rows(x), affine.columns(residual)
     if affine.scale is not None:
         # The regression is of what comes before the normalisation.
         columns = columns * affine.scale / (affine.scale.square() + 1e-6)
-    shift = relative_shift(rows, damping) if block is None else damping * rows.shape[0]
-    return regress(rows, columns, shift, bias=affine.layer.module.bias is not None, block=block)
+    try:
+        shift = ridge_shift(rows, damping, block)
+        return regress(rows, columns, shift, bias=affine.bias is not None, block=block)
+    except MinimandError as error:
+        raise NonFiniteError(f"the weight update of {affine.layer.path}: {error}") from None
 
 
 class Momentum:
@@ -102,47 +112,37 @@ class Momentum:
     def __init__(self, layers: Sequence[Layer], momentum: float) -> None:
         self.layers = layers
         self.momentum = momentum
-        self._velocity: list[tuple[Tensor, Tensor | None]] = []
-        self._applied = False
+        pairs = [(layer.weight, layer.bias) for layer in layers if not layer.frozen]
+        self._parameters = [tensor for pair in pairs for tensor in pair if tensor is not None]
+        self._velocity = [torch.zeros_like(tensor) for tensor in self._parameters]
+        self._kept = [tensor.clone() for tensor in self._parameters]
         self._count = 0
 
-    def apply(self, directions: Sequence[Direction], rates: Sequence[float]) -> None:
-        """Move every layer.
+    def apply(self, directions: Sequence[Direction | None], rates: Sequence[float]) -> None:
+        """Move every layer that has a direction; those that are frozen have none.
 
         Raises:
             NonFiniteError: If a direction is not finite; nothing has moved then.
         """
         for layer, direction in zip(self.layers, directions, strict=True):
-            if not direction.finite():
+            if direction is not None and not direction.finite():
                 raise NonFiniteError(f"the weight update of {layer.path} is NaN or Inf")
-        if not self._velocity:
-            self._velocity = [
-                (
-                    torch.zeros_like(layer.weight.flatten(1)),
-                    None if layer.bias is None else torch.zeros_like(layer.bias),
-                )
-                for layer in self.layers
-            ]
         momentum = min(self.momentum, self._count / (self._count + 10))
         self._count += 1
-        for (weight, bias), direction, rate in zip(self._velocity, directions, rates, strict=True):
+        velocity = iter(self._velocity)
+        for direction, rate in zip(directions, rates, strict=True):
+            if direction is None:
+                continue
+            weight = next(velocity).flatten(1)
             if direction.left is None:
                 weight.mul_(momentum).add_(direction.right, alpha=rate)
             else:
                 weight.addmm_(direction.left, direction.right, beta=momentum, alpha=rate)
-            if bias is not None and direction.bias is not None:
-                bias.mul_(momentum).add_(direction.bias, alpha=rate)
-        self._shift(1)
-        self._applied = True
+            if direction.bias is not None:
+                next(velocity).mul_(momentum).add_(direction.bias, alpha=rate)
+        torch._foreach_copy_(self._kept, self._parameters)
+        torch._foreach_add_(self._parameters, self._velocity)
 
     def undo(self) -> None:
-        """Take the last update back."""
-        if self._applied:
-            self._shift(-1)
-        self._applied = False
-
-    def _shift(self, sign: int) -> None:
-        for layer, (weight, bias) in zip(self.layers, self._velocity, strict=True):
-            layer.weight.add_(weight.view(layer.weight.shape), alpha=sign)
-            if layer.bias is not None and bias is not None:
-                layer.bias.add_(bias, alpha=sign)
+        """Take the last update back, to the bit."""
+        torch._foreach_copy_(self._parameters, self._kept)

@@ -7,8 +7,9 @@ Source: 004, Proposition 2, eqs. 13–16 and 44.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +18,10 @@ from ...operators.gram import gram
 from ...solvers.linear import RidgeFactor, conjugate_gradient, gram_factor
 from .options import Options
 
-__all__ = ["Metric", "Pair", "Rows", "dual", "dual_of_gradient", "working"]
+__all__ = ["Metric", "Pair", "Rows", "added", "dual", "dual_of_gradient", "relate", "scaled", "working"]
 
-# Above this estimate of rounding a float32 system is factored in float64 instead; directions then keep three digits.
-_ROUNDING = 1e-2
-
+# Above this estimate of rounding a system is made and factored in float64 instead: directions keep three digits.
+_ROUNDING = 1e-3
 
 # Output units whose conjugate gradients run together: few enough that their vectors stay in a cache.
 _UNITS = 256
@@ -96,6 +96,10 @@ def dual(rows: Rows, options: Options, into: Tensor | None = None) -> Pair:
     return rows.adjoint(_solve(_kernel_factor(rows, options.shift), rows.delta.mT), into)
 
 
+def _conjugate(apply: Callable[[Tensor], Tensor], target: Tensor, options: Options, **how: Any) -> Tensor:
+    return conjugate_gradient(apply, target, options.cg_iters, tol=options.cg_tol, **how)
+
+
 def _dual_conjugate(rows: Rows, options: Options) -> Tensor:
     """Coefficients c of the k-th iterate cA, of outputs × rows.
 
@@ -117,7 +121,7 @@ def _dual_conjugate(rows: Rows, options: Options) -> Tensor:
 
     def some(units: Tensor) -> Tensor:
         pairs = torch.stack([units, units @ kernel], -2)
-        return conjugate_gradient(apply, pairs, options.cg_iters, sample_dims=2, inner=inner)[:, 0]
+        return _conjugate(apply, pairs, options, sample_dims=2, inner=inner)[:, 0]
 
     return torch.cat([some(units) for units in start.split(_UNITS)])
 
@@ -129,21 +133,15 @@ def dual_of_gradient(rows: Rows, received: Pair, options: Options) -> Pair:
     cancellation, and the rest, which is rounding or small, by the Woodbury identity
     :math:`\tau_\theta(E - EA^\top(AA^\top + I/\tau_\theta)^{-1}A)`.
     """
-    made = rows.gradient()
-    assert made.weight is not None
-    assert received.weight is not None
-    scale = _ratio(received.weight, made.weight)
-    rest = _map(lambda g, m: g - (scale * m).to(g.dtype), received, made)
-    close = 4 * torch.finfo(made.weight.dtype).eps
-    pairs = [(r, g) for r, g in zip(rest, received, strict=True) if r is not None and g is not None]
-    if all(bool((r.abs() <= close * g.abs()).all()) for r, g in pairs):
-        return _map(lambda d: d * scale.to(d.dtype), dual(rows, options))
+    scale, rest = relate(received, rows.gradient())
+    if rest is None:
+        return scaled(dual(rows, options), scale)
     if options.method == "cg":
         return _free_conjugate(rows, received, options)
     factor = _kernel_factor(rows, options.shift)
     solved = rows.adjoint(_solve(factor, rows.delta.mT))
     projected = rows.adjoint(_solve(factor, rows.apply(rest)))
-    return _map(lambda d, e, p: scale.to(d.dtype) * d + (e - p) / options.shift, solved, rest, projected)
+    return added(scaled(solved, scale), _map(lambda e, p: (e - p) / options.shift, rest, projected))
 
 
 def _free_conjugate(rows: Rows, received: Pair, options: Options) -> Pair:
@@ -158,7 +156,7 @@ def _free_conjugate(rows: Rows, received: Pair, options: Options) -> Pair:
         image = back.weight if back.bias is None else torch.cat([back.weight, back.bias[:, None]], 1)
         return image + options.shift * v
 
-    x = conjugate_gradient(apply, target, options.cg_iters)
+    x = _conjugate(apply, target, options)
     return Pair(x[:, :-1], x[:, -1]) if rows.ones else Pair(x, None)
 
 
@@ -170,32 +168,59 @@ class Metric:
     shift: float
 
     @functools.cached_property
+    def _first(self) -> RidgeFactor:
+        return gram_factor(self.gram, self.shift)
+
+    @functools.cached_property
+    def accurate(self) -> bool:
+        """Whether the Gram matrix has the digits that a solve needs."""
+        return _accurate(self._first)
+
+    @functools.cached_property
     def _factor(self) -> RidgeFactor:
-        factor = gram_factor(self.gram, self.shift)
-        return factor if _accurate(factor) else gram_factor(self.gram.double(), self.shift)
+        return self._first if self.accurate else gram_factor(self.gram.double(), self.shift)
 
     @functools.cached_property
     def _inverse(self) -> Tensor:
-        return self._factor.inverse().to(self.gram.dtype)
+        return self._factor.inverse()
 
     def direction(self, gradient: Tensor, options: Options) -> Tensor:
         """The direction of a gradient, groups × outputs × n."""
         if options.method == "cg":
-            return conjugate_gradient(lambda v: v @ self.gram + self.shift * v, gradient, options.cg_iters)
+            return _conjugate(lambda v: v @ self.gram + self.shift * v, gradient, options)
         if gradient.shape[-2] < 1.5 * gradient.shape[-1]:
             return self._factor.solve(gradient)
-        return gradient @ self._inverse
+        return (gradient.to(self._inverse.dtype) @ self._inverse).to(gradient.dtype)
 
     def gradient(self, direction: Tensor) -> Tensor:
-        """What a direction was made from."""
-        return direction @ self.gram + self.shift * direction
+        """What a direction is made from by an exact solve."""
+        return (direction.to(self.gram.dtype) @ self.gram).to(direction.dtype) + self.shift * direction
 
 
-def _ratio(received: Tensor, made: Tensor) -> Tensor:
-    """The factor between two gradients, read off where the second is largest: exact to rounding if there is one."""
-    place = made.abs().argmax()
-    whole, part = received.flatten()[place].double(), made.flatten()[place].double()
-    return torch.where(part != 0, whole / part, torch.zeros_like(part))
+def relate(changed: Pair, made: Pair) -> tuple[Tensor, Pair | None]:
+    """A scalar c and a rest E with which ``changed`` = c · ``made`` + E; None for E where it is rounding.
+
+    The scalar is read off where ``made`` is largest: exact to rounding if there is nothing but one.
+    """
+    known = [(c, m) for c, m in zip(changed, made, strict=True) if c is not None and m is not None]
+    first, second = known[0]
+    place = second.abs().argmax()
+    whole, part = first.flatten()[place].double(), second.flatten()[place].double()
+    scale = torch.where(part != 0, whole / part, torch.zeros_like(part))
+    rest = _map(lambda g, m: g - (scale * m).to(g.dtype), changed, made)
+    close = 4 * torch.finfo(second.dtype).eps
+    pairs = [(r, g) for r, g in zip(rest, changed, strict=True) if r is not None and g is not None]
+    return scale, None if all(bool((r.abs() <= close * g.abs()).all()) for r, g in pairs) else rest
+
+
+def scaled(pair: Pair, scale: Tensor) -> Pair:
+    """A multiple of both."""
+    return _map(lambda t: t * scale.to(t.dtype), pair)
+
+
+def added(first: Pair, second: Pair) -> Pair:
+    """The sum."""
+    return _map(torch.add, first, second)
 
 
 def _map(function, *pairs: Pair) -> Pair:  # type: ignore[no-untyped-def]

@@ -25,8 +25,9 @@ class Layers:
 def discover(model: nn.Module, skip_last: bool) -> Layers:
     """Find the layers, and refuse a model in which one of them shares its parameters; every problem is listed."""
     found = {path: module for path, module in model.named_modules() if weight_map(module) is not None}
-    found = {path: module for path, module in found.items() if _own(module)}
     last = next(reversed(found), None) if skip_last else None
+    found = {path: module for path, module in found.items() if _own(module)}
+    last = last if last in found else None
     maps = {path: weight_map(module) for path, module in found.items() if path != last}
     tapped = {path: (found[path], known) for path, known in maps.items() if known is not None}
     problems = [*_shared(model, tapped), *_unusable(tapped)]

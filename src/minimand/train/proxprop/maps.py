@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...operators.gram import gram
 from .options import AutocorrelationGram, CachedGram, GramRule, SubsampledGram
-from .patches import Geometry, autocorrelation_gram, bordered, patch_gram, patches
+from .patches import Geometry, autocorrelation_gram, patch_gram, patches, row_gram
 
 __all__ = ["WeightMap", "weight_map"]
 
@@ -50,8 +49,8 @@ class WeightMap(abc.ABC):
         """Output gradients as rows × outputs."""
 
     @abc.abstractmethod
-    def gram(self, x: Tensor, ones: bool, rule: GramRule, turn: int) -> Tensor:
-        """The Gram matrix of the rows, groups × n × n; ``turn`` counts steps, for rules that take turns."""
+    def gram(self, x: Tensor, ones: bool, rule: GramRule, turn: int, wide: bool) -> Tensor:
+        """The Gram matrix of the rows, groups × n × n; ``turn`` counts steps, ``wide`` makes products in float64."""
 
 
 class _Linear(WeightMap):
@@ -81,10 +80,8 @@ class _Linear(WeightMap):
     def deltas(self, delta: Tensor) -> Tensor:
         return delta.reshape(-1, self.outputs)
 
-    def gram(self, x: Tensor, ones: bool, rule: GramRule, turn: int) -> Tensor:
-        rows = self.rows(x)
-        product = gram(rows.mT)
-        return bordered(product[None], rows.sum(0)[None], len(rows)) if ones else product[None]
+    def gram(self, x: Tensor, ones: bool, rule: GramRule, turn: int, wide: bool) -> Tensor:
+        return row_gram(self.rows(x), ones, wide)[None]
 
 
 class _Convolution(WeightMap):
@@ -130,14 +127,14 @@ class _Convolution(WeightMap):
     def deltas(self, delta: Tensor) -> Tensor:
         return delta.movedim(1, -1).reshape(-1, self.outputs)
 
-    def gram(self, x: Tensor, ones: bool, rule: GramRule, turn: int) -> Tensor:
+    def gram(self, x: Tensor, ones: bool, rule: GramRule, turn: int, wide: bool) -> Tensor:
         rule = rule.of if isinstance(rule, CachedGram) else rule
         if isinstance(rule, SubsampledGram) and len(x) > 1:
             some = x[turn % min(rule.every, len(x)) :: rule.every]
-            return patch_gram(some, self.geometry, ones) * (len(x) / len(some))
+            return patch_gram(some, self.geometry, ones, wide) * (len(x) / len(some))
         if isinstance(rule, AutocorrelationGram) and set(self.geometry.stride) == {1} and len(x):
-            return autocorrelation_gram(x, self.geometry, ones)
-        return patch_gram(x, self.geometry, ones)
+            return autocorrelation_gram(x, self.geometry, ones, wide)
+        return patch_gram(x, self.geometry, ones, wide)
 
 
 def weight_map(module: nn.Module) -> WeightMap | None:

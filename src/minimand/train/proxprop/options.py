@@ -84,7 +84,7 @@ def as_gram_rule(gram: str | GramRule) -> GramRule:
     """A rule from its name, or itself."""
     if isinstance(gram, GramRule):
         return gram
-    if gram not in _NAMED:
+    if not isinstance(gram, str) or gram not in _NAMED:
         raise OptionError(f"gram must be one of {', '.join(_NAMED)} or such a rule, got {gram!r}")
     return _NAMED[gram]
 
@@ -96,6 +96,7 @@ class Options:
     tau_theta: float
     method: Literal["auto", "exact", "cg"]
     cg_iters: int
+    cg_tol: float | None
     gram: GramRule
     skip_last: bool
     fused: bool
@@ -106,6 +107,11 @@ class Options:
             raise OptionError(f"method must be one of auto, exact, cg, got {self.method!r}")
         if isinstance(self.cg_iters, bool) or not isinstance(self.cg_iters, int) or self.cg_iters < 1:
             raise OptionError(f"cg_iters must be a whole number ≥ 1, got {self.cg_iters!r}")
+        if self.cg_tol is not None:
+            require_positive("cg_tol", self.cg_tol)
+        for name in ("skip_last", "fused"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name} must be True or False, got {getattr(self, name)!r}")
 
     @property
     def shift(self) -> float:

@@ -7,6 +7,8 @@ i + d,
 .. math:: G_{i,i+d} = \sum_{r=i}^{i+H_o-1} U_r^\top U_{r+d},
 
 is one product for all i up to a few lines at the edges (:math:`U_r` holds the patches' parts in line r of the map).
+
+Long sums of positive products lose digits in float32: products are short, and summed in float64.
 """
 
 import math
@@ -19,10 +21,13 @@ from torch import Tensor
 
 from ...operators.gram import gram
 
-__all__ = ["Geometry", "autocorrelation_gram", "bordered", "patch_gram", "patches"]
+__all__ = ["Geometry", "autocorrelation_gram", "patch_gram", "patches", "row_gram"]
 
 # Entries of one block: what is unfolded at a time.
 _BLOCK = 1 << 22
+
+# Rows of one product: in float32 longer ones lose digits, while shorter ones cost time.
+_SHORT = 1024
 
 
 @dataclass(frozen=True)
@@ -84,8 +89,30 @@ def patches(x: Tensor, geometry: Geometry) -> Tensor:
     return view.permute(order).reshape(geometry.groups, -1, x.shape[2] * math.prod(geometry.kernel))
 
 
-def patch_gram(x: Tensor, geometry: Geometry, ones: bool) -> Tensor:
-    """The Gram matrix of all patches (and a column of ones), groups × n × n, a block of the batch at a time."""
+def row_gram(rows: Tensor, ones: bool, wide: bool) -> Tensor:
+    """The Gram matrix of the rows (and a column of ones), n × n; ``wide``: every product in float64.
+
+    >>> row_gram(torch.tensor([[1.0, 2.0]]), True, False)
+    tensor([[1., 2., 1.],
+            [2., 4., 2.],
+            [1., 2., 1.]])
+    """
+    n = rows.shape[1]
+    parts = rows.split(_SHORT)
+    sums = rows.dtype if len(parts) == 1 and not wide else torch.float64
+    total = rows.new_zeros((n + ones, n + ones), dtype=sums)
+    for part in (part.double() if wide else part for part in parts):
+        total[:n, :n] += gram(part.mT)
+        if ones:
+            _border(total, part.sum(0), len(part))
+    return total
+
+
+def patch_gram(x: Tensor, geometry: Geometry, ones: bool, wide: bool = False) -> Tensor:
+    """The Gram matrix of all patches (and a column of ones), groups × n × n, a block of the batch at a time.
+
+    ``wide``: every product in float64; without it only their sum is.
+    """
     sizes = tuple(x.shape[2:])
     columns = x.shape[1] // geometry.groups * math.prod(geometry.kernel)
     n = columns + ones
@@ -94,28 +121,18 @@ def patch_gram(x: Tensor, geometry: Geometry, ones: bool) -> Tensor:
         rest = math.prod(geometry.outputs(tuple(s + 2 * p for s, p in zip(sizes, geometry.padding, strict=True)))[1:])
         per_sample = x.shape[1] * (sizes[0] + 2 * geometry.padding[0]) * rest * math.prod(geometry.kernel[1:])
         for block in _blocks(x, per_sample):
-            total += _by_lines(block, geometry, ones)
-        return total.to(x.dtype)
+            total += _by_lines(block.double() if wide else block, geometry, ones)
+        return total
     for block in _blocks(x, columns * geometry.groups * geometry.positions(sizes)):
-        rows = patches(block, geometry)
-        total[:, :columns, :columns] += torch.stack([gram(part.mT) for part in rows])
-        if ones:
-            _border(total, rows.sum(1), rows.shape[1])
-    return total.to(x.dtype)
-
-
-def bordered(product: Tensor, sums: Tensor, count: int) -> Tensor:
-    """A Gram matrix (groups × n × n) with the row and column of a further column of ones."""
-    total = F.pad(product, (0, 1, 0, 1))
-    _border(total, sums, count)
+        total += torch.stack([row_gram(part, ones, wide) for part in patches(block, geometry)])
     return total
 
 
 def _border(total: Tensor, sums: Tensor, count: int) -> None:
     """Add what the column of ones contributes."""
-    total[:, :-1, -1] += sums
-    total[:, -1, :-1] += sums
-    total[:, -1, -1] += count
+    total[..., :-1, -1] += sums
+    total[..., -1, :-1] += sums
+    total[..., -1, -1] += count
 
 
 def _by_lines(x: Tensor, geometry: Geometry, ones: bool) -> Tensor:
@@ -128,8 +145,8 @@ def _by_lines(x: Tensor, geometry: Geometry, ones: bool) -> Tensor:
     lines = view.permute(order).reshape(geometry.groups, x.shape[3], -1, channels * rest)
     k, step, height = geometry.kernel[0], geometry.dilation[0], geometry.outputs(tuple(x.shape[3:]))[0]
     columns = channels * k * rest
-    out = x.new_zeros(geometry.groups, columns + ones, columns + ones)
-    blocks = x.new_zeros(geometry.groups, channels, k, rest, channels, k, rest)
+    out = x.new_zeros((geometry.groups, columns + ones, columns + ones), dtype=torch.float64)
+    blocks = out.new_zeros(geometry.groups, channels, k, rest, channels, k, rest)
     for offset in range(k):
         for i, product in enumerate(_line_products(lines, k - offset, step, height, offset * step)):
             part = product.reshape(-1, channels, rest, channels, rest)
@@ -137,7 +154,7 @@ def _by_lines(x: Tensor, geometry: Geometry, ones: bool) -> Tensor:
             blocks[:, :, i + offset, :, :, i, :] = part.permute(0, 3, 4, 1, 2)
     out[:, :columns, :columns] = blocks.reshape(-1, columns, columns)
     if ones:
-        heads = lines.sum(2)
+        heads = lines.sum(2).double()
         sums = torch.stack([heads[:, i * step : i * step + height].sum(1) for i in range(k)], 1)
         sums = sums.reshape(-1, k, channels, rest).transpose(1, 2).reshape(-1, columns)
         _border(out, sums, height * lines.shape[2])
@@ -151,9 +168,11 @@ def _line_products(lines: Tensor, count: int, step: int, height: int, offset: in
     """
 
     def product(start: int, end: int) -> Tensor:
-        left = lines[:, start:end].flatten(1, 2)
-        right = lines[:, start + offset : end + offset].flatten(1, 2)
-        return left.mT @ right
+        left, right = lines[:, start:end].split(some, 1), lines[:, start + offset : end + offset].split(some, 1)
+        parts = [(a.mT @ b).sum(1, dtype=torch.float64) for a, b in zip(left, right, strict=True)]
+        return sum(parts[1:], parts[0])
+
+    some = max(1, _BLOCK // (lines.shape[0] * lines.shape[-1] ** 2))
 
     low, high = (count - 1) * step, height
     if low >= high:
@@ -165,7 +184,7 @@ def _line_products(lines: Tensor, count: int, step: int, height: int, offset: in
         yield sum((product(*edge) for edge in edges if edge[0] < edge[1]), core)
 
 
-def autocorrelation_gram(x: Tensor, geometry: Geometry, ones: bool) -> Tensor:
+def autocorrelation_gram(x: Tensor, geometry: Geometry, ones: bool, wide: bool = False) -> Tensor:
     """The Gram matrix of all patches that touch the map, from the autocorrelation of its channels by FFT."""
     d = len(geometry.kernel)
     reach = tuple(step * (k - 1) for step, k in zip(geometry.dilation, geometry.kernel, strict=True))
@@ -176,6 +195,7 @@ def autocorrelation_gram(x: Tensor, geometry: Geometry, ones: bool) -> Tensor:
     dims = tuple(range(3, 3 + d))
     spectrum: Tensor | float = 0.0
     for block in _blocks(x, 2 * x.shape[1] * x.shape[2] * math.prod(grid)):
+        block = block.double() if wide else block
         freq = torch.fft.rfftn(block, s=grid, dim=dims).flatten(3).permute(1, 3, 2, 0)
         spectrum = spectrum + freq.conj() @ freq.mT
     assert isinstance(spectrum, Tensor)
@@ -189,7 +209,7 @@ def autocorrelation_gram(x: Tensor, geometry: Geometry, ones: bool) -> Tensor:
         table = table.index_select(3 + 2 * dim, shift.flatten() % size).unflatten(3 + 2 * dim, tuple(shift.shape))
     columns = channels * math.prod(geometry.kernel)
     order = (0, 1, *range(3, 3 + 2 * d, 2), 2, *range(4, 4 + 2 * d, 2))
-    out = x.new_zeros(geometry.groups, columns + ones, columns + ones)
+    out = table.new_zeros(geometry.groups, columns + ones, columns + ones)
     out[:, :columns, :columns] = table.permute(order).reshape(-1, columns, columns)
     if ones:
         sums = x.sum((0, *dims)).repeat_interleave(math.prod(geometry.kernel), dim=1)

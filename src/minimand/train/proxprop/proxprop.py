@@ -45,7 +45,8 @@ class ProxProp:
         tau_theta: :math:`\tau_\theta > 0`. Small ones approach :math:`\tau_\theta` times the plain gradient.
         method: ``"exact"`` or ``"auto"``: Cholesky of the smaller of rows and columns. ``"cg"``: ``cg_iters`` conjugate
             gradient iterations from zero for every output unit, a descent direction at any number (Proposition 5).
-        cg_iters: Iterations of ``"cg"``.
+        cg_iters: Iterations of ``"cg"``, at most.
+        cg_tol: ``"cg"`` stops early once every unit's residual is at most this fraction of its gradient.
         gram: How a convolution's Gram matrix is had: ``"exact"``, ``"subsampled"``, ``"autocorrelation"``,
             ``"cached"``, or a rule such as ``CachedGram(every=20)``. Linear layers are always exact.
         skip_last: Keep the last layer explicit, as in the paper; the last in the order of ``model.named_modules()``.
@@ -84,12 +85,19 @@ class ProxProp:
         tau_theta: float = 1.0,
         method: Literal["auto", "exact", "cg"] = "auto",
         cg_iters: int = 3,
+        cg_tol: float | None = None,
         gram: str | GramRule = "exact",
         skip_last: bool = True,
         fused: bool = True,
         process_group: dist.ProcessGroup | Literal["auto"] | None = "auto",
     ) -> None:
-        options = Options(tau_theta, method, cg_iters, as_gram_rule(gram), skip_last, fused)
+        options = Options(tau_theta, method, cg_iters, cg_tol, as_gram_rule(gram), skip_last, fused)
+        if process_group not in ("auto", None) and not (
+            dist.is_available() and isinstance(process_group, dist.ProcessGroup)
+        ):
+            raise OptionError(
+                f'process_group must be "auto", None or a torch.distributed process group, got {process_group!r}'
+            )
         if not isinstance(model, nn.Module):
             raise CapabilityError(f"ProxProp takes an nn.Module, got {type(model).__name__}")
         self._model = model
@@ -100,6 +108,7 @@ class ProxProp:
         self._taps: dict[str, Tap] = {}
         self._handles: list[Any] = []
         self._withheld: list[tuple[Tensor, Tensor]] = []
+        self._told: set[str] = set()
 
     @property
     def options(self) -> Options:
@@ -131,6 +140,11 @@ class ProxProp:
             )
         if not isinstance(optimizer, Optimizer):
             raise CapabilityError(f"attach takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        if any(isinstance(hook, Hook) for hook in optimizer._optimizer_step_pre_hooks.values()):
+            raise OptionError(
+                "this optimizer has a ProxProp already, and its checkpoint holds the state of one; give one ProxProp a "
+                "model with all the layers, or detach the other first"
+            )
         self._layers = discover(self._model, self.options.skip_last)
         require_owned(self._layers.tapped, optimizer)
         self._shared.distributed = self._processes() > 1
@@ -206,34 +220,42 @@ class ProxProp:
                 tap.reduce(None if self._group in ("auto", None) else self._group)  # type: ignore[arg-type]
         self._tell_silent([tap for tap in active if tap.record.empty])
         active = [tap for tap in active if not tap.record.empty]
-        bad = _first_bad(active)
-        try:
-            for tap in active if bad is None else []:
-                bad = tap
+        trouble = self._trouble(active, optimizer)
+        for tap in active if trouble is None else []:
+            try:
                 tap.precondition()
-                bad = None
-        except NonFiniteError:
-            pass
-        if bad is not None:
-            self._withhold(optimizer, bad)
+            except NonFiniteError:
+                trouble = f"the input of {_named(tap.path)}"
+                break
+        if trouble is not None:
+            self._withhold(optimizer, trouble)
+
+    def _trouble(self, active: list[Tap], optimizer: Optimizer) -> str | None:
+        """Where NaN or Inf enters: the first layer whose input has it, else the last with such a gradient."""
+        owned = [p for group in optimizer.param_groups for p in group["params"]]
+        bad = {id(p) for p in owned if p.grad is not None and not _finite(p.grad)}
+        if not bad:
+            return None
+        entered = next((tap.path for tap in active if tap.record.unusable()), None)
+        if entered is not None:
+            return f"the input of {_named(entered)}"
+        paths = [name.rpartition(".")[0] for name, p in self._model.named_parameters() if id(p) in bad]
+        return f"the gradient of {_named(paths[-1]) if paths else 'a parameter outside of the model'}"
 
     def _tell_silent(self, silent: list[Tap]) -> None:
-        new = [tap for tap in silent if not tap.told]
-        for tap in new:
-            tap.told = True
+        new = [tap for tap in silent if not tap.called and tap.path not in self._told]
+        self._told |= {tap.path for tap in new}
         if new:
-            paths = ", ".join(tap.path for tap in new)
+            paths = ", ".join(tap.path or "the model" for tap in new)
             _log.warning(
                 "ProxProp: plain gradients for %s, whose forward is never called (attention uses weights directly)",
                 paths,
             )
 
-    def _withhold(self, optimizer: Optimizer, tap: Tap) -> None:
+    def _withhold(self, optimizer: Optimizer, trouble: str) -> None:
         """Skip the step: an optimizer leaves a parameter without gradient alone, and its state, too."""
-        part = "input" if tap.record.unusable() else "gradient"
         warnings.warn(
-            f"ProxProp skips this step: the {part} of layer '{tap.path}' holds NaN or Inf; lower the learning rate or "
-            f"clean the data",
+            f"ProxProp skips this step: {trouble} holds NaN or Inf; lower the learning rate or clean the data",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -260,12 +282,19 @@ class ProxProp:
     # --- state --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps taken, τθ and cached Gram matrices; a half-done accumulation is not in it."""
+        """Steps taken, τθ, cached Gram matrices and layers that need float64; a half-done accumulation is not in it."""
         grams = {path: (cache.mean, cache.rows) for path, cache in self._caches.items() if cache.mean is not None}
-        return {"turn": self._shared.turn, "tau_theta": self.options.tau_theta, "grams": grams}
+        wide = [path for path, cache in self._caches.items() if cache.wide]
+        return {"turn": self._shared.turn, "tau_theta": self.options.tau_theta, "grams": grams, "wide": wide}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken; τθ becomes the saved one, as a learning rate would."""
+        missing = sorted({"turn", "tau_theta", "grams"} - set(state if isinstance(state, dict) else ()))
+        if missing:
+            raise OptionError(
+                f"the saved state lacks {', '.join(missing)}; pass what ProxProp.state_dict() returned, or load the "
+                f"optimizer's checkpoint into the optimizer"
+            )
         unknown = sorted(set(state["grams"]) - set(self._caches))
         if unknown:
             raise ShapeError(
@@ -285,7 +314,7 @@ class ProxProp:
             mean, rows = state["grams"].get(path, (None, 0))
             device = next(self._layers.tapped[path][0].parameters()).device
             cache.mean = None if mean is None else mean.detach().clone().to(device)
-            cache.metric, cache.rows = None, rows
+            cache.metric, cache.rows, cache.wide = None, rows, path in state.get("wide", ())
 
     def _save_with(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         state[_KEY] = self.state_dict()
@@ -297,12 +326,11 @@ class ProxProp:
         return {key: value for key, value in state.items() if key != _KEY}
 
 
-def _first_bad(taps: list[Tap]) -> Tap | None:
-    """The first layer whose gradient is not finite; one pass over the gradients."""
-    if not taps:
-        return None
+def _named(path: str) -> str:
+    return f"layer '{path}'" if path else "the model"
+
+
+def _finite(grad: Tensor) -> bool:
+    values = grad._values() if grad.is_sparse else grad
     # A sum is finite unless an entry is not, or it overflows: then look closer.
-    sums = [[g.sum() for g in tap.grads() if g is not None] for tap in taps]
-    finite = [torch.isfinite(torch.stack(parts)).all() for parts in sums]
-    suspects = [tap for tap, ok in zip(taps, finite, strict=True) if not bool(ok)]
-    return next((t for t in suspects if not all(torch.isfinite(g).all() for g in t.grads() if g is not None)), None)
+    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())

@@ -1,25 +1,30 @@
 """What one layer remembers between a backward pass and the optimizer's step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ...operators.gram import gram
-from .directions import Metric, Pair, Rows, dual, dual_of_gradient, working
+from ...errors import NonFiniteError
+from .directions import Metric, Pair, Rows, added, dual, dual_of_gradient, relate, scaled, working
 from .maps import WeightMap
 from .options import CachedGram, Options
+from .patches import row_gram
 
 __all__ = ["Cache", "Contribution", "Record", "Shared"]
 
 
 @dataclass
 class Cache:
-    """A running mean of Gram matrices per row, and the metric that was last made of it."""
+    """A running mean of Gram matrices per row, and the metric that was last made of it.
+
+    ``wide``: float32 had too few digits for this layer's Gram matrix once; from then on its products are float64.
+    """
 
     mean: Tensor | None = None
     metric: Metric | None = None
     rows: int = 0
+    wide: bool = False
 
     def mixed(self, gram: Tensor, rows: int, decay: float) -> Tensor:
         """The mean after one more Gram matrix; the cache itself does not change before the step is taken."""
@@ -76,6 +81,8 @@ class Record:
     foreign: bool = False
     _metric: Metric | None = None
     _mean: Tensor | None = None
+    # Sums of inputs of which nothing else is kept: not finite if an entry is not.
+    _probes: list[Tensor] = field(default_factory=list)
 
     @property
     def empty(self) -> bool:
@@ -87,8 +94,8 @@ class Record:
         """The columns of A, the ones included."""
         return self.map.columns * self.trains_weight + self.ones
 
-    def add(self, part: Contribution) -> None:
-        """Take in the rows of one call."""
+    def add(self, part: Contribution, at_once: bool = False) -> None:
+        """Take in the rows of one call; if a direction is wanted ``at_once`` the factor stays for it."""
         self.count += self.map.count(part.x)
         few = self.trains_weight and self.map.groups == 1 and not self.shared.distributed and self.count < self.width
         if few and self.gram is None:
@@ -96,11 +103,34 @@ class Record:
             self.rows = fresh if self.rows is None else self.rows.then(fresh)
             return
         earlier, self.rows = self.rows, None
-        if self.updates():
-            grams = [self._gram(part.x)]
-            grams += [] if self.gram is None else [self.gram]
-            grams += [] if earlier is None else [self._gram_of_rows(earlier)]
-            self.gram = sum(grams[1:], grams[0])
+        if not self.updates():
+            self._probes.append(part.x.sum())
+            return
+        metric = self._sum(part, earlier)
+        if not self._suffices(metric):
+            self.cache.wide = True
+            metric = self._sum(part, earlier)
+        self.gram, self._metric = metric.gram, metric if at_once else None
+
+    def _sum(self, part: Contribution, earlier: Rows | None) -> Metric:
+        """All rows so far."""
+        wide, before = self.cache.wide, self.gram
+        grams = [self._gram(part.x, wide)]
+        grams += [] if before is None else [before]
+        grams += [] if earlier is None else [row_gram(earlier.a, self.ones, wide)[None]]
+        total = sum(grams[1:], grams[0])
+        keep = wide or (before is not None and before.dtype == torch.float64)
+        dtype = torch.float64 if keep or part.x.dtype == torch.float64 else torch.float32
+        return Metric(total.to(dtype), self.shared.options.shift)
+
+    def _suffices(self, metric: Metric) -> bool:
+        """Whether the Gram matrix has the digits for a solve; conjugate gradients stop before they need them."""
+        if metric.gram.dtype == torch.float64 or self.shared.options.method == "cg" or not self.trains_weight:
+            return True
+        try:
+            return metric.accurate
+        except NonFiniteError:
+            return True
 
     def updates(self) -> bool:
         """Whether the rule asks for a Gram matrix at this step."""
@@ -111,21 +141,18 @@ class Record:
         rule = self.shared.options.gram
         return rule if isinstance(rule, CachedGram) and self.trains_weight and self.map.convolves else None
 
-    def _gram(self, x: Tensor) -> Tensor:
+    def _gram(self, x: Tensor, wide: bool) -> Tensor:
         if self.trains_weight:
-            return self.map.gram(working(x), self.ones, self.shared.options.gram, self.shared.turn)
+            return self.map.gram(working(x), self.ones, self.shared.options.gram, self.shared.turn, wide)
         return working(x).new_full((self.map.groups, 1, 1), float(self.map.count(x)))
-
-    def _gram_of_rows(self, rows: Rows) -> Tensor:
-        a = torch.cat([rows.a, rows.a.new_ones(len(rows.a), 1)], 1) if self.ones else rows.a
-        return gram(a.mT)[None]
 
     def _settle(self) -> Metric:
         """The metric of this step's rows."""
         rule, shift = self._caches(), self.shared.options.shift
         if rule is None:
             assert self.gram is not None
-            return Metric(self.gram, shift)
+            known = self._metric is not None and self._metric.gram is self.gram and self._metric.shift == shift
+            return self._metric if known and self._metric is not None else Metric(self.gram, shift)
         if self.gram is not None:
             self._mean = self.cache.mixed(self.gram, self.count, rule.decay)
         elif self.cache.metric is not None and self.cache.rows == self.count and self.cache.metric.shift == shift:
@@ -158,7 +185,11 @@ class Record:
         if self.rows is not None:
             return dual(self.rows, self.shared.options)
         self.plain = working(self.join(gradient))
-        return self.split(self._settle().direction(self.plain, self.shared.options))
+        made = self._settle().direction(self.plain, self.shared.options)
+        if self._caches() is None:
+            # The factor has done its work; the Gram matrix stays, for a second backward pass.
+            self._metric = None
+        return self.split(made)
 
     def undefined(self) -> Pair:
         """A direction that no step should take."""
@@ -167,16 +198,31 @@ class Record:
 
     def unfuse(self, held: Pair | None) -> Pair:
         """The plain gradient: as it was, or of a direction that is ``held`` and was changed since."""
+        plain = self.rows.gradient() if self.rows is not None else self.split(self._plain())
         if held is None:
-            return self.rows.gradient() if self.rows is not None else self.split(self._plain())
+            return plain
+        made = self._made()
+        scale, rest = relate(held, made)
+        if rest is None:
+            return scaled(plain, scale)
+        return added(plain, self._image(added(held, scaled(made, -torch.ones_like(scale)))))
+
+    def _made(self) -> Pair:
+        """The direction that was put into ``.grad``, once more."""
+        options = self.shared.options
+        if self.rows is not None:
+            return dual(self.rows, options)
+        return self.split(self._settle().direction(self._plain(), options))
+
+    def _image(self, held: Pair) -> Pair:
+        """What an exact solve makes ``held`` from."""
         if self.rows is None:
             return self.split(self._settle().gradient(self.join(held)))
-        back, shift = self.rows.adjoint(self.rows.apply(held)), self.shared.options.shift
-        return Pair(*(None if b is None or h is None else b + shift * h for b, h in zip(back, held, strict=True)))
+        return added(self.rows.adjoint(self.rows.apply(held)), scaled(held, torch.tensor(self.shared.options.shift)))
 
     def unusable(self) -> bool:
         """Whether an input holds NaN or Inf."""
-        held = [t for t in (None if self.rows is None else self.rows.a, self.gram) if t is not None]
+        held = [t for t in (None if self.rows is None else self.rows.a, self.gram, *self._probes) if t is not None]
         return not all(bool(torch.isfinite(t).all()) for t in held)
 
     def _plain(self) -> Tensor:

@@ -75,9 +75,8 @@ class _Tapped(torch.autograd.Function):
     def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needed = tuple(ctx.needs_input_grad[:3])
-        found = ctx.tap.backward(x, weight, delta, needed)
-        like = (x.dtype, weight.dtype, weight.dtype)
-        return (*(None if g is None else g.to(dtype) for g, dtype in zip(found, like, strict=True)), None)
+        with ctx.tap.precisely():
+            return (*ctx.tap.backward(x, weight, delta, needed), None)
 
 
 class Tap:
@@ -87,17 +86,18 @@ class Tap:
         self.path, self.map, self.shared, self.cache = path, map, shared, cache
         self.module: Any = module
         self.record = self._blank()
-        self.told = False
+        self.called = False
         self._tasks: dict[int, _Task] = {}
         self._stamps: dict[str, tuple[int, int]] = {}
-        self._norms: Tensor | None = None
+        self._norms: dict[str, Tensor] = {}
         self._handles: dict[str, tuple[Tensor, list[Any]]] = {}
         module.forward = Forward(self)
 
     def remove(self) -> None:
         """Give the module its forward pass back, and the parameters their plain gradients."""
         if self.record.fused and self.refresh():
-            self._unfuse()
+            with self.precisely():
+                self._unfuse()
         del self.module.__dict__["forward"]
         for _, handles in self._handles.values():
             for handle in handles:
@@ -109,6 +109,10 @@ class Tap:
         self.record = self._blank()
         self._tasks.clear()
         self._stamps.clear()
+
+    def precisely(self) -> torch.autocast:
+        """A context in which no product is cast to a shorter type: backward passes and steps may be under autocast."""
+        return torch.autocast(self.module.weight.device.type, enabled=False)
 
     def _blank(self) -> Record:
         trained = self.trained
@@ -136,6 +140,7 @@ class Tap:
         if plain or torch._C._functorch.is_functorch_wrapped_tensor(x):
             out: Tensor = _plain_forward(self.module)(x)
             return out
+        self.called = True
         self._once_a_pass()
         for name, parameter in trained.items():
             self._watch(name, parameter)
@@ -166,6 +171,12 @@ class Tap:
         after = parameter.register_post_accumulate_grad_hook(lambda _: self._accumulated(name))
         self._handles[name] = (parameter, [before, after])
 
+    def _hooked(self) -> bool:
+        """Whether hooks of others may change a gradient on its way into ``.grad``."""
+        mine = {handle.id for _, handles in self._handles.values() for handle in handles}
+        found = [hooks for p in self.trained.values() for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)]
+        return any(key not in mine for hooks in found for key in hooks or ())
+
     # --- backward -----------------------------------------------------------------------------------------------
 
     def backward(
@@ -178,26 +189,31 @@ class Tap:
             self._unfuse()
         # A gradient that is to be differentiated itself is left plain, and solved at the step.
         higher = torch.is_grad_enabled()
-        part = Contribution(x.detach(), delta.detach())
-        fuse = self.shared.fuses and not higher and not standing and task.calls == 0 and self._clean()
-        task.parts.append(part)
+        hooked = self._hooked()
+        task.foreign |= hooked
+        part, rows = Contribution(x.detach(), delta.detach()), self.map.count(x)
+        alone = task.calls == 0 and not standing and not hooked
+        fuse = self.shared.fuses and not higher and alone and rows > 0 and self._clean()
+        task.parts += [part] if rows else []
         task.calls += 1
         if not fuse:
-            grads = self.map.gradients(x, weight, delta, needed)
+            found = self.map.gradients(x, weight, delta, needed)
+            like = (x.dtype, weight.dtype, weight.dtype)
+            grads = tuple(None if g is None else g.to(dtype) for g, dtype in zip(found, like, strict=True))
             if task.draft is None:
                 task.given = dict(zip(_NAMES, grads[1:], strict=True))
             return grads
         draft = self._blank()
-        draft.add(part)
+        draft.add(part, at_once=True)
         few = draft.rows is not None
         ahead, gw, gb = self.map.gradients(x, weight, delta, (needed[0], needed[1] and not few, needed[2] and not few))
         try:
-            found = draft.fuse(Pair(_matrix(gw), gb))
+            made = draft.fuse(Pair(_matrix(gw), gb))
         except NonFiniteError:
-            found = draft.undefined()
+            made = draft.undefined()
         task.draft = draft
-        task.given = {name: value for name, value in self._shaped(found, weight.dtype).items() if value is not None}
-        return ahead, task.given.get("weight"), task.given.get("bias")
+        task.given = {name: value for name, value in self._shaped(made, weight.dtype).items() if value is not None}
+        return None if ahead is None else ahead.to(x.dtype), task.given.get("weight"), task.given.get("bias")
 
     def _task(self) -> _Task:
         """This run of the engine; forgotten when the run ends."""
@@ -211,7 +227,6 @@ class Tap:
         task = self._tasks.pop(key, None)
         if task is not None and task.accumulated:
             self.record.foreign |= task.foreign
-            self._stamp()
 
     def _clean(self) -> bool:
         """Whether ``.grad`` holds nothing, so that a direction may be put there."""
@@ -234,7 +249,8 @@ class Tap:
             return None
         task.foreign, task.draft.fused = True, False
         if task.plain is None:
-            task.plain = self._shaped(task.draft.unfuse(None), grad.dtype)
+            with self.precisely():
+                task.plain = self._shaped(task.draft.unfuse(None), grad.dtype)
         plain = task.plain
         for other, parameter in self.trained.items():
             value = plain[other]
@@ -255,31 +271,37 @@ class Tap:
             self.record, parts = task.draft, parts[1:]
         elif parts and self.record.empty:
             self.record = self._blank()
-        for part in parts:
-            self.record.add(part)
+        with self.precisely():
+            for part in parts:
+                self.record.add(part)
         task.accumulated.add(name)
+        self.record.foreign |= task.foreign
+        self._stamp(name)
 
     # --- between backward and step ------------------------------------------------------------------------------
 
     def _seen(self) -> dict[str, tuple[int, int]]:
         return {n: (p.grad.data_ptr(), p.grad._version) for n, p in self.trained.items() if p.grad is not None}
 
-    def _stamp(self) -> None:
-        self._stamps, self._norms = self._seen(), self._sizes()
+    def _stamp(self, *names: str) -> None:
+        """Note what was accumulated, before anybody else can change it."""
+        for name, seen in self._seen().items():
+            if name in names:
+                self._stamps[name] = seen
+                self._norms[name] = self._norm(name)
 
-    def _sizes(self) -> Tensor | None:
-        """The gradients' norms, where it matters that they stay: torch's unscaling does not count as a version."""
-        grads = [g for g in self.grads() if g is not None]
-        if self.record.rows is None or self.record.foreign or self.record.fused or not grads:
-            return None
-        return torch.stack([torch.linalg.vector_norm(g) for g in grads])
+    def _norm(self, name: str) -> Tensor:
+        """A gradient's norm, where it matters that it stays: torch's unscaling does not count as a version."""
+        grad = self.trained[name].grad
+        assert grad is not None
+        matters = (self.record.fused or self.record.rows is not None) and not self.record.foreign
+        return torch.linalg.vector_norm(grad) if matters else grad.new_zeros(())
 
     def _changed(self) -> bool:
-        """Whether any gradient is not what the last backward pass left."""
-        if self._seen() != self._stamps or self._norms is None:
+        """Whether any gradient is not what its rows gave."""
+        if self.record.foreign or self._seen() != self._stamps:
             return True
-        sizes = self._sizes()
-        return sizes is None or sizes.shape != self._norms.shape or not bool((sizes == self._norms).all())
+        return not all(bool(self._norm(name) == self._norms[name]) for name in self._stamps)
 
     def refresh(self) -> bool:
         """Whether the record belongs to what ``.grad`` holds; after ``zero_grad`` it is emptied."""
@@ -293,11 +315,10 @@ class Tap:
 
     def _unfuse(self) -> None:
         """A second backward pass comes: back to the plain gradient, which is solved at the step."""
-        held = self.grads()
-        changed = self.record.foreign or self._seen() != self._stamps
-        self._write(self.record.unfuse(held if changed else None))
-        self.record.fused, self.record.plain = False, None
-        self._stamp()
+        changed = self._changed()
+        self._write(self.record.unfuse(self.grads() if changed else None))
+        self.record.fused, self.record.plain, self.record.foreign = False, None, changed
+        self._stamp(*_NAMES)
 
     def _shaped(self, pair: Pair, dtype: torch.dtype) -> dict[str, Tensor | None]:
         weight = None if pair.weight is None else pair.weight.reshape(self.module.weight.shape).to(dtype)
@@ -322,13 +343,17 @@ class Tap:
         if self.record.updates():
             gram = self.record.gram
             gram = like.new_zeros(self.map.groups, self.record.width, self.record.width) if gram is None else gram
+            # Which of them needed float64 differs between processes.
+            gram = gram.double()
             dist.all_reduce(gram, group=group)
             self.record.gram = gram
         self.record.count = int(count)
 
     def precondition(self) -> None:
         """Put the direction into ``.grad``, where it is not there yet. Raises NonFiniteError."""
-        if not self.record.fused:
+        if self.record.fused:
+            return
+        with self.precisely():
             self._write(self.record.direction(self.grads(), changed=self.record.rows is not None and self._changed()))
 
 

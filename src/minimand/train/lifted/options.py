@@ -1,0 +1,96 @@
+"""Options of lifted training, and what an epoch reports."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence, Sized
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import OptionError
+
+__all__ = ["NO_BATCH", "Epoch", "Recipe", "check_loader", "weights_per_layer"]
+
+NO_BATCH = "loader holds no batch; pass a list or a DataLoader of (x, y)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Epoch:
+    """What an epoch of :meth:`Lifted.fit` reports.
+
+    ``energy`` is the mean over its batches of the energy per sample: in mode ``"fast"`` before the batch's
+    update, where it is the loss of the forward pass; in mode ``"monotone"`` after it.
+    """
+
+    number: int
+    energy: float
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    r"""Options of the mini-batch mode.
+
+    Args:
+        ratio: Each layer's :math:`\mu` is that of the layer below times this, up to 1 at the output.
+        damping: The weight step's ridge :math:`\varepsilon` per row; None is 5 for the squared loss, 20 for
+            cross-entropy.
+        momentum: Of the heavy ball on the weights.
+        rate: The first learning rate; it falls to zero along half a cosine.
+        sweeps: Sweeps over the auxiliary variables for each batch; None is the method's own default.
+        block: Rows of a weight regression that are solved together, see :func:`~minimand.train.lifted.weights.regress`.
+    """
+
+    ratio: float = 10.0
+    damping: float | None = None
+    momentum: float = 0.95
+    rate: float = 1.0
+    sweeps: int | None = None
+    block: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("ratio", "rate"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise OptionError(f"Recipe.{name} must be a finite number > 0, got {getattr(self, name)}")
+        if self.damping is not None and not 0 < self.damping < math.inf:
+            raise OptionError(f"Recipe.damping must be None or a finite number > 0, got {self.damping}")
+        if not 0 <= self.momentum < 1:
+            raise OptionError(f"Recipe.momentum must lie in [0, 1), got {self.momentum}")
+        if self.sweeps is not None and self.sweeps < 1:
+            raise OptionError(f"Recipe.sweeps must be None or at least 1, got {self.sweeps}")
+        if self.block < 1:
+            raise OptionError(f"Recipe.block must be at least 1, got {self.block}")
+
+    def rate_at(self, progress: float) -> float:
+        """The learning rate after a share of the training."""
+        return self.rate * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+
+
+def check_loader(loader: Iterable[Any], epochs: int) -> None:
+    """Refuse what cannot be iterated ``epochs`` times."""
+    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 0:
+        raise OptionError(f"epochs must be a whole number ≥ 0, got {epochs!r}")
+    if epochs > 1 and iter(loader) is loader:
+        raise OptionError("loader is an iterator, which ends after one epoch; pass a list or a DataLoader")
+    if isinstance(loader, Sized) and len(loader) == 0:
+        raise OptionError(NO_BATCH)
+
+
+def weights_per_layer(mu: float | Sequence[float] | Tensor, layers: int) -> tuple[float, ...]:
+    """One penalty weight per layer, from one number or one per layer.
+
+    >>> weights_per_layer(2.0, 3)
+    (2.0, 2.0, 2.0)
+    """
+    given: Any = mu.tolist() if isinstance(mu, Tensor) else mu
+    entries = [given] * layers if isinstance(given, Real) else list(given)
+    if any(isinstance(entry, bool) or not isinstance(entry, Real) for entry in entries):
+        raise OptionError(f"mu must be a number or one number for each layer, got {mu!r}")
+    values = tuple(float(entry) for entry in entries)
+    if len(values) != layers:
+        raise OptionError(f"mu has {len(values)} entries, but the network has {layers} layers; give one for each")
+    bad = [m for m in values if not 0 < m < math.inf]
+    if bad:
+        raise OptionError(f"mu must be finite and > 0 in every layer, got {bad[0]}")
+    return values

@@ -1,0 +1,154 @@
+"""Laws: a float32 direction is within a thousandth of a float64 solve, under autocast, too; memory stays bounded."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from minimand.train.proxprop import patches
+from tests.test_proxprop_training import BOTH, _batch, _grads, _loss, _net, _start
+
+
+def _images(count, size, top, seed=0):
+    """Smooth positive images in [0, top], of three channels: strongly correlated pixels, as photographs have."""
+    maps = torch.randn(count, 3, size + 8, size + 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    for _ in range(3):
+        maps = F.avg_pool2d(maps, 3, stride=1, padding=1)
+    maps = maps[..., 4:-4, 4:-4]
+    return (top * (0.5 + 0.15 * maps / maps.std()).clamp(0, 1)).float()
+
+
+CASES = {
+    "linear, primal": (lambda: nn.Linear(108, 9), lambda top: _images(1500, 6, top).flatten(1)),
+    "linear, dual": (lambda: nn.Linear(108, 9), lambda top: _images(60, 6, top).flatten(1)),
+    "conv": (lambda: nn.Conv2d(3, 5, 5, padding=2), lambda top: _images(40, 12, top)),
+    "conv, stride 2": (lambda: nn.Conv2d(3, 5, 5, stride=2), lambda top: _images(60, 12, top)),
+}
+
+
+def _rows(layer, x):
+    if isinstance(layer, nn.Conv2d):
+        x = F.unfold(x, layer.kernel_size, padding=layer.padding, stride=layer.stride).mT.flatten(0, 1)
+    return torch.cat([x.double(), torch.ones(len(x), 1, dtype=torch.float64)], 1)
+
+
+@BOTH
+@pytest.mark.parametrize("tau", [1.0, 100.0])
+@pytest.mark.parametrize("top", [1.0, 255.0])
+@pytest.mark.parametrize("name", CASES)
+def test_float32_stays_within_a_thousandth_of_float64(name, top, tau, fused):
+    """The oracle solves for the gradient as float32 has it, with the Gram matrix in float64."""
+    make, images = CASES[name]
+    torch.manual_seed(0)
+    layer, x = make(), images(top)
+    out = layer(x)
+    delta = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)) / len(x)
+    out.backward(delta)
+    A = _rows(layer, x)
+    metric = A.T @ A + torch.eye(A.shape[1], dtype=torch.float64) / tau
+    if name == "linear, dual":
+        # There the direction is made from δ, not from the rounded gradient.
+        G = delta.double().T @ A
+    else:
+        G = torch.cat([layer.weight.grad.flatten(1), layer.bias.grad[:, None]], 1).double()
+    exact = torch.linalg.solve(metric, G.T).T
+    layer.zero_grad()
+    prox, optimizer = _start(layer, tau_theta=tau, fused=fused, skip_last=False)
+    layer(x).backward(delta)
+    optimizer.step()
+    got = torch.cat([layer.weight.grad.flatten(1), layer.bias.grad[:, None]], 1).double()
+    assert (got - exact).norm() < 1e-3 * exact.norm()
+    prox.detach()
+
+
+@BOTH
+@pytest.mark.parametrize("method", ["exact", "cg"])
+@pytest.mark.parametrize("rows", [4, 40])
+def test_autocast_around_the_backward_pass_and_the_step_changes_nothing(rows, method, fused):
+    """The forward pass under autocast; then backward and step inside of it or not, to the bit, accumulated or not."""
+    found = []
+    for inside in (False, True):
+        net, (x, y) = _net(dtype=torch.float32), _batch(rows, dtype=torch.float32)
+        prox, optimizer = _start(net, fused=fused, method=method)
+        for parts in (1, 2):
+            optimizer.zero_grad()
+            for i in range(parts):
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = _loss(net, x[i::parts], y[i::parts])
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+                    loss.backward()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+                optimizer.step()
+            found.append(_grads(net))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+            _loss(net, x, y).backward()
+            prox.detach()
+    torch.testing.assert_close(found[:2], found[2:], rtol=0, atol=0)
+
+
+def test_under_autocast_a_gradient_is_still_its_layers_own():
+    """Unfused, few rows: the direction comes from δ, which only a gradient that nothing was added to has."""
+    net, (x, y) = _net(dtype=torch.float32), _batch(4, dtype=torch.float32)
+    prox, optimizer = _start(net, fused=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _loss(net, x, y).backward()
+    assert not any(tap.record.foreign or tap._changed() for tap in prox._taps.values())
+    optimizer.step()
+    prox.detach()
+
+
+class _Largest(TorchDispatchMode):
+    """The most entries that any operation gave out in new memory."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.entries = max(self.entries, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return out
+
+
+@BOTH
+@pytest.mark.parametrize("gram", ["exact", "autocorrelation", "subsampled"])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_the_unfolded_batch_never_stands_in_memory_whole(monkeypatch, stride, gram, fused):
+    monkeypatch.setattr(patches, "_BLOCK", 1 << 14)
+    torch.manual_seed(0)
+    layer, x = nn.Conv2d(3, 4, 5, stride=stride, padding=2), torch.rand(64, 3, 16, 16)
+    prox, optimizer = _start(layer, gram=gram, fused=fused, skip_last=False)
+    unfolded = F.unfold(x, 5, padding=2, stride=stride).numel()
+    with _Largest() as largest:
+        layer(x).square().sum().backward()
+        optimizer.step()
+    assert largest.entries <= 2 * max(1 << 14, x.numel(), layer(x).numel()) < unfolded / 2
+    prox.detach()
+
+
+def _held(prox):
+    """Entries that the records hold on their own, by layer."""
+    found = {}
+    for path, tap in prox._taps.items():
+        record = tap.record
+        mine = [record.gram, record.plain, None if record._metric is None else record._metric.gram]
+        if record.rows is not None:
+            mine += [record.rows.a, record.rows.delta]
+        found[path] = sum(t.numel() for t in {id(t): t for t in mine if t is not None}.values())
+    return found
+
+
+@BOTH
+def test_what_is_held_between_backward_and_step(fused):
+    """Many rows: the Gram matrix, and if fused the plain gradient; few: input and δ. After the step nothing."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 2))
+    prox, optimizer = _start(net, fused=fused)
+    net(torch.rand(10, 6)).square().sum().backward()
+    assert _held(prox) == {"0": 7 * 7 + fused * 20 * 7, "2": 10 * (20 + 30)}
+    assert all(tap.record._metric is None for tap in prox._taps.values())
+    optimizer.step()
+    assert set(_held(prox).values()) == {0}
+    prox.detach()
