@@ -64,12 +64,18 @@ def _worker(rank, port, results):
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", rank=rank, world_size=2)
     for name, options, bucket in CASES:
-        module = _mixed()
-        net = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=bucket)
-        found = _distributed_train(net, module, lambda x, rank=rank: x[4 * rank : 4 * rank + 4], options)
+        found = _share(rank, options, bucket)
         if rank == 0:
             results[name] = [w.numpy() for w in found]
+    # A network that outlives the group, or a group that one process leaves early, may wait for ever in gloo.
+    dist.barrier()
     dist.destroy_process_group()
+
+
+def _share(rank, options, bucket):
+    module = _mixed()
+    net = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=bucket)
+    return _distributed_train(net, module, lambda x: x[4 * rank : 4 * rank + 4], options)
 
 
 CASES = [

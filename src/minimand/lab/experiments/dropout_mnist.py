@@ -190,7 +190,7 @@ experiment = Experiment(
     ),
     presets={
         "smoke": Preset(Options("digits", samples=200, width=32, epochs=2), (0,), 0.05),
-        "laptop": Preset(Options(), (0, 1), 45),
+        "laptop": Preset(Options(), (0, 1), 50),
         "paper": Preset(Options(width=2048, epochs=200), (0, 1, 2), 30_000),
     },
     parts=parts,
