@@ -117,7 +117,8 @@ def test_workers_go_with_their_parent(tmp_path: Path) -> None:
     assert children
     process.kill()
     process.wait()
-    for _ in range(500):
+    # One that is still starting notices when it has.
+    for _ in range(6000):
         if not any(_runs(child) for child in children):
             return
         time.sleep(0.01)
