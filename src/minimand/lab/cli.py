@@ -21,6 +21,10 @@ from .store import atomically
 __all__ = ["main"]
 
 PresetName = Literal["smoke", "laptop", "paper"]
+# Presets that take more than seconds.
+_LONG = ("laptop", "paper")
+# Columns of a terminal that has room for the sources, too.
+_WIDE = 140
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,24 +56,30 @@ class Arguments:
 
 
 def list_() -> None:
-    """The experiments, their source, and about how many minutes each preset takes on one core.
+    """The experiments, their source, and about how long each preset takes on one core.
 
     Example: minimand list
     """
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("experiment", "what", "source", "smoke", "laptop", "paper", title="Experiments; minutes on one core")
-    table.columns[0].no_wrap = True
-    for column in table.columns[3:]:
-        column.justify = "right"
+    console = Console()
+    wide = console.width >= _WIDE
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Experiments, and their time on one core")
+    table.add_column("experiment", no_wrap=True, style="bold")
+    table.add_column("what")
+    if wide:
+        table.add_column("source", style="dim")
+    for preset in _LONG:
+        table.add_column(preset, justify="right", no_wrap=True)
     for experiment in experiments():
-        minutes = (
-            _minutes(experiment.presets[name].minutes) if name in experiment.presets else "–"
-            for name in ("smoke", "laptop", "paper")
-        )
-        table.add_row(experiment.name, experiment.title, experiment.source, *minutes)
-    Console().print(table)
+        known = experiment.presets
+        times = (_duration(known[preset].minutes) if preset in known else "–" for preset in _LONG)
+        about = [experiment.title, experiment.source] if wide else [experiment.title]
+        table.add_row(experiment.name, *about, *times)
+    console.print(table)
+    console.print("The preset smoke takes seconds. More of one: minimand run NAME --help", highlight=False)
 
 
 def run(name: tyro.conf.Positional[str], arguments: tyro.conf.OmitArgPrefixes[Arguments] = Arguments()) -> None:  # noqa: B008
@@ -254,5 +264,15 @@ def _summary(path: Path, console: Any) -> None:
         console.print(f"- {finding}", highlight=False)
 
 
-def _minutes(minutes: float) -> str:
-    return "< 1" if minutes < 1 else f"{minutes:.0f}"
+def _duration(minutes: float) -> str:
+    """Of about how long it takes, in the unit that a person would use.
+
+    >>> _duration(0.2), _duration(90), _duration(280), _duration(100_000)
+    ('< 1 min', '90 min', '4.7 h', '69 days')
+    """
+    if minutes < 1:
+        return "< 1 min"
+    if minutes < 120:
+        return f"{minutes:.0f} min"
+    hours = minutes / 60
+    return f"{hours:.2g} h" if hours < 72 else f"{hours / 24:.0f} days"

@@ -136,7 +136,7 @@ experiment = Experiment(
     ),
     presets={
         "smoke": Preset(Options(samples=80, neurons=6, grow=3, descent=15, rounds=2), (0,), 0.05),
-        "laptop": Preset(Options(), (0, 1, 2), 25),
+        "laptop": Preset(Options(), (0, 1, 2), 1.5),
         "paper": Preset(Options(samples=0, neurons=200, rounds=50), (0, 1, 2), 60),
     },
     parts=parts,
