@@ -106,7 +106,8 @@ def test_pipelines_and_set_output():
 def test_lambda_max_is_where_zero_becomes_the_answer(model):
     top = model.lambda_max(data(model))
     model = clone(model).set_params(**{"n_components": None} if hasattr(model, "n_components") else {})
-    above = clone(model).set_params(lam=1.001 * top).fit(data(model))
+    with pytest.warns(UserWarning, match="take a smaller lam"):
+        above = clone(model).set_params(lam=1.001 * top).fit(data(model))
     assert above.n_components_ == 0
     assert above.certificate_.status is Status.CERTIFIED or isinstance(model, CPTensor | SparseDictionary)
     if above.certificate_.polar_upper <= above.lam:

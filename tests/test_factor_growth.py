@@ -65,10 +65,12 @@ def test_above_lambda_max_the_certificate_says_that_the_answer_is_zero(model):
     Y = np.random.default_rng(0).random((6, 8))
     data = Y.reshape(6, 4, 2) if isinstance(model, CPTensor) else Y
     top = model.lambda_max(data)
-    far = clone(model).set_params(lam=5 * top, random_state=0).fit(data)
+    with pytest.warns(UserWarning, match="has no component"):
+        far = clone(model).set_params(lam=5 * top, random_state=0).fit(data)
     assert np.abs(far.components_).max(initial=0) == 0
     assert "lam ≥ lambda_max, so the answer is zero" in far.certificate_.method
-    near = clone(model).set_params(lam=1.001 * top, random_state=0).fit(data)
+    with pytest.warns(UserWarning, match="has no component"):
+        near = clone(model).set_params(lam=1.001 * top, random_state=0).fit(data)
     assert np.abs(near.components_).max(initial=0) == 0
     assert "the answer is zero" in near.certificate_.method
     below = clone(model).set_params(lam=0.5 * top, random_state=0).fit(data)

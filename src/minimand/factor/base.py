@@ -2,6 +2,7 @@
 
 import abc
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
@@ -91,11 +92,23 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             process_group: A torch.distributed group over whose ranks the rows are spread.
         """
         self._fit(Y, start, process_group)
+        self._say_if_zero()
         return self
 
     def fit_transform(self, Y: Any, y: Any = None, *, start: Any = None, process_group: Any = None) -> Any:
         """Fit to Y and return U; see :meth:`fit`."""
-        return self._fit(Y, start, process_group)
+        codes = self._fit(Y, start, process_group)
+        self._say_if_zero()
+        return codes
+
+    def _say_if_zero(self) -> None:
+        zero = self.objective_ > 0 and not self.components_.any()
+        if zero and self.certificate_.finds_nothing_above(self.lam):
+            warnings.warn(
+                f"{type(self).__name__} has no component: at lam={self.lam:g} the answer is zero, as it is from "
+                f"lambda_max(Y) on; take a smaller lam, or see path(Y)",
+                stacklevel=3,
+            )
 
     def _fit(self, Y: Any, start: Any, group: Any) -> Any:
         self._check_options()
@@ -133,7 +146,7 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         before: tuple[Any, Any] | None = None
         for i in np.argsort(-grid, kind="stable"):
             model = clone(self).set_params(lam=float(grid[i]))
-            U = model.fit_transform(Y, start=before)
+            U = model._fit(Y, before, None)
             V = model.components_.T
             before = (U, V) if model.n_components_ else None
             models[int(i)] = model

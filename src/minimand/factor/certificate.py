@@ -44,6 +44,15 @@ class Certificate:
     polar_upper: float
     method: str
 
+    def finds_nothing_above(self, lam: float) -> bool:
+        """Whether a bound was sought, and no direction is known that attains more than ``lam``.
+
+        A bound below ``lam`` that proves nothing belongs to a dual point other than the gradient, of a fit that has
+        not converged: it says nothing about directions.
+        """
+        judged = self.status is Status.CERTIFIED or lam < self.polar_upper < math.inf
+        return judged and self.polar_lower <= lam
+
     def __str__(self) -> str:
         return (
             f"{self.status}: relative gap {self.relative_gap:.2g}, "

@@ -188,7 +188,7 @@ def _start(start: tuple[Tensor, Tensor], Y: Tensor, options: Growth, rows: Rows)
 
 def said(certificate: Certificate, rank: int, lam: float) -> Certificate:
     """The certificate, with a word where the answer is zero because λ is too large; ``rank`` counts what is not."""
-    if rank or certificate.polar_lower > lam or math.isinf(certificate.polar_upper):
+    if rank or not certificate.finds_nothing_above(lam):
         return certificate
     known = "lam ≥ lambda_max, so the answer is zero"
     if certificate.polar_upper > lam * (1 + 1e-6):

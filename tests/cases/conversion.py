@@ -1,0 +1,39 @@
+"""What tests of conversions share: rules that keep the function, and how a network is looked at."""
+
+import torch
+from torch import nn
+
+from minimand.nn import Rule, SolverLayer, SolverOptions
+from minimand.solvers import ProxGD
+
+from .networks import NETWORKS
+
+ONE = SolverOptions(ProxGD(iters=1, step=1.0), ridge=0.0)
+RULES = {name: {"*": ONE} for name in NETWORKS} | {
+    "branching": {"body.*": ONE, "fc": Rule(ONE, activation="act", dropout=None)}
+}
+
+
+def network(name):
+    """A network, an input of it, and rules that replace all its layers by single unit steps."""
+    make, shape = NETWORKS[name]
+    return make(), torch.randn(shape), RULES[name]
+
+
+def evaluated(model, x, seed=1):
+    torch.manual_seed(seed)
+    return model(x)
+
+
+def solver_layers(model):
+    return {path: module for path, module in model.named_modules() if isinstance(module, SolverLayer)}
+
+
+def forwarding(forward):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.p, self.count = nn.Linear(6, 6), 0.5, 0
+
+    Net.forward = forward
+    return Net()

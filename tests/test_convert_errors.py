@@ -1,0 +1,102 @@
+"""What a conversion refuses: every problem at once, with its path, and nothing changed."""
+
+import pytest
+import torch
+from torch import nn
+
+from minimand.errors import ConversionError
+from minimand.functions import Zero
+from minimand.nn import Rule, convert
+from minimand.solvers import ProxGD, ProxSG
+
+from .cases.conversion import ONE, forwarding
+from .cases.networks import VGG
+
+
+def test_every_problem_is_listed_with_its_path_and_nothing_changes():
+    model = nn.ModuleDict(
+        {
+            "a": nn.Sequential(nn.Linear(6, 6), nn.ReLU()),
+            "b": nn.Sequential(nn.Linear(6, 6), nn.GELU()),
+            "c": nn.Sequential(nn.Conv2d(1, 1, 3, padding=1, padding_mode="circular"), nn.ReLU()),
+            "d": nn.Sequential(nn.Linear(6, 6), nn.SiLU()),
+            "e": nn.Sequential(nn.Dropout(1.0), nn.Linear(6, 6)),
+            "f": nn.Sequential(nn.AlphaDropout(), nn.Linear(6, 6)),
+            "g": nn.Sequential(nn.Linear(6, 6), nn.ReLU()),
+            "h": nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))),
+            "i": nn.Sequential(nn.LazyLinear(6)),
+            "j": nn.Linear(6, 6),
+        }
+    )
+    convert(model["a"], {"0": ProxGD()}, inplace=True)
+    before = {path: (module, type(module), dict(vars(module))) for path, module in model.named_modules()}
+    rules = {"?.*": ProxSG(), "g.*": ProxSG(tau=7), "nothing.*": ProxGD(), "*.1": ProxGD(), "j": ProxGD()}
+    with pytest.raises(ConversionError) as caught:
+        convert(model, rules | {"g.0": ProxSG(tau=7), "e.1": ProxSG(), "f.1": ProxSG()}, inplace=True)
+    lines = [line.strip() for line in str(caught.value).splitlines()]
+    expected = {
+        "a.0": "already",
+        "b.0": "GELU",
+        "c.0": "circular",
+        "d.0": "SiLU",
+        "e.1": "p=1",
+        "f.1": "AlphaDropout",
+        "g.0": "6 features",
+        "h.0": "parametrised",
+        "i.0": "run the model once",
+        "j": "no forward calls it",
+        "nothing.*": "matches no module",
+    }
+    for path, reason in expected.items():
+        assert any(line.startswith(f"{path}: ") and reason in line for line in lines), (path, lines)
+    assert len(lines) == 1 + len(expected)
+    for path, module in model.named_modules():
+        known, kind, state = before[path]
+        assert module is known
+        assert type(module) is kind
+        assert vars(module) == state
+
+
+def test_a_layer_that_no_forward_calls_is_refused_with_the_remedy():
+    model = VGG()
+    model.extra = nn.Linear(4, 4)
+    with pytest.raises(ConversionError, match=r"extra: no forward calls it.* remove it.* as the last rule, 'extra': "):
+        convert(model, {"*": ProxGD(iters=2)})
+    rule = Rule(ProxGD(iters=2), activation=None, dropout=None)
+    assert convert(model, {"*": ProxGD(iters=2), "extra": rule}).extra.function == Zero()
+
+
+def test_a_double_conversion_is_an_error():
+    converted = convert(VGG(), {"classifier.0": ProxGD()})
+    with pytest.raises(ConversionError, match=r"classifier\.0: is a solver layer already .* revert"):
+        convert(converted, {"classifier.*": ProxGD()})
+
+
+def test_an_output_that_is_needed_before_the_activation_is_an_error():
+    model = forwarding(lambda self, x: (z := self.fc(x)) * torch.sigmoid(z))
+    with pytest.raises(ConversionError, match="fc: its output goes to sigmoid, but also to mul"):
+        convert(model, {"fc": ONE})
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Linear(2, 2), r"nn\.Sequential\(model\)"),
+        (nn.DataParallel(VGG()), r"model\.module"),
+        ("net", "takes an nn.Module"),
+    ],
+)
+def test_what_has_no_layers_of_its_own_is_refused(model, message):
+    with pytest.raises(ConversionError, match=message):
+        convert(model, {"*": ProxGD()})
+
+
+def test_a_compiled_model_is_refused():
+    with pytest.raises(ConversionError, match="compiled"):
+        convert(torch.compile(VGG(), backend="eager"), {"*": ProxGD()})
+
+
+@pytest.mark.parametrize("rules", [{}, {"*": "relu"}, {"*": None}, [ProxGD()]])
+def test_rules_are_checked(rules):
+    with pytest.raises(ConversionError, match=r"pattern|rules is a dict"):
+        convert(VGG(), rules)
