@@ -1,48 +1,100 @@
 """Side by side with peers, in ratios: ``python -m benchmarks [name …]``.
 
 A benchmark is a module of this package with a ``run() -> list[Row]``; it joins by existing. Ratios are taken in one
-run on one thread, because absolute times do not travel between machines.
+process on one thread, because absolute times do not travel between machines.
 """
 
+import importlib
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-__all__ = ["Row", "seconds"]
+__all__ = ["Ratio", "Row", "at_least", "at_most", "in_turn", "peer", "ratio", "ratios", "reported", "skipped"]
+
+
+class Ratio(NamedTuple):
+    """One time over another: the ratio of their middles, and the middle half of the ratios of single rounds."""
+
+    value: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measured ratio, and what it was to reach."""
+    """One measured ratio, its spread over the rounds, and what it was to reach; no ratio where a peer is missing."""
 
     name: str
-    ratio: float
+    ratio: float | None
     target: str
     met: bool
     note: str = ""
+    spread: tuple[float, float] | None = None
 
 
-def at_least(name: str, ratio: float, target: float, note: str = "") -> Row:
+def at_least(name: str, ratio: float | Ratio, target: float, note: str = "") -> Row:
     """A row whose ratio should be ``target`` or more."""
-    return Row(name, ratio, f"≥ {target:g}", ratio >= target, note)
+    value, spread = _parts(ratio)
+    return Row(name, value, f"≥ {target:g}", value >= target, note, spread)
 
 
-def at_most(name: str, ratio: float, target: float, note: str = "") -> Row:
+def at_most(name: str, ratio: float | Ratio, target: float, note: str = "") -> Row:
     """A row whose ratio should be ``target`` or less."""
-    return Row(name, ratio, f"≤ {target:g}", ratio <= target, note)
+    value, spread = _parts(ratio)
+    return Row(name, value, f"≤ {target:g}", value <= target, note, spread)
 
 
-def reported(name: str, ratio: float, note: str = "") -> Row:
+def reported(name: str, ratio: float | Ratio, note: str = "") -> Row:
     """A row that was set no target."""
-    return Row(name, ratio, "", True, note)
+    value, spread = _parts(ratio)
+    return Row(name, value, "", True, note, spread)
 
 
-def seconds(call: Callable[[], object], repeats: int = 5) -> float:
-    """The median wall time of a call, after one that is not counted."""
-    call()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return sorted(times)[repeats // 2]
+def skipped(name: str, module: str) -> Row:
+    """A row that was not measured, because the peer is not installed."""
+    return Row(name, None, "", True, f"{module} is not installed: pip install -c constraints.txt '.[bench]'")
+
+
+def peer(module: str) -> Any | None:
+    """A peer's module, or None where it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        return None
+
+
+def in_turn(calls: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
+    """Seconds of each call in every round, after a round that is not counted.
+
+    The calls take turns, so that a machine that slows down slows all of them, and it is the processor's time that is
+    counted: on one thread that is the time on an idle machine, whatever else runs.
+    """
+    times: list[list[float]] = [[] for _ in calls]
+    for number in range(rounds + 1):
+        for call, record in zip(calls, times, strict=True):
+            begin = time.process_time()
+            call()
+            if number:
+                record.append(time.process_time() - begin)
+    return times
+
+
+def ratio(
+    times: Sequence[float], base: Sequence[float], middle: Callable[[Sequence[float]], float] = statistics.median
+) -> Ratio:
+    """Seconds over seconds, round by round."""
+    single = sorted(ours / theirs for ours, theirs in zip(times, base, strict=True))
+    quarter = len(single) // 4
+    return Ratio(middle(times) / middle(base), single[quarter], single[-1 - quarter])
+
+
+def ratios(base: Callable[[], object], others: Sequence[Callable[[], object]], rounds: int) -> list[Ratio]:
+    """What each of the others takes over what the first takes, all in turn."""
+    first, *rest = in_turn([base, *others], rounds)
+    return [ratio(times, first) for times in rest]
+
+
+def _parts(ratio: float | Ratio) -> tuple[float, tuple[float, float] | None]:
+    return (ratio.value, (ratio.low, ratio.high)) if isinstance(ratio, Ratio) else (float(ratio), None)

@@ -9,6 +9,8 @@ import json
 import pkgutil
 import platform
 import sys
+import time
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -16,6 +18,12 @@ from rich.console import Console
 from rich.table import Table
 
 import benchmarks
+
+# Whose versions are recorded, where they are installed.
+_PACKAGES = (
+    *("minimand", "torch", "numpy", "scipy", "scikit-learn"),
+    *("deepinv", "torchdeq", "orthogonium", "isaac", "pytorch_optimizer", "fancyimpute", "tensorly"),
+)
 
 
 def main(names: list[str]) -> int:
@@ -27,33 +35,50 @@ def main(names: list[str]) -> int:
     if unknown:
         raise SystemExit(f"no benchmark named {', '.join(unknown)}; there are {', '.join(found)}")
     missed = 0
+    console = Console()
     for name in names or found:
-        table = Table("what", "ratio", "target", "", "note", title=name)
-        rows = importlib.import_module(f"benchmarks.{name}").run()
+        begin = time.perf_counter()
+        with console.status(f"{name} …"):
+            rows = importlib.import_module(f"benchmarks.{name}").run()
         if save:
-            _write(name, rows)
-        for row in rows:
-            word = ("met" if row.met else "MISSED") if row.target else ""
-            table.add_row(row.name, f"{row.ratio:.2f}", row.target, word, row.note)
-            missed += not row.met
-        Console().print(table)
+            _write(name, rows, time.perf_counter() - begin)
+        console.print(_table(name, rows))
+        missed += sum(not row.met for row in rows)
     return missed
 
 
-def _write(name: str, rows: list[benchmarks.Row]) -> None:
+def _table(name: str, rows: list[benchmarks.Row]) -> Table:
+    table = Table("what", "ratio", "middle half", "target", "", "note", title=name)
+    for row in rows:
+        word = ("met" if row.met else "MISSED") if row.target else ""
+        value = "–" if row.ratio is None else f"{row.ratio:.3g}"
+        spread = "" if row.spread is None else f"{row.spread[0]:.3g}–{row.spread[1]:.3g}"
+        table.add_row(row.name, value, spread, row.target, word, row.note)
+    return table
+
+
+def _write(name: str, rows: list[benchmarks.Row], seconds: float) -> None:
     """The rows with what they were measured on."""
     record = {
         "benchmark": name,
-        "torch": torch.__version__,
+        "versions": dict(filter(None, map(_version, _PACKAGES))),
         "python": platform.python_version(),
         "machine": platform.machine(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
+        "seconds": round(seconds, 1),
         "rows": [dataclasses.asdict(row) for row in rows],
     }
     path = Path(__file__).parent / "results" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+
+
+def _version(package: str) -> tuple[str, str] | None:
+    try:
+        return package, metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Networks that are algorithms against their plain special cases: a training step of each, and the bytes it holds.
 
-Both networks of a pair have the same blocks and are timed in turn, round after round.
+Both networks of a pair have the same blocks.
 """
 
 from collections.abc import Callable
@@ -8,8 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from benchmarks import Row, at_most
-from benchmarks.layers import _medians
+from benchmarks import Row, at_most, ratios
 from minimand.nn import (
     AcceleratedUpdate,
     ADMMUpdate,
@@ -42,11 +41,11 @@ def _compare(
     """Time and memory of each network over the plain one's."""
     images, labels = torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,))
     nets = [plain, *(net for net, _ in others.values())]
-    base, *times = _medians([_step(net, images, labels) for net in nets], rounds)
+    base, *steps = [_step(net, images, labels) for net in nets]
     held = [held_bytes(net, images) for net in nets]
     rows = []
-    for (name, (_, target)), seconds, size in zip(others.items(), times, held[1:], strict=True):
-        rows.append(at_most(f"{name}, step time", seconds / base, target))
+    for (name, (_, target)), ratio, size in zip(others.items(), ratios(base, steps, rounds), held[1:], strict=True):
+        rows.append(at_most(f"{name}, step time", ratio, target))
         rows.append(at_most(f"{name}, bytes held", size / held[0], memory))
     return rows
 

@@ -1,15 +1,11 @@
-"""Solver layers against the block they replace: dropout → linear → ReLU, forward and backward, one thread.
+"""Solver layers against the block they replace: dropout → linear → ReLU, forward and backward, one thread."""
 
-Every block of a group is timed in turn, round after round, so that a machine that slows down slows all of them.
-"""
-
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks import Row, at_most
+from benchmarks import Ratio, Row, at_most, ratios
 from minimand.adjoints import Checkpoint
 from minimand.nn import SolverConv2d, SolverLayer, SolverLinear
 from minimand.nn.explain import held_bytes
@@ -27,23 +23,10 @@ def _pass(block: nn.Module, y: Tensor, upstream: Tensor) -> Callable[[], None]:
     return call
 
 
-def _medians(calls: list[Callable[[], None]], rounds: int) -> list[float]:
-    for call in calls:
-        call()
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds):
-        for call, record in zip(calls, times, strict=True):
-            begin = time.perf_counter()
-            call()
-            record.append(time.perf_counter() - begin)
-    return [sorted(record)[rounds // 2] for record in times]
-
-
-def _ratios(plain: nn.Module, layers: list[SolverLayer], shape: tuple[int, ...], rounds: int) -> list[float]:
+def _ratios(plain: nn.Module, layers: Sequence[nn.Module], shape: tuple[int, ...], rounds: int) -> list[Ratio]:
     y = torch.randn(shape, requires_grad=True)
     upstream = torch.randn_like(plain(y))
-    base, *others = _medians([_pass(block, y, upstream) for block in (plain, *layers)], rounds)
-    return [other / base for other in others]
+    return ratios(_pass(plain, y, upstream), [_pass(layer, y, upstream) for layer in layers], rounds)
 
 
 def _block(layer: nn.Module) -> nn.Module:
@@ -57,8 +40,8 @@ def _dense() -> list[Row]:
         ("fc 512→512 ProxGD(30)", SolverLinear(512, 512, solver=ProxGD(30)), 21),
         ("fc 512→512 ProxSG(10), τ = n/2, shared", shared, 10),
     ]
-    ratios = _ratios(_block(nn.Linear(512, 512)), [layer for _, layer, _ in layers], (128, 512), 25)
-    rows = [at_most(name, ratio, target) for (name, _, target), ratio in zip(layers, ratios, strict=True)]
+    found = _ratios(_block(nn.Linear(512, 512)), [layer for _, layer, _ in layers], (128, 512), 25)
+    rows = [at_most(name, ratio, target) for (name, _, target), ratio in zip(layers, found, strict=True)]
     y = torch.randn(128, 512, requires_grad=True)
     plain = _block(nn.Linear(512, 512))
     again = SolverLinear(512, 512, solver=ProxGD(10), adjoint=Checkpoint())

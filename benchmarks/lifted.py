@@ -1,15 +1,9 @@
-"""LPOM against SGD: time of an epoch at batch 128 on 784-300-100-10, and memory, on one thread.
-
-Both are timed in turn, round after round, in processor time of the one thread: a busy machine slows both.
-"""
-
-import time
-from collections.abc import Callable
+"""LPOM against SGD: time of an epoch at batch 128 on 784-300-100-10, and memory, on one thread."""
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks import Row, at_most
+from benchmarks import Ratio, Row, at_most, ratios
 from minimand.train.lifted import LPOM
 from minimand.train.lifted.base import _Fast
 
@@ -22,13 +16,7 @@ def _net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 100), nn.ReLU(), nn.Linear(100, 10))
 
 
-def _seconds(call: Callable[[], None]) -> float:
-    begin = time.thread_time()
-    call()
-    return time.thread_time() - begin
-
-
-def _ratio(data: list[tuple[Tensor, Tensor]], loss: str) -> float:
+def _ratio(data: list[tuple[Tensor, Tensor]], loss: str) -> Ratio:
     net = _net()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
     fast = _Fast(LPOM(_net(), loss=loss))
@@ -43,10 +31,7 @@ def _ratio(data: list[tuple[Tensor, Tensor]], loss: str) -> float:
         for x, y in data:
             fast.batch(x, y, 0.5)
 
-    sgd()
-    lpom()
-    pairs = [(_seconds(sgd), _seconds(lpom)) for _ in range(ROUNDS)]
-    return sorted(b / a for a, b in pairs)[ROUNDS // 2]
+    return ratios(sgd, [lpom], ROUNDS)[0]
 
 
 def _memory(x: Tensor, y: Tensor) -> float:

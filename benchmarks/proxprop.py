@@ -1,12 +1,11 @@
 """ProxProp against plain backpropagation: the same network, batch and optimizer; a whole training step, one thread.
 
-Plain and preconditioned steps take turns, round after round, and processor time is counted: other work on the machine
-disturbs the ratios little. Two more tables have no target: what the layers hold between backward pass and step, and how
+Two more tables have no target: what the layers hold between backward pass and step, and how
 far the directions of cheaper Gram matrices are from the exact one.
 """
 
 import copy
-import time
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from benchmarks import Row, at_most, reported
+from benchmarks import Row, at_most, in_turn, ratio, reported
 from minimand.train import CachedGram, ExactGram, ProxProp
 from minimand.zoo.proxprop import ProxPropConvNet, ProxPropMLP
 
@@ -37,33 +36,15 @@ def _step(model: nn.Module, x: Tensor, y: Tensor, options: dict[str, Any] | None
     return call
 
 
-def _times(calls: list[Callable[[], None]], rounds: int) -> list[list[float]]:
-    for call in calls:
-        call()
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds):
-        for call, record in zip(calls, times, strict=True):
-            begin = time.process_time()
-            call()
-            record.append(time.process_time() - begin)
-    return times
-
-
-def _median(record: list[float]) -> float:
-    return sorted(record)[len(record) // 2]
-
-
 def _group(
     model: nn.Module, x: Tensor, cases: list[tuple[str, dict[str, Any], float, float]], rounds: int
 ) -> list[Row]:
     y = torch.randint(10, (len(x),))
-    base, *others = _times([_step(model, x, y, None), *(_step(model, x, y, case[1]) for case in cases)], rounds)
+    base, *others = in_turn([_step(model, x, y, None), *(_step(model, x, y, case[1]) for case in cases)], rounds)
     rows = []
     for (name, _, target, stretch), record in zip(cases, others, strict=True):
         # A cached Gram matrix is paid for once in a while: its cost is the mean.
-        cost = (
-            sum(record) / len(record) / (sum(base) / len(base)) if "cached" in name else _median(record) / _median(base)
-        )
+        cost = ratio(record, base, statistics.mean if "cached" in name else statistics.median)
         rows.append(at_most(name, cost, target, f"stretch {stretch:g}" if stretch else ""))
     return rows
 

@@ -5,14 +5,13 @@ every pass, soft thresholds by sign and ReLU, convolutions in torch's default la
 :class:`~minimand.nn.ISTANet` with the same weights; losses and gradients are compared before anything is timed.
 """
 
-import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks import Row, at_least, at_most
+from benchmarks import Row, at_least, at_most, in_turn, ratio
 from minimand.nn import Architecture, ISTANet, from_public_checkpoint
 from minimand.operators import orthonormal_gaussian
 
@@ -83,18 +82,6 @@ def _step(parameters: list[nn.Parameter], loss: Callable[[], Tensor]) -> Callabl
     return call
 
 
-def _medians(calls: list[Callable[[], None]], rounds: int) -> list[float]:
-    """In turn, round after round: a machine that slows down slows all of them."""
-    times: list[list[float]] = [[] for _ in calls]
-    for number in range(rounds + 1):
-        for call, record in zip(calls, times, strict=True):
-            begin = time.perf_counter()
-            call()
-            if number:
-                record.append(time.perf_counter() - begin)
-    return [sorted(record)[rounds // 2] for record in times]
-
-
 def _pair(plus: bool, rows: int) -> tuple[list[Callable[[], None]], float]:
     """A training step of each, and the largest relative difference of their losses and gradients."""
     generator = torch.Generator().manual_seed(0)
@@ -129,9 +116,11 @@ def run() -> list[Row]:
     rows = []
     for name, plus, target in (("ISTA-Net, 25%", False, 1.3), ("ISTA-Net+, 25%", True, 1.3)):
         calls, worst = _pair(plus, 272)
-        plain, ours, light = _medians([*calls, _lighter()], 5)
+        plain, ours, light = in_turn([*calls, _lighter()], 5)
         note = f"{PHASES} phases, batch {BATCH}"
-        rows.append(at_least(f"{name}: the paper's step / ours", plain / ours, target, note))
+        rows.append(at_least(f"{name}: the paper's step / ours", ratio(plain, ours), target, note))
         rows.append(at_most(f"{name}: relative difference of losses and gradients", worst, 1e-3))
-    rows.append(at_least("ISTA-Net+ as in the paper / the lighter one", plain / light, 1.0, "another architecture"))
+    rows.append(
+        at_least("ISTA-Net+ as in the paper / the lighter one", ratio(plain, light), 1.0, "another architecture")
+    )
     return rows

@@ -14,8 +14,11 @@ import pytest
 from minimand.errors import DataError, OptionError
 from minimand.lab.comparing import verdict
 from minimand.lab.experiment import PRESETS, Results
+from minimand.lab.jobs import in_parallel
+from minimand.lab.progress import Display
 from minimand.lab.registry import experiments, find
 from minimand.lab.runner import Setting, read_results, run
+from minimand.lab.setting import Job
 from minimand.lab.store import Records, atomically, read_json, write_json
 
 FILE = str(Path(__file__).parent / "cases" / "experiment_file.py")
@@ -62,6 +65,15 @@ def test_a_killed_run_resumes_to_the_same_numbers(tmp_path: Path, uninterrupted:
 def test_parallel_processes_give_the_same_numbers(tmp_path: Path, uninterrupted: Path) -> None:
     run(Setting(FILE, "smoke", out=tmp_path, jobs=2))
     assert numbers(tmp_path / "user-made" / "smoke") == numbers(uninterrupted)
+
+
+def test_a_seed_is_finished_before_the_next_is_begun(tmp_path: Path) -> None:
+    """So that a run that is stopped leaves whole seeds, also where parts wait for others."""
+    small = find(FILE).presets["smoke"].options.__class__(epochs=1, limit=80)
+    setting = Setting(FILE, "smoke", small, (0, 1), tmp_path)
+    jobs = [Job(part, seed) for seed in (0, 1) for part in find(FILE).parts(small)]
+    done = in_parallel(setting, tmp_path, jobs, 1, Display(quiet=True))
+    assert [(job.seed, job.part.name) for job in done] == [(0, "first"), (0, "second"), (1, "first"), (1, "second")]
 
 
 def test_two_ranks_end_in_the_numbers_of_one_process(tmp_path: Path) -> None:

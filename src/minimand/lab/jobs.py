@@ -96,7 +96,9 @@ def in_parallel(setting: Setting, directory: Path, jobs: list[Job], workers: int
     try:
         while waiting or running:
             pending = [*waiting, *running.values()]
-            for job in [job for job in waiting if not _blocked(job, pending)]:
+            ready = [job for job in waiting if not _blocked(job, pending)]
+            # No more than there are workers: what has become ready may stand before what has been all along.
+            for job in ready[: workers - len(running)]:
                 waiting.remove(job)
                 running[pool.submit(_work, plain, options, directory, job)] = job
             ended, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
