@@ -75,7 +75,10 @@ def test_crops_are_parts_of_the_images(generator: torch.Generator) -> None:
         (lambda: to_blocks(torch.rand(1, 40, 40)), ShapeError, "pad_to_blocks"),
         (lambda: from_blocks(torch.rand(5, 9), (6, 6)), ShapeError, "assemble"),
         (lambda: unit_interval(torch.full((2, 2), 200.0)), OptionError, r"\[0, 1\]"),
+        (lambda: unit_interval(torch.full((2, 2), torch.nan)), NonFiniteError, "image"),
+        (lambda: unit_interval(torch.ones(2, 2).long()), OptionError, "int64"),
         (lambda: random_crops([torch.rand(1, 5, 5)], 1, 8), ShapeError, "crop"),
+        (lambda: random_crops([torch.rand(1, 5, 5), torch.rand(3, 5, 5)], 1, 4), ShapeError, "one kind"),
     ],
 )
 def test_bad_images_are_refused(call: object, error: type[Exception], match: str) -> None:

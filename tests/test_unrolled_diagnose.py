@@ -131,6 +131,73 @@ def test_free_networks_are_told_when_they_leave(
     assert fault in str(report)
 
 
+@pytest.mark.parametrize("value", [0.0, float("inf"), float("nan")])
+def test_a_penalty_at_the_ends_is_no_solver(value: float) -> None:
+    net = ADMMNet(_phi(), 2, architecture=SMALL)
+    with torch.no_grad():
+        net.penalty[0] = value
+    (fault,) = net.faults(net.settings()[0])
+    assert "not positive and finite" in fault
+    assert not diagnose(net, _measured(_phi())).convergent
+
+
+@pytest.mark.parametrize("build", [FISTANet, ADMMNet, ISTANet])
+def test_a_threshold_that_is_no_number_is_a_fault(build: Callable[..., UnrolledNet]) -> None:
+    net = build(_phi(), 2, architecture=SMALL)
+    setting = net.settings()[0]._replace(threshold=torch.tensor(float("nan")))
+    assert "threshold nan" in net.faults(setting)[0]
+
+
+@every_net
+def test_a_state_brings_the_norm_of_its_own_phi(build: Callable[..., UnrolledNet]) -> None:
+    """Steps are judged by the Φ that the network has, not by the one that it was built with."""
+    net = build(_phi(), 2, architecture=SMALL)
+    with pytest.warns(UserWarning, match="not orthonormal"):
+        other = build(_phi(3.0), 2, architecture=SMALL)
+    net.load_state_dict(other.state_dict())
+    assert net.lipschitz == other.lipschitz
+    y = _measured(_phi(3.0))
+    torch.testing.assert_close(net(y), other(y))
+    if isinstance(net, ISTANet):
+        with torch.no_grad():
+            net.step.fill_(0.5)
+        assert not diagnose(net, y).convergent
+
+
+@pytest.mark.parametrize("plus", [False, True])
+def test_the_gain_is_the_norm_of_the_jacobian(plus: bool) -> None:
+    phi = _phi().double()
+    net = ISTANet(phi, 2, plus, architecture=SMALL)
+    y = torch.rand(2, 16).double() @ phi.mT
+    report = diagnose(net, y)
+    for phase, result in zip(report.phases, net.trajectory(y), strict=True):
+        shrinkage = result.shrinkage
+        point = shrinkage._of_last_prox().point.detach()
+        norms = []
+        for sample in point.split(1):
+            jacobian = torch.autograd.functional.jacobian(shrinkage.prox, sample).reshape(16, 16)
+            norms.append(float(torch.linalg.matrix_norm(jacobian, 2)))
+        assert phase.gain <= max(norms) * (1 + 1e-6)
+        assert phase.gain == pytest.approx(max(norms), rel=0.1)
+
+
+def test_numbers_alone_make_no_solver() -> None:
+    """A residual transform of identities doubles its input: its numbers are a solver's, and repeating it diverges."""
+    phi = _phi()
+    net = ISTANet(phi, 60, plus=True, architecture=Architecture(channels=1, depth=1), constrained=True)
+    with torch.no_grad():
+        for weight in net.transforms.parameters():
+            weight.zero_()
+            weight[0, 0, 1, 1] = 1.0
+    report = diagnose(net, _measured(phi))
+    assert report.phases[0].convergent
+    assert report.phases[0].gain == pytest.approx(2.0, rel=1e-3)
+    assert not report.nonexpansive
+    assert report.phases[-1].residual > 1e3
+    assert "stretches changes by up to 2" in str(report)
+    assert "a convergent solver: every phase is" not in str(report)
+
+
 def test_fista_needs_the_shorter_step() -> None:
     phi = _phi()
     net = FISTANet(phi, 3, architecture=SMALL)
@@ -181,6 +248,9 @@ def test_an_exact_transform_never_raises_the_objective() -> None:
     objectives = [phase.objective for phase in report.phases]
     assert all(b <= a * (1 + 1e-5) for a, b in itertools.pairwise(objectives))
     assert max(phase.symmetry for phase in report.phases) < 1e-6
+    assert report.nonexpansive
+    assert report.as_dict()["nonexpansive"]
+    assert "a convergent solver: every phase is" in str(report)
 
 
 def test_the_picture() -> None:
@@ -209,9 +279,26 @@ def _net() -> ISTANet:
     return ISTANet(_phi(), 2, architecture=SMALL)
 
 
+def _state(**values: Tensor) -> dict[str, Tensor]:
+    """A public checkpoint of one phase with two channels."""
+    shapes = {"conv1_forward": (2, 1), "conv2_forward": (2, 2), "conv1_backward": (2, 2), "conv2_backward": (1, 2)}
+    state = {name: torch.zeros(*shape, 3, 3) for name, shape in shapes.items()}
+    state |= {"lambda_step": torch.tensor([0.5]), "soft_thr": torch.tensor([0.01])}
+    return {f"fcs.0.{name}": value for name, value in {**state, **values}.items()}
+
+
 BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "phi that fits no block": (lambda: ISTANet(torch.randn(3, 10)), ShapeError, "square"),
     "phi with NaN": (lambda: ISTANet(torch.full((3, 9), torch.nan)), NonFiniteError, "phi"),
+    "phi that is a vector": (lambda: ISTANet(torch.rand(9)), ShapeError, "square"),
+    "phi without pixels": (lambda: ISTANet(torch.rand(3, 0)), ShapeError, "square"),
+    "phi of whole numbers": (lambda: ISTANet(torch.eye(4, 9).long()), CapabilityError, "real floating-point"),
+    "a complex phi": (lambda: ISTANet(torch.eye(4, 9) + 0j), CapabilityError, "real floating-point"),
+    "a mask of truth values": (
+        lambda: ISTANet(SubsampledFourier(torch.ones(4, 4).bool())),
+        CapabilityError,
+        "real floating-point",
+    ),
     "phi of zeros": (lambda: ISTANet(torch.zeros(3, 9)), OptionError, "measures nothing"),
     "phi on colours": (lambda: ISTANet(Inpainting(torch.ones(3, 4, 4))), ShapeError, r"\(1, H, W\)"),
     "phi of another kind": (lambda: ISTANet("phi"), OptionError, "measurement matrix or an operator"),
@@ -219,6 +306,8 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "unknown momentum": (lambda: FISTANet(_phi(), momentum="heavy"), OptionError, "momentum"),
     "no channels": (lambda: Architecture(channels=0), OptionError, "channels"),
     "a start of another size": (lambda: ISTANet(_phi(), initial=torch.eye(3)), ShapeError, "16 × 5"),
+    "a start with NaN": (lambda: ISTANet(_phi(), initial=torch.full((16, 5), torch.nan)), NonFiniteError, "initial"),
+    "a start that is no tensor": (lambda: ISTANet(_phi(), initial=[1]), CapabilityError, "initial"),
     "a start for an operator": (
         lambda: ISTANet(gaussian_blur((4, 4), 0.5), initial=torch.eye(3)),
         OptionError,
@@ -234,8 +323,22 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "y in double": (lambda: _net()(torch.rand(2, 5).double()), OptionError, "float64"),
     "y with NaN": (lambda: _net()(torch.full((2, 5), torch.nan)), NonFiniteError, "y"),
+    "y that is nothing": (lambda: _net()(None), CapabilityError, "y must be a tensor"),
+    "y of bytes": (lambda: _net()(torch.ones(2, 5).byte()), CapabilityError, "uint8"),
     "bytes": (lambda: _net()(torch.full((2, 16), 200.0) @ _phi().mT), OptionError, "255"),
     "a target of another size": (lambda: _net().loss(torch.rand(2, 5), torch.rand(2, 9)), ShapeError, "target"),
+    "a target of bytes": (
+        lambda: _net().loss(torch.rand(2, 5), 200 * torch.ones(2, 16)),
+        OptionError,
+        r"outside \[0, 1\].*255",
+    ),
+    "a target with NaN": (
+        lambda: _net().loss(torch.rand(2, 5), torch.full((2, 16), torch.nan)),
+        NonFiniteError,
+        "target",
+    ),
+    "half a phase": (lambda: _net().grown(3.5), OptionError, "phases"),
+    "a negative blur": (lambda: gaussian_blur((4, 4), 1.0, radius=-1), OptionError, "radius"),
     "sides that do not shuffle": (
         lambda: ISTANet(_phi(), 1, architecture=Architecture(shuffle=3))(torch.rand(2, 5)),
         ShapeError,
@@ -263,6 +366,22 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: from_public_checkpoint({"fcs.1.lambda_step": torch.rand(1)}, _phi()),
         DataError,
         "phases",
+    ),
+    "a checkpoint that is a module": (lambda: from_public_checkpoint(_net(), _phi()), DataError, "of the type ISTANet"),
+    "a checkpoint with numbers for keys": (
+        lambda: from_public_checkpoint({0: torch.rand(1)}, _phi()),
+        DataError,
+        "the key 0",
+    ),
+    "a checkpoint with thresholds per channel": (
+        lambda: from_public_checkpoint(_state(soft_thr=torch.zeros(3)), _phi()),
+        DataError,
+        "soft_thr has shape",
+    ),
+    "a checkpoint with NaN": (
+        lambda: from_public_checkpoint(_state(soft_thr=torch.full((1,), torch.nan)), _phi()),
+        NonFiniteError,
+        "fcs.0.soft_thr",
     ),
     "an empty checkpoint": (lambda: from_public_checkpoint({}, _phi()), DataError, "phases"),
 }

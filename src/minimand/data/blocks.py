@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import OptionError, ShapeError
+from ..errors import OptionError, ShapeError, require_finite
 
 __all__ = ["from_blocks", "pad_to_blocks", "random_crops", "to_blocks", "unit_interval"]
 
@@ -19,7 +19,10 @@ def unit_interval(image: Tensor) -> Tensor:
     """
     if image.dtype == torch.uint8:
         return image.to(torch.get_default_dtype()) / 255
-    low, high = (float(end) for end in torch.aminmax(image))
+    if not image.is_floating_point():
+        raise OptionError(f"pixels are bytes (torch.uint8) or real numbers in [0, 1], got {image.dtype}; convert them")
+    require_finite("the image", image)
+    low, high = (float(end) for end in torch.aminmax(image)) if image.numel() else (0.0, 0.0)
     if low < 0 or high > 1:
         raise OptionError(
             f"pixels lie in [0, 1], got {low:.4g} … {high:.4g}; divide by the largest value, or give torch.uint8"
@@ -89,6 +92,9 @@ def random_crops(
     large = [image for image in images if min(image.shape[-2:]) >= side]
     if not large:
         raise ShapeError(f"none of the {len(images)} images has room for a crop of {side} × {side}")
+    if len({(image.dtype, *image.shape[:-2]) for image in large}) > 1:
+        kinds = sorted({f"{tuple(image.shape[:-2])} of {image.dtype}" for image in large})
+        raise ShapeError(f"crops of one batch come from images of one kind, got {' and '.join(kinds)}; convert them")
 
     def draw(bound: int) -> int:
         return int(torch.randint(bound, (), generator=generator))

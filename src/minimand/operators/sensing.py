@@ -63,7 +63,7 @@ class BlockSensing(ImageOperator):
     """
 
     def __init__(self, weight: Tensor, input_size: tuple[int, int]) -> None:
-        if weight.dim() != 2 or math.isqrt(weight.shape[1]) ** 2 != weight.shape[1]:
+        if weight.dim() != 2 or not weight.shape[1] or math.isqrt(weight.shape[1]) ** 2 != weight.shape[1]:
             raise ShapeError(
                 f"Φ of shape {tuple(weight.shape)} fits no square block: its columns are the pixels of a block, "
                 f"so their number is a square such as 33² = 1089"
@@ -165,6 +165,8 @@ def gaussian_blur(input_size: tuple[int, int], sigma: float, *, radius: int | No
     """
     require_positive("sigma", sigma)
     reach = math.ceil(3 * sigma) if radius is None else radius
+    if not isinstance(reach, int) or reach < 0:
+        raise OptionError(f"radius must be a whole number of pixels ≥ 0, got {radius!r}")
     line = torch.exp(-torch.arange(-reach, reach + 1).float().square() / (2 * sigma**2))
     kernel = torch.outer(line, line)
     return Conv2d((kernel / kernel.sum())[None, None], input_size, padding=reach)

@@ -29,9 +29,12 @@ __all__ = [
     "measurement",
     "photographs",
     "picture",
+    "reference",
     "sizes",
+    "standing",
     "train",
     "training_images",
+    "tuned",
     "verdicts",
 ]
 
@@ -57,6 +60,8 @@ class Learning:
         crop: Their side.
         rate: The peak learning rate of AdamW: linear warm-up, then a cosine.
         symmetry: Weight of the symmetry loss.
+        seedling: Phases that a longer network is trained with at first; the last of them is then copied.
+        growth: The share of the epochs before that.
     """
 
     source: str = "auto"
@@ -70,6 +75,8 @@ class Learning:
     crop: int = 99
     rate: float = 2e-3
     symmetry: float = 0.0
+    seedling: int = 3
+    growth: float = 0.5
 
     def architecture(self, *, residual: bool) -> Architecture:
         """The transform; a light residual one starts near the plain gradient step."""
@@ -154,11 +161,13 @@ def training_images(options: Learning, lab: Lab) -> Images:
 
 
 def measurement(ratio: float, images: Images, lab: Lab) -> tuple[Tensor, Tensor]:
-    """Φ of a ratio, the same for every seed, and the least-squares start of the training images."""
+    """Φ of a ratio, the same for every seed, and the least-squares start of the training images, borders included."""
     rows = round(ratio * BLOCK**2)
     phi = orthonormal_gaussian(rows, BLOCK**2, generator=torch.Generator().manual_seed(0))
     large = [image for image in images.train if min(image.shape[-2:]) >= BLOCK]
-    blocks = torch.cat([to_blocks(_inside(image, shift), BLOCK) for image in large for shift in (0, BLOCK // 2)])
+    inner = [to_blocks(_inside(image, shift), BLOCK) for image in large for shift in (0, BLOCK // 2)]
+    # Whole images end in blocks that zeros fill up.
+    blocks = torch.cat([*inner, *(to_blocks(pad_to_blocks(image, BLOCK), BLOCK) for image in large)])
     return phi.to(lab.device), least_squares_start(phi, blocks, ridge=1e-5).to(lab.device)
 
 
@@ -176,7 +185,12 @@ def build(kind: str, phi: Tensor | LinearOperator, options: Learning, initial: T
     constrained = name != kind
     shape = options.architecture(residual=name != "ISTA-Net")
     if name == "FISTA-Net":
-        return FISTANet(phi, options.phases, architecture=shape, constrained=constrained, shared=False, initial=initial)
+        # The paper's is deeper, and one for all phases.
+        faithful = options.shuffle == 1
+        shape = dataclasses.replace(shape, depth=4) if faithful else shape
+        return FISTANet(
+            phi, options.phases, architecture=shape, constrained=constrained, shared=faithful, initial=initial
+        )
     if name == "ADMM-Net":
         return ADMMNet(phi, options.phases, architecture=shape, constrained=constrained, initial=initial)
     if name not in ("ISTA-Net", "ISTA-Net plus"):
@@ -197,13 +211,15 @@ def train(
     matrices = [p for p in net.parameters() if p.dim() > 1]
     numbers = [p for p in net.parameters() if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 1e-4}, {"params": numbers, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=options.rate)
+    optimizer = torch.optim.AdamW(groups, lr=options.rate, fused=True)
     total = options.epochs * options.steps
     warm = max(1, min(200, total // 10))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda k: min(1.0, (k + 1) / warm) * 0.5 * (1 + math.cos(math.pi * min(1.0, k / total)))
     )
+    built = net.phases
     for epoch in lab.epochs(options.epochs, model=net, optimizer=optimizer, schedule=schedule):
+        _use_phases(net, built, epoch, options)
         net.train()
         mean = 0.0
         for _ in lab.track(range(options.steps)):
@@ -217,6 +233,26 @@ def train(
             mean += loss.item() / options.steps
         net.eval()
         yield {"epoch": epoch + 1, "loss": mean, "validation": validate()}
+
+
+@torch.no_grad()
+def _use_phases(net: UnrolledNet, built: int, epoch: int, options: Learning) -> None:
+    """Use the seedling's phases before the epoch of growth, all after it, and make the new ones copies in it.
+
+    All are built from the start, so that a state of any epoch fits and a run goes on from it.
+    """
+    first, growth = options.seedling, round(options.growth * options.epochs)
+    if not 0 < first < built:
+        return
+    net.phases = first if epoch < growth else built
+    if epoch != growth:
+        return
+    last = first - 1
+    for parameter in net.parameters():
+        if parameter.shape == (built,):
+            parameter[first:] = parameter[last]
+    for transform in net.transforms[first:]:
+        transform.load_state_dict(net.transforms[last].state_dict())
 
 
 @torch.no_grad()
@@ -238,6 +274,23 @@ def mean_scores(reconstruct: Callable[[Tensor], Tensor], images: Sequence[Tensor
     )
 
 
+def tuned(score: Callable[[float], float], weights: Sequence[float], most: int = 4) -> dict[float, float]:
+    """The scores of some weights and, while the best is the smallest or the largest, of its half or its double, at most
+    ``most`` of them: a control that is best at an end of its grid is not tuned.
+
+    >>> tuned(lambda w: -abs(w - 0.5), (2.0, 4.0))
+    {2.0: -1.5, 4.0: -3.5, 1.0: -0.5, 0.5: -0.0, 0.25: -0.25}
+    """
+    found = {weight: score(weight) for weight in weights}
+    for _ in range(most if len(found) > 1 else 0):
+        best = max(found, key=lambda weight: found[weight])
+        if best not in (min(found), max(found)):
+            break
+        further = best / 2 if best == min(found) else 2 * best
+        found[further] = score(further)
+    return found
+
+
 def verdicts(net: UnrolledNet, y: Tensor) -> dict[str, Any]:
     """What the diagnosis says, in plain numbers."""
     report = diagnose(net, y)
@@ -246,18 +299,39 @@ def verdicts(net: UnrolledNet, y: Tensor) -> dict[str, Any]:
         "steps": [round(phase.step, 4) for phase in report.phases],
         "thresholds": [round(phase.threshold, 5) for phase in report.phases],
         "residuals": [round(phase.residual, 5) for phase in report.phases],
+        "gains": [round(phase.gain, 3) for phase in report.phases],
     }
 
 
+def standing(results: Results[Any], part: str) -> list[str]:
+    """Whether a network is still a solver, in a sentence; none where it was not diagnosed."""
+    convergent = results.final(part, "convergent")
+    if not convergent:
+        return []
+    word = "has" if min(convergent) > 0 else "does not have"
+    gains = [max(values[-1]) for values in results.curve(part, "gains").values() if values]
+    more = f"; its learned prox stretches changes by up to {max(gains):.2f}, where a prox has 1" if gains else ""
+    return [f"{part} {word} the steps and thresholds of a convergent solver by its diagnosis{more}."]
+
+
 def crops(images: Images, options: Learning, phi: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Random crops of the training images, measured by blocks."""
+    """Random crops of the training images, some as at the borders of whole images, measured by blocks."""
     operator = BlockSensing(phi, (options.crop, options.crop))
 
     def draw() -> tuple[Tensor, Tensor]:
-        x = random_crops(images.train, options.batch, options.crop).to(phi.device)
+        x = bordered(random_crops(images.train, options.batch, options.crop)).to(phi.device)
         return operator.apply(x), x
 
     return draw
+
+
+def bordered(x: Tensor, share: float = 0.25) -> Tensor:
+    """The crops, a ``share`` of them with zeros from inside the last block on, as padded images have."""
+    for dim in (-2, -1):
+        cut = torch.randint(BLOCK, (len(x),)) * (torch.rand(len(x)) < share)
+        kept = torch.arange(x.shape[dim]) < x.shape[dim] - cut[:, None]
+        x = x * (kept[:, None, :, None] if dim == -2 else kept[:, None, None, :])
+    return x
 
 
 # Pictures
@@ -265,36 +339,55 @@ def crops(images: Images, options: Learning, phi: Tensor) -> Callable[[], tuple[
 
 def picture(image: Tensor, window: int = 64) -> str:
     """The middle of an image, for a record."""
-    height, width = image.shape[-2:]
-    side = min(window, height, width)
-    top, left = (height - side) // 2, (width - side) // 2
+    top, left, side = _middle(image.shape[-2], image.shape[-1], window)
     return encoded(image[0, top : top + side, left : left + side].cpu().numpy(), lossless=True)
 
 
+def reference(image: Tensor, window: int = 64) -> dict[str, str]:
+    """The truth for a gallery: the middle of the image, and all of it."""
+    return {"reference": picture(image, window), "whole": encoded(image[0].cpu().numpy())}
+
+
+def _middle(height: int, width: int, window: int) -> tuple[int, int, int]:
+    """Top, left and side of the square in the middle."""
+    side = min(window, height, width)
+    return (height - side) // 2, (width - side) // 2, side
+
+
 def gallery(results: Results[Any], parts: Mapping[str, str], truth: str, title: str) -> Plot | None:
-    """Zoomed crops of one test image beside the truth, errors below; None where nothing was kept."""
+    """Zoomed crops of one test image beside the truth, errors below, and the image; None where nothing was kept."""
     found = {label: results.curve(part, "crop") for part, label in parts.items()}
     shown = {label: texts[-1] for label, seeds in found.items() for texts in list(seeds.values())[:1] if texts}
     references = [texts[-1] for texts in results.curve(truth, "reference").values() if texts]
     if not shown or not references:
         return None
-    reference = torch.from_numpy(decoded(references[0]))
+    crop = torch.from_numpy(decoded(references[0]))
     drawn = figure(2.1 * (len(shown) + 1), 4.4)
     axes = drawn.subplots(2, len(shown) + 1, squeeze=False)
-    axes[0, 0].imshow(reference.numpy(), cmap="gray", vmin=0, vmax=1)
+    axes[0, 0].imshow(crop.numpy(), cmap="gray", vmin=0, vmax=1)
     axes[0, 0].set_title("the image", fontsize=9)
     said = []
     for column, (label, text) in enumerate(shown.items(), 1):
         image = torch.from_numpy(decoded(text))
-        score = float(psnr(image, reference)) if not torch.equal(image, reference) else math.inf
+        score = float(psnr(image, crop)) if not torch.equal(image, crop) else math.inf
         axes[0, column].imshow(image.numpy(), cmap="gray", vmin=0, vmax=1)
         axes[0, column].set_title(f"{label}\n{score:.2f} dB here", fontsize=9)
-        axes[1, column].imshow((image - reference).numpy(), cmap="PuOr", vmin=-0.2, vmax=0.2)
+        axes[1, column].imshow((image - crop).numpy(), cmap="PuOr", vmin=-0.2, vmax=0.2)
         said.append(f"{label} {score:.2f} dB")
-    axes[1, 0].text(0.5, 0.5, "errors,\n−0.2 … 0.2", ha="center", va="center", fontsize=9)
+    for texts in list(results.curve(truth, "whole").values())[:1]:
+        _locate(axes[1, 0], decoded(texts[-1]), len(crop))
+    axes[1, 0].set_title("errors: −0.2 … 0.2", fontsize=9)
     for axis in axes.flat:
         axis.set_axis_off()
     return Plot(title, f"{title}: {', '.join(said)}", drawn)
+
+
+def _locate(axes: Any, whole: Any, window: int) -> None:
+    """The whole image, with a frame around its middle."""
+    top, left, side = _middle(whole.shape[0], whole.shape[1], window)
+    axes.imshow(whole, cmap="gray", vmin=0, vmax=1)
+    right, bottom = left + side, top + side
+    axes.plot([left, right, right, left, left], [top, top, bottom, bottom, top], color="#D55E00")
 
 
 def sizes(options: Learning) -> str:

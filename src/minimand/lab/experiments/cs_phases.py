@@ -152,7 +152,7 @@ experiment = Experiment(
             Options("photographs", 2, 2, 6, epochs=2, steps=4, batch=2, crop=66, lengths=(1, 2)), (0,), 0.1
         ),
         "laptop": Preset(Options(epochs=20), (0,), 90),
-        "paper": Preset(Options(epochs=200, shuffle=1, lengths=(1, 3, 5, 7, 9, 11)), (0,), 100000),
+        "paper": Preset(Options(epochs=200, shuffle=1, seedling=0, lengths=(1, 3, 5, 7, 9, 11)), (0,), 100000),
     },
     parts=parts,
     run=run,

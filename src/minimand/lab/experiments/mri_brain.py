@@ -23,8 +23,11 @@ from ._reconstruction import (
     mean_scores,
     photographs,
     picture,
+    reference,
     resolve,
+    standing,
     train,
+    tuned,
     verdicts,
 )
 
@@ -38,7 +41,7 @@ class Options(Learning):
     Args:
         ratio: Frequencies that are measured.
         nets: The networks.
-        weights: Candidates for the control's penalty, tuned on the validation slices.
+        weights: First candidates for the control's penalty, tuned on the validation slices.
         iters: Iterations of the control.
         side: Of the bundled photographs that stand in for slices.
     """
@@ -94,16 +97,17 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
         return {"test": found.psnr, "test_ssim": found.ssim, **kept}
 
     if part == ZERO_FILLED:
-        reference = picture(next(iter(images.tests.values()))[0], 96)
-        yield {"epoch": 0, **tested(scanner.adjoint), "reference": reference}
+        yield {"epoch": 0, **tested(scanner.adjoint), **reference(next(iter(images.tests.values()))[0], 96)}
     elif part == CLASSICAL:
         frame = Wavelet((size[0], size[1]), levels=2, family="db4", count=4)
 
         def control(weight: float) -> Callable[[Tensor], Tensor]:
             return lambda y: sparse_reconstruction(y, scanner, frame, weight, FISTA(options.iters))
 
-        best = max(options.weights, key=lambda weight: scores(control(weight), images.validation).psnr)
-        yield {"epoch": 0, "chosen": best, **tested(control(best))}
+        found = tuned(lambda weight: scores(control(weight), images.validation).psnr, options.weights)
+        best = max(found, key=lambda weight: found[weight])
+        tuning = {f"weight {weight:g}": round(value, 3) for weight, value in found.items()}
+        yield {"epoch": 0, "chosen": best, "tuning": tuning, **tested(control(best))}
     else:
         net = build(part, scanner, options)
 
@@ -142,8 +146,7 @@ def findings(results: Results[Options]) -> Sequence[str]:
     said = []
     for net in results.options.nets:
         said.append(verdict(results, net, CLASSICAL, unit=" dB"))
-        if convergent := results.final(net, "convergent"):
-            said.append(f"{net} {'is' if min(convergent) > 0 else 'is not'} a convergent solver by its diagnosis.")
+        said += standing(results, net)
     return said
 
 
@@ -164,7 +167,9 @@ experiment = Experiment(
             0.1,
         ),
         "laptop": Preset(Options(shuffle=2, batch=1, epochs=20, steps=150), (0,), 120),
-        "paper": Preset(Options(shuffle=1, phases=11, batch=1, epochs=200, steps=100, symmetry=0.01), (0,), 20000),
+        "paper": Preset(
+            Options(shuffle=1, phases=11, batch=1, epochs=200, steps=100, symmetry=0.01, seedling=0), (0,), 20000
+        ),
     },
     parts=parts,
     run=run,

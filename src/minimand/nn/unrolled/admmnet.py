@@ -1,9 +1,13 @@
 """ADMM-Net: the alternating direction method of multipliers with learned penalties, thresholds and transforms."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
-from ...operators import LinearOperator
+from ...operators import LinearOperator, Transposed
+from ...operators.spectral import to_float64
+from ...solvers.linear import conjugate_gradient
 from ...solvers.problem import Problem
 from ...solvers.splitting import ADMM, SplitState
 from .base import Setting, UnrolledNet
@@ -14,6 +18,8 @@ __all__ = ["ADMMNet"]
 
 # The dual step up to which ADMM converges (Glowinski, 1984).
 _GOLDEN = (1 + 5**0.5) / 2
+# Conjugate gradients where no few of them are exact.
+_MANY = 10
 
 
 class ADMMNet(UnrolledNet):
@@ -25,8 +31,9 @@ class ADMMNet(UnrolledNet):
         x \leftarrow \tilde{\mathcal{F}}_k(S_{\theta_k}(\mathcal{F}_k(z + u))), \qquad u \leftarrow u + \eta_k(z - x),
 
     which is :class:`~minimand.solvers.ADMM` with the learned prox and its multiplier's step. The first is solved by
-    conjugate gradients, which are exact after two iterations where the rows of Φ are orthonormal or it is a masked
-    unitary transform.
+    conjugate gradients from :math:`x - u`, whose residual :math:`\Phi^\top(y - \Phi(x - u))` lies in the range of
+    :math:`\Phi^\top`: as many iterations are exact as :math:`\Phi^\top\Phi` has eigenvalues other than zero, one for
+    orthonormal rows, missing pixels and symmetric Fourier masks, two for other Fourier masks.
 
     Args:
         phi: The measurement matrix m × b² of square blocks, or an operator on images.
@@ -35,7 +42,8 @@ class ADMMNet(UnrolledNet):
         architecture: The size of the transforms.
         constrained: Whether penalties and thresholds stay above zero and the multiplier's steps in (0, (1+√5)/2).
         shared: Whether all phases share one transform.
-        cg_iters: Conjugate gradient iterations per phase.
+        cg_iters: Conjugate gradient iterations per phase; by default as many as are exact, ten where that takes more
+            than three.
         initial: The matrix Q of the first image :math:`Qy`. Without it :math:`\Phi^\top y`.
 
     Source: Yang, Sun, Li, Xu, *Deep ADMM-Net for Compressive Sensing MRI*, NIPS 2016; 002, image
@@ -60,21 +68,35 @@ class ADMMNet(UnrolledNet):
         architecture: Architecture = Architecture(),  # noqa: B008 -- frozen
         constrained: bool = False,
         shared: bool = False,
-        cg_iters: int = 2,
+        cg_iters: int | None = None,
         initial: Tensor | None = None,
     ) -> None:
         super().__init__(phi, phases, architecture, residual=plus, shared=shared, initial=initial)
-        self.plus, self.cg_iters = plus, cg_iters
+        self.plus, self._cg_iters = plus, cg_iters
         # At ρ = ‖Φ‖² the data term and the split weigh the same.
         self.penalty = nn.Parameter(torch.full((phases,), self.lipschitz))
         self.threshold = nn.Parameter(torch.full((phases,), 0.01))
         self.rate = nn.Parameter(torch.full((phases,), 1.0))
-        ADMM(phases, 1.0, cg_iters=cg_iters)
+        ADMM(phases, 1.0, cg_iters=self.cg_iters)
         if constrained:
             constrain(self, "penalty", Positive())
             constrain(self, "threshold", Positive())
             constrain(self, "rate", Interval(0.0, _GOLDEN))
         self._follow_phi()
+
+    def _measure(self) -> None:
+        super()._measure()
+        self._rounds = _exact_rounds(self._of_one_block())
+
+    @property
+    def cg_iters(self) -> int:
+        """Conjugate gradient iterations per phase."""
+        return (self._rounds or _MANY) if self._cg_iters is None else self._cg_iters
+
+    @property
+    def exact(self) -> bool:
+        """Whether they solve the linear system, up to rounding."""
+        return self._rounds is not None and self.cg_iters >= self._rounds
 
     def _vectors(self) -> tuple[str, ...]:
         return ("penalty", "threshold", "rate")
@@ -90,6 +112,9 @@ class ADMMNet(UnrolledNet):
 
     def advance(self, problem: Problem, state: SplitState, setting: Setting, k: int) -> SplitState:
         """One iteration of ADMM, then the multiplier's own step."""
+        if self.exact and state.x is not None:
+            # Elsewhere the last solution is the better start: its error vanishes as the iterates settle.
+            state = state._replace(smooth=state.x if state.multiplier is None else state.x - state.multiplier)
         new = ADMM(self.phases, 1 / setting.step, cg_iters=self.cg_iters).advance(problem, state, k, None)
         assert new.multiplier is not None
         assert setting.rate is not None
@@ -101,7 +126,32 @@ class ADMMNet(UnrolledNet):
         step, threshold = float(setting.step.detach()), float(setting.threshold.detach())
         assert setting.rate is not None
         rate = float(setting.rate.detach())
-        found = [] if step > 0 else [f"penalty {1 / step:.3g} is not positive"]
-        if threshold < 0:
+        penalty = 1 / step if step else math.inf
+        found = [] if 0 < step < math.inf else [f"penalty {penalty:.3g} is not positive and finite"]
+        if not threshold >= 0:
             found.append(f"negative threshold {threshold:.3g}")
         return found if 0 < rate < _GOLDEN else [*found, f"multiplier's step {rate:.3g} outside (0, {_GOLDEN:.3g})"]
+
+    def notes(self) -> list[str]:
+        """Whether the linear systems are solved."""
+        if self.exact:
+            return []
+        return [f"its linear systems are solved by {self.cg_iters} conjugate gradients, not exactly: raise cg_iters"]
+
+
+def _exact_rounds(operator: LinearOperator, most: int = 3) -> int | None:
+    r"""How many conjugate gradients solve :math:`(\Phi^\top\Phi + \rho I)z = \Phi^\top w` for any w; None above
+    ``most``."""
+    wide = Transposed(operator.with_weight(to_float64(operator.weight)))
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(1, *wide.input_shape, generator=generator, dtype=wide.weight.dtype).to(wide.weight.device)
+    target, shift = wide.apply(w), 0.01 * float(operator.norm_sq())
+
+    def system(v: Tensor) -> Tensor:
+        return wide.normal(v) + shift * v
+
+    for rounds in range(1, most + 1):
+        z = conjugate_gradient(system, target, rounds, sample_dims=-wide.feature_dim)
+        if float((system(z) - target).norm()) <= 1e-3 * float(target.norm()):
+            return rounds
+    return None

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...errors import OptionError, ShapeError, is_traced, require_finite
+from ...errors import OptionError, ShapeError, is_traced, require_finite, require_real
 from ...functions.separable import Zero
 from ...operators import BlockSensing, Dense, LinearOperator, Transposed, is_orthonormal
 from ...solvers import iterate
@@ -71,11 +71,11 @@ class UnrolledNet(nn.Module, abc.ABC):
         self.phases, self.shared = phases, shared
         self._operator = None if isinstance(phi, Tensor | Dense | BlockSensing) else _checked(phi)
         weight = phi if isinstance(phi, Tensor) else phi.weight
+        require_real("phi", weight)
         require_finite("phi", weight)
         self.register_buffer("phi", weight.detach().clone())
-        self.lipschitz = float(self._of_one_block().norm_sq())
-        if not 0 < self.lipschitz < math.inf:
-            raise OptionError(f"phi measures nothing: its squared norm is {self.lipschitz}; check how it was made")
+        self._measure()
+        self.register_load_state_dict_post_hook(_measure_again)
         if self._operator is None and not is_orthonormal(weight):
             warnings.warn(
                 f"the rows of phi are not orthonormal (‖Φ‖² ≤ {self.lipschitz:.4g}): the steps are scaled by 1/‖Φ‖²",
@@ -92,11 +92,17 @@ class UnrolledNet(nn.Module, abc.ABC):
 
     # The measurement
 
+    def _measure(self) -> None:
+        """What the numbers rest on: the norm of phi."""
+        self.lipschitz = float(self._of_one_block().norm_sq())
+        if not 0 < self.lipschitz < math.inf:
+            raise OptionError(f"phi measures nothing: its squared norm is {self.lipschitz}; check how it was made")
+
     def operator(self, y: Tensor) -> LinearOperator:
         """The measurement operator on images, for measurements of this size."""
         if self._operator is not None:
             return self._operator.with_weight(self.phi)
-        side = math.isqrt(self.phi.shape[1])
+        side = math.isqrt(self.phi.shape[-1])
         grid = y.shape[-2:] if y.dim() == 4 else (1, 1)
         return BlockSensing(self.phi, (side * grid[0], side * grid[1]))
 
@@ -104,6 +110,8 @@ class UnrolledNet(nn.Module, abc.ABC):
         return self.operator(self.phi)
 
     def _checked_initial(self, initial: Tensor) -> Tensor:
+        require_real("initial", initial)
+        require_finite("initial", initial)
         if self._operator is not None:
             raise OptionError("initial is for a phi that is a matrix; a network of an operator starts from its adjoint")
         rows, columns = self.phi.shape
@@ -116,6 +124,7 @@ class UnrolledNet(nn.Module, abc.ABC):
 
     def problem(self, y: Tensor) -> Problem:
         """The data term of these measurements, after everything about them was checked."""
+        require_real("y", y)
         operator = self.operator(y)
         shape, whole = operator.output_shape, y.dim() == 4
         if self._operator is None and not whole:
@@ -132,18 +141,12 @@ class UnrolledNet(nn.Module, abc.ABC):
         problem = Problem(Transposed(operator), Zero(), y)
         problem.check_dtype("y", y)
         require_finite("y", y)
-        self._check_range(y, math.prod(operator.input_shape))
-        return problem
-
-    def _check_range(self, y: Tensor, pixels: int) -> None:
-        if is_traced(y) or y.numel() == 0:
-            return
-        energy = float(y.detach().flatten(1).square().sum(1).max())
-        if energy > _ENERGY_SLACK * self.lipschitz * pixels:
+        if _energy(y) > _ENERGY_SLACK * self.lipschitz * math.prod(operator.input_shape):
             raise OptionError(
-                f"y has energy {energy:.3g}, more than phi can measure of pixels in [0, 1]; divide the images by their "
-                f"largest value, 255 for bytes, before measuring"
+                f"y has energy {_energy(y):.3g}, more than phi can measure of pixels in [0, 1]; divide the images by "
+                f"their largest value, 255 for bytes, before measuring"
             )
+        return problem
 
     def start(self, problem: Problem) -> Tensor:
         r"""The first image: :math:`Qy` by the least-squares matrix ``initial``, else :math:`\Phi^\top y`."""
@@ -169,6 +172,10 @@ class UnrolledNet(nn.Module, abc.ABC):
     @abc.abstractmethod
     def faults(self, setting: Setting) -> list[str]:
         """Why a solver with these numbers need not converge; empty where it does."""
+
+    def notes(self) -> list[str]:
+        """What else stands between the network and its solver, in sentences without a beginning."""
+        return []
 
     def trajectory(self, y: Tensor) -> list[PhaseResult]:
         """Every phase, images as ``(B, 1, H, W)``."""
@@ -199,6 +206,7 @@ class UnrolledNet(nn.Module, abc.ABC):
         x = results[-1].x
         if target.numel() != x.numel() or len(target) != len(x):
             raise ShapeError(f"the target has shape {tuple(target.shape)}, the reconstruction {tuple(x.shape)}")
+        _check_target(target)
         loss = F.mse_loss(x, target.reshape(x.shape))
         if symmetry == 0:
             return loss
@@ -208,6 +216,7 @@ class UnrolledNet(nn.Module, abc.ABC):
 
     def grown(self, phases: int) -> Self:
         """A copy with more phases, each new one equal to the last: where to go on training from."""
+        require_count("phases", phases)
         if phases < self.phases:
             raise OptionError(f"a network grows: it has {self.phases} phases already, {phases} were asked for")
         net = copy.deepcopy(self)
@@ -227,6 +236,27 @@ class UnrolledNet(nn.Module, abc.ABC):
     def extra_repr(self) -> str:
         """Phases and the norm that the steps rest on."""
         return f"phases={self.phases}, lipschitz={self.lipschitz:.4g}"
+
+
+def _measure_again(net: UnrolledNet, keys: object) -> None:
+    """A state brings its own phi."""
+    net._measure()
+
+
+def _energy(batch: Tensor) -> float:
+    """The largest sum of squares of a sample; zero where values cannot be read."""
+    if is_traced(batch) or batch.numel() == 0:
+        return 0.0
+    return float(batch.detach().flatten(1).square().sum(1).max())
+
+
+def _check_target(target: Tensor) -> None:
+    require_real("target", target)
+    require_finite("target", target)
+    if target.numel() and _energy(target) > _ENERGY_SLACK * target[0].numel():
+        raise OptionError(
+            "the target's pixels lie far outside [0, 1]; divide the images by their largest value, 255 for bytes"
+        )
 
 
 def _checked(operator: LinearOperator) -> LinearOperator:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ...errors import DataError
+from ...errors import DataError, require_finite
 from ...operators import LinearOperator
 from .istanet import ISTANet
 from .parameters import assign
@@ -60,6 +60,9 @@ def from_public_checkpoint(
         if set(values) != expected:
             odd = sorted(set(values) ^ expected)
             raise _other_layout(f"phase {k} lacks or adds {', '.join(odd)}")
+        for scalar in _SCALARS:
+            if values[scalar].numel() != 1:
+                raise _other_layout(f"fcs.{k}.{scalar} has shape {tuple(values[scalar].shape)}, not that of a number")
     architecture = Architecture(channels=phases[0]["conv1_forward"].shape[0])
     net = ISTANet(phi, len(phases), plus, architecture=architecture, initial=initial)
     for scalar, name in _SCALARS.items():
@@ -77,11 +80,14 @@ def from_public_checkpoint(
 
 
 def _by_phase(state: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    if not isinstance(state, Mapping):
+        raise _other_layout(f"it is of the type {type(state).__name__}, not a state dict")
     phases: dict[int, dict[str, Tensor]] = {}
     for key, value in state.items():
-        match = re.fullmatch(r"(?:module\.)?fcs\.(\d+)\.(\w+)", key)
+        match = re.fullmatch(r"(?:module\.)?fcs\.(\d+)\.(\w+)", str(key))
         if match is None or not isinstance(value, Tensor):
             raise _other_layout(f"it has the key {key!r}")
+        require_finite(key, value)
         phases.setdefault(int(match[1]), {})[match[2]] = value
     if sorted(phases) != list(range(len(phases))) or not phases:
         raise _other_layout(f"its phases are {sorted(phases)}")

@@ -15,6 +15,9 @@ from .base import PhaseResult, UnrolledNet
 
 __all__ = ["Diagnosis", "PhaseReport", "diagnose"]
 
+# What power iteration in float32 may find of a gain of one.
+_ROUNDING = 1e-3
+
 
 @dataclasses.dataclass(frozen=True)
 class PhaseReport:
@@ -29,6 +32,8 @@ class PhaseReport:
             transform, mean per sample.
         symmetry: :math:`\|\tilde{\mathcal{F}}\mathcal{F}(r) - r\|/\|r\|`, how far the synthesis is from inverting the
             analysis.
+        gain: The largest factor by which the learned prox was found to stretch a small change of its input, on this
+            batch; a prox has at most one.
         momentum: The learned momentum, where there is one.
         rate: The learned step of the multiplier, where there is one.
         convergent: Whether a solver with these numbers converges.
@@ -41,6 +46,7 @@ class PhaseReport:
     residual: float
     objective: float
     symmetry: float
+    gain: float
     momentum: float | None
     rate: float | None
     convergent: bool
@@ -51,28 +57,47 @@ class PhaseReport:
 class Diagnosis:
     """Reports on every phase; prints as a table, ``as_dict`` for machines, ``plot`` for people.
 
-    ``convergent`` is about the learned numbers: each phase would converge if it were repeated with a transform whose
-    synthesis inverts its analysis. ``symmetry`` says how far from that the learned one is.
+    ``convergent`` is about the learned numbers: each phase would converge if it were repeated with a prox in the place
+    of the learned stand-in. ``nonexpansive`` says whether that was seen to stretch anything, which no prox does, and
+    ``symmetry`` how far its synthesis is from inverting its analysis.
     """
 
     phases: tuple[PhaseReport, ...]
     lipschitz: float
     start: float
+    notes: tuple[str, ...] = ()
 
     @property
     def convergent(self) -> bool:
         """Whether all phases are those of a convergent solver."""
         return all(report.convergent for report in self.phases)
 
+    @property
+    def nonexpansive(self) -> bool:
+        """Whether no learned prox stretched a change on this batch, as no prox does."""
+        return not self._stretching()
+
+    def _stretching(self) -> list[PhaseReport]:
+        return [report for report in self.phases if not report.gain <= 1 + _ROUNDING]
+
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers."""
-        return {**dataclasses.asdict(self), "convergent": self.convergent}
+        return {**dataclasses.asdict(self), "convergent": self.convergent, "nonexpansive": self.nonexpansive}
 
     def _verdict(self) -> list[str]:
-        if self.convergent:
-            return ["a convergent solver: every phase is"]
         bad = [f"phase {r.phase}: {', '.join(r.faults)}" for r in self.phases if r.faults]
-        return ["no convergent solver; train with constrained=True to keep one", *bad]
+        if bad:
+            return ["no convergent solver; train with constrained=True to keep one", *bad, *self.notes]
+        wide = self._stretching()
+        if not wide:
+            return ["a convergent solver: every phase is", *self.notes]
+        listed, most = ", ".join(str(r.phase) for r in wide), max(r.gain for r in wide)
+        return [
+            "the numbers of a convergent solver in every phase",
+            f"but the learned prox stretches changes by up to {most:.3g} (in phase {listed}), which no prox does: "
+            f"repeating it need not converge",
+            *self.notes,
+        ]
 
     def __str__(self) -> str:
         columns = {name: cell for name, cell in _COLUMNS.items() if any(cell(report) != "—" for report in self.phases)}
@@ -125,6 +150,7 @@ _COLUMNS: dict[str, Callable[[PhaseReport], str]] = {
     "residual": lambda r: f"{r.residual:.3g}",
     "objective": lambda r: f"{r.objective:.4g}",
     "symmetry": lambda r: f"{r.symmetry:.3g}",
+    "gain": lambda r: f"{r.gain:.3g}",
     "convergent": lambda r: "yes" if r.convergent else "NO",
 }
 
@@ -134,7 +160,8 @@ def diagnose(net: UnrolledNet, y: Tensor) -> Diagnosis:
 
     Proximal gradient descent needs steps in :math:`(0, 2/\|\Phi\|^2)`, FISTA in :math:`(0, 1/\|\Phi\|^2]`, ADMM
     positive penalties, and all of them thresholds that are not negative: free training leaves these ranges (the
-    public ISTA-Net checkpoints have steps of −0.12 and 3.81). Mode, parameters and gradients are left alone.
+    public ISTA-Net checkpoints have steps of −0.12 and 3.81). They also need a prox, which the learned one only stands
+    in for: ``gain`` says where it stretches, as no prox does. Mode, parameters and gradients are left alone.
 
     >>> from minimand.nn import ISTANet
     >>> from minimand.operators import orthonormal_gaussian
@@ -152,7 +179,7 @@ def diagnose(net: UnrolledNet, y: Tensor) -> Diagnosis:
         problem = net.problem(y)
         start = _relative_residual(problem, net.start(problem))
         reports = tuple(_report(net, problem, k, result) for k, result in enumerate(net.trajectory(y), 1))
-    return Diagnosis(reports, net.lipschitz, start)
+    return Diagnosis(reports, net.lipschitz, start, tuple(net.notes()))
 
 
 def _relative_residual(problem: Problem, x: Tensor) -> float:
@@ -174,6 +201,7 @@ def _report(net: UnrolledNet, problem: Problem, k: int, result: PhaseResult) -> 
         residual=_relative_residual(problem, result.x),
         objective=float(objective),
         symmetry=float(symmetry),
+        gain=shrinkage.gain(),
         momentum=None if setting.momentum is None else float(setting.momentum),
         rate=None if setting.rate is None else float(setting.rate),
         convergent=not faults,

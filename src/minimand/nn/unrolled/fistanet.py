@@ -105,7 +105,7 @@ class FISTANet(UnrolledNet):
         # One unit of float32 above 1/L is rounding.
         limit = (1 + 1e-6) / self.lipschitz
         found = [] if 0 < step <= limit else [f"step {step:.3g} outside (0, {limit:.3g}]"]
-        if threshold < 0:
+        if not threshold >= 0:
             found.append(f"negative threshold {threshold:.3g}")
         if setting.momentum is not None and not 0 <= float(setting.momentum.detach()) < 1:
             found.append(f"momentum {float(setting.momentum.detach()):.3g} outside [0, 1)")

@@ -142,6 +142,7 @@ def soft_threshold(x: Tensor, threshold: Tensor) -> Tensor:
 class Shrunk(NamedTuple):
     """What one shrinkage computed besides its image."""
 
+    point: Tensor
     features: Tensor
     coefficients: Tensor
 
@@ -168,7 +169,7 @@ class Shrinkage(Function):
         """Analysis, soft threshold, synthesis."""
         features = self.transform.features(x)
         coefficients = self.transform.analyse(features)
-        self._last = Shrunk(features, coefficients)
+        self._last = Shrunk(x, features, coefficients)
         return self.transform.image(self.transform.synthesise(soft_threshold(coefficients, self.threshold)), x)
 
     def features(self) -> Tensor:
@@ -180,7 +181,37 @@ class Shrinkage(Function):
         last = self._of_last_prox()
         return self.transform.synthesise(last.coefficients) - last.features
 
+    def gain(self, rounds: int = 10) -> float:
+        r"""The largest factor by which the prox stretches a small change of the last point, by power iteration on
+        :math:`J^\top J` with its Jacobian J: a lower bound. A prox is nonexpansive: at most one."""
+        point = self._of_last_prox().point.detach()
+        generator = torch.Generator().manual_seed(0)
+        v = torch.randn(point.shape, generator=generator).to(point)
+        largest = 0.0
+        with torch.enable_grad():
+            point = point.requires_grad_()
+            image = _apart(self).prox(point)
+            cotangent = torch.zeros_like(image, requires_grad=True)
+            (pulled,) = torch.autograd.grad(image, point, cotangent, create_graph=True)
+            for _ in range(rounds if point.numel() else 0):
+                v = v / _norms(v).clamp_min(torch.finfo(v.dtype).tiny)
+                # Jᵀc is linear in c: its derivative along v is Jv.
+                (pushed,) = torch.autograd.grad(pulled, cotangent, v, retain_graph=True)
+                (v,) = torch.autograd.grad(image, point, pushed, retain_graph=True)
+                largest = float(_norms(pushed).max())
+        return largest
+
     def _of_last_prox(self) -> Shrunk:
         if self._last is None:
             raise OptionError("this is about the last prox, and there was none yet; call prox first")
         return self._last
+
+
+def _apart(shrinkage: Shrinkage) -> Shrinkage:
+    """The same function, with a memory of its own."""
+    return Shrinkage(shrinkage.transform, shrinkage.threshold.detach(), shrinkage.step)
+
+
+def _norms(batch: Tensor) -> Tensor:
+    """One norm a sample, to divide the samples by."""
+    return batch.flatten(1).norm(dim=1)[:, None, None, None]
