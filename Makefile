@@ -36,4 +36,4 @@ bench: $(STAMP)  ## ratios to the plain block and to peers
 	$(BIN)/python -m benchmarks
 
 clean:           ## remove what the other targets made
-	rm -rf .venv docs/_build docs/gallery runs
+	rm -rf .venv docs/_build docs/_generated docs/gallery runs

@@ -4,6 +4,7 @@ A benchmark is a module of this package with a ``run() -> list[Row]``; it joins 
 process on one thread, because absolute times do not travel between machines.
 """
 
+import dataclasses
 import importlib
 import statistics
 import time
@@ -11,7 +12,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["Ratio", "Row", "at_least", "at_most", "in_turn", "peer", "ratio", "ratios", "reported", "skipped"]
+from torch import Tensor, nn
+
+__all__ = [
+    "Ratio",
+    "Row",
+    "along",
+    "at_least",
+    "at_most",
+    "in_turn",
+    "peer",
+    "ratio",
+    "ratios",
+    "reported",
+    "skipped",
+    "training_step",
+]
 
 
 class Ratio(NamedTuple):
@@ -24,7 +40,10 @@ class Ratio(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One measured ratio, its spread over the rounds, and what it was to reach; no ratio where a peer is missing."""
+    """One measured ratio, its spread over the rounds, and what it was to reach.
+
+    There is no ratio where a peer is missing. Rows of one name with an ``at`` are the points of a curve.
+    """
 
     name: str
     ratio: float | None
@@ -32,6 +51,7 @@ class Row:
     met: bool
     note: str = ""
     spread: tuple[float, float] | None = None
+    at: float | None = None
 
 
 def at_least(name: str, ratio: float | Ratio, target: float, note: str = "") -> Row:
@@ -50,6 +70,11 @@ def reported(name: str, ratio: float | Ratio, note: str = "") -> Row:
     """A row that was set no target."""
     value, spread = _parts(ratio)
     return Row(name, value, "", True, note, spread)
+
+
+def along(name: str, at: float, ratio: Ratio) -> Row:
+    """A point of a curve."""
+    return dataclasses.replace(reported(name, ratio), at=at)
 
 
 def skipped(name: str, module: str) -> Row:
@@ -94,6 +119,17 @@ def ratios(base: Callable[[], object], others: Sequence[Callable[[], object]], r
     """What each of the others takes over what the first takes, all in turn."""
     first, *rest = in_turn([base, *others], rounds)
     return [ratio(times, first) for times in rest]
+
+
+def training_step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Callable[[], None]:
+    """One step of training a classifier on one batch."""
+
+    def call() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return call
 
 
 def _parts(ratio: float | Ratio) -> tuple[float, tuple[float, float] | None]:

@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -22,7 +23,7 @@ import benchmarks
 # Whose versions are recorded, where they are installed.
 _PACKAGES = (
     *("minimand", "torch", "numpy", "scipy", "scikit-learn"),
-    *("deepinv", "torchdeq", "orthogonium", "isaac", "pytorch_optimizer", "fancyimpute", "tensorly"),
+    *("torchdeq", "orthogonium", "isaac", "pytorch_optimizer", "tensorly"),
 )
 
 
@@ -48,12 +49,16 @@ def main(names: list[str]) -> int:
 
 
 def _table(name: str, rows: list[benchmarks.Row]) -> Table:
-    table = Table("what", "ratio", "middle half", "target", "", "note", title=name)
+    table = Table(box=box.SIMPLE_HEAD, title=name)
+    table.add_column("what", max_width=70)
+    for title in ("ratio", "middle half", "target"):
+        table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
-        word = ("met" if row.met else "MISSED") if row.target else ""
+        what = row.name if row.at is None else f"{row.name}, at {row.at:g}"
         value = "–" if row.ratio is None else f"{row.ratio:.3g}"
-        spread = "" if row.spread is None else f"{row.spread[0]:.3g}–{row.spread[1]:.3g}"
-        table.add_row(row.name, value, spread, row.target, word, row.note)
+        spread = "" if row.spread is None else f"{row.spread[0]:.3g} – {row.spread[1]:.3g}"
+        target = row.target if row.met else f"[bold red]missed[/] {row.target}"
+        table.add_row(f"{what}\n[dim]{row.note}[/]" if row.note else what, value, spread, target)
     return table
 
 

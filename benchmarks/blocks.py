@@ -3,12 +3,10 @@
 Both networks of a pair have the same blocks.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
-from benchmarks import Row, at_most, ratios
+from benchmarks import Row, at_most, ratios, training_step
 from minimand.nn import (
     AcceleratedUpdate,
     ADMMUpdate,
@@ -24,24 +22,13 @@ from minimand.zoo import AGDNet, DenseNet, DMRNet, HBNet, ResNet
 __all__ = ["run"]
 
 
-def _step(net: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], None]:
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.0, momentum=0.9)
-
-    def call() -> None:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(net(images), labels).backward()
-        optimizer.step()
-
-    return call
-
-
 def _compare(
     plain: nn.Module, others: dict[str, tuple[nn.Module, float]], batch: int, rounds: int, *, memory: float = 1.2
 ) -> list[Row]:
     """Time and memory of each network over the plain one's."""
     images, labels = torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,))
     nets = [plain, *(net for net, _ in others.values())]
-    base, *steps = [_step(net, images, labels) for net in nets]
+    base, *steps = [training_step(net, torch.optim.SGD(net.parameters(), 0.0, 0.9), images, labels) for net in nets]
     held = [held_bytes(net, images) for net in nets]
     rows = []
     for (name, (_, target)), ratio, size in zip(others.items(), ratios(base, steps, rounds), held[1:], strict=True):

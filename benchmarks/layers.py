@@ -5,16 +5,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from benchmarks import Ratio, Row, at_most, ratios
-from minimand.adjoints import Checkpoint
+from benchmarks import Ratio, Row, at_most, peer, ratios, reported, skipped
+from minimand.adjoints import Checkpoint, Implicit
 from minimand.nn import SolverConv2d, SolverLayer, SolverLinear
 from minimand.nn.explain import held_bytes
-from minimand.solvers import FISTA, ProxGD, ProxSG, trace
+from minimand.solvers import FISTA, Problem, ProxGD, ProxSG, trace
 
-__all__ = ["run"]
+__all__ = ["Equilibrium", "Naive", "block", "forward_and_backward", "run"]
 
 
-def _pass(block: nn.Module, y: Tensor, upstream: Tensor) -> Callable[[], None]:
+def forward_and_backward(block: nn.Module, y: Tensor, upstream: Tensor) -> Callable[[], None]:
     def call() -> None:
         block.zero_grad()
         y.grad = None
@@ -26,10 +26,12 @@ def _pass(block: nn.Module, y: Tensor, upstream: Tensor) -> Callable[[], None]:
 def _ratios(plain: nn.Module, layers: Sequence[nn.Module], shape: tuple[int, ...], rounds: int) -> list[Ratio]:
     y = torch.randn(shape, requires_grad=True)
     upstream = torch.randn_like(plain(y))
-    return ratios(_pass(plain, y, upstream), [_pass(layer, y, upstream) for layer in layers], rounds)
+    return ratios(
+        forward_and_backward(plain, y, upstream), [forward_and_backward(layer, y, upstream) for layer in layers], rounds
+    )
 
 
-def _block(layer: nn.Module) -> nn.Module:
+def block(layer: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Dropout(0.5), layer, nn.ReLU())
 
 
@@ -40,10 +42,10 @@ def _dense() -> list[Row]:
         ("fc 512→512 ProxGD(30)", SolverLinear(512, 512, solver=ProxGD(30)), 21),
         ("fc 512→512 ProxSG(10), τ = n/2, shared", shared, 10),
     ]
-    found = _ratios(_block(nn.Linear(512, 512)), [layer for _, layer, _ in layers], (128, 512), 25)
+    found = _ratios(block(nn.Linear(512, 512)), [layer for _, layer, _ in layers], (128, 512), 25)
     rows = [at_most(name, ratio, target) for (name, _, target), ratio in zip(layers, found, strict=True)]
     y = torch.randn(128, 512, requires_grad=True)
-    plain = _block(nn.Linear(512, 512))
+    plain = block(nn.Linear(512, 512))
     again = SolverLinear(512, 512, solver=ProxGD(10), adjoint=Checkpoint())
     saved, recomputed, base = (held_bytes(block, y) for block in (layers[0][1], again, plain))
     rows.append(at_most("fc 512→512 ProxGD(10), bytes held", saved / base, 5))
@@ -52,13 +54,13 @@ def _dense() -> list[Row]:
 
 def _wide() -> list[Row]:
     layer = SolverLinear(4096, 4096, solver=ProxSG(10, tau=0.5), shared_sample=True)
-    (ratio,) = _ratios(_block(nn.Linear(4096, 4096)), [layer], (128, 4096), 3)
+    (ratio,) = _ratios(block(nn.Linear(4096, 4096)), [layer], (128, 4096), 3)
     return [at_most("fc 4096→4096 ProxSG(10), shared", ratio, 14)]
 
 
 def _convolution() -> list[Row]:
     layer = SolverConv2d(64, 64, 3, padding=1, solver=ProxGD(10))
-    (ratio,) = _ratios(_block(nn.Conv2d(64, 64, 3, padding=1)), [layer], (16, 64, 16, 16), 9)
+    (ratio,) = _ratios(block(nn.Conv2d(64, 64, 3, padding=1)), [layer], (16, 64, 16, 16), 9)
     return [at_most("conv 64→64 3×3 @16 ProxGD(10)", ratio, 9)]
 
 
@@ -72,12 +74,64 @@ def _equal_objective() -> list[Row]:
         goal = trace(problem, ProxGD(iters)).objective[-1]
         needed = int((trace(problem, FISTA(iters)).objective > goal).sum()) + 1
         fast = SolverLinear(512, 512, solver=FISTA(needed))
-        (ratio,) = _ratios(_block(nn.Linear(512, 512)), [fast], (128, 512), 15)
+        (ratio,) = _ratios(block(nn.Linear(512, 512)), [fast], (128, 512), 15)
         rows.append(at_most(f"fc 512→512 FISTA({needed}) at ProxGD({iters})'s objective", ratio, stretch, "stretch"))
     return rows
+
+
+class Naive(nn.Module):
+    """Iterations of proximal gradient descent as one would write them down, differentiated by autograd."""
+
+    def __init__(self, problem: Problem, iterations: int) -> None:
+        super().__init__()
+        self.operator, self.bias, self.ridge, self.iterations = (
+            problem.operator,
+            problem.bias,
+            problem.ridge,
+            iterations,
+        )
+        self.step = 1 / float(problem.smoothness())
+
+    def move(self, x: Tensor, y: Tensor) -> Tensor:
+        """One step."""
+        gradient = self.operator.apply(self.operator.adjoint(x) - y) + self.ridge * x
+        return torch.relu(x - self.step * (gradient if self.bias is None else gradient - self.bias))
+
+    def forward(self, y: Tensor) -> Tensor:
+        """All steps, from zero."""
+        x = y.new_zeros(len(y), *self.operator.output_shape)
+        for _ in range(self.iterations):
+            x = self.move(x, y)
+        return x
+
+
+class Equilibrium(Naive):
+    """The same map as torchdeq's: as many steps forward, and as many for the implicit gradient."""
+
+    def forward(self, y: Tensor) -> Tensor:
+        """The fixed point."""
+        options = {"f_max_iter": self.iterations, "b_max_iter": self.iterations, "f_tol": 0.0, "b_tol": 0.0}
+        solve = peer("torchdeq").get_deq(ift=True, **options)
+        found, _ = solve(lambda x: self.move(x, y), y.new_zeros(len(y), *self.operator.output_shape))
+        return found[-1]
+
+
+def _peers() -> list[Row]:
+    """Others' ways to the same layer: the same weight, input, step and number of iterations."""
+    rows, y = [], torch.randn(128, 512)
+    for iters in (10, 30):
+        ours = SolverLinear(512, 512, solver=ProxGD(iters))
+        (found,) = _ratios(ours, [Naive(ours.problem(y), iters)], tuple(y.shape), 9)
+        rows.append(reported(f"fc 512→512, {iters} iterations: plain unrolling / ours", found))
+    name = "fc 512→512, 10 iterations, implicit gradient: torchdeq / ours"
+    if peer("torchdeq") is None:
+        return [*rows, skipped(name, "torchdeq")]
+    ours = SolverLinear(512, 512, solver=ProxGD(10), adjoint=Implicit(iters=10, method="neumann"))
+    (found,) = _ratios(ours, [Equilibrium(ours.problem(y), 10)], tuple(y.shape), 9)
+    return [*rows, reported(name, found, "ten terms of the same series in both backward passes")]
 
 
 def run() -> list[Row]:
     """Ratios of time and memory, with the targets they were set."""
     torch.manual_seed(0)
-    return [*_dense(), *_wide(), *_convolution(), *_equal_objective()]
+    return [*_dense(), *_wide(), *_convolution(), *_equal_objective(), *_peers()]

@@ -1,18 +1,23 @@
 """Norm bounds of convolutions against full FFT + SVD (Sedghi et al., ICLR 2019), and the tracker's cost."""
 
+import copy
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks import Ratio, Row, at_least, at_most, ratios
+from benchmarks import Ratio, Row, at_least, at_most, peer, ratios, reported, skipped
+from benchmarks.layers import Naive
+from minimand.functions import NonNegative
 from minimand.nn import SolverConv2d, SolverLinear
 from minimand.operators import Conv2d, Dense, LipschitzTracker, lanczos, lipschitz
+from minimand.solvers import Problem
 
 LAYERS = [(64, 64, 32, 5.0), (128, 256, 16, 2.5), (256, 256, 16, 2.5), (512, 512, 32, 10.0)]
 MEMORY = """
@@ -81,6 +86,34 @@ def tightness() -> list[Row]:
     return [at_most("auto / truth, median", statistics.median(ratios), 1.35, note)]
 
 
+def others() -> list[Row]:
+    """What users would take instead: time over ours, and the value over the truth, for a plain and a strided layer."""
+    rows = []
+    for stride in (1, 2):
+        layer = nn.Conv2d(64, 64, 3, stride=stride, padding=1)
+        operator = Conv2d(layer.weight, (16, 16), stride, 1)
+        exact, ours = truth(operator) ** 0.5, partial(lipschitz, layer, (16, 16))
+        title = f"conv 64→64 3×3 @16, stride {stride}"
+        normed = nn.utils.parametrizations.spectral_norm(copy.deepcopy(layer), n_power_iterations=15)
+        scale = float((layer.weight / normed.weight).detach().mean())
+        (found,) = ratios(ours, [lambda normed=normed: normed.weight], 9)
+        note = f"σ is {scale / exact:.2f} of the truth: that of the reshaped kernel; ours {_share(ours, exact):.2f}"
+        rows.append(reported(f"{title}: torch spectral_norm, 15 iterations / ours", found, note))
+        name = f"{title}: orthogonium, 3 iterations / ours"
+        module = peer("orthogonium.layers.conv.singular_values")
+        if module is None:
+            rows.append(skipped(name, "orthogonium"))
+            continue
+        theirs = partial(module.get_conv_sv, layer, 3, return_stab_rank=False)
+        (found,) = ratios(ours, [theirs], 5)
+        rows.append(reported(name, found, f"σ is at most {float(theirs()) / exact:.2f} of the truth"))
+    return rows
+
+
+def _share(ours: Callable[[], Tensor], exact: float) -> float:
+    return float(ours()) ** 0.5 / exact
+
+
 def memory() -> list[Row]:
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
     return [at_most("MB beyond the weight, 512→512 3×3 @32", float(done.stdout), 300.0, "peak resident size")]
@@ -89,7 +122,7 @@ def memory() -> list[Row]:
 def run() -> list[Row]:
     """All rows; the slow peers are timed on a share of their work."""
     torch.manual_seed(0)
-    return speed() + tightness() + memory() + tracker()
+    return speed() + tightness() + others() + memory() + tracker()
 
 
 def tracker() -> list[Row]:
@@ -110,7 +143,15 @@ def tracker() -> list[Row]:
             body = nn.Sequential(maps, nn.Flatten(), nn.Linear(64 * 64, 10))
             operator = Conv2d(plain.weight, (8, 8), padding=1)
             fast = SolverConv2d(64, 64, 3, padding=1)
-        run = _train(body, operator, {"plain": plain, "solver": _Naive(operator), "fast": fast})
+        run = _train(
+            body,
+            operator,
+            {
+                "plain": plain,
+                "solver": Naive(Problem(operator, NonNegative(), torch.zeros(64, *operator.input_shape)), 10),
+                "fast": fast,
+            },
+        )
         shares = {name: run.spent / time for name, time in run.layers.items()}
         note = (
             f"{run.refreshes} refreshes in {run.steps} steps; of minimand.nn's faster layer: {shares['fast']:.1%}, "
@@ -119,20 +160,6 @@ def tracker() -> list[Row]:
         rows.append(at_most(f"tracker / 10-iteration layer, {kind}", shares["solver"], 0.05, note))
         rows.append(at_most(f"tracked bound / truth, {kind}", run.worst, 1.5))
     return rows
-
-
-class _Naive(nn.Module):
-    """Ten iterations of Prox-GD as one would write them down."""
-
-    def __init__(self, operator: Dense | Conv2d) -> None:
-        super().__init__()
-        self.operator = operator
-
-    def forward(self, y: Tensor) -> Tensor:
-        x = torch.zeros(len(y), *self.operator.output_shape)
-        for _ in range(10):
-            x = torch.relu(x - 0.1 * (self.operator.normal(x) - self.operator.apply(y)))
-        return x
 
 
 @dataclass(frozen=True)

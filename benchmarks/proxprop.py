@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from benchmarks import Row, at_most, in_turn, ratio, reported
+from benchmarks import Row, at_most, in_turn, peer, ratio, ratios, reported, skipped, training_step
+from minimand.lab.experiments.proxprop_peers import PACKAGES, PEERS, curved, optimizer_of
 from minimand.train import CachedGram, ExactGram, ProxProp
 from minimand.zoo.proxprop import ProxPropConvNet, ProxPropMLP
 
@@ -27,13 +28,7 @@ def _step(model: nn.Module, x: Tensor, y: Tensor, options: dict[str, Any] | None
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     if options is not None:
         ProxProp(model, **options).attach(optimizer)
-
-    def call() -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    return call
+    return training_step(model, optimizer, x, y)
 
 
 def _group(
@@ -72,6 +67,26 @@ def _convolutions() -> list[Row]:
         ("conv net, N = 500, CG3", {"method": "cg", "cg_iters": 3}, 2.8, 0),
     ]
     return _group(ProxPropConvNet(), torch.randn(500, 3, 32, 32), cases, 10)
+
+
+def _peers() -> list[Row]:
+    """What users would pick instead, on the same network and batch: a whole step over one of SGD's."""
+    x, y = torch.randn(500, 3, 32, 32), torch.randint(10, (500,))
+    plain = ProxPropMLP()
+    methods = [method for method in PEERS if method != PEERS[0] and peer(PACKAGES.get(method, "torch"))]
+    base, *calls = (_by(method, copy.deepcopy(plain), x, y) for method in (PEERS[0], *methods))
+    costs = ratios(base, calls, 5)
+    rows = [
+        reported(f"MLP, N = 500: a step by {method} / {PEERS[0]}", cost)
+        for method, cost in zip(methods, costs, strict=True)
+    ]
+    return rows + [skipped(f"MLP, N = 500: {name}", package) for name, package in PACKAGES.items() if not peer(package)]
+
+
+def _by(method: str, model: ProxPropMLP, x: Tensor, y: Tensor) -> Callable[[], None]:
+    if method == "isaac":
+        curved(model)
+    return training_step(model, optimizer_of(method, model, 1e-4, 0.05), x, y)
 
 
 def _held(name: str, model: nn.Module, x: Tensor, options: dict[str, Any]) -> Row:
@@ -155,4 +170,4 @@ def _by_layer(net: nn.Module) -> list[Tensor]:
 def run() -> list[Row]:
     """Ratios of time, with the targets they were set; memory; angles."""
     torch.manual_seed(0)
-    return [*_perceptron(), *_square(), *_convolutions(), *_memory(), *angles()]
+    return [*_perceptron(), *_square(), *_convolutions(), *_peers(), *_memory(), *angles()]

@@ -2,7 +2,13 @@
 
 import os
 import re
+import sys
 from importlib.metadata import version as installed
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+import _league  # noqa: E402
 
 os.environ["MPLBACKEND"] = "Agg"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,7 +26,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_gallery.gen_gallery",
 ]
-exclude_patterns = ["_build", "gallery/**/*.ipynb", "gallery/*.py", "gallery/*.zip"]
+exclude_patterns = ["_build", "_generated", "gallery/**/*.ipynb", "gallery/*.py", "gallery/*.zip"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
@@ -56,4 +62,7 @@ def _breakable(app, page, template, context, doctree) -> None:
 
 
 def setup(app) -> None:
+    app.connect(
+        "builder-inited", lambda app: _league.write(HERE.parent / "benchmarks" / "results", HERE / "_generated")
+    )
     app.connect("html-page-context", _breakable)

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from minimand.factor import NMF, LowRank, MatrixCompletion, RobustPCA, SparseDictionary, Status, bounds, duals, rows
-from minimand.factor.bounds import lanczos_bound, lanczos_slack, largest_singular, spectral_bound
-from minimand.factor.duals import Dense
+from minimand.factor.bounds import lanczos_bound, lanczos_slack, largest_singular, small_gram, spectral_bound
+from minimand.factor.duals import Dense, Sparse
+from minimand.factor.rows import Rows
 
 
 def noisy(n, m, k=3, seed=0):
@@ -96,13 +97,26 @@ def test_lanczos_is_as_accurate_as_asked_as_far_as_its_basis_fits(monkeypatch, g
     assert lanczos_bound(matrix, generator=generator).value == np.inf
 
 
-def test_completion_certifies_what_is_asked_without_a_gram_matrix():
+def test_completion_certifies_what_is_asked():
     rng = np.random.default_rng(0)
     Y = noisy(60, 25)
     Y[rng.random(Y.shape) < 0.3] = np.nan
     model = MatrixCompletion(2.0, tol=1e-5, random_state=0).fit(Y)
     assert model.certificate_.status is Status.CERTIFIED
     assert model.certificate_.relative_gap <= 1e-5
-    assert "Lanczos" in model.certificate_.method
-    again = MatrixCompletion(2.0, tol=1e-5, random_state=0).fit(Y)
-    assert again.certificate_ == model.certificate_
+
+
+@pytest.mark.parametrize("shape", [(700, 500), (500, 700)])
+def test_a_gram_matrix_is_formed_only_where_a_krylov_basis_would_be_as_large(shape, generator):
+    entries = torch.rand(shape, generator=generator) < 0.02
+    index = tuple(torch.nonzero(entries).unbind(1))
+    values = torch.randn(len(index[0]), dtype=torch.float64, generator=generator)
+    matrix = Sparse(values, index, shape, Rows())
+    dense = torch.zeros(shape, dtype=torch.float64)
+    dense[index] = values
+    norm = float(torch.linalg.matrix_norm(dense, 2))
+    assert torch.allclose(small_gram(matrix), dense.mT @ dense if shape[0] > shape[1] else dense @ dense.mT)
+    for accuracy, method in ((1e-2, "Lanczos"), (1e-6, "Cholesky")):
+        bound = spectral_bound(matrix, norm, accuracy, generator)
+        assert bound.method.startswith(method)
+        assert norm <= bound.value <= norm * (1 + 1.01 * accuracy)

@@ -9,6 +9,7 @@ at a cost linear in the number of observed entries. Rows of similar length are s
 data's size is formed.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,12 +38,13 @@ class Groups:
     entries are padding.
     """
 
-    batches: tuple[tuple[Tensor, Tensor, Tensor, Tensor], ...]
+    batches: tuple[tuple[Tensor, Tensor, Tensor], ...]
     rows: int
 
     @classmethod
-    def of(cls, row: Tensor, column: Tensor, rows: int, rank: int = 32) -> "Groups":
-        """Batches for the entries at (row, column), in any order."""
+    def of(cls, row: Tensor, column: Tensor, shape: tuple[int, int], rank: int = 32) -> "Groups":
+        """Batches for the entries at (row, column) of a matrix, in any order."""
+        rows, columns = shape
         order = torch.argsort(row, stable=True)
         counts = torch.bincount(row, minlength=rows)
         starts = counts.cumsum(0) - counts
@@ -60,16 +62,14 @@ class Groups:
             offsets = torch.arange(int(lengths[-1]), device=row.device)
             seen = offsets < lengths.unsqueeze(1)
             places = order[(starts[some].unsqueeze(1) + offsets).clamp_max(len(row) - 1)]
-            batches.append((some, column[places], places, seen))
+            batches.append((some, torch.where(seen, column[places], columns), places))
             done += take
         return cls(tuple(batches), rows)
 
     def ridge(self, values: Tensor, other: Tensor, lam: float) -> tuple[Tensor, Tensor]:
         """The ridge solutions of all rows and the right sides of their systems: rows × r."""
         out, sides = other.new_zeros(2, self.rows, other.shape[1])
-        for rows, columns, places, seen in self.batches:
-            design = other[columns] * seen.unsqueeze(-1)  # rows × entries × r
-            target = (values[places].to(other.dtype) * seen).unsqueeze(1) @ design
+        for rows, design, target in self._systems(values, other):
             out[rows] = ridge_factor(design.mT, lam).solve(target).squeeze(1)
             sides[rows] = target.squeeze(1)
         return out, sides
@@ -78,11 +78,17 @@ class Groups:
         """The Gram matrices and right sides of all rows: what ranks add up."""
         grams = other.new_zeros(self.rows, other.shape[1], other.shape[1])
         sides = other.new_zeros(self.rows, other.shape[1])
-        for rows, columns, places, seen in self.batches:
-            design = other[columns] * seen.unsqueeze(-1)
+        for rows, design, target in self._systems(values, other):
             grams[rows] = design.mT @ design
-            sides[rows] = ((values[places].to(other.dtype) * seen).unsqueeze(1) @ design).squeeze(1)
+            sides[rows] = target.squeeze(1)
         return grams, sides
+
+    def _systems(self, values: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Rows, their designs (rows × entries × r) and their right sides (rows × 1 × r)."""
+        padded = torch.cat([other, other.new_zeros(1, other.shape[1])])
+        for rows, columns, places in self.batches:
+            design = padded.index_select(0, columns.flatten()).unflatten(0, columns.shape)
+            yield rows, design, values[places].to(other.dtype).unsqueeze(1) @ design
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,7 @@ class ObservedDescent(LocalDescent):
         """The descent of a loss."""
         row, column = loss.index
         n, m = loss.shape
-        return cls(loss, Groups.of(row, column, n), Groups.of(column, row, m), lam, loss.rows, 0.5 * loss.size() ** 2)
+        return cls(loss, Groups.of(row, column, (n, m)), Groups.of(column, row, (m, n)), lam, loss.rows, 0.5 * loss.size() ** 2)
 
     def left(self, pair: Pair) -> Tensor:
         """Each row's ridge regression."""

@@ -47,8 +47,12 @@ class Bound:
 
 def has_gram(matrix: DualMatrix) -> bool:
     """Whether the Gram matrix of a side may be formed."""
-    side = matrix.shape[0] if matrix.flat else matrix.shape[1]
-    return side <= LARGEST_GRAM and not matrix.compact
+    return _side(matrix) <= LARGEST_GRAM and not matrix.compact
+
+
+def _side(matrix: DualMatrix) -> int:
+    """The length of the shorter side, or of the one that is all here."""
+    return matrix.shape[0] if matrix.flat else matrix.shape[1]
 
 
 def small_gram(matrix: DualMatrix, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
@@ -59,8 +63,13 @@ def small_gram(matrix: DualMatrix, part: Callable[[Tensor], Tensor] | None = Non
 def spectral_bound(
     matrix: DualMatrix, level: float, accuracy: float = 1e-4, generator: torch.Generator | None = None
 ) -> Bound:
-    r"""An upper bound on :math:`\sigma_{\max}(Z)`: Cholesky where the shorter side allows, else Lanczos."""
-    if has_gram(matrix):
+    r"""An upper bound on :math:`\sigma_{\max}(Z)`: Cholesky where the shorter side allows, else Lanczos.
+
+    Where Lanczos would need as many vectors as the side is long, their basis is as large as the Gram matrix, and
+    Cholesky is the cheaper proof, and one that cannot fail.
+    """
+    side = _side(matrix)
+    if has_gram(matrix) or (_lanczos_steps(side, accuracy) >= side and side * side <= BASIS):
         return cholesky_bound(matrix, level, accuracy)
     return lanczos_bound(matrix, accuracy=accuracy, generator=generator)
 
@@ -135,10 +144,8 @@ def lanczos_bound(matrix: DualMatrix, *, accuracy: float = 2.5e-4, generator: to
     >>> 2.0 <= lanczos_bound(Dense(torch.diag(torch.tensor([1.0, 2.0])))).value <= 2.001
     True
     """
-    flat = matrix.flat
-    n = matrix.shape[0 if flat else 1]
-    needed = math.ceil((math.log(1.648 * math.sqrt(n) / FAILURE) / math.sqrt(1 - (1 + accuracy) ** -2) + 1) / 2)
-    steps = min(needed, max(BASIS // n, 1))
+    flat, n = matrix.flat, _side(matrix)
+    steps = min(_lanczos_steps(n, accuracy), max(BASIS // n, 1))
     epsilon = lanczos_slack(n, steps, FAILURE)
     method = f"Lanczos, failure probability {FAILURE:g}"
     if epsilon >= 1:
@@ -150,6 +157,11 @@ def lanczos_bound(matrix: DualMatrix, *, accuracy: float = 2.5e-4, generator: to
     value, _ = lanczos(squared, matrix.noise(1, generator, left=flat).squeeze(1), steps)
     slack = 64 * (n + 64) * EPS
     return Bound(math.sqrt(max(float(value), 0.0) * (1 + slack) / (1 - epsilon)), method)
+
+
+def _lanczos_steps(n: int, accuracy: float) -> int:
+    """The steps after which :func:`lanczos_slack` allows a norm that is so much larger."""
+    return math.ceil((math.log(1.648 * math.sqrt(n) / FAILURE) / math.sqrt(1 - (1 + accuracy) ** -2) + 1) / 2)
 
 
 def unfolding_bound(tensor: Tensor, level: float) -> Bound:

@@ -139,7 +139,7 @@ class MatrixCompletion(Factorization):
         """Each row's ridge regression on what was observed of it."""
         if V.shape[1] == 0:
             return Y.values.new_zeros(Y.shape[0], 0)
-        return Groups.of(*Y.index, Y.shape[0], V.shape[1]).ridge(Y.values, V.contiguous(), float(self.lam))[0]
+        return Groups.of(*Y.index, Y.shape, V.shape[1]).ridge(Y.values, V.contiguous(), float(self.lam))[0]
 
     def _right(self, like: Any) -> Tensor:
         return super()._right(like.values if isinstance(like, Observed) else like)

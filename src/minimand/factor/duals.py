@@ -209,13 +209,16 @@ class Sparse(DualMatrix):
 
     def gram(self, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """ZᵀZ, of ``part(Z)`` where a function of the entries is given."""
-        dense = self._here()
-        return self.rows.sum(gram((dense if part is None else part(dense)).mT))
+        return self.rows.sum(_gram_of_entries(*self.index, self.values, self.shape, part))
 
     def outer(self, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """ZZᵀ over the rows of all ranks, of ``part(Z)`` where a function of the entries is given."""
-        whole = self.dense()
-        return gram(whole if part is None else part(whole))
+        if self.rows.ranks > 1:
+            whole = self.dense()
+            return gram(whole if part is None else part(whole))
+        order = torch.argsort(self.index[1], stable=True)
+        row, column = (place[order] for place in self.index)
+        return _gram_of_entries(column, row, self.values[order], (self.shape[1], self.shape[0]), part)
 
     def _here(self) -> Tensor:
         dense = self.values.new_zeros(self.shape)
@@ -231,6 +234,20 @@ class Sparse(DualMatrix):
         data = data.to(torch.float64)
         totals = [(data * self.values).sum(), self.values.square().sum(), data.square().sum()]
         return moments(self.rows.sum(torch.stack(totals)), len(data))
+
+
+def _gram_of_entries(
+    row: Tensor, column: Tensor, values: Tensor, shape: tuple[int, int], part: Callable[[Tensor], Tensor] | None
+) -> Tensor:
+    """ZᵀZ of a matrix with these entries, sorted by row; a few rows at a time have their zeros."""
+    total = values.new_zeros(shape[1], shape[1])
+    for start in range(0, shape[0], max(1, shape[1] // 4)):
+        size = min(max(1, shape[1] // 4), shape[0] - start)
+        begin, end = torch.searchsorted(row, row.new_tensor([start, start + size])).tolist()
+        block = values.new_zeros(size, shape[1])
+        block[row[begin:end] - start, column[begin:end]] = values[begin:end]
+        total += gram((block if part is None else part(block)).mT)
+    return total
 
 
 def compressed(row: Tensor, column: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:

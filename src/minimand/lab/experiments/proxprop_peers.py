@@ -128,7 +128,7 @@ def parts(options: Options) -> list[Part]:
     return [*trials, *(Part(method, needs[method]) for method in methods)]
 
 
-def _curved(model: nn.Sequential) -> None:
+def curved(model: nn.Sequential) -> None:
     """Isaac's layers, with the same weights, in the place of all linear layers but the last."""
     isaac = importlib.import_module("isaac")
     for place in [place for place, layer in enumerate(model) if isinstance(layer, nn.Linear)][:-1]:
@@ -139,7 +139,7 @@ def _curved(model: nn.Sequential) -> None:
         model[place] = layer
 
 
-def _optimizer(method: str, model: nn.Sequential, rate: float, tau_theta: float) -> Stepper:
+def optimizer_of(method: str, model: nn.Sequential, rate: float, tau_theta: float) -> Stepper:
     """The method's optimizer, without weight decay."""
     if method == "Adam":
         return torch.optim.Adam(model.parameters(), lr=rate)
@@ -168,9 +168,9 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
     rate = float(number) if trial else _chosen(options, method, lab)
     model = mlp(data, options.width)
     if method == "isaac":
-        _curved(model)
+        curved(model)
     model.to(lab.device)
-    optimizer = _optimizer(method, model, rate, options.tau_theta)
+    optimizer = optimizer_of(method, model, rate, options.tau_theta)
     diverged = False
     for record in fitted(lab, model, optimizer, data, options.tuning_epochs if trial else options.epochs):
         diverged = bool(record.get("diverged", False))
