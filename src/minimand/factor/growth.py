@@ -116,8 +116,10 @@ class _Search:
 
     def violations(self) -> Directions:
         """New directions above λ by what the tolerance notices, as many as there is room for."""
+        if self.room <= 0 or self.exhausted:  # nothing could be made of them
+            return Directions(self.pair.U.new_zeros(0), self.pair.U[:0], self.pair.V[:0])
         margin = self.descent.lam * self.options.tol / 4
-        return self.unfamiliar(self.directions(max(self.room, 1), margin)).first(self.room)
+        return self.unfamiliar(self.directions(self.room, margin)).first(self.room)
 
     def grow(self, found: Directions) -> None:
         """Append all of them."""
