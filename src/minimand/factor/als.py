@@ -109,7 +109,8 @@ class ObservedDescent(LocalDescent):
         """The descent of a loss."""
         row, column = loss.index
         n, m = loss.shape
-        return cls(loss, Groups.of(row, column, (n, m)), Groups.of(column, row, (m, n)), lam, loss.rows, 0.5 * loss.size() ** 2)
+        groups = Groups.of(row, column, (n, m)), Groups.of(column, row, (m, n))
+        return cls(loss, *groups, lam, loss.rows, 0.5 * loss.size() ** 2)
 
     def left(self, pair: Pair) -> Tensor:
         """Each row's ridge regression."""
