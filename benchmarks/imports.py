@@ -4,7 +4,7 @@ import resource
 import subprocess
 import sys
 
-from benchmarks import Row, at_most, ratio
+from benchmarks import Row, at_most, ratio, reported
 
 __all__ = ["run"]
 
@@ -20,16 +20,11 @@ def _seconds(code: str) -> float:
 
 
 def run() -> list[Row]:
-    """The whole of it, and what a user of the factorisations or of the command line adds."""
-    codes = {
-        "import minimand": "import torch, minimand",
-        "import minimand.factor": "import torch, sklearn.base, minimand.factor",
-    }
-    bases = {"import minimand": "import torch", "import minimand.factor": "import torch, sklearn.base"}
+    """The package alone, whose parts load when they are used, and two of the parts."""
     rows = []
-    for name, code in codes.items():
-        _seconds(code)
-        pairs = [(_seconds(code), _seconds(bases[name])) for _ in range(ROUNDS)]
-        found = ratio(*zip(*pairs, strict=True))
-        rows.append(at_most(f"{name} / {bases[name]}", found, 1.1, "processor time of fresh interpreters"))
+    for part, base in (("minimand", "torch"), ("minimand.nn", "torch"), ("minimand.factor", "torch, sklearn.base")):
+        _seconds(f"import {base}, {part}")
+        pairs = [(_seconds(f"import {base}, {part}"), _seconds(f"import {base}")) for _ in range(ROUNDS)]
+        name, found = f"import {part} besides {base}, over the latter", ratio(*zip(*pairs, strict=True))
+        rows.append(at_most(name, found, 1.1) if part == "minimand" else reported(name, found))
     return rows

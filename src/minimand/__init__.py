@@ -1,12 +1,12 @@
 """That which is minimised: deep networks as optimisation, in PyTorch."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .nn import SolverConv2d, SolverLinear, convert, explain, revert
-from .operators import lipschitz
-from .solvers import solve
-
 if TYPE_CHECKING:
+    from .nn import SolverConv2d, SolverLinear, convert, explain, revert
+    from .operators import lipschitz
+    from .solvers import solve
     from .train import LPOM, ProxProp
 
 __all__ = [
@@ -22,11 +22,29 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
+_PACKAGES = ("adjoints", "data", "errors", "factor", "functions", "lab", "nn", "operators", "solvers", "train", "zoo")
+_HOMES = {
+    "LPOM": "train",
+    "ProxProp": "train",
+    "SolverConv2d": "nn",
+    "SolverLinear": "nn",
+    "convert": "nn",
+    "explain": "nn",
+    "lipschitz": "operators",
+    "revert": "nn",
+    "solve": "solvers",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """Training methods load when they are used."""
-    if name in ("LPOM", "ProxProp"):
-        from . import train
+    """Parts load when they are used: the import alone costs next to nothing beside torch's."""
+    if name not in _HOMES and name not in _PACKAGES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = import_module(f"{__name__}.{_HOMES.get(name, name)}")
+    value = getattr(home, name) if name in _HOMES else home
+    globals()[name] = value
+    return value
 
-        return getattr(train, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES, *_PACKAGES})
