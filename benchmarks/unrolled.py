@@ -116,7 +116,7 @@ def run() -> list[Row]:
     rows = []
     for name, plus, target in (("ISTA-Net, 25%", False, 1.3), ("ISTA-Net+, 25%", True, 1.3)):
         calls, worst = _pair(plus, 272)
-        plain, ours, light = in_turn([*calls, _lighter()], 5)
+        plain, ours, light = in_turn([*calls, _lighter()], 9)
         note = f"{PHASES} phases, batch {BATCH}"
         rows.append(at_least(f"{name}: the paper's step / ours", ratio(plain, ours), target, note))
         rows.append(at_most(f"{name}: relative difference of losses and gradients", worst, 1e-3))
