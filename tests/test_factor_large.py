@@ -104,6 +104,8 @@ def test_completion_certifies_what_is_asked():
     model = MatrixCompletion(2.0, tol=1e-5, random_state=0).fit(Y)
     assert model.certificate_.status is Status.CERTIFIED
     assert model.certificate_.relative_gap <= 1e-5
+    again = MatrixCompletion(2.0, tol=1e-5, random_state=0).fit(Y)
+    assert again.certificate_ == model.certificate_
 
 
 @pytest.mark.parametrize("shape", [(700, 500), (500, 700)])

@@ -21,6 +21,9 @@ from .rows import Rows, row_blocks
 
 __all__ = ["Dense", "DualMatrix", "Moments", "Sparse", "summation"]
 
+# Entries that a block of a sparse matrix may have in any case.
+_FEW = 2**18
+
 
 @dataclass(frozen=True)
 class Moments:
@@ -241,8 +244,10 @@ def _gram_of_entries(
 ) -> Tensor:
     """ZᵀZ of a matrix with these entries, sorted by row; a few rows at a time have their zeros."""
     total = values.new_zeros(shape[1], shape[1])
-    for start in range(0, shape[0], max(1, shape[1] // 4)):
-        size = min(max(1, shape[1] // 4), shape[0] - start)
+    # A quarter of the result, or a few megabytes where that is little.
+    most = max(shape[1] // 4, _FEW // max(shape[1], 1), 1)
+    for start in range(0, shape[0], most):
+        size = min(most, shape[0] - start)
         begin, end = torch.searchsorted(row, row.new_tensor([start, start + size])).tolist()
         block = values.new_zeros(size, shape[1])
         block[row[begin:end] - start, column[begin:end]] = values[begin:end]

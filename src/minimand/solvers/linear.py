@@ -92,7 +92,8 @@ def gram_factor(product: Tensor, shift: float | Tensor) -> RidgeFactor:
     >>> torch.allclose(x @ (P + 0.5 * torch.eye(2)), r, atol=1e-6)
     True
     """
-    shifted = _shifted(product, shift)
+    identity = torch.eye(product.shape[-1], dtype=product.dtype, device=product.device)
+    shifted = product + shift * identity
     if is_traced(product):
         return RidgeFactor(torch.linalg.cholesky(shifted), shift, None)
     factor, failed = torch.linalg.cholesky_ex(shifted)
@@ -102,19 +103,12 @@ def gram_factor(product: Tensor, shift: float | Tensor) -> RidgeFactor:
     unit = torch.finfo(product.dtype).eps * float(product.detach().diagonal(dim1=-2, dim2=-1).mean(-1).max())
     for k in range(_DAMPING_ROUNDS):
         damping = _DAMPING_GROWTH**k * unit
-        factor, failed = torch.linalg.cholesky_ex(_shifted(shifted, damping))
+        factor, failed = torch.linalg.cholesky_ex(shifted + damping * identity)
         if not bool(failed.any()):
             return RidgeFactor(factor, shift + damping, None, damping)
     raise OptionError(
-        f"a Gram matrix of {product.shape[-1]} rows with shift {shift} is not positive definite; raise the shift"
+        f"a Gram matrix of {len(identity)} rows with shift {shift} is not positive definite; raise the shift"
     )
-
-
-def _shifted(product: Tensor, shift: float | Tensor) -> Tensor:
-    """P + sI, by one pass over P."""
-    shifted = product.clone()
-    shifted.diagonal(dim1=-2, dim2=-1).add_(shift)
-    return shifted
 
 
 class _Conjugate(NamedTuple):
