@@ -271,7 +271,7 @@ def test_rows_that_are_not_orthonormal_scale_the_steps_and_say_so() -> None:
     with pytest.warns(UserWarning, match=r"not orthonormal.*scaled by 1/‖Φ‖²"):
         net = ISTANet(_phi(3.0), 2, architecture=SMALL, constrained=True)
     assert net.lipschitz == pytest.approx(9.0, rel=0.01)
-    assert net.settings()[0].step.item() == pytest.approx(0.5 / 9, rel=0.02)
+    assert net.settings()[0].step.item() == pytest.approx(1 / 9, rel=0.02)
     assert diagnose(net, _measured(_phi(3.0))).convergent
 
 

@@ -16,7 +16,6 @@ from minimand.lab.experiment import Experiment, Results
 from minimand.lab.experiments import cs_phases, cs_set11, mri_brain
 from minimand.lab.experiments._reconstruction import (
     Images,
-    _use_phases,
     bordered,
     build,
     crops,
@@ -121,56 +120,28 @@ def test_training_lowers_the_loss(tmp_path: Path) -> None:
     assert len(losses) == 4
 
 
-def _trained(folder: Path, stop: int | None = None) -> tuple[UnrolledNet, list[tuple[float, float]]]:
-    """A short run with growth, or what one that was stopped has left of it: its network and losses."""
-    options = dataclasses.replace(cs_set11.SMOKE, epochs=4, steps=3, phases=3, seedling=1, growth=0.5)
+def _trained(folder: Path, stop: int | None = None) -> tuple[UnrolledNet, list[float]]:
+    """A short run, or what one that was stopped has left of it: its network and losses."""
+    options = dataclasses.replace(cs_set11.SMOKE, epochs=4, steps=3)
     torch.manual_seed(0)
     lab = Lab(folder, 0)
     images = training_images(options, lab)
     phi, start = measurement(0.25, images, lab)
     net = build("ISTA-Net plus constrained", phi, options, start)
-    training = train(lab, net, crops(images, options, phi), options, lambda: float(net.phases))
+    training = train(lab, net, crops(images, options, phi), options, lambda: 0.0)
     records = list(itertools.islice(training, stop))
-    return net, [(record["loss"], record["validation"]) for record in records]
+    return net, [record["loss"] for record in records]
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3])
-def test_a_growing_run_that_is_killed_goes_on_to_the_same_network(stop: int, tmp_path: Path) -> None:
-    """Before the growth, at it, and after it. Validation says the phases in use."""
+def test_a_run_that_is_killed_goes_on_to_the_same_network(stop: int, tmp_path: Path) -> None:
     whole, losses = _trained(tmp_path / "whole")
-    assert [phases for _, phases in losses] == [1, 1, 3, 3]
     _trained(tmp_path / "parts", stop)
     again, rest = _trained(tmp_path / "parts")
     # The epoch that was not saved is repeated.
     assert rest == losses[stop - 1 :]
-    assert again.phases == whole.phases == 3
     for (name, ours), (_, theirs) in zip(again.named_parameters(), whole.named_parameters(), strict=True):
         assert torch.equal(ours, theirs), name
-
-
-@pytest.mark.parametrize("kind", ["ISTA-Net plus", "FISTA-Net", "ADMM-Net constrained"])
-def test_growth_copies_the_last_phase_of_the_seedling(kind: str, tmp_path: Path) -> None:
-    options = dataclasses.replace(cs_set11.SMOKE, epochs=4, phases=5, seedling=2, growth=0.5)
-    lab = Lab(tmp_path, 0)
-    phi = measurement(0.25, training_images(options, lab), lab)[0]
-    net = build(kind, phi, options)
-    _use_phases(net, 5, 1, options)
-    y = torch.rand(1, 272, 1, 1)
-    short = build(kind, phi, dataclasses.replace(options, phases=2))
-    short.load_state_dict(
-        {k: v[:2] if v.shape == (5,) else v for k, v in net.state_dict().items() if k in short.state_dict()}
-    )
-    torch.testing.assert_close(net(y), short(y))
-    _use_phases(net, 5, 2, options)
-    assert net.phases == 5
-    torch.testing.assert_close(net(y), short.grown(5)(y))
-    # Once: what the new phases learn from here on is theirs.
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-        before = net(y)
-    _use_phases(net, 5, 3, options)
-    torch.testing.assert_close(net(y), before)
 
 
 def test_some_crops_end_like_padded_images() -> None:

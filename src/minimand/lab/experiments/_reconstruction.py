@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -53,36 +53,34 @@ class Learning:
         limit: Use only this many images of each set; 0: all.
         phases: Iterations of every network.
         channels: Features of the transforms.
-        shuffle: Side of the pixel squares that become channels; 1 is the papers' architecture.
+        shuffle: Side of the pixel squares that become channels; more than 1 is cheaper and less accurate.
         epochs: Rounds of training, with one validation each.
         steps: Optimizer steps in an epoch.
         batch: Crops in a step.
         crop: Their side.
         rate: The peak learning rate of AdamW: linear warm-up, then a cosine.
         symmetry: Weight of the symmetry loss.
-        seedling: Phases that a longer network is trained with at first; the last of them is then copied.
-        growth: The share of the epochs before that.
+        start: How the transforms begin: "solver", or "xavier" as in the papers' code.
+        shared: Whether FISTA-Net has its paper's transform, twice as deep and one for all phases.
     """
 
     source: str = "auto"
     limit: int = 0
-    phases: int = 6
-    channels: int = 32
-    shuffle: int = 3
-    epochs: int = 40
-    steps: int = 500
+    phases: int = 8
+    channels: int = 16
+    shuffle: int = 1
+    epochs: int = 12
+    steps: int = 300
     batch: int = 4
-    crop: int = 99
+    crop: int = 66
     rate: float = 2e-3
     symmetry: float = 0.0
-    seedling: int = 3
-    growth: float = 0.5
+    start: Literal["solver", "xavier"] = "solver"
+    shared: bool = False
 
-    def architecture(self, *, residual: bool) -> Architecture:
-        """The transform; a light residual one starts near the plain gradient step."""
-        if self.shuffle == 1 or not residual:
-            return Architecture(self.channels, shuffle=self.shuffle)
-        return Architecture(self.channels, shuffle=self.shuffle, scale=0.1)
+    def architecture(self) -> Architecture:
+        """The transform."""
+        return Architecture(self.channels, shuffle=self.shuffle, start=self.start)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -183,13 +181,11 @@ def build(kind: str, phi: Tensor | LinearOperator, options: Learning, initial: T
     """A network by its name: ISTA-Net, ISTA-Net plus, FISTA-Net or ADMM-Net, "constrained" behind it or not."""
     name = kind.removesuffix(" constrained")
     constrained = name != kind
-    shape = options.architecture(residual=name != "ISTA-Net")
+    shape = options.architecture()
     if name == "FISTA-Net":
-        # The paper's is deeper, and one for all phases.
-        faithful = options.shuffle == 1
-        shape = dataclasses.replace(shape, depth=4) if faithful else shape
+        shape = dataclasses.replace(shape, depth=4) if options.shared else shape
         return FISTANet(
-            phi, options.phases, architecture=shape, constrained=constrained, shared=faithful, initial=initial
+            phi, options.phases, architecture=shape, constrained=constrained, shared=options.shared, initial=initial
         )
     if name == "ADMM-Net":
         return ADMMNet(phi, options.phases, architecture=shape, constrained=constrained, initial=initial)
@@ -217,9 +213,7 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda k: min(1.0, (k + 1) / warm) * 0.5 * (1 + math.cos(math.pi * min(1.0, k / total)))
     )
-    built = net.phases
     for epoch in lab.epochs(options.epochs, model=net, optimizer=optimizer, schedule=schedule):
-        _use_phases(net, built, epoch, options)
         net.train()
         mean = 0.0
         for _ in lab.track(range(options.steps)):
@@ -233,26 +227,6 @@ def train(
             mean += loss.item() / options.steps
         net.eval()
         yield {"epoch": epoch + 1, "loss": mean, "validation": validate()}
-
-
-@torch.no_grad()
-def _use_phases(net: UnrolledNet, built: int, epoch: int, options: Learning) -> None:
-    """Use the seedling's phases before the epoch of growth, all after it, and make the new ones copies in it.
-
-    All are built from the start, so that a state of any epoch fits and a run goes on from it.
-    """
-    first, growth = options.seedling, round(options.growth * options.epochs)
-    if not 0 < first < built:
-        return
-    net.phases = first if epoch < growth else built
-    if epoch != growth:
-        return
-    last = first - 1
-    for parameter in net.parameters():
-        if parameter.shape == (built,):
-            parameter[first:] = parameter[last]
-    for transform in net.transforms[first:]:
-        transform.load_state_dict(net.transforms[last].state_dict())
 
 
 @torch.no_grad()
@@ -392,7 +366,5 @@ def _locate(axes: Any, whole: Any, window: int) -> None:
 
 def sizes(options: Learning) -> str:
     """The architecture in words."""
-    kind = (
-        "the papers' architecture" if options.shuffle == 1 else f"light: pixel squares of {options.shuffle} as channels"
-    )
-    return f"{options.phases} phases, {options.channels} channels, {kind}"
+    kind = "" if options.shuffle == 1 else f", pixel squares of {options.shuffle} as channels"
+    return f"{options.phases} phases, {options.channels} channels{kind}"

@@ -39,7 +39,7 @@ class Options(Learning):
 
     ratio: float = 0.25
     net: str = "ISTA-Net plus constrained"
-    lengths: tuple[int, ...] = (1, 2, 4, 6)
+    lengths: tuple[int, ...] = (1, 2, 4, 8)
 
 
 def name(length: int) -> str:
@@ -151,8 +151,8 @@ experiment = Experiment(
         "smoke": Preset(
             Options("photographs", 2, 2, 6, epochs=2, steps=4, batch=2, crop=66, lengths=(1, 2)), (0,), 0.1
         ),
-        "laptop": Preset(Options(epochs=20), (0,), 90),
-        "paper": Preset(Options(epochs=200, shuffle=1, seedling=0, lengths=(1, 3, 5, 7, 9, 11)), (0,), 100000),
+        "laptop": Preset(Options(epochs=6), (0,), 20),
+        "paper": Preset(Options(channels=32, epochs=200, lengths=(1, 3, 5, 7, 9, 11)), (0,), 100000),
     },
     parts=parts,
     run=run,

@@ -35,10 +35,10 @@ from ._reconstruction import (
 
 LINEAR, CLASSICAL = "linear start", "classical"
 NETS = (
-    "ISTA-Net",
-    "ISTA-Net constrained",
     "ISTA-Net plus",
     "ISTA-Net plus constrained",
+    "ISTA-Net",
+    "ISTA-Net constrained",
     "FISTA-Net",
     "FISTA-Net constrained",
     "ADMM-Net",
@@ -81,7 +81,7 @@ def name(method: str, ratio: float) -> str:
 
 def parts(options: Options) -> list[Part]:
     """Every method at every ratio."""
-    return [Part(name(method, ratio)) for ratio in options.ratios for method in (LINEAR, CLASSICAL, *options.nets)]
+    return [Part(name(method, ratio)) for method in (LINEAR, CLASSICAL, *options.nets) for ratio in options.ratios]
 
 
 def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
@@ -234,10 +234,19 @@ experiment = Experiment(
     ),
     presets={
         "smoke": Preset(SMOKE, (0,), 0.1),
-        "laptop": Preset(Options(), (0,), 720),
+        "laptop": Preset(Options(), (0,), 240),
         "paper": Preset(
             Options(
-                phases=9, shuffle=1, crop=33, batch=64, steps=1390, epochs=200, rate=1e-4, symmetry=0.01, seedling=0
+                phases=9,
+                channels=32,
+                crop=33,
+                batch=64,
+                steps=1390,
+                epochs=200,
+                rate=1e-4,
+                symmetry=0.01,
+                start="xavier",
+                shared=True,
             ),
             (0,),
             200000,

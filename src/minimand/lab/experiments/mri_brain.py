@@ -166,9 +166,11 @@ experiment = Experiment(
             (0,),
             0.1,
         ),
-        "laptop": Preset(Options(shuffle=2, batch=1, epochs=20, steps=150), (0,), 120),
+        "laptop": Preset(Options(phases=6, batch=1, epochs=10, steps=150), (0,), 60),
         "paper": Preset(
-            Options(shuffle=1, phases=11, batch=1, epochs=200, steps=100, symmetry=0.01, seedling=0), (0,), 20000
+            Options(phases=11, channels=32, batch=1, epochs=200, steps=100, symmetry=0.01, start="xavier", shared=True),
+            (0,),
+            20000,
         ),
     },
     parts=parts,

@@ -65,7 +65,8 @@ class FISTANet(UnrolledNet):
         super().__init__(phi, phases, architecture, residual=True, shared=shared, initial=initial)
         self.constrained, self.momentum = constrained, momentum
         falling, rising = (-1.0, 1.0) if constrained else (None, None)
-        self.step_schedule = Softplus(-0.2, 0.1, monotone=falling)
+        # Constrained steps begin at 0.9/‖Φ‖²; free ones as in the paper.
+        self.step_schedule = Softplus(-0.2, 2.2 if constrained else 0.1, monotone=falling)
         self.threshold_schedule = Softplus(-0.1, -4.6, monotone=falling)
         self.momentum_schedule = Softplus(0.5, 0.0, monotone=rising) if momentum == "learned" else None
         self._follow_phi()

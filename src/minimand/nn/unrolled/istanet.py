@@ -57,7 +57,7 @@ class ISTANet(UnrolledNet):
     ) -> None:
         super().__init__(phi, phases, architecture, residual=plus, shared=shared, initial=initial)
         self.plus = plus
-        self.step = nn.Parameter(torch.full((phases,), 0.5 / self.lipschitz))
+        self.step = nn.Parameter(torch.full((phases,), 1 / self.lipschitz))
         self.threshold = nn.Parameter(torch.full((phases,), 0.01))
         if constrained:
             constrain(self, "step", Interval(0.0, 2 / self.lipschitz))

@@ -1,7 +1,7 @@
 """The learned sparsifying transform of an unrolled network, and its shrinkage as a function with a prox."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,19 +24,27 @@ class Architecture:
         depth: Convolutions in the analysis, and as many in the synthesis, with ReLU between them.
         shuffle: Side of the pixel squares that become channels before the first convolution: s makes every product s²
             times cheaper at the same reach. It must divide the images' sides.
-        scale: Factor on the initial weights of the last convolution, which writes the image. Small values start a
-            residual network near the plain gradient step.
+        start: "solver": every phase starts as the data step alone, up to ``scale``. The filters of the first
+            convolution have no mean, so that the ReLUs see edges and textures, not brightness; the others are He's; the
+            plain form carries the image through a pair of channels of opposite sign for every pixel of a square, where
+            there are as many. "xavier": the papers' code, which needs long training at small rates.
+        scale: Factor on the initial weights of the last convolution, which writes the image; by default 0.01 with
+            "solver" and 1 with "xavier". Large ones make training begin by killing the transform.
     """
 
     channels: int = 32
     depth: int = 2
     shuffle: int = 1
-    scale: float = 1.0
+    start: Literal["solver", "xavier"] = "solver"
+    scale: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("channels", "depth", "shuffle"):
             require_count(name, getattr(self, name))
-        require_positive("scale", self.scale)
+        if self.start not in ("solver", "xavier"):
+            raise OptionError(f'start is "solver" or "xavier", got {self.start!r}')
+        if self.scale is not None:
+            require_positive("scale", self.scale)
 
 
 class Transform(nn.Module):
@@ -51,7 +59,7 @@ class Transform(nn.Module):
         x \leftarrow \tilde{\mathcal{F}}(S_\theta(\mathcal{F}(r))), \qquad
         x \leftarrow r + \mathcal{G}\tilde{\mathcal{F}}(S_\theta(\mathcal{F}(\mathcal{D}r))) .
 
-    No convolution has a bias, so zero maps to zero. Initialisation: Xavier's normal, as in the papers' code.
+    No convolution has a bias, so zero maps to zero. ``Architecture.start`` says how they are initialised.
 
     Source: Zhang & Ghanem, *ISTA-Net*, CVPR 2018.
     """
@@ -70,13 +78,28 @@ class Transform(nn.Module):
             for k in range(architecture.depth)
         )
         self.reduce = _convolution(channels, pixels) if residual else None
-        last = self.synthesis[-1] if self.reduce is None else self.reduce
-        with torch.no_grad():
-            last.get_parameter("weight").mul_(architecture.scale)
+        self._initialise()
         for weight in self.parameters():
             # oneDNN's 3 × 3 convolutions are half as fast again in this layout. contiguous() would not do: a weight
             # with one input channel is in both layouts, keeps its strides, and the convolution answers in the other.
             weight.data = weight.data.to(memory_format=torch.channels_last)
+
+    @torch.no_grad()
+    def _initialise(self) -> None:
+        chain = [self.expand, *self.analysis, *self.synthesis, self.reduce]
+        weights = [layer.get_parameter("weight") for layer in chain if layer is not None]
+        as_solver = self.architecture.start == "solver"
+        for weight in weights:
+            if as_solver:
+                nn.init.kaiming_normal_(weight)
+            else:
+                nn.init.xavier_normal_(weight)
+        scale = self.architecture.scale
+        weights[-1].mul_((0.01 if as_solver else 1.0) if scale is None else scale)
+        if as_solver:
+            weights[0].sub_(weights[0].mean((1, 2, 3), keepdim=True))
+            if self.reduce is None:
+                _carry(weights[: len(weights) // 2], weights[len(weights) // 2 :])
 
     def features(self, image: Tensor) -> Tensor:
         """What the analysis takes: the image's pixel squares as channels, expanded in the residual form."""
@@ -107,9 +130,28 @@ class Transform(nn.Module):
 
 
 def _convolution(inputs: int, outputs: int) -> nn.Conv2d:
-    layer = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
-    nn.init.xavier_normal_(layer.weight)
-    return layer
+    return nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+
+
+def _carry(analysis: list[Tensor], synthesis: list[Tensor]) -> None:
+    """Make synthesis after analysis the identity plus what the other channels write, if there are enough channels.
+
+    Through ReLUs a signed value goes as its positive and its negative part.
+    """
+    pixels, channels = analysis[0].shape[1], analysis[0].shape[0]
+    parts = 2 if len(analysis) > 1 else 1
+    if channels < parts * pixels:
+        return
+    signs = torch.tensor([1.0, -1.0][:parts])
+    split = torch.kron(signs[:, None], torch.eye(pixels))
+    through = [split, *[torch.eye(parts * pixels)] * (len(analysis) - 2), *[split.mT] * (parts - 1)]
+    for weight, carried in zip(analysis + synthesis, through * 2, strict=True):
+        rows, columns = carried.shape
+        if weight is not analysis[0]:
+            weight[:, :columns] = 0
+        if weight is not synthesis[-1]:
+            weight[:rows] = 0
+        weight[:rows, :columns, 1, 1] = carried
 
 
 def _chain(layers: nn.ModuleList, x: Tensor) -> Tensor:
