@@ -42,7 +42,7 @@ class Options(Data):
 
     methods: tuple[str, ...] = PEERS
     epochs: int = 10
-    tuning_epochs: int = 3
+    tuning_epochs: int = 2
     rates: tuple[float, ...] = (3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 3e-3, 1e-3, 3e-4)
     target: float = 42.0
     width: float = 0.25
@@ -277,8 +277,8 @@ experiment = Experiment(
             (0,),
             0.05,
         ),
-        # Most of the time is SOAP's and Muon's; without the extra peers, some 70 minutes.
-        "laptop": Preset(Options(limit=10_000), (0, 1), 155),
+        # Most of the time is SOAP's and Muon's; without the extra peers, some 55 minutes.
+        "laptop": Preset(Options(limit=10_000), (0, 1), 120),
         "paper": Preset(Options(epochs=50, width=1.0, target=52.0), (0, 1), 6000),
     },
     parts=parts,
