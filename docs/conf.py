@@ -21,7 +21,7 @@ language = "en_GB"
 
 extensions = [
     "sphinx.ext.autodoc",
-    "sphinx.ext.mathjax",
+    "_mathml",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_gallery.gen_gallery",
@@ -48,6 +48,7 @@ sphinx_gallery_conf = {
     "remove_config_comments": True,
 }
 
+html_math_renderer = "mathml"
 html_theme = "furo"
 html_title = "minimand"
 html_static_path = ["_static"]
