@@ -8,6 +8,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
+import _experiments  # noqa: E402
 import _league  # noqa: E402
 
 os.environ["MPLBACKEND"] = "Agg"
@@ -63,6 +64,7 @@ def _breakable(app, page, template, context, doctree) -> None:
 
 
 def setup(app) -> None:
+    app.connect("builder-inited", lambda app: _experiments.write(HERE.parent / "results", HERE / "_generated"))
     app.connect(
         "builder-inited", lambda app: _league.write(HERE.parent / "benchmarks" / "results", HERE / "_generated")
     )
