@@ -22,7 +22,7 @@ def markdown(out: Path) -> str:
 
 
 def _section(section: Section) -> list[str]:
-    lines = [f"## {section.name} ({section.scale})", "", f"{section.title}. Source: {section.source}.", ""]
+    lines = [f"## {section.name} ({section.scale})", "", f"{_sentence(section.title)} Source: {section.source}.", ""]
     if not section.complete:
         lines += ["**Not complete:** some parts or seeds have not been run.", ""]
     if section.rows:
@@ -32,3 +32,7 @@ def _section(section: Section) -> list[str]:
     lines += [f"- {finding}" for finding in section.findings]
     lines += ["", f"`{section.command}`; " + "; ".join(f"{key}: {value}" for key, value in section.protocol) + ".", ""]
     return lines
+
+
+def _sentence(title: str) -> str:
+    return title if title.endswith(("?", "!")) else f"{title}."
