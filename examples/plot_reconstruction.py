@@ -69,7 +69,7 @@ def classical(image: torch.Tensor, weight: float, iters: int) -> torch.Tensor:
     return sparse_reconstruction(y, operator, frame, weight, FISTA(iters), start=first).clamp(0, 1)[0]
 
 
-scores = {w: float(psnr(classical(validation, w, 40), validation)) for w in (0.00003, 0.0001, 0.0003, 0.001)}
+scores = {w: float(psnr(classical(validation, w, 40), validation)) for w in (0.0003, 0.001, 0.003, 0.01)}
 best = max(scores, key=lambda w: scores[w])
 print("classical weights:", ", ".join(f"{w}: {score:.2f} dB" for w, score in scores.items()))
 
@@ -80,7 +80,7 @@ print("classical weights:", ", ".join(f"{w}: {score:.2f} dB" for w, score in sco
 # stays a solver.
 
 net = ISTANet(phi, 4, plus=True, architecture=Architecture(channels=12), constrained=True, initial=start)
-steps = 160
+steps = 320
 optimizer = torch.optim.AdamW(net.parameters(), lr=2e-3)
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1)
 crop = BlockSensing(phi, (66, 66))

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 
-import cvxpy as cp
 import numpy as np
 import pytest
 import torch
@@ -21,12 +20,10 @@ from minimand.nn import (
     UnrolledNet,
     from_public_checkpoint,
     least_squares_start,
-    sparse_reconstruction,
 )
 from minimand.nn.unrolled.parameters import assign
 from minimand.nn.unrolled.transform import soft_threshold
 from minimand.operators import (
-    BlockDCT,
     BlockSensing,
     Inpainting,
     LinearOperator,
@@ -314,30 +311,6 @@ def test_the_start_is_least_squares() -> None:
     net = ISTANet(phi, 1, initial=q, architecture=SMALL).double()
     problem = net.problem(y)
     torch.testing.assert_close(net.start(problem).flatten(1), y @ q.mT)
-
-
-def test_the_control_solves_its_problem() -> None:
-    phi = BlockSensing(_phi(3, 4), (4, 4))
-    frame = BlockDCT((4, 4), block=2, count=4)
-    frame = frame.with_weight(frame.weight.double())
-    x = torch.rand(1, 1, 4, 4, dtype=torch.float64)
-    y, weight = phi.apply(x), 0.1
-    n = math.prod(frame.output_shape)
-    synthesis = frame.adjoint(torch.eye(n, dtype=torch.float64).reshape(n, *frame.output_shape)).flatten(1).mT.numpy()
-    measure = phi.apply(torch.eye(16, dtype=torch.float64).reshape(16, 1, 4, 4)).flatten(1).mT.numpy()
-    c = cp.Variable(n)
-    best = cp.Problem(
-        cp.Minimize(0.5 * cp.sum_squares(measure @ synthesis @ c - y.flatten().numpy()) + weight * cp.norm1(c))
-    ).solve(solver=cp.CLARABEL)
-    for solver in (ProxGD(500), FISTA(200), ADMM(200, 0.3, cg_iters=2)):
-        image = sparse_reconstruction(y, phi, frame, weight, solver)
-        # Of all coefficients that synthesise this image none may be cheaper than the optimum.
-        coefficients = cp.Variable(n)
-        cheapest = cp.Problem(
-            cp.Minimize(weight * cp.norm1(coefficients)), [synthesis @ coefficients == image.flatten().numpy()]
-        ).solve(solver=cp.CLARABEL)
-        residual = 0.5 * float((phi.apply(image) - y).square().sum())
-        assert residual + cheapest == pytest.approx(best, rel=1e-4)
 
 
 # Copies

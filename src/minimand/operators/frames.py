@@ -86,6 +86,10 @@ class Frame(ImageOperator):
     def _synthesise(self, coefficients: Tensor) -> Tensor:
         """Its inverse."""
 
+    def analysed(self, image: Tensor) -> Tensor:
+        """The transform ``(B, H, W)`` of images of the padded size in the first position alone."""
+        return self._analyse(image)
+
     def _apply(self, y: Tensor) -> Tensor:
         (height, width), (tall, wide) = self.size, self.padded
         image = F.pad(y[:, 0], (0, wide - width, 0, tall - height)) / len(self.moves) ** 0.5

@@ -3,16 +3,18 @@
 from .admmnet import ADMMNet
 from .base import PhaseResult, Setting, UnrolledNet
 from .checkpoints import PUBLIC_KEYS, from_public_checkpoint
+from .classical import CycleSpun, sparse_reconstruction
 from .diagnose import Diagnosis, PhaseReport, diagnose
 from .fistanet import FISTANet
 from .istanet import ISTANet
-from .start import least_squares_start, sparse_reconstruction
+from .start import least_squares_start
 from .transform import Architecture, Shrinkage, Transform
 
 __all__ = [
     "PUBLIC_KEYS",
     "ADMMNet",
     "Architecture",
+    "CycleSpun",
     "Diagnosis",
     "FISTANet",
     "ISTANet",

@@ -1,15 +1,12 @@
-"""Where an unrolled network starts: the best linear reconstruction, and the classical one."""
+"""Where an unrolled network starts: the best linear reconstruction."""
 
 import torch
 from torch import Tensor
 
-from ...errors import OptionError, ShapeError, require_positive
-from ...functions import L1
-from ...operators import Composed, Frame, LinearOperator, Transposed
-from ...solvers import FISTA, Problem, Solver, solve
+from ...errors import ShapeError, require_positive
 from ...solvers.linear import ridge_factor
 
-__all__ = ["least_squares_start", "sparse_reconstruction"]
+__all__ = ["least_squares_start"]
 
 
 def least_squares_start(phi: Tensor, blocks: Tensor, *, ridge: float = 1e-6) -> Tensor:
@@ -37,34 +34,3 @@ def least_squares_start(phi: Tensor, blocks: Tensor, *, ridge: float = 1e-6) -> 
     x = blocks.to(phi.device, torch.float64)
     y = x @ phi.to(torch.float64).mT
     return ridge_factor(y.mT, ridge * len(x)).solve(x.mT @ y).to(phi.dtype)
-
-
-def sparse_reconstruction(
-    y: Tensor,
-    phi: LinearOperator,
-    frame: Frame,
-    weight: float,
-    solver: Solver = FISTA(iters=100),  # noqa: B008 -- frozen
-    *,
-    start: Tensor | None = None,
-) -> Tensor:
-    r"""The classical control: the image :math:`F^\top c` of the sparse coefficients
-
-    .. math:: \min_c\; \tfrac12\|\Phi F^\top c - y\|^2 + w\|c\|_1 ,
-
-    in a tight frame F, by any solver of the library (ProxGD is ISTA). A frame with many shifts is cycle-spinning.
-    ``start`` is a first image, such as the best linear one; small weights take long from nothing.
-
-    >>> from minimand.operators import BlockDCT, Inpainting
-    >>> mask = torch.ones(8, 8)
-    >>> mask[2, 3] = 0
-    >>> image = torch.linspace(0, 1, 8).expand(1, 1, 8, 8)
-    >>> phi = Inpainting(mask)
-    >>> x = sparse_reconstruction(phi.apply(image), phi, BlockDCT((8, 8)), 1e-3, FISTA(iters=300))
-    >>> bool((x - image).abs().max() < 0.02)
-    True
-    """
-    if not isinstance(frame, Frame):
-        raise OptionError(f"frame is BlockDCT or Wavelet, got {type(frame).__name__}")
-    problem = Problem(Composed(frame, Transposed(phi)), L1(weight), y)
-    return frame.adjoint(solve(problem, solver, x0=None if start is None else frame.apply(start)).x)
