@@ -234,7 +234,7 @@ experiment = Experiment(
     ),
     presets={
         "smoke": Preset(SMOKE, (0,), 0.1),
-        "laptop": Preset(Options(), (0,), 240),
+        "laptop": Preset(Options(), (0,), 280),
         "paper": Preset(
             Options(
                 phases=9,
