@@ -70,7 +70,7 @@ def sparse_reconstruction(
 
     .. math:: \min_c\; \tfrac12\|\Phi F^\top c - y\|^2 + w\|c\|_1 ,
 
-    which shrinks brightness, too, and is the weaker control on photographs. ``start`` is a first image, such as the
+    which shrinks brightness, too. ``start`` is a first image, such as the
     best linear one; small weights take long from nothing.
 
     >>> from minimand.operators import BlockDCT, Inpainting

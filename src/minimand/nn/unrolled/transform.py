@@ -29,7 +29,7 @@ class Architecture:
             plain form carries the image through a pair of channels of opposite sign for every pixel of a square, where
             there are as many. "xavier": the papers' code, which needs long training at small rates.
         scale: Factor on the initial weights of the last convolution, which writes the image; by default 0.01 with
-            "solver" and 1 with "xavier". Large ones make training begin by killing the transform.
+            "solver" and 1 with "xavier". Large ones have to be unlearned first.
     """
 
     channels: int = 32
