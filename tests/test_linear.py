@@ -6,8 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minimand.errors import OptionError
 from minimand.operators.gram import gram
 from minimand.solvers import conjugate_gradient, ridge_factor
+from minimand.solvers.linear import gram_factor
 
 
 @given(m=st.integers(1, 8), n=st.integers(1, 8), shift=st.floats(1e-3, 10), seed=st.integers(0, 1000))
@@ -33,6 +35,30 @@ def test_the_gram_by_blocks_is_the_gram_with_its_gradient(rows):
     ways = (gram(matrix), matrix @ matrix.mT)
     torch.testing.assert_close(*ways)
     torch.testing.assert_close(*(torch.autograd.grad((weight * way).sum(), matrix) for way in ways))
+    torch.testing.assert_close(gram(matrix.detach(), half=True).tril(), ways[1].tril())
+
+
+@pytest.mark.parametrize("n", [767, 768, 800, 1024])
+def test_the_factor_by_panels_is_lapacks_and_reads_the_lower_triangle_only(n):
+    root = torch.randn(n, n, dtype=torch.float64) / n**0.5
+    product = root @ root.mT
+    factored = gram_factor(product.tril() + torch.full_like(product, 7.0).triu(1), 0.1)
+    exact = torch.linalg.cholesky(product + 0.1 * torch.eye(n, dtype=torch.float64))
+    torch.testing.assert_close(factored.factor, exact, rtol=1e-11, atol=1e-12)
+    rows = torch.randn(3, n, dtype=torch.float64)
+    torch.testing.assert_close(factored.solve(rows), torch.cholesky_solve(rows.mT, exact).mT, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("n", [5, 900])
+def test_a_matrix_that_rounding_left_indefinite_is_damped_and_a_truly_indefinite_one_refused(n):
+    product = torch.ones(n, n, dtype=torch.float64)
+    product[-1, -1] -= 1e-14 * n
+    factored = gram_factor(product, 0.0)
+    assert 0 < factored.damping < 1e-9
+    shifted = product + factored.damping * torch.eye(n, dtype=torch.float64)
+    torch.testing.assert_close(factored.factor @ factored.factor.mT, shifted, rtol=1e-12, atol=1e-12)
+    with pytest.raises(OptionError, match="not positive definite; raise the shift"):
+        gram_factor(-torch.eye(n, dtype=torch.float64), 0.0)
 
 
 def _textbook(M, b, k):

@@ -298,9 +298,11 @@ class _SoftThreshold(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         (shrunk,) = ctx.saved_tensors
-        sign = shrunk.detach().sign()
-        to_threshold = -(grad * sign).sum().reshape(ctx.threshold_shape) if ctx.needs_input_grad[1] else None
-        return (grad * sign.abs() if ctx.needs_input_grad[0] else None), to_threshold
+        shrunk = shrunk.detach()
+        to_threshold = -(grad * shrunk.sign()).sum().reshape(ctx.threshold_shape) if ctx.needs_input_grad[1] else None
+        # Zero where the result is: the derivative at a threshold of zero, at the result.
+        to_x = torch.ops.aten.softshrink_backward(grad, shrunk, 0.0) if ctx.needs_input_grad[0] else None
+        return to_x, to_threshold
 
 
 @dataclass(frozen=True)

@@ -13,33 +13,37 @@ __all__ = ["gram"]
 _WORTH_BLOCKS = 256
 
 
-def gram(matrix: Tensor) -> Tensor:
+def gram(matrix: Tensor, *, half: bool = False) -> Tensor:
     r""":math:`MM^\top` of a matrix, or of each in a batch.
 
     Half of a symmetric product mirrors the other half, and its derivative needs one product,
-    :math:`(G + G^\top)M`, where automatic differentiation of ``M @ M.mT`` makes two.
+    :math:`(G + G^\top)M`, where automatic differentiation of ``M @ M.mT`` makes two. With ``half`` only the lower
+    triangle is promised, which is all that a Cholesky factorisation reads.
 
     >>> gram(torch.tensor([[1.0, 2.0]]))
     tensor([[5.]])
     """
     if matrix.requires_grad or is_traced(matrix):
         return _Gram.apply(matrix)
-    return _product(matrix)
+    return _product(matrix, half)
 
 
-def _product(matrix: Tensor) -> Tensor:
+def _product(matrix: Tensor, half: bool = False) -> Tensor:
     plain = matrix.dim() != 2 or len(matrix) < _WORTH_BLOCKS or is_traced(matrix)
-    return matrix @ matrix.mT if plain else _by_blocks(matrix)
+    return matrix @ matrix.mT if plain else _by_blocks(matrix, half)
 
 
-def _by_blocks(matrix: Tensor) -> Tensor:
-    """Block rows from the diagonal on, then their mirror images: 10 of 16 blocks are multiplied."""
+def _by_blocks(matrix: Tensor, half: bool) -> Tensor:
+    """Block rows up to the diagonal, then their mirror images: 10 of 16 blocks are multiplied."""
     out = matrix.new_empty(len(matrix), len(matrix))
     start = 0
     for rows in matrix.chunk(4):
         end = start + len(rows)
-        out[start:end, start:] = rows @ matrix[start:].mT
-        out[end:, start:end] = out[start:end, end:].mT
+        torch.mm(rows, matrix[:end].mT, out=out[start:end, :end])
+        if half:
+            out[start:end, end:] = 0
+        else:
+            out[:start, start:end] = out[start:end, :start].mT
         start = end
     return out
 

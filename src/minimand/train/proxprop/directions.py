@@ -51,9 +51,9 @@ class Rows:
         """The plain gradient δᵀA."""
         return Pair(self.delta.mT @ self.a, self.delta.sum(0) if self.ones else None)
 
-    def kernel(self, double: bool = False) -> Tensor:
-        """AAᵀ."""
-        product = gram(self.a.double() if double else self.a)
+    def kernel(self, double: bool = False, half: bool = False) -> Tensor:
+        """AAᵀ; with ``half`` only its lower triangle."""
+        product = gram(self.a.double() if double else self.a, half=half)
         return product.add_(1.0) if self.ones else product
 
     def apply(self, v: Pair) -> Tensor:
@@ -78,8 +78,8 @@ def _accurate(factor: RidgeFactor) -> bool:
 
 
 def _kernel_factor(rows: Rows, shift: float) -> RidgeFactor:
-    factor = gram_factor(rows.kernel(), shift)
-    return factor if _accurate(factor) else gram_factor(rows.kernel(double=True), shift)
+    factor = gram_factor(rows.kernel(half=True), shift)
+    return factor if _accurate(factor) else gram_factor(rows.kernel(double=True, half=True), shift)
 
 
 def _solve(factor: RidgeFactor, rows: Tensor) -> Tensor:
