@@ -30,8 +30,11 @@ __all__ = [
 ]
 
 
+_MOST_ROUNDS, _ENOUGH_SECONDS = 200, 3.0
+
+
 class Ratio(NamedTuple):
-    """One time over another: the ratio of their middles, and the middle half of the ratios of single rounds."""
+    """One time over another: the middle of the ratios of single rounds, and their middle half."""
 
     value: float
     low: float
@@ -93,26 +96,27 @@ def peer(module: str) -> Any | None:
 def in_turn(calls: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
     """Seconds of each call in every round, after a round that is not counted.
 
-    The calls take turns, so that a machine that slows down slows all of them, and it is the processor's time that is
-    counted: on one thread that is the time on an idle machine, whatever else runs.
+    There are ``rounds`` of them or, of short calls, as many as take three seconds, up to 200. The calls take turns, so
+    that a machine that slows down slows all of them, and it is the processor's time that is counted: on one thread
+    that is the time on an idle machine, whatever else runs.
     """
+    for call in calls:
+        call()
     times: list[list[float]] = [[] for _ in calls]
-    for number in range(rounds + 1):
+    while len(times[0]) < rounds or (len(times[0]) < _MOST_ROUNDS and sum(map(sum, times)) < _ENOUGH_SECONDS):
         for call, record in zip(calls, times, strict=True):
             begin = time.process_time()
             call()
-            if number:
-                record.append(time.process_time() - begin)
+            record.append(time.process_time() - begin)
     return times
 
 
-def ratio(
-    times: Sequence[float], base: Sequence[float], middle: Callable[[Sequence[float]], float] = statistics.median
-) -> Ratio:
-    """Seconds over seconds, round by round."""
+def ratio(times: Sequence[float], base: Sequence[float], *, mean: bool = False) -> Ratio:
+    """Seconds over seconds, round by round; with ``mean`` the ratio of the means, where rounds differ in their work."""
     single = sorted(ours / theirs for ours, theirs in zip(times, base, strict=True))
     quarter = len(single) // 4
-    return Ratio(middle(times) / middle(base), single[quarter], single[-1 - quarter])
+    value = statistics.mean(times) / statistics.mean(base) if mean else statistics.median(single)
+    return Ratio(value, single[quarter], single[-1 - quarter])
 
 
 def ratios(base: Callable[[], object], others: Sequence[Callable[[], object]], rounds: int) -> list[Ratio]:

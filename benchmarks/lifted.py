@@ -16,7 +16,7 @@ from minimand.train.lifted.base import _Fast
 
 __all__ = ["run"]
 
-BATCHES, ROUNDS = 30, 9
+BATCHES, ROUNDS = 4, 60
 
 
 def _net() -> nn.Sequential:
