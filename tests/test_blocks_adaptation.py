@@ -11,31 +11,9 @@ from minimand.errors import ConversionError, OptionError
 from minimand.nn import as_algorithm, coefficient_parameters, convert, revert
 from minimand.solvers import ProxGD
 
+from .cases.networks import Residual
+
 ALGORITHMS = ["heavy_ball", "nesterov"]
-
-
-class Block(nn.Module):
-    """The usual basic block, with an in-place addition and a projection where the shape changes."""
-
-    def __init__(self, inputs, outputs, stride=1):
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(outputs)
-        self.relu = nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(outputs)
-        self.downsample = None
-        if stride != 1:
-            self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
-
-    def forward(self, x):
-        identity = x
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.bn2(self.conv2(out))
-        if self.downsample is not None:
-            identity = self.downsample(x)
-        out += identity
-        return self.relu(out)
 
 
 class Usual(nn.Module):
@@ -44,9 +22,9 @@ class Usual(nn.Module):
     def __init__(self):
         super().__init__()
         self.stem = nn.Conv2d(3, 4, 3, padding=1)
-        self.layer1 = nn.Sequential(*(Block(4, 4) for _ in range(3)))
-        self.layer2 = nn.Sequential(Block(4, 8, 2), Block(8, 8), Block(8, 8))
-        self.layer3 = nn.Sequential(Block(8, 8, 2), Block(8, 8))
+        self.layer1 = nn.Sequential(*(Residual(4, 4) for _ in range(3)))
+        self.layer2 = nn.Sequential(Residual(4, 8, 2), Residual(8, 8), Residual(8, 8))
+        self.layer3 = nn.Sequential(Residual(8, 8, 2), Residual(8, 8))
         self.fc = nn.Linear(8, 5)
 
     def forward(self, x):
@@ -63,7 +41,7 @@ class Listed(nn.Module):
     def __init__(self):
         super().__init__()
         self.stem = nn.Conv2d(3, 4, 3, padding=1)
-        self.blocks = nn.ModuleList(Block(4, 4) for _ in range(4))
+        self.blocks = nn.ModuleList(Residual(4, 4) for _ in range(4))
 
     def forward(self, x):
         x = self.stem(x)
@@ -96,7 +74,7 @@ class Tied(nn.Module):
     def __init__(self):
         super().__init__()
         self.stem = nn.Conv2d(3, 4, 3, padding=1)
-        self.block = Block(4, 4)
+        self.block = Residual(4, 4)
 
     def forward(self, x):
         x = self.block(self.stem(x))
@@ -233,7 +211,7 @@ def test_in_place_and_by_stage():
     assert names == [f"layer1.{k}.heavy_ball.coefficients.weight" for k in range(3)]
     as_algorithm(net, "nesterov", stages=["layer[23]"], inplace=True)
     assert sum("nesterov" in path for path, _ in net.named_parameters()) == 2
-    with pytest.raises(ConversionError, match=r"layer1\.0 \(Block\): has its heavy_ball form already"):
+    with pytest.raises(ConversionError, match=r"layer1\.0 \(Residual\): has its heavy_ball form already"):
         as_algorithm(net, "nesterov", stages="layer1")
 
 
@@ -307,13 +285,13 @@ class Branching(nn.Module):
 
 
 def test_a_network_without_a_stage_gets_the_list_of_what_was_looked_at():
-    net = nn.Sequential(Branching(), Branching(), nn.Sequential(Block(4, 4), nn.ReLU()), nn.Linear(2, 2))
+    net = nn.Sequential(Branching(), Branching(), nn.Sequential(Residual(4, 4), nn.ReLU()), nn.Linear(2, 2))
     before = list(net.state_dict())
     with pytest.raises(ConversionError) as caught:
         as_algorithm(net, "heavy_ball")
     text = str(caught.value)
     assert "0 (Branching): cannot be traced" in text
-    assert "2.0 (Block): a residual block" in text
+    assert "2.0 (Residual): a residual block" in text
     assert "the model (Sequential): adds its input to nothing" in text
     assert list(net.state_dict()) == before
 

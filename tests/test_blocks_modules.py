@@ -1,13 +1,9 @@
 """Laws: networks that are algorithms behave as modules do: constraints hold, graphs, copies, states and two ranks."""
 
 import copy
-import os
-import socket
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from minimand.errors import OptionError
@@ -26,6 +22,8 @@ from minimand.nn import (
 )
 from minimand.nn.blocks.network import resolve
 from minimand.zoo import AGDNet, DMRNet, HBNet
+
+from .cases.ranks import on_ranks
 
 UPDATES = [GradientUpdate(), HeavyBallUpdate(), NesterovUpdate(0.3), AcceleratedUpdate(), ADMMUpdate(), MergeUpdate()]
 LEARNING = [False, "scalar", "channel", Learning("scalar", "sum"), Learning("channel", "sum")]
@@ -242,15 +240,9 @@ def test_iterates_stay_in_the_precision_of_autocast(update, learnable):
         assert net(torch.randn(2, 4, 3, 3, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-def _worker(rank, port, results):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def _worker(rank):
     module = _all(Learning("scalar", "sum")).double()
-    weights = _two_steps(nn.parallel.DistributedDataParallel(module), module, slice(4 * rank, 4 * rank + 4))
-    if rank == 0:
-        results["weights"] = [w.numpy() for w in weights]
-    dist.destroy_process_group()
+    return _two_steps(nn.parallel.DistributedDataParallel(module), module, slice(4 * rank, 4 * rank + 4))
 
 
 def _two_steps(net, module, rows):
@@ -264,13 +256,7 @@ def _two_steps(net, module, rows):
 
 
 def test_two_ranks_equal_one_process():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(_worker, args=(port, results), nprocs=2)
-        together = [torch.from_numpy(w) for w in results["weights"]]
+    together, _ = on_ranks(_worker)
     module = _all(Learning("scalar", "sum")).double()
     alone = _two_steps(module, module, slice(0, 8))
     torch.testing.assert_close(together, alone, atol=1e-12, rtol=1e-10)

@@ -1,15 +1,12 @@
 """Law: two ranks with half a batch each train a solver network like one process with the whole batch."""
 
-import os
-import socket
-
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from minimand.nn import SolverConv2d, SolverLinear
 from minimand.solvers import FISTA, ProxGD, ProxSG
+
+from .cases.ranks import on_ranks
 
 STEPS = 4
 
@@ -39,34 +36,20 @@ def _train(net, x, y, module=None):
     return [p.detach() for p in (module or net).parameters()]
 
 
-def _worker(rank, port, results):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def _worker(rank):
     x, y = _data()
     half = slice(4 * rank, 4 * rank + 4)
-    for name, solver in (("fista", FISTA(5)), ("sampled", ProxSG(5))):
+    results = []
+    for solver in (FISTA(5), ProxSG(5)):
         module = _net(solver)
         torch.manual_seed(rank)
         net = nn.parallel.DistributedDataParallel(module)
-        weights = _train(net, x[:, half], y[:, half], module)
-        if rank == 0:
-            results[name] = [w.numpy() for w in weights]
-        elif name == "sampled":
-            results["sampled on rank 1"] = [w.numpy() for w in weights]
-    dist.destroy_process_group()
+        results.append(_train(net, x[:, half], y[:, half], module))
+    return results
 
 
 def test_two_ranks_equal_one_process():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(_worker, args=(port, results), nprocs=2)
-        together, sampled, other = (
-            [torch.from_numpy(w) for w in results[name]] for name in ("fista", "sampled", "sampled on rank 1")
-        )
+    (together, sampled), (_, other) = on_ranks(_worker)
     alone = _train(_net(FISTA(5)), *_data())
     torch.testing.assert_close(together, alone, atol=1e-10, rtol=1e-8)
     torch.testing.assert_close(sampled, other, atol=0, rtol=0)

@@ -1,15 +1,12 @@
 """Law: rows spread over two ranks are factorised as on one process, with the same certificate."""
 
-import os
-import socket
-
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from minimand.factor import NMF, LowRank, MatrixCompletion, RobustPCA, SparseDictionary
+
+from .cases.ranks import on_ranks
 
 MODELS = {
     "lowrank": lambda: LowRank(2.0, random_state=0),
@@ -32,34 +29,26 @@ def _data(name):
     return Y
 
 
-def _worker(rank, port, results):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def _worker(rank):
+    results = {}
     for name, make in MODELS.items():
         Y = _data(name)
         model = make()
         U = model.fit_transform(Y[:SPLIT] if rank == 0 else Y[SPLIT:], process_group=dist.group.WORLD)
-        results[name, rank] = (U, model.components_, model.objective_, str(model.certificate_.status))
-    dist.destroy_process_group()
+        results[name] = (U, model.components_, model.objective_, str(model.certificate_.status))
+    return results
 
 
 @pytest.fixture(scope="module")
 def together():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(_worker, args=(port, results), nprocs=2)
-        return dict(results)
+    return on_ranks(_worker)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_equal_one_process(together, name):
     alone = MODELS[name]()
     U = alone.fit_transform(_data(name))
-    first, second = together[name, 0], together[name, 1]
+    first, second = (results[name] for results in together)
     np.testing.assert_allclose(first[1], second[1], rtol=0, atol=1e-12)  # V is the same everywhere
     assert first[2] == second[2] == pytest.approx(alone.objective_, rel=1e-6)
     assert first[3] == second[3] == str(alone.certificate_.status)

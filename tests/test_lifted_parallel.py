@@ -1,14 +1,10 @@
 """Laws: layers on two or three ranks train like one process; asynchronous ranks reach its accuracy."""
 
 import itertools
-import os
-import socket
 import statistics
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from minimand.errors import CapabilityError, OptionError
@@ -18,6 +14,8 @@ from minimand.lab.registry import find
 from minimand.train.lifted import LPOM, LayerParallel
 from minimand.train.lifted.chain import parse
 from minimand.train.lifted.parallel import stretches
+
+from .cases.ranks import on_ranks
 
 EPOCHS = 5
 
@@ -53,10 +51,7 @@ def _accuracy(net, x, y):
         return 100 * float((net(x).argmax(1) == y).float().mean())
 
 
-def _worker(rank, world, port, results):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+def _worker(rank):
     train, test = _data()
     together = _net().double()
     batches = [(x.double(), y) for x, y in _batches(*train)[:6]]
@@ -76,19 +71,12 @@ def _worker(rank, world, port, results):
         LayerParallel(LPOM(alone), asynchronous=True).fit(_batches(*train), EPOCHS)
         accuracies.append(_accuracy(alone, *test))
     tensors = [*together.parameters(), *normalised.state_dict().values()]
-    results[rank] = ([tensor.detach().numpy() for tensor in tensors], accuracies)
-    dist.destroy_process_group()
+    return [tensor.detach() for tensor in tensors], accuracies
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_equal_one_process(world):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(_worker, args=(world, port, results), nprocs=world)
-        found = [results[rank] for rank in range(world)]
+    found = on_ranks(_worker, world)
     train, test = _data()
     batches = [(x.double(), y) for x, y in _batches(*train)[:6]]
     single, normalised = _net().double(), _normalised()
@@ -98,7 +86,7 @@ def test_ranks_equal_one_process(world):
         method.fit(batches, 1)
     expected = [p.detach() for p in (*single.parameters(), *normalised.state_dict().values())]
     for tensors, _ in found:
-        torch.testing.assert_close([torch.as_tensor(t) for t in tensors], expected, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(tensors, expected, atol=1e-6, rtol=1e-6)
     accuracies = []
     for seed in range(3):
         net = _net(seed)

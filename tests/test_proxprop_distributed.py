@@ -1,17 +1,15 @@
 """Laws: a checkpoint continues to the bit; two ranks with half a batch each step like one process with the whole."""
 
 import io
-import os
-import socket
 import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from minimand.train import CachedGram, ExactGram, ProxProp
+
+from .cases.ranks import on_ranks
 
 
 def _convnet(seed=0):
@@ -58,18 +56,10 @@ def test_a_checkpoint_of_the_optimizer_continues_to_the_bit():
         ProxProp(_convnet()).load_state_dict({**state, "grams": {"body.0": state["grams"]["0"]}})
 
 
-def _worker(rank, port, results):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
+def _worker(rank):
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    for name, options, bucket in CASES:
-        found = _share(rank, options, bucket)
-        if rank == 0:
-            results[name] = [w.numpy() for w in found]
-    # A network that outlives the group, or a group that one process leaves early, may wait for ever in gloo.
-    dist.barrier()
-    dist.destroy_process_group()
+    # In a function of its own: a network that outlives the group may wait for ever in gloo.
+    return {name: _share(rank, options, bucket) for name, options, bucket in CASES}
 
 
 def _share(rank, options, bucket):
@@ -108,13 +98,7 @@ def _distributed_train(net, module, mine, options):
 
 def test_two_ranks_equal_one_process():
     """DDP averages gradients and ProxProp sums Gram matrices: with a mean loss, the global batch in one process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(_worker, args=(port, results), nprocs=2)
-        together = {name: [torch.from_numpy(w) for w in results[name]] for name, *_ in CASES}
+    together, _ = on_ranks(_worker)
     for name, options, _ in CASES:
         module = _mixed()
         alone = _distributed_train(module, module, lambda x: x, options)

@@ -1,7 +1,8 @@
-"""Convolutions between an image of one channel and many features, as one matrix product and shifted sums.
+"""The convolution that writes an image of one channel, as one matrix product and shifted sums.
 
-A convolution library pads the single channel to a vector's width and computes it all. Here the product has exactly the
-terms of the convolution, one row for every tap of the kernel, and the taps are summed where they belong.
+A convolution library pads the single output channel to the width of a vector and computes it all. Here the product has
+exactly the terms of the convolution, one row for every tap of the kernel, and the taps are summed where they belong:
+half the time, forwards and backwards, but for images of a few pixels.
 """
 
 from collections.abc import Iterator
@@ -10,44 +11,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ThinConv2d"]
+__all__ = ["ToImage"]
 
 
-class ThinConv2d(nn.Conv2d):
-    r"""A convolution of odd square kernels with one channel on one side, zero padding and no bias; the sides stay.
+class ToImage(nn.Conv2d):
+    r"""A convolution to one channel with an odd square kernel, zero padding and no bias; the image keeps its sides.
 
     With taps k, counted from the centre of the kernel,
 
-    .. math::
+    .. math:: y_p = \sum_k \Big(\sum_c w_{ck}\, x_c\Big)_{p + k} .
 
-        y_p = \sum_k \Big(\sum_c w_{ck}\, x_c\Big)_{p + k} \quad\text{(to an image)}, \qquad
-        y_{op} = \sum_k w_{ok}\, x_{p + k} \quad\text{(from an image)} .
+    The parameter is :class:`torch.nn.Conv2d`'s. Features are read with the channels last; others are copied.
 
-    The parameter is :class:`torch.nn.Conv2d`'s. Features are read and written with the channels last.
-
-    >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
-    <...>
-    >>> layer, x = ThinConv2d(8, 1), torch.randn(2, 8, 5, 6)
+    >>> _ = torch.manual_seed(0)
+    >>> layer, x = ToImage(8), torch.randn(2, 8, 5, 6)
     >>> torch.allclose(layer(x), nn.functional.conv2d(x, layer.weight, padding=1), atol=1e-5)
     True
     """
 
-    def __init__(self, inputs: int, outputs: int, size: int = 3) -> None:
-        if min(inputs, outputs) != 1 or size % 2 == 0:
-            raise ValueError(f"one channel on one side and an odd kernel, got {inputs}, {outputs} and {size}")
-        super().__init__(inputs, outputs, size, padding=size // 2, bias=False)
+    def __init__(self, inputs: int, size: int = 3) -> None:
+        if size % 2 == 0:
+            raise ValueError(f"an even kernel has no centre, got {size}")
+        super().__init__(inputs, 1, size, padding=size // 2, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        batch, _, height, width = x.shape
-        size = self.kernel_size[0]
-        if self.out_channels == 1:
-            pixels = x.permute(0, 2, 3, 1).reshape(-1, self.in_channels)
-            taps = self.weight.reshape(self.in_channels, -1).mT @ pixels.mT
-            return _Gather.apply(taps.reshape(size, size, batch, height, width))[:, None]
-        taps = _Spread.apply(x.squeeze(1), size).reshape(size * size, -1)
-        # Row by row, or the product of its gradient would run along the short side.
-        features = taps.mT @ self.weight.flip(2, 3).reshape(self.out_channels, -1).mT.contiguous()
-        return features.reshape(batch, height, width, self.out_channels).permute(0, 3, 1, 2)
+    def forward(self, x: Tensor) -> Tensor:
+        """The image."""
+        batch, channels, height, width = x.shape
+        pixels, size = x.permute(0, 2, 3, 1).reshape(-1, channels), self.kernel_size[0]
+        taps = self.weight.reshape(channels, -1).mT @ pixels.mT
+        image: Tensor = _Gather.apply(taps.reshape(size, size, batch, height, width))
+        return image[:, None]
 
 
 class _Gather(torch.autograd.Function):
@@ -58,7 +51,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(taps: Tensor) -> Tensor:
         image = torch.zeros_like(taps[0, 0])
-        for tap, to, of in _shifts(*taps.shape[1:2], *taps.shape[-2:]):
+        for tap, to, of in _shifts(taps):
             image[to] += taps[tap][of]
         return image
 
@@ -67,7 +60,7 @@ class _Gather(torch.autograd.Function):
         ctx.size = inputs[0].shape[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return _Spread.apply(grad, ctx.size)
 
 
@@ -79,7 +72,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(image: Tensor, size: int) -> Tensor:
         taps = image.new_zeros(size, size, *image.shape)
-        for tap, of, to in _shifts(size, *image.shape[-2:]):
+        for tap, of, to in _shifts(taps):
             taps[tap][to] = image[of]
         return taps
 
@@ -88,12 +81,13 @@ class _Spread(torch.autograd.Function):
         pass
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, None]:
         return _Gather.apply(grad), None
 
 
-def _shifts(size: int, height: int, width: int) -> Iterator[tuple[tuple[int, int], tuple[Any, ...], tuple[Any, ...]]]:
-    """Every tap with the pixels p it writes to and the pixels p + k it reads, those inside the image."""
+def _shifts(taps: Tensor) -> Iterator[tuple[tuple[int, int], tuple[Any, ...], tuple[Any, ...]]]:
+    """Every tap with the pixels p that take it and the pixels p + k it has its values at, those inside the image."""
+    size, (height, width) = taps.shape[0], taps.shape[-2:]
     for i in range(size):
         for j in range(size):
             rows, columns = _overlap(i - size // 2, height), _overlap(j - size // 2, width)
@@ -102,5 +96,6 @@ def _shifts(size: int, height: int, width: int) -> Iterator[tuple[tuple[int, int
 
 def _overlap(offset: int, length: int) -> tuple[slice, slice]:
     """The indices p with p + offset inside, and those p + offset."""
-    low, high = max(0, -offset), max(0, min(length, length - offset))
-    return slice(low, max(low, high)), slice(low + offset, max(low, high) + offset)
+    low = max(0, -offset)
+    high = max(low, min(length, length - offset))
+    return slice(low, high), slice(low + offset, high + offset)

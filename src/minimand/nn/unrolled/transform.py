@@ -11,7 +11,7 @@ from ...errors import OptionError, ShapeError, is_traced, require_positive
 from ...functions import L1
 from ...functions.base import Function, Step
 from ...solvers.base import require_count
-from .thin import ThinConv2d
+from .thin import ToImage
 
 __all__ = ["Architecture", "Shrinkage", "Transform", "soft_threshold"]
 
@@ -131,9 +131,7 @@ class Transform(nn.Module):
 
 
 def _convolution(inputs: int, outputs: int) -> nn.Conv2d:
-    if inputs == 1 or outputs == 1:
-        return ThinConv2d(inputs, outputs)
-    return nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+    return ToImage(inputs) if outputs == 1 else nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
 
 
 def _carry(analysis: list[Tensor], synthesis: list[Tensor]) -> None:
@@ -158,12 +156,9 @@ def _carry(analysis: list[Tensor], synthesis: list[Tensor]) -> None:
 
 
 def _chain(layers: nn.ModuleList, x: Tensor) -> Tensor:
-    before: nn.Module | None = None
-    for layer in layers:
-        if before is not None:
-            # A convolution keeps its input, not its output: the ReLU may overwrite it, if it is no view of a product.
-            x = F.relu(x, inplace=not isinstance(before, ThinConv2d))
-        x, before = layer(x), layer
+    for k, layer in enumerate(layers):
+        # A convolution keeps its input, not its output: the ReLU may overwrite it.
+        x = layer(F.relu(x, inplace=True) if k else x)
     return x
 
 

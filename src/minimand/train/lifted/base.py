@@ -54,7 +54,12 @@ class Lifted(abc.ABC, Generic[V]):
     default_sweeps: ClassVar[int] = 1
 
     def __init__(
-        self, model: nn.Module, *, mu: float | Sequence[float] | None, loss: str, recipe: Recipe | None
+        self,
+        model: nn.Module,
+        *,
+        mu: float | Sequence[float] | None = None,
+        loss: str = "squared",
+        recipe: Recipe | None = None,
     ) -> None:
         self.model = model
         self.chain = parse(model)

@@ -1,13 +1,12 @@
 """Block coordinate descent on a penalty with separate pre-activations."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .base import Lifted
 from .losses import Loss
 from .maps import AffineMap
-from .options import Recipe
 from .split import SplitVariables, split_residuals, split_start, split_sweep, split_terms
 
 __all__ = ["BlockPenalty"]
@@ -38,6 +37,7 @@ class BlockPenalty(Lifted[SplitVariables]):
         recipe: Options of the mini-batch mode.
 
     >>> import torch
+    >>> from torch import nn
     >>> net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))
     >>> x, y = torch.randn(8, 2), torch.randn(8, 1)
     >>> method = BlockPenalty(net)
@@ -45,16 +45,6 @@ class BlockPenalty(Lifted[SplitVariables]):
     >>> energies == sorted(energies, reverse=True)
     True
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        mu: float | Sequence[float] | None = None,
-        loss: str = "squared",
-        recipe: Recipe | None = None,
-    ) -> None:
-        super().__init__(model, mu=mu, loss=loss, recipe=recipe)
 
     def _start(self, xs: list[Tensor], zs: list[Tensor], maps: list[AffineMap], loss: Loss) -> SplitVariables:
         return split_start(xs, zs, maps, loss)
