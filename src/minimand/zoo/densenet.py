@@ -29,41 +29,50 @@ def _transition(inputs: int, outputs: int, dropout: float) -> nn.Module:
     return nn.Sequential(*layers, *([nn.Dropout(dropout)] if dropout else []), nn.AvgPool2d(2))
 
 
-def _trunk(
-    channels: int,
-    growth: int,
-    stages: Sequence[int],
-    *,
-    bottleneck: bool,
-    compression: float,
-    dropout: float,
-    past: float,
-    learnable: bool | str | Learning,
-) -> tuple[OptimizationNet, int]:
-    """Dense stages with transitions between them, and the channels at the end."""
-    make = _bottleneck if bottleneck else _plain
-    blocks: list[nn.Module] = []
-    for stage, layers in enumerate(stages):
-        for _ in range(layers):
-            blocks.append(make(channels, growth, dropout))
-            channels += growth
-        if stage + 1 < len(stages):
-            fewer = int(channels * compression)
-            blocks.append(Transition(_transition(channels, fewer, dropout)))
-            channels = fewer
-    net = OptimizationNet(blocks, DenseUpdate(past), learnable=learnable, channels=growth)
-    return net, channels
+class _Dense(nn.Module):
+    """A stem, dense stages with transitions between them, and a classifier on the mean over the image."""
+
+    def __init__(
+        self,
+        stem: nn.Module,
+        channels: int,
+        growth: int,
+        stages: Sequence[int],
+        classes: int,
+        *,
+        bottleneck: bool,
+        dropout: float,
+        past: float,
+        learnable: bool | str | Learning,
+    ) -> None:
+        super().__init__()
+        make, compression = (_bottleneck, 0.5) if bottleneck else (_plain, 1.0)
+        blocks: list[nn.Module] = []
+        for stage, layers in enumerate(stages):
+            for _ in range(layers):
+                blocks.append(make(channels, growth, dropout))
+                channels += growth
+            if stage + 1 < len(stages):
+                fewer = int(channels * compression)
+                blocks.append(Transition(_transition(channels, fewer, dropout)))
+                channels = fewer
+        self.stem = stem
+        self.trunk = OptimizationNet(blocks, DenseUpdate(past), learnable=learnable, channels=growth)
+        pool = (nn.BatchNorm2d(channels), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.head = nn.Sequential(*pool, nn.Linear(channels, classes))
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight)
+            elif isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits."""
+        logits: Tensor = self.head(self.trunk(self.stem(images)))
+        return logits
 
 
-def _initialise(net: nn.Module) -> None:
-    for module in net.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight)
-        elif isinstance(module, nn.Linear):
-            nn.init.zeros_(module.bias)
-
-
-class DenseNet(nn.Module):
+class DenseNet(_Dense):
     r"""The CIFAR DenseNet of L layers and growth k: three dense stages, without bottlenecks unless asked for.
 
     Its trunk is an :class:`~minimand.nn.OptimizationNet`: all past terms of Nesterov's method with α = 1, β = 0 and a
@@ -98,31 +107,22 @@ class DenseNet(nn.Module):
         past: float = 0.0,
         learnable: bool | str | Learning = False,
     ) -> None:
-        super().__init__()
         require_count("growth", growth)
         per, rest = divmod(depth - 4, 6 if bottleneck else 3)
         if rest or per < 1:
             raise OptionError(f"the depth of a DenseNet is {'6m' if bottleneck else '3m'} + 4, got {depth}")
         start = 2 * growth if bottleneck else 16
-        self.stem = nn.Conv2d(channels, start, 3, padding=1, bias=False)
-        self.trunk, wide = _trunk(
+        super().__init__(
+            nn.Conv2d(channels, start, 3, padding=1, bias=False),
             start,
             growth,
             (per, per, per),
+            classes,
             bottleneck=bottleneck,
-            compression=0.5 if bottleneck else 1.0,
             dropout=dropout,
             past=past,
             learnable=learnable,
         )
-        pool = (nn.BatchNorm2d(wide), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        self.head = nn.Sequential(*pool, nn.Linear(wide, classes))
-        _initialise(self)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Logits."""
-        logits: Tensor = self.head(self.trunk(self.stem(images)))
-        return logits
 
 
 def AGDNet(
@@ -161,7 +161,7 @@ def AGDNet(
     )
 
 
-class DenseNet121(nn.Module):
+class DenseNet121(_Dense):
     """The ImageNet DenseNet-BC of 121 layers: growth 32, stages of 6, 12, 24 and 16 layers.
 
     Args:
@@ -184,32 +184,17 @@ class DenseNet121(nn.Module):
         growth: int = 32,
         learnable: bool | str | Learning = False,
     ) -> None:
-        super().__init__()
         require_count("growth", growth)
-        self.stem = nn.Sequential(
+        stem = nn.Sequential(
             nn.Conv2d(channels, 2 * growth, 7, stride=2, padding=3, bias=False),
             nn.BatchNorm2d(2 * growth),
             nn.ReLU(),
             nn.MaxPool2d(3, stride=2, padding=1),
         )
-        self.trunk, wide = _trunk(
-            2 * growth,
-            growth,
-            (6, 12, 24, 16),
-            bottleneck=True,
-            compression=0.5,
-            dropout=0.0,
-            past=0.0,
-            learnable=learnable,
+        stages = (6, 12, 24, 16)
+        super().__init__(
+            stem, 2 * growth, growth, stages, classes, bottleneck=True, dropout=0.0, past=0.0, learnable=learnable
         )
-        pool = (nn.BatchNorm2d(wide), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        self.head = nn.Sequential(*pool, nn.Linear(wide, classes))
-        _initialise(self)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Logits."""
-        logits: Tensor = self.head(self.trunk(self.stem(images)))
-        return logits
 
 
 def AGDNet121(
