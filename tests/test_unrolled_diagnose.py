@@ -86,6 +86,7 @@ def test_free_and_constrained_networks_start_from_the_same_numbers(build: Callab
         (Interval(0.0, 2.0), [0.001, 0.5, 1.999]),
         (Interval(-1.0, 3.0), [-0.9, 0.0, 2.5]),
         (Positive(), [1e-4, 0.01, 5.0]),
+        (Positive(0.01), [1e-4, 0.01, 5.0]),
         (Signed(-1.0), [-3.0, -0.01]),
     ],
 )
@@ -96,6 +97,18 @@ def test_parametrisations_invert(parametrisation: nn.Module, values: list[float]
     torch.testing.assert_close(module.value, torch.tensor(values, dtype=torch.float64), rtol=1e-3, atol=1e-5)
     assign(module, "value", torch.tensor(values[:1], dtype=torch.float64))
     assert module.value.shape == (1,)
+
+
+@pytest.mark.parametrize(
+    ("parametrisation", "value", "slope"),
+    [(Interval(0.0, 2.0), 1.0, 1.0), (Interval(-1.0, 9.0), 4.0, 1.0), (Positive(0.01), 0.05, 1.0)],
+)
+def test_constrained_values_move_as_fast_as_free_ones(
+    parametrisation: Interval | Positive, value: float, slope: float
+) -> None:
+    free = parametrisation.right_inverse(torch.tensor(value, dtype=torch.float64)).requires_grad_()
+    (found,) = torch.autograd.grad(parametrisation(free), free)
+    assert float(found) == pytest.approx(slope, abs=0.01)
 
 
 def test_schedules_are_softplus_lines() -> None:

@@ -11,7 +11,7 @@ from ...solvers.linear import conjugate_gradient
 from ...solvers.problem import Problem
 from ...solvers.splitting import ADMM, SplitState
 from .base import Setting, UnrolledNet
-from .parameters import Interval, Positive, constrain
+from .parameters import THRESHOLD, Interval, Positive, constrain
 from .transform import Architecture
 
 __all__ = ["ADMMNet"]
@@ -75,12 +75,12 @@ class ADMMNet(UnrolledNet):
         self.plus, self._cg_iters = plus, cg_iters
         # At ρ = ‖Φ‖² the data term and the split weigh the same.
         self.penalty = nn.Parameter(torch.full((phases,), self.lipschitz))
-        self.threshold = nn.Parameter(torch.full((phases,), 0.01))
+        self.threshold = nn.Parameter(torch.full((phases,), THRESHOLD))
         self.rate = nn.Parameter(torch.full((phases,), 1.0))
         ADMM(phases, 1.0, cg_iters=self.cg_iters)
         if constrained:
-            constrain(self, "penalty", Positive())
-            constrain(self, "threshold", Positive())
+            constrain(self, "penalty", Positive(self.lipschitz))
+            constrain(self, "threshold", Positive(THRESHOLD))
             constrain(self, "rate", Interval(0.0, _GOLDEN))
         self._follow_phi()
 

@@ -7,7 +7,7 @@ from ...operators import LinearOperator
 from ...solvers.gradient import GradientState, ProxGD
 from ...solvers.problem import GradientMap, Problem
 from .base import Setting, UnrolledNet
-from .parameters import Interval, Positive, constrain
+from .parameters import THRESHOLD, Interval, Positive, constrain
 from .transform import Architecture
 
 __all__ = ["ISTANet", "gradient_map"]
@@ -58,10 +58,10 @@ class ISTANet(UnrolledNet):
         super().__init__(phi, phases, architecture, residual=plus, shared=shared, initial=initial)
         self.plus = plus
         self.step = nn.Parameter(torch.full((phases,), 1 / self.lipschitz))
-        self.threshold = nn.Parameter(torch.full((phases,), 0.01))
+        self.threshold = nn.Parameter(torch.full((phases,), THRESHOLD))
         if constrained:
             constrain(self, "step", Interval(0.0, 2 / self.lipschitz))
-            constrain(self, "threshold", Positive())
+            constrain(self, "threshold", Positive(THRESHOLD))
         self._follow_phi()
 
     def _vectors(self) -> tuple[str, ...]:

@@ -7,14 +7,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-__all__ = ["Interval", "Positive", "Signed", "Softplus", "assign", "constrain"]
+__all__ = ["THRESHOLD", "Interval", "Positive", "Signed", "Softplus", "assign", "constrain"]
+
+# Where learned thresholds start, and their size: for images in [0, 1].
+THRESHOLD = 0.01
 
 # Softplus and sigmoid round to zero: what must be positive stays this far above.
 _FLOOR = 1e-6
 
 
 class Interval(nn.Module):
-    r"""A parametrisation by :math:`l + (u - l)\,\sigma(v)`: every value of the parameter lies in (l, u).
+    r"""A parametrisation by :math:`l + (u - l)\,\sigma(4v/(u - l))`: every value of the parameter lies in (l, u).
+
+    In the middle its slope is one: an optimizer moves the value as fast as it would move a free one.
 
     >>> layer = nn.Module()
     >>> layer.step = nn.Parameter(torch.tensor([0.5]))
@@ -35,25 +40,35 @@ class Interval(nn.Module):
 
     def forward(self, free: Tensor) -> Tensor:
         """From any number into the interval."""
-        return self.low.to(free) + (self.high - self.low).to(free) * torch.sigmoid(free)
+        width = (self.high - self.low).to(free)
+        return self.low.to(free) + width * torch.sigmoid(4 / width * free)
 
     def right_inverse(self, value: Tensor) -> Tensor:
         """The number that gives ``value``; what lies outside is moved just inside."""
-        share = (value - self.low.to(value)) / (self.high - self.low).to(value)
-        return torch.logit(share.clamp(1e-4, 1 - 1e-4))
+        width = (self.high - self.low).to(value)
+        share = (value - self.low.to(value)) / width
+        return width / 4 * torch.logit(share.clamp(1e-4, 1 - 1e-4))
 
 
 class Positive(nn.Module):
-    r"""A parametrisation by the softplus :math:`\log(1 + e^v)`: every value is above zero, by 1e-6 at least."""
+    r"""A parametrisation by the softplus :math:`s\log(1 + e^{v/s})`: every value is above zero, by 1e-6 at least.
+
+    ``scale`` is the size s of the values: from there on the slope is near one, and an optimizer moves the value as
+    fast as it would move a free one.
+    """
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale = scale
 
     def forward(self, free: Tensor) -> Tensor:
         """From any number to a positive one."""
-        return F.softplus(free) + _FLOOR
+        return self.scale * F.softplus(free / self.scale) + _FLOOR
 
     def right_inverse(self, value: Tensor) -> Tensor:
         """The number that gives ``value``; zero and below become just positive."""
-        safe = (value - _FLOOR).clamp_min(_FLOOR)
-        return safe + torch.log(-torch.expm1(-safe))
+        safe = (value - _FLOOR).clamp_min(_FLOOR) / self.scale
+        return self.scale * (safe + torch.log(-torch.expm1(-safe)))
 
 
 class Signed(nn.Module):
