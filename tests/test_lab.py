@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from minimand.errors import DataError, OptionError
+from minimand.lab.clock import Stopwatch
 from minimand.lab.comparing import verdict
 from minimand.lab.experiment import PRESETS, Results
 from minimand.lab.jobs import in_parallel
@@ -253,3 +255,20 @@ def test_every_experiment_has_three_presets_and_parts_of_its_own() -> None:
             names = [part.name for part in parts]
             assert len(set(names)) == len(names), (experiment.name, name)
             assert {need for part in parts for need in part.needs} <= set(names)
+
+
+def test_seconds_are_of_work_not_of_waiting_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    watch = Stopwatch()
+    time.sleep(0.3)
+    assert watch.seconds < 0.2
+    begin = time.process_time()
+    while time.process_time() - begin < 0.1:
+        pass
+    assert watch.seconds >= 0.1
+    subprocess.run([sys.executable, "-c", "import math; [math.sin(i) for i in range(3_000_000)]"], check=True)
+    assert watch.seconds >= 0.2
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    watch = Stopwatch()
+    time.sleep(0.3)
+    assert watch.seconds >= 0.3

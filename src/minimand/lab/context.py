@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..data import Augmentation, Batches, Dataset, Normalisation, Split, batches, load
 from ..errors import DataError, OptionError
 from ..operators.tracker import LipschitzTracker
+from .clock import Stopwatch
 from .experiment import Metrics
 from .store import Records, atomically, slug
 
@@ -82,7 +83,7 @@ class Lab:
 
     def __post_init__(self) -> None:
         self._records = Records(self.directory / "metrics.jsonl")
-        self._begin = time.perf_counter()
+        self._watch = Stopwatch()
         self._before = 0.0
         self._looped = False
         self._epoch, self._total = 0, 1
@@ -177,8 +178,8 @@ class Lab:
 
     @property
     def seconds(self) -> float:
-        """How long this part has run, interruptions left out."""
-        return self._before + time.perf_counter() - self._begin
+        """How long this part has run by a :class:`Stopwatch`, interruptions left out."""
+        return self._before + self._watch.seconds
 
     def record(self, metrics: Metrics) -> dict[str, Any]:
         """Append a record to the part's file, with its time; the runner does it for whatever ``run`` yields."""
@@ -250,7 +251,7 @@ class Lab:
         if self.rank == 0:
             self._records.truncate(checkpoint["records"])
         self._before = checkpoint["seconds"]
-        self._begin = time.perf_counter()
+        self._watch = Stopwatch()
         if self.rank < len(checkpoint["random"]):
             drawn = checkpoint["random"][self.rank]
             _set_random_state(drawn, self.device)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from ...data import Batches
 from ...errors import NonFiniteError, OptionError
 from ...train.lifted import LPOM, MAC, BlockPenalty, Epoch, LiftedReLU, Recipe, SplitADMM, ridge_control
+from ..clock import Stopwatch
 from ..context import Lab
 from ..experiment import Comparison, Metrics, Results
 from ..training import loaders
@@ -159,13 +159,18 @@ def trained(method: str, candidate: str | float, model: nn.Module, data: Rows, e
     """Train in place by any of the methods; yields after every epoch."""
     if method in LIFTED:
         loss, _, damping = str(candidate).partition(" ")
-        yield from lifted(method, model, loss, float(damping) if damping else None).training(data, epochs)
+        training = lifted(method, model, loss, float(damping) if damping else None).training(data, epochs)
+        losses: Iterator[float] = (epoch.energy for epoch in training)
     else:
-        yield from _backpropagated(method, float(candidate), model, data, epochs)
+        losses = _backpropagated(method, float(candidate), model, data, epochs)
+    watch = Stopwatch()
+    for number, mean in enumerate(losses, 1):
+        yield Epoch(number, mean, watch.seconds)
+        watch = Stopwatch()
 
 
-def _backpropagated(method: str, rate: float, model: nn.Module, data: Rows, epochs: int) -> Iterator[Epoch]:
-    """SGD or Adam, with the falling rate that the lifted methods have."""
+def _backpropagated(method: str, rate: float, model: nn.Module, data: Rows, epochs: int) -> Iterator[float]:
+    """The mean loss of every epoch of SGD or Adam, with the falling rate that the lifted methods have."""
     optimizer: torch.optim.Optimizer
     if method == "SGD":
         optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
@@ -173,7 +178,7 @@ def _backpropagated(method: str, rate: float, model: nn.Module, data: Rows, epoc
         optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     schedule = Recipe(rate=rate)
     for number in range(1, epochs + 1):
-        begin, total = time.perf_counter(), 0.0
+        total = 0.0
         for index, (x, y) in enumerate(data):
             optimizer.param_groups[0]["lr"] = schedule.rate_at((number - 1 + index / len(data)) / epochs)
             optimizer.zero_grad()
@@ -181,7 +186,7 @@ def _backpropagated(method: str, rate: float, model: nn.Module, data: Rows, epoc
             loss.backward()
             optimizer.step()
             total += float(loss.detach())
-        yield Epoch(number, total / len(data), time.perf_counter() - begin)
+        yield total / len(data)
 
 
 def tuned(options: Chains, method: str, build: Callable[[], nn.Module], data: Data, lab: Lab) -> Iterator[Metrics]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import time
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from ...data import Batches
 from ...train import ProxProp
 from ...zoo import ProxPropMLP
+from ..clock import Stopwatch
 from ..comparing import verdict
 from ..context import Lab
 from ..drawing import curves
@@ -117,9 +117,9 @@ def fitted(lab: Lab, model: nn.Module, optimizer: Stepper, data: Loaders, epochs
     clock = _Clock()
     states: dict[str, Any] = {"model": model, "optimizer": optimizer, "batches": data.train, "clock": clock}
     for epoch in lab.epochs(epochs, **states):
-        begin = time.perf_counter()
+        watch = Stopwatch()
         finite = _pass(lab, net, optimizer, data.train)
-        clock.seconds += time.perf_counter() - begin
+        clock.seconds += watch.seconds
         loss = _loss(lab, model, everything) if finite else math.nan
         record = {"epoch": epoch + 1, "loss": loss, "training": round(clock.seconds, 3)}
         if not math.isfinite(loss):
