@@ -101,9 +101,15 @@ def test_parametrisations_invert(parametrisation: nn.Module, values: list[float]
 
 @pytest.mark.parametrize(
     ("parametrisation", "value", "slope"),
-    [(Interval(0.0, 2.0), 1.0, 1.0), (Interval(-1.0, 9.0), 4.0, 1.0), (Positive(0.01), 0.05, 1.0)],
+    [
+        (Interval(0.0, 2.0), 1.0, 1.0),
+        (Interval(-1.0, 9.0), 4.0, 1.0),
+        (Interval(0.0, 2e-4), 1e-4, 2e-4),
+        (Positive(0.01), 0.01, 0.63),
+        (Positive(0.01), 0.05, 1.0),
+    ],
 )
-def test_constrained_values_move_as_fast_as_free_ones(
+def test_constrained_values_move_about_as_fast_as_free_ones(
     parametrisation: Interval | Positive, value: float, slope: float
 ) -> None:
     free = parametrisation.right_inverse(torch.tensor(value, dtype=torch.float64)).requires_grad_()

@@ -6,7 +6,10 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.export import Dim
 
+from minimand.errors import OptionError, ShapeError
 from minimand.nn import Architecture
 from minimand.nn.unrolled.thin import ToImage
 from minimand.nn.unrolled.transform import Transform
@@ -46,17 +49,41 @@ def test_first_and_second_derivatives() -> None:
     assert torch.autograd.gradgradcheck(call, point)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_forward_derivatives() -> None:
+    layer, x, v = _layer(), _features(2, 4, 3, 4), _features(2, 4, 4, 3).mT
+    _, change = torch.func.jvp(layer, (x,), (v,))
+    torch.testing.assert_close(change, layer(v))
+    with forward_ad.dual_level():
+        change = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, v))).tangent
+    torch.testing.assert_close(change, layer(v))
+
+
 def test_it_is_mapped_compiled_and_exported() -> None:
     layer, x = _layer(), _features(3, 2, 4, 4, 5)
     torch.testing.assert_close(torch.func.vmap(layer)(x), torch.stack([layer(each) for each in x]))
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for call in (compiled, torch.export.export(layer, (x[0],)).module()):
-        torch.testing.assert_close(call(x[0]), layer(x[0]))
+    named = {"x": {0: Dim("batch"), 2: Dim("height"), 3: Dim("width")}}
+    for call in (compiled, torch.export.export(layer, (x[0],), dynamic_shapes=named).module()):
+        for images in (x[0], _features(3, 4, 7, 6)):
+            torch.testing.assert_close(call(images), layer(images))
 
 
-def test_an_even_kernel_is_refused() -> None:
-    with pytest.raises(ValueError, match="no centre"):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_rounds_no_more_than_torchs(dtype: torch.dtype) -> None:
+    layer, x = _layer(16), _features(2, 16, 9, 9)
+    exact = layer(x)
+    low = layer.to(dtype)(x.to(dtype)).double()
+    theirs = F.conv2d(x.to(dtype), layer.weight, padding=1).double()
+    assert (low - exact).norm() <= 2 * (theirs - exact).norm()
+
+
+def test_an_even_kernel_and_other_features_are_refused() -> None:
+    with pytest.raises(OptionError, match="no centre"):
         ToImage(4, 2)
+    for shape in ((2, 8, 5, 5), (4, 5, 5)):
+        with pytest.raises(ShapeError, match="expected features N × 4 × H × W"):
+            ToImage(4)(torch.zeros(shape))
 
 
 @pytest.mark.parametrize("residual", [False, True])

@@ -34,14 +34,14 @@ def _product(matrix: Tensor, half: bool = False) -> Tensor:
 
 
 def _by_blocks(matrix: Tensor, half: bool) -> Tensor:
-    """Block rows up to the diagonal, then their mirror images: 10 of 16 blocks are multiplied."""
+    """Block rows up to the diagonal: 10 of 16 blocks are multiplied. Above it their mirror images, or zeros."""
     out = matrix.new_empty(len(matrix), len(matrix))
     start = 0
     for rows in matrix.chunk(4):
         end = start + len(rows)
         torch.mm(rows, matrix[:end].mT, out=out[start:end, :end])
         if half:
-            out[start:end, end:] = 0
+            out[start:end, end:] = 0  # not what the memory held, which may be no number
         else:
             out[:start, start:end] = out[start:end, :start].mT
         start = end

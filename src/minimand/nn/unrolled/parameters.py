@@ -17,9 +17,10 @@ _FLOOR = 1e-6
 
 
 class Interval(nn.Module):
-    r"""A parametrisation by :math:`l + (u - l)\,\sigma(4v/(u - l))`: every value of the parameter lies in (l, u).
+    r"""A parametrisation by :math:`l + (u - l)\,\sigma(4v/\max(u - l, 1))`: every value lies in (l, u).
 
-    In the middle its slope is one: an optimizer moves the value as fast as it would move a free one.
+    In the middle of an interval that is not shorter than one its slope is one: an optimizer moves the value as fast as
+    it would move a free one. Shorter ones are crossed no faster than an interval of one.
 
     >>> layer = nn.Module()
     >>> layer.step = nn.Parameter(torch.tensor([0.5]))
@@ -41,34 +42,38 @@ class Interval(nn.Module):
     def forward(self, free: Tensor) -> Tensor:
         """From any number into the interval."""
         width = (self.high - self.low).to(free)
-        return self.low.to(free) + width * torch.sigmoid(4 / width * free)
+        return self.low.to(free) + width * torch.sigmoid(free / (width.clamp_min(1) / 4))
 
     def right_inverse(self, value: Tensor) -> Tensor:
         """The number that gives ``value``; what lies outside is moved just inside."""
         width = (self.high - self.low).to(value)
         share = (value - self.low.to(value)) / width
-        return width / 4 * torch.logit(share.clamp(1e-4, 1 - 1e-4))
+        return width.clamp_min(1) / 4 * torch.logit(share.clamp(1e-4, 1 - 1e-4))
 
 
 class Positive(nn.Module):
     r"""A parametrisation by the softplus :math:`s\log(1 + e^{v/s})`: every value is above zero, by 1e-6 at least.
 
-    ``scale`` is the size s of the values: from there on the slope is near one, and an optimizer moves the value as
-    fast as it would move a free one.
+    ``scale`` is the size s of the values: there the slope is 0.63, above it near one, so that an optimizer moves the
+    value almost as fast as it would move a free one.
     """
+
+    scale: Tensor
 
     def __init__(self, scale: float = 1.0) -> None:
         super().__init__()
-        self.scale = scale
+        self.register_buffer("scale", torch.tensor(float(scale)))
 
     def forward(self, free: Tensor) -> Tensor:
         """From any number to a positive one."""
-        return self.scale * F.softplus(free / self.scale) + _FLOOR
+        scale = self.scale.to(free)
+        return scale * F.softplus(free / scale) + _FLOOR
 
     def right_inverse(self, value: Tensor) -> Tensor:
         """The number that gives ``value``; zero and below become just positive."""
-        safe = (value - _FLOOR).clamp_min(_FLOOR) / self.scale
-        return self.scale * (safe + torch.log(-torch.expm1(-safe)))
+        scale = self.scale.to(value)
+        safe = (value - _FLOOR).clamp_min(_FLOOR) / scale
+        return scale * (safe + torch.log(-torch.expm1(-safe)))
 
 
 class Signed(nn.Module):

@@ -57,7 +57,9 @@ def regress(rows: Tensor, residual: Tensor, shift: float, *, bias: bool, block: 
         solved = ridge_factor(wide.mT, shift).solve(residual.mT @ wide)
         return Direction(None, solved[:, :features], solved[:, features]) if bias else Direction(None, solved, None)
     if block is None:
-        product = gram(rows) + 1.0 if bias else gram(rows)
+        product = gram(rows, half=True)
+        if bias:
+            product = product + 1.0
         left = gram_factor(product, shift).solve(residual.mT)
     else:
         left = _by_blocks(rows, residual, shift, bias, block)
