@@ -4,19 +4,22 @@ import os
 import time
 
 import torch
+import torch.distributed as dist
 
 __all__ = ["Stopwatch"]
 
 
 class Stopwatch:
-    """Seconds since it was made.
+    """Seconds of work since it was made.
 
-    On one CPU thread they are the processor's, which neither a second run beside this one nor a pause makes longer;
-    processes that were started and have ended count as well. On several threads or an accelerator they are the wall's.
+    On one CPU thread they are the processor's, which neither a second run beside this one nor a pause makes longer; a
+    process that was started counts as soon as it has ended and been waited for. On several threads, with an
+    accelerator, or in a process group, where waiting is part of the work, they are the wall's.
     """
 
     def __init__(self) -> None:
-        self._alone = torch.get_num_threads() == 1 and not torch.accelerator.is_available()
+        several = torch.get_num_threads() > 1 or torch.accelerator.is_available() or dist.is_initialized()
+        self._alone = not several
         self._begin = self._now()
 
     @property

@@ -25,8 +25,9 @@ def verdict(
 ) -> str:
     """A sentence on two parts, by their difference in each seed.
 
-    "Beats" needs a 95 % interval of the mean difference (Student's, seeds paired) that leaves out zero: a mean of 2.5
-    standard deviations with three seeds, of 1.2 with five. A smaller one above its standard deviation is said to be.
+    "Beats" needs three seeds at least, and a 95 % interval of the mean difference (Student's, seeds paired) that leaves
+    out zero: a mean of 2.5 standard deviations with three seeds, of 1.2 with five. A smaller one above its standard
+    deviation is said to be. Two seeds whose differences happen to agree would look certain.
     """
     gaps = results.paired(ours, other, key)
     if not gaps:
@@ -43,7 +44,7 @@ def verdict(
     if abs(mean) <= spread:
         return f"{ours} is {size} {word} {other} (± {spread:.2f} over {len(gaps)} seeds): within the spread, no claim."
     over = f"(± {spread:.2f} over {len(gaps)} seeds)"
-    if abs(mean) <= half_width(spread, len(gaps)):
+    if len(gaps) < 3 or abs(mean) <= half_width(spread, len(gaps)):
         return f"{ours} is {size} {word} {other} {over}: more than the spread, too few seeds for a claim."
     verb = "beats" if (mean > 0) == higher else "loses to"
     return f"{ours} {verb} {other} by {size} {over}."

@@ -81,7 +81,9 @@ def statuses(results: Results[Any], parts: Sequence[str]) -> list[str]:
         found = [values[-1] for values in results.curve(part, "status").values() if values]
         gaps = results.final(part, "gap")
         if found and gaps:
-            which = ", ".join(sorted(set(found)))
+            counts = {status: found.count(status) for status in sorted(set(found))}
+            which = ", ".join(f"{name} in {n} of {len(found)} seeds" for name, n in counts.items())
+            which = which if len(counts) > 1 else found[0]
             said.append(f"{part}: {which}, at most {max(gaps):.3g} % of the objective above the global minimum.")
     return said
 

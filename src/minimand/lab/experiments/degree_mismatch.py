@@ -106,7 +106,7 @@ def findings(results: Results[Options]) -> Sequence[str]:
 
 experiment = Experiment(
     name="degree-mismatch",
-    title="A regulariser of the wrong degree traps descent at zero",
+    title="A regulariser of the wrong degree can trap descent at zero",
     source="003, Key Ingredient: Proper Regularization; Basic Regularization: Weight Decay",
     about=(
         "Near zero a chain of K linear layers is of order K, and weight decay is of order 2: for K > 2 zero is a "

@@ -169,7 +169,8 @@ def findings(results: Results[Options]) -> Sequence[str]:
     if gaps:
         word = "above" if gaps[0] > 0 else "below"
         said.append(
-            f"Started {WARM} the objective ends {100 * abs(gaps[0]) / ours[0]:.2g} % {word} that of its own start."
+            f"Started {WARM} the objective ends {100 * abs(gaps[0]) / ours[0]:.2g} % {word} that of the fit from its "
+            "own start."
         )
     return [*said, *statuses(results, [part.name for part in parts(results.options)])]
 

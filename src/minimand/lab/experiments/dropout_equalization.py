@@ -75,8 +75,9 @@ def findings(results: Results[Options]) -> Sequence[str]:
         )
         if ours and expected and control:
             said.append(
-                f"With {size} terms the norms spread by {100 * max(ours):.1f}% of their mean after dropout and by "
-                f"{100 * max(expected):.1g}% after descent on its expectation, by {100 * min(control):.1f}% without."
+                f"With {size} terms the norms spread by at most {100 * max(ours):.1f}% of their mean after dropout "
+                f"and {100 * max(expected):.1g}% after descent on its expectation, by at least "
+                f"{100 * min(control):.1f}% without."
             )
             if max(ours) >= min(control):
                 said.append(f"With {size} terms the noise of sampling hides the effect: no claim is made.")

@@ -9,7 +9,6 @@ import torch
 from ...factor import ParallelReLU
 from ...factor.networks.certificate import objective
 from ...factor.networks.neurons import Neurons, descend
-from ..comparing import mean_std
 from ..context import Lab
 from ..drawing import bars, curves, figure, style
 from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
@@ -132,7 +131,8 @@ def findings(results: Results[Options]) -> Sequence[str]:
     for width in results.options.widths:
         median = excess(results, f"width {width}", "median")
         if median:
-            said.append(f"Width {width}: half of the random starts end {mean_std(median)[0]:.2g}% or more above it.")
+            ends = f"{min(median):.2g} to {max(median):.2g}%" if len(median) > 1 else f"{median[0]:.2g}%"
+            said.append(f"Width {width}: the median of the random starts ends {ends} above it.")
     return said
 
 

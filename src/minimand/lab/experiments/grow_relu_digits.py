@@ -114,7 +114,7 @@ def plots(results: Results[Options]) -> list[Plot]:
 
 def findings(results: Results[Options]) -> Sequence[str]:
     """What is known, and who wins."""
-    said = [verdict(results, GROWN, FIXED, "objective", unit="", higher=False)]
+    said = [verdict(results, GROWN, FIXED, "objective", unit=" in the objective", higher=False)]
     said += [verdict(results, GROWN, other) for other in (FIXED, RIDGE)]
     for values in results.curve(GROWN, "status").values():
         if values:

@@ -226,7 +226,9 @@ def findings(results: Results[Options]) -> Sequence[str]:
     source, ranks = last(results, OURS, "source"), results.final(OURS, "rank")
     if source and ranks:
         zeros = results.final(OURS, "zeros")[0]
-        said.append(f"On {source} {ranks[0]:.0f} parts are found at the smallest λ; {zeros:.0f} % of them is zero.")
+        said.append(
+            f"On {source} {ranks[0]:.0f} parts are found at the smallest λ; {zeros:.0f} % of their entries are zero."
+        )
     for size in results.options.sizes:
         above = results.final(other(size), "above")
         if above:

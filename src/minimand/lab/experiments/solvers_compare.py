@@ -129,9 +129,9 @@ def compare(results: Results[Options]) -> list[Comparison]:
         iters = results.final(part, "iters")
         note = "control" if part == CONTROL else ""
         if iters:
-            note = f"{iters[0]:.0f} iterations"
+            note = "1 iteration" if iters[0] == 1 else f"{iters[0]:.0f} iterations"
             gap = left(int(iters[0]), part.partition(", ")[0], results.options.tau)
-            note += f", which leave {100 * gap:.1f} % of the gap in a random block of this shape"
+            note += f"; that leaves {100 * gap:.1f} % of the gap in a random block of this shape"
         rows.append(Comparison(part, None, results.final(part, "test"), "%", note=note))
     return rows
 

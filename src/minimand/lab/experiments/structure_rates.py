@@ -183,7 +183,11 @@ def findings(results: Results[Options]) -> Sequence[str]:
         ends = {name: results.final(name, "final") for name in group}
         ranked = sorted((sum(v) / len(v), name) for name, v in ends.items() if v)
         if ranked:
-            said.append("Smallest gap first: " + ", ".join(f"{name} ({mean:.2g})" for mean, name in ranked) + ".")
+            said.append(
+                "By the mean over the seeds, smallest gap first: "
+                + ", ".join(f"{name} ({mean:.2g})" for mean, name in ranked)
+                + "."
+            )
     return said
 
 
