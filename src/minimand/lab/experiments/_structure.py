@@ -1,7 +1,8 @@
 """What the experiments on the structure of networks share: the networks by name, and how they are trained."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -9,11 +10,12 @@ from ...errors import OptionError
 from ...nn import NesterovUpdate, coefficient_parameters
 from ...zoo import AGDNet, DenseNet, DMRNet, HBNet, ResNet
 from ..context import Lab
-from ..experiment import Metrics
+from ..drawing import bars, curves
+from ..experiment import Comparison, Metrics, Plot, Results
 from ..training import Loaders, train
 from ._solvers import Images
 
-__all__ = ["Structures", "network", "one_cycle", "trained"]
+__all__ = ["Structures", "error_row", "network", "one_cycle", "pictures", "trained"]
 
 
 def one_cycle(peak: float, epochs: int) -> tuple[float, ...]:
@@ -92,3 +94,18 @@ def trained(options: Structures, lab: Lab, data: Loaders, model: nn.Module) -> I
     if free:
         extra["coefficients"] = [round(float(value), 4) for p in free for value in p.detach().flatten()]
     yield {**last, "error": 100 - float(str(last["test"])), **extra}
+
+
+def error_row(results: Results[Any], part: str, label: str, paper: float | None, key: str = "error") -> Comparison:
+    """A network's error beside the paper's, with its size."""
+    sizes = results.final(part, "parameters")
+    note = f"{sizes[0]:,.0f} parameters" if sizes else ""
+    return Comparison(label, paper, results.final(part, key), "%", note=note)
+
+
+def pictures(results: Results[Any], rows: Sequence[Comparison]) -> list[Plot]:
+    """Learning curves and the table."""
+    return [
+        curves(results, key="validation", title="Validation accuracy", y="accuracy, %"),
+        bars(rows, title="Errors", y="test error, %"),
+    ]

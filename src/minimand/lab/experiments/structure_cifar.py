@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 
 from ..comparing import verdict
 from ..context import Lab
-from ..drawing import bars, curves
 from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
-from ._structure import Structures, network, trained
+from ._structure import Structures, error_row, network, pictures, trained
 
 #: Error in per cent on CIFAR-10, CIFAR-100, CIFAR-10 (+), CIFAR-100 (+).
 PAPER = {
@@ -84,18 +83,13 @@ def compare(results: Results[Options]) -> list[Comparison]:
         for label in _rows(options):
             part = _part(label, augmented)
             paper = PAPER[label][column] if label in PAPER and column is not None else None
-            sizes = results.final(part, "parameters")
-            note = f"{sizes[0]:,.0f} parameters" if sizes else ""
-            rows.append(Comparison(part, paper, results.final(part, "error"), "%", note=note))
+            rows.append(error_row(results, part, part, paper))
     return rows
 
 
 def plots(results: Results[Options]) -> list[Plot]:
     """Learning curves and the table."""
-    return [
-        curves(results, key="validation", title="Validation accuracy", y="accuracy, %"),
-        bars(compare(results), title="Errors", y="test error, %"),
-    ]
+    return pictures(results, compare(results))
 
 
 def findings(results: Results[Options]) -> Sequence[str]:

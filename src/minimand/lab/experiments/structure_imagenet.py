@@ -14,10 +14,9 @@ from ...errors import DataError
 from ...zoo import AGDNet121, DenseNet121, HBNet34, ResNet34
 from ..comparing import verdict
 from ..context import Lab
-from ..drawing import bars, curves
 from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ..training import Loaders
-from ._structure import Structures, trained
+from ._structure import Structures, error_row, pictures, trained
 
 #: Top-1 and top-5 error in per cent.
 PAPER = {
@@ -200,19 +199,14 @@ def compare(results: Results[Options]) -> list[Comparison]:
     rows = []
     for key, name, column in (("error", "top-1", 0), ("top5", "top-5", 1)):
         for part, numbers in PAPER.items():
-            sizes = results.final(part, "parameters")
-            note = f"{sizes[0]:,.0f} parameters" if sizes else ""
             paper = numbers[column] if results.options.folder else None
-            rows.append(Comparison(f"{part}, {name}", paper, results.final(part, key), "%", note=note))
+            rows.append(error_row(results, part, f"{part}, {name}", paper, key))
     return rows
 
 
 def plots(results: Results[Options]) -> list[Plot]:
     """Learning curves and the table."""
-    return [
-        curves(results, key="validation", title="Validation accuracy", y="accuracy, %"),
-        bars(compare(results), title="Errors", y="test error, %"),
-    ]
+    return pictures(results, compare(results))
 
 
 def findings(results: Results[Options]) -> Sequence[str]:
