@@ -6,7 +6,7 @@ from typing import Any
 from .comparing import mean_std
 from .experiment import Comparison, Plot, Results
 
-__all__ = ["COLOURS", "bars", "curves", "figure", "logarithmic", "style"]
+__all__ = ["COLOURS", "bars", "curves", "dots", "figure", "logarithmic", "style"]
 
 # Okabe–Ito without its yellow, which vanishes on white, and its black, which vanishes on a dark page.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#999999", "#B15928", "#6A9F3C")
@@ -101,3 +101,23 @@ def bars(rows: Sequence[Comparison], *, title: str, y: str, groups: Mapping[str,
     key = " (bars: measured; lines: the source)" if any(row.paper is not None for row in rows) else ""
     style(axes, f"{y}{key}", "", title)
     return Plot(title, f"{y}: {', '.join(said) or 'nothing measured yet'}", drawn)
+
+
+def dots(rows: Mapping[str, Mapping[str, Sequence[float]]], *, title: str, x: str) -> Plot:
+    """A row a label, in it a dot for the mean of each series with its spread; the axis has no zero to start from."""
+    drawn = figure(7.0, 0.42 * len(rows) + 1.6)
+    axes = drawn.subplots()
+    names = list(dict.fromkeys(name for row in rows.values() for name, values in row.items() if values))
+    said = []
+    for name, colour, marker in zip(names, COLOURS, "osD^v<>pP*", strict=False):
+        at = [(number, *mean_std(row[name])) for number, row in enumerate(rows.values()) if row.get(name)]
+        places, means, spreads = zip(*at, strict=True)
+        error = [0.0 if spread != spread else spread for spread in spreads]
+        axes.errorbar(means, places, xerr=error, color=colour, marker=marker, linestyle="", label=name, alpha=0.85)
+        said += [f"{list(rows)[number]}, {name}: {mean:.2f}" for number, mean, _ in at]
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.invert_yaxis()
+    style(axes, x, "", title)
+    if names:
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    return Plot(title, f"{x}: {', '.join(said) or 'nothing measured yet'}", drawn)

@@ -12,7 +12,7 @@ from ...operators import BlockDCT, BlockSensing, Frame, Wavelet
 from ...solvers import FISTA
 from ..comparing import verdict
 from ..context import Lab
-from ..drawing import bars, curves
+from ..drawing import curves, dots
 from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ._reconstruction import (
     Images,
@@ -33,6 +33,7 @@ from ._reconstruction import (
     verdicts,
 )
 
+CONSTRAINED = " constrained"
 LINEAR, CLASSICAL = "linear start", "classical"
 NETS = (
     "ISTA-Net plus",
@@ -180,15 +181,34 @@ def compare(results: Results[Options]) -> list[Comparison]:
 
 
 def plots(results: Results[Options]) -> list[Plot]:
-    """Learning curves, the table as bars, and crops with their errors."""
-    pictures = [curves(results, key="validation", title="Validation", y="PSNR, dB")]
-    pictures.append(bars(compare(results), title="Reconstruction", y="PSNR, dB"))
+    """For each ratio the learning curves, the table as dots, and crops with their errors."""
+    pictures = []
     for ratio in results.options.ratios:
+        trained = [name(net, ratio) for net in results.options.nets]
+        dashed = [part for net, part in zip(results.options.nets, trained, strict=True) if net.endswith(CONSTRAINED)]
+        title = f"Validation at {ratio:.0%}"
+        pictures.append(curves(results, trained, key="validation", title=title, y="PSNR, dB", dashed=dashed))
+        pictures.append(_dots(results, ratio))
         shown = {name(method, ratio): method for method in (LINEAR, CLASSICAL, *results.options.nets)}
         title = f"Crops at {ratio:.0%}, errors below"
         if (drawn := gallery(results, shown, name(LINEAR, ratio), title)) is not None:
             pictures.append(drawn)
     return pictures
+
+
+def _dots(results: Results[Options], ratio: float) -> Plot:
+    """A row a method, on the first test set that was measured; free, constrained, and the public checkpoints."""
+    methods = (LINEAR, CLASSICAL, *results.options.nets)
+    tests = [t for t in ("set11", "photographs") if any(results.final(name(m, ratio), t) for m in methods)]
+    test = tests[0] if tests else "set11"
+    rows: dict[str, dict[str, Sequence[float]]] = {}
+    for method in methods:
+        free = method.removesuffix(CONSTRAINED)
+        series = "constrained" if free != method else "free" if method in results.options.nets else "control"
+        rows.setdefault(free, {})[series] = results.final(name(method, ratio), test)
+        if test == "set11" and (method, ratio) in PUBLIC:
+            rows[free]["public checkpoint"] = [PUBLIC[method, ratio]]
+    return dots(rows, title=f"{test} at {ratio:.0%}", x="PSNR, dB")
 
 
 def findings(results: Results[Options]) -> Sequence[str]:
@@ -198,7 +218,7 @@ def findings(results: Results[Options]) -> Sequence[str]:
         for net in results.options.nets:
             part = name(net, ratio)
             said.append(verdict(results, part, name(CLASSICAL, ratio), unit=" dB"))
-            free = net.removesuffix(" constrained")
+            free = net.removesuffix(CONSTRAINED)
             if free != net and free in results.options.nets:
                 said.append(verdict(results, part, name(free, ratio), unit=" dB"))
             said += standing(results, part)
