@@ -125,8 +125,9 @@ class SolverLayer(nn.Module, abc.ABC):
     def forward(self, y: Tensor, skip: Tensor | None = None) -> Tensor:
         """Solve; in evaluation as ``eval_mode`` says."""
         solver, passes = self.options.resolved(self.training)
-        run = Run(solver.prepare(self.problem(y, skip)), solver, generator=self.generator)
-        answers = [self.options.adjoint(run)[0] for _ in range(passes)]
+        problem = solver.prepare(self.problem(y, skip))
+        run = Run(problem, solver, generator=self.generator)
+        answers = [problem.as_given(self.options.adjoint(run)[0]) for _ in range(passes)]
         return answers[0] if passes == 1 else torch.stack(answers).mean(0)
 
     def _adopt(self, plain: nn.Module) -> None:

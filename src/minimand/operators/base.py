@@ -94,6 +94,10 @@ class LinearOperator(abc.ABC):
         """An equal operator that is restricted often: each :meth:`restrict` is as fast as it can be."""
         return self
 
+    def repeated(self, rows: int) -> "LinearOperator":
+        """An equal operator whose :meth:`normal` is applied to ``rows`` samples often: as fast as it can be."""
+        return self
+
     def check_input(self, y: Tensor) -> None:
         """Raise :class:`~minimand.errors.ShapeError` unless ``y`` is an input sample or a batch of them."""
         _check("input", y, self.input_shape)

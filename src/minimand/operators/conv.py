@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import OptionError, ShapeError, require_real
+from ..errors import OptionError, ShapeError, is_traced, require_real
 from .base import LinearOperator, as_index, check_bias, out_of_range, pick
 from .bounds import Geometry, channel_norms_sq, convolution_norm_sq
 from .gather import Columns
 from .grouped import GroupedPart
 from .spectral import round_up
+from .winograd import Winograd, winograd
 
 __all__ = ["Conv1d", "Conv2d", "Convolution"]
 
@@ -47,6 +48,7 @@ class Convolution(LinearOperator, abc.ABC):
             )
         self.weight = weight
         self._columns: Columns | None = None
+        self._kernels: Winograd | None = None
         self.feature_dim = -1 - self.dimensions
         kernel = tuple(weight.shape[2:])
         strides, dilations = self._tuple("stride", stride, 1), self._tuple("dilation", dilation, 1)
@@ -90,6 +92,8 @@ class Convolution(LinearOperator, abc.ABC):
         """``A y + bias``, to the bit what torch's convolution computes."""
         g = self.geometry
         self._check_map(y)
+        if self._kernels is not None and y.dim() == self.dimensions + 2:
+            y = y.contiguous(memory_format=torch.channels_last)
         inside = None
         if bias is not None and bias.shape in ((self.outputs,), (self.outputs, *(1,) * self.dimensions)):
             inside, bias = bias.reshape(self.outputs), None
@@ -143,6 +147,19 @@ class Convolution(LinearOperator, abc.ABC):
             return self
         other = copy.copy(self)
         other._columns = Columns(self.weight)
+        return other
+
+    def normal(self, x: Tensor) -> Tensor:
+        """``A Aᵀ x``."""
+        if self._kernels is None or x.dim() != self.dimensions + 2 or is_traced(x):
+            return super().normal(x)
+        self.check_output(x)
+        return self._kernels.normal(x, self.weight, lambda x, weight: self.with_weight(weight).normal(x))
+
+    def repeated(self, rows: int) -> Self:
+        """The same operator, its kernels transformed for :meth:`normal` where that pays (:mod:`.winograd`)."""
+        other = copy.copy(self)
+        other._kernels = winograd(self.weight, self.geometry, rows)
         return other
 
     def with_weight(self, weight: Tensor, groups: int | None = None) -> Self:

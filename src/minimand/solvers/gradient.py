@@ -9,12 +9,11 @@ from torch import Tensor
 from ..errors import OptionError
 from ..functions.separable import Zero
 from .base import Solver, require_count
-from .momentum import extrapolate, heavy_ball
+from .momentum import extrapolate, fista_weight, heavy_ball
 from .problem import GradientMap, Problem
 from .steps import (
     StepSize,
     check_step_size,
-    fista_weight,
     gradient_step,
     nesterov_momentum,
     polyak_momentum,

@@ -9,9 +9,7 @@ import functools
 import torch
 from torch import Tensor
 
-from .steps import fista_weight
-
-__all__ = ["Weight", "accumulate", "extrapolate", "heavy_ball", "nesterov_schedule"]
+__all__ = ["Weight", "accumulate", "extrapolate", "fista_weight", "heavy_ball", "nesterov_schedule"]
 
 #: The coefficient of a term: a number, or a tensor that broadcasts against it.
 Weight = float | Tensor
@@ -70,6 +68,11 @@ def extrapolate(x: Tensor, previous: Tensor, momentum: Weight, keep: Weight = 1.
 
 def _is_zero(weight: Weight) -> bool:
     return not isinstance(weight, Tensor) and weight == 0
+
+
+def fista_weight(t: Tensor) -> Tensor:
+    r"""The next of Nesterov's weights, :math:`t_{k+1} = \tfrac12(1 + \sqrt{1 + 4t_k^2})`."""
+    return (1 + torch.sqrt(1 + 4 * t * t)) / 2
 
 
 @functools.cache

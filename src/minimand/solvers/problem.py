@@ -18,6 +18,7 @@ from ..errors import (
 )
 from ..functions.base import Function, widened
 from ..operators.base import Bounds, LinearOperator
+from .momentum import accumulate
 from .sampling import Sample
 
 __all__ = ["GradientMap", "Problem", "as_number", "reciprocal"]
@@ -139,6 +140,12 @@ class Problem:
         norms = moved.flatten(self.operator.feature_dim).norm(dim=-1)
         return norms.amax() if self.rows else norms.sum()
 
+    def as_given(self, x: Tensor) -> Tensor:
+        """``x``, in memory as the input is: a repeated convolution leaves channels last."""
+        if x.dim() < 4 or is_traced(x) or self.y.is_contiguous(memory_format=torch.channels_last):
+            return x
+        return x.contiguous()
+
     def bounded(self, *, inputs: bool = False, outputs: bool = False) -> "Problem":
         """The same problem with the bounds on its operator computed once, here."""
         operator = self.operator
@@ -222,7 +229,9 @@ class GradientMap(NamedTuple):
         if gram is not None:
             kept = torch.diag(gram.new_ones(gram.shape[-1]) * (1 - step * problem.ridge))
             matrix = kept - step * gram if isinstance(step, Tensor) else torch.sub(kept, gram, alpha=step)
-        return cls(step * problem.linear(), matrix, problem.operator, step, problem.ridge)
+        pays = matrix is None and applications > 0
+        operator = problem.operator.repeated(problem.rows) if pays else problem.operator
+        return cls(step * operator.apply(problem.y, problem.bias), matrix, operator, step, problem.ridge)
 
     def __call__(self, x: Tensor | None) -> Tensor:
         """One gradient step from ``x``."""
@@ -231,8 +240,8 @@ class GradientMap(NamedTuple):
         if self.matrix is not None:
             # M is symmetric: rows need no transpose.
             return torch.addmm(self.offset, x, self.matrix) if x.dim() == 2 else self.offset + x @ self.matrix
-        kept = x if self.ridge == 0 else (1 - self.step * self.ridge) * x
-        return kept + self.offset - self.step * self.operator.normal(x)
+        kept = accumulate(self.offset, 1 - self.step * self.ridge if self.ridge else 1.0, x)
+        return accumulate(kept, -self.step, self.operator.normal(x))
 
 
 def reciprocal(smoothness: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ import abc
 import dataclasses
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from ..errors import OptionError, require_positive
@@ -17,6 +16,7 @@ __all__ = [
     "StepSize",
     "check_step_size",
     "gradient_step",
+    "inertial_limit",
     "nesterov_momentum",
     "polyak_momentum",
     "resolve_decay",
@@ -115,6 +115,25 @@ def nesterov_momentum(curvature: float, step: float | Tensor) -> float | Tensor:
     return (1 - root) / (1 + root)
 
 
-def fista_weight(t: Tensor) -> Tensor:
-    r"""The next of Nesterov's weights, :math:`t_{k+1} = \tfrac12(1 + \sqrt{1 + 4t_k^2})`."""
-    return (1 + torch.sqrt(1 + 4 * t * t)) / 2
+def inertial_limit(momentum: Tensor) -> Tensor:
+    r"""The limit of :math:`\eta L` below which proximal gradient steps from :math:`x + \beta(x - x_-)` converge for a
+    constant momentum :math:`\beta < 1`, with any convex function beside the quadratic:
+
+    .. math:: \max\Bigl(1,\; 2 - \frac{2\beta(1 + \beta)}{(1 - \beta)^2}\Bigr) .
+
+    Up to one the energy :math:`F(x) + \frac{1}{2\eta}\|x - x_-\|^2` falls. Above, with
+    :math:`\kappa = 1 - \eta L/2`, a minimiser p, :math:`h = \|x - p\|^2` and :math:`\delta = \|x - x_-\|^2`,
+
+    .. math:: h^+ - h - \beta(h - h_-) \le -\kappa(1 - \beta)\,\delta^+
+        + \bigl(\beta(1 + \beta) + \kappa\beta(1 - \beta)\bigr)\,\delta ,
+
+    since the step is an averaged map; the :math:`\delta` are summable where
+    :math:`\kappa(1 - \beta)^2 > \beta(1 + \beta)`, which is the second term.
+
+    Source: Attouch, Cabot, *Convergence of a relaxed inertial forward–backward algorithm for structured monotone
+    inclusions*, Appl. Math. Optim. 2019.
+
+    >>> inertial_limit(torch.tensor([0.0, 0.1, 0.5, 0.9]))
+    tensor([2.0000, 1.7284, 1.0000, 1.0000])
+    """
+    return (2 - 2 * momentum * (1 + momentum) / (1 - momentum).square()).clamp_min(1)

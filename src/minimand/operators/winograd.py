@@ -1,0 +1,230 @@
+r"""Convolutions of 3 × 3 with a quarter of the products: Winograd's minimal filtering.
+
+A solver applies :math:`AA^\top` of the same weight in every iteration. A tile of 4 × 4 outputs comes from 6 × 6 inputs
+d and the kernel w as
+
+.. math:: P^\top \bigl[(G w G^\top) \odot (D^\top d\, D)\bigr] P ,
+
+36 products for each pair of channels where the definition has 144. The transforms of maps cost what does not grow with
+the number of channels on the other side; the kernel's are made once.
+
+Source: Lavin, Gray, *Fast algorithms for convolutional neural networks*, CVPR 2016.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import is_traced
+from .bounds import Geometry
+
+__all__ = ["Winograd", "winograd"]
+
+_TILE, _KERNEL = 4, 3
+_WINDOW = _TILE + _KERNEL - 1
+
+# Where polynomials are evaluated, and at infinity. Symmetric and around one: in float32 the result has twice the
+# rounding error of the definition's, with Lavin and Gray's 0, ±1, ±2 four times.
+_POINTS = (0.0, 0.75, -0.75, 1.5, -1.5)
+
+# Images are taken in groups whose windows have about this many numbers, so that they stay in the cache.
+_GROUP = 300_000
+
+# Measured: a product in a transform costs as much as this many with the kernels, which themselves cost as much to read
+# as this many windows to multiply.
+_TRANSFORM, _READ = 2, 22
+
+
+class Winograd(NamedTuple):
+    r""":math:`AA^\top` of one weight, its kernels transformed: those of A, and those of the adjoint, which is the
+    convolution with the mirrored weight."""
+
+    forward: Tensor
+    backward: Tensor
+    padding: tuple[int, int]
+    size: tuple[int, int]
+
+    @classmethod
+    def of(cls, weight: Tensor, geometry: Geometry) -> "Winograd":
+        """Transform a weight."""
+        vertical, horizontal = (pair[0] for pair in geometry.padding)
+        height, width = geometry.known_size()
+        mirrored = weight.flip(2, 3).transpose(0, 1)
+        return cls(_kernels(weight), _kernels(mirrored), (vertical, horizontal), (height, width))
+
+    def normal(self, x: Tensor, weight: Tensor, definition: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        r""":math:`AA^\top x`, differentiable in x and the weight; second derivatives are those of the ``definition``,
+        the same product as a function of both."""
+        return _Normal.apply(x, weight, self, definition)
+
+    def product(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        r""":math:`AA^\top x`, and on the way :math:`A^\top x`; channels last in memory."""
+        out, y = _maps(x, x.shape[1], x.shape[2:]), _maps(x, self.backward.shape[-1], self.size)
+        for part in self._groups(x):
+            self._write(x[part], y[part], out[part])
+        return out, y
+
+    def gradients(self, x: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        r""":math:`AA^\top g`, and :math:`x\,(A^\top g)^\top + g\,y^\top` as a weight, where :math:`y = A^\top x`."""
+        out, spread = _maps(x, x.shape[1], x.shape[2:]), _maps(y, y.shape[1], self.size)
+        straight, mirrored = torch.zeros_like(self.forward), torch.zeros_like(self.backward)
+        for part in self._groups(x):
+            first, second = self._write(grad[part], spread[part], out[part])
+            mirrored.baddbmm_(first.mT, _tiles(y[part]))
+            straight.baddbmm_(second.mT, _tiles(x[part]))
+        return out, _weight(straight) + _weight(mirrored).transpose(0, 1).flip(2, 3)
+
+    def _write(self, x: Tensor, y: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+        """Aᵀx and AAᵀx into ``y`` and ``out``; the transformed windows of x and of Aᵀx."""
+        around = _KERNEL - 1 - self.padding[0], _KERNEL - 1 - self.padding[1]
+        first = _windows(x, around, self.size)
+        _filter(first, self.backward, y)
+        second = _windows(y, self.padding, x.shape[2:])
+        _filter(second, self.forward, out)
+        return first, second
+
+    def _groups(self, x: Tensor) -> Iterator[slice]:
+        windows = _count(max(x.shape[2], self.size[0])) * _count(max(x.shape[3], self.size[1]))
+        length = max(1, _GROUP // (_WINDOW**2 * windows * max(self.forward.shape[1:])))
+        return (slice(start, start + length) for start in range(0, len(x), length))
+
+
+def winograd(weight: Tensor, geometry: Geometry, rows: int) -> Winograd | None:
+    r"""The transformed kernels of a convolution, where products of :math:`AA^\top` and ``rows`` samples are cheaper.
+
+    They are for 3 × 3 kernels with stride 1 on a CPU in single or double precision; other devices have libraries that
+    choose for themselves. Narrow layers have more to transform than they save, and small maps fill no tiles.
+    """
+    g = geometry
+    fits = g.kernel == (_KERNEL, _KERNEL) and set(g.stride) == set(g.dilation) == {1} and g.groups == 1
+    small = all(before == after < _KERNEL for before, after in g.padding)
+    precise = weight.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(weight.device.type)
+    if not (fits and small and precise) or g.size is None or weight.device.type != "cpu" or is_traced(weight):
+        return None
+    outputs, inputs = weight.shape[:2]
+    windows, pairs = rows * _count(g.size[0]) * _count(g.size[1]), inputs * outputs
+    transforms = (_WINDOW**2 + _TILE**2) * (inputs + outputs) / 2
+    ours = _WINDOW**2 * ((windows + _READ) * pairs + _TRANSFORM * windows * transforms)
+    definition = _KERNEL**2 * rows * g.size[0] * g.size[1] * pairs
+    return Winograd.of(weight.detach(), g) if ours < definition else None
+
+
+class _Normal(torch.autograd.Function):
+    r""":math:`AA^\top x` by transformed kernels, with its gradients in the same way:
+
+    .. math:: \bar x = AA^\top g, \qquad \bar A = x\,(A^\top g)^\top + g\,(A^\top x)^\top .
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, kernels: Winograd, definition: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        out, y = kernels.product(x)
+        ctx.kernels, ctx.definition = kernels, definition
+        ctx.save_for_backward(x, weight, y)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight, y = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            # A second derivative was asked for.
+            wanted = [each if needed else None for each, needed in zip((x, weight), ctx.needs_input_grad, strict=False)]
+            sources = [each for each in wanted if each is not None]
+            found = iter(torch.autograd.grad(ctx.definition(x, weight), sources, grad, create_graph=True))
+            return *(None if each is None else next(found) for each in wanted), None, None  # type: ignore[return-value]
+        if not ctx.needs_input_grad[1]:
+            return ctx.kernels.product(grad)[0], None, None, None
+        return *ctx.kernels.gradients(x, y, grad), None, None
+
+
+# Transforms: maps are (batch, channels, height, width), what is transformed 36 × places × channels.
+
+
+class _Transforms(NamedTuple):
+    """Of windows (36 × 36), kernels (36 × 9) and tiles (36 × 16), rows and columns at once."""
+
+    windows: Tensor
+    kernels: Tensor
+    tiles: Tensor
+
+
+@functools.cache
+def _transforms(dtype: torch.dtype) -> _Transforms:
+    """Toom and Cook's product of polynomials by their values, transposed into a filter."""
+    points = torch.tensor(_POINTS, dtype=torch.float64)
+
+    def values(length: int) -> Tensor:
+        infinity = torch.eye(length, dtype=torch.float64)[-1:]
+        return torch.cat([points[:, None] ** torch.arange(length), infinity])
+
+    sides = torch.linalg.inv(values(_WINDOW)).mT, values(_KERNEL), values(_TILE)
+    return _Transforms(*(torch.kron(side, side).to(dtype) for side in sides))
+
+
+def _count(length: int) -> int:
+    """How many tiles cover a length."""
+    return -(-length // _TILE)
+
+
+def _maps(like: Tensor, channels: int, size: tuple[int, ...]) -> Tensor:
+    shape = len(like), channels, *size
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
+
+
+def _kernels(weight: Tensor) -> Tensor:
+    """36 matrices, inputs × outputs."""
+    flat = weight.permute(2, 3, 1, 0).reshape(_KERNEL**2, -1)
+    return (_transforms(weight.dtype).kernels @ flat).view(_WINDOW**2, weight.shape[1], weight.shape[0])
+
+
+def _weight(products: Tensor) -> Tensor:
+    """The transpose of :func:`_kernels`."""
+    flat = _transforms(products.dtype).kernels.mT @ products.view(_WINDOW**2, -1)
+    return flat.view(_KERNEL, _KERNEL, *products.shape[1:]).permute(3, 2, 0, 1)
+
+
+def _windows(x: Tensor, padding: tuple[int, int], size: tuple[int, ...]) -> Tensor:
+    """The windows whose tiles cover an output of this size."""
+    batch, channels, height, width = x.shape
+    rows, columns = _count(size[0]), _count(size[1])
+    tall, wide = rows * _TILE + _KERNEL - 1, columns * _TILE + _KERNEL - 1
+    sides = padding[1], wide - width - padding[1], padding[0], tall - height - padding[0]
+    framed = F.pad(x.permute(0, 2, 3, 1), (0, 0, *sides)).contiguous()
+    down, right = wide * channels, channels
+    overlapping = framed.as_strided(
+        (_WINDOW, _WINDOW, batch, rows, columns, channels),
+        (down, right, tall * down, _TILE * down, _TILE * right, 1),
+    )
+    return _transformed(_transforms(x.dtype).windows, overlapping)
+
+
+def _tiles(x: Tensor) -> Tensor:
+    """The tiles of a map: the transpose of what :func:`_filter` makes of products."""
+    batch, channels, height, width = x.shape
+    rows, columns = _count(height), _count(width)
+    framed = F.pad(x.permute(0, 2, 3, 1), (0, 0, 0, columns * _TILE - width, 0, rows * _TILE - height))
+    pieces = framed.reshape(batch, rows, _TILE, columns, _TILE, channels).permute(2, 4, 0, 1, 3, 5)
+    return _transformed(_transforms(x.dtype).tiles, pieces)
+
+
+def _transformed(transform: Tensor, pieces: Tensor) -> Tensor:
+    flat = pieces.reshape(transform.shape[1], -1)
+    return (transform @ flat).view(len(transform), -1, pieces.shape[-1])
+
+
+def _filter(windows: Tensor, kernels: Tensor, out: Tensor) -> None:
+    """Write the map that windows and kernels make."""
+    batch, channels, height, width = out.shape
+    rows, columns = _count(height), _count(width)
+    products = torch.bmm(windows, kernels).view(_WINDOW**2, -1)
+    pieces = (_transforms(out.dtype).tiles.mT @ products).view(_TILE, _TILE, batch, rows, columns, channels)
+    image, target = pieces.permute(2, 3, 0, 4, 1, 5), out.permute(0, 2, 3, 1)
+    if height % _TILE == width % _TILE == 0:
+        target.view(image.shape).copy_(image)
+    else:
+        target.copy_(image.reshape(batch, rows * _TILE, columns * _TILE, channels)[:, :height, :width])

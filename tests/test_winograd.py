@@ -1,0 +1,141 @@
+"""Transformed kernels are the same operator as the definition's, with the same derivatives, where they are chosen."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from minimand.adjoints import Checkpoint, Unroll
+from minimand.functions import NonNegative
+from minimand.nn import SolverConv2d
+from minimand.operators import Conv2d
+from minimand.operators.winograd import Winograd, winograd
+from minimand.solvers import FISTA, HeavyBall, Problem, ProxGD, solve
+
+
+def _weight(outputs: int, inputs: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    g = torch.Generator().manual_seed(outputs + inputs)
+    return torch.randn(outputs, inputs, 3, 3, generator=g, dtype=dtype) / (3 * inputs**0.5)
+
+
+def _dense(operator: Conv2d) -> Tensor:
+    """The matrix, column by column."""
+    size = int(torch.Size(operator.input_shape).numel())
+    basis = torch.eye(size, dtype=operator.weight.dtype).reshape(size, *operator.input_shape)
+    return operator.apply(basis).reshape(size, -1).T
+
+
+def _by_kernels(operator: Conv2d, x: Tensor) -> Tensor:
+    kernels = Winograd.of(operator.weight.detach(), operator.geometry)
+    return kernels.normal(x, operator.weight, lambda x, weight: operator.with_weight(weight).normal(x))
+
+
+@given(
+    channels=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    size=st.tuples(st.integers(3, 10), st.integers(3, 10)),
+    padding=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    rows=st.integers(1, 3),
+)
+def test_the_product_is_that_of_the_dense_matrix(channels, size, padding, rows):
+    operator = Conv2d(_weight(*channels), size, padding=padding)
+    matrix = _dense(operator)
+    x = torch.randn(rows, *operator.output_shape, dtype=torch.float64)
+    expected = x.flatten(1) @ matrix @ matrix.T
+    torch.testing.assert_close(_by_kernels(operator, x).flatten(1), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("size", [(8, 8), (5, 9)])
+def test_first_and_second_derivatives_are_true(size, layout):
+    weight = _weight(2, 3).requires_grad_()
+    operator = Conv2d(weight, size, padding=1)
+    x = torch.randn(2, *operator.output_shape, dtype=torch.float64).to(memory_format=layout).requires_grad_()
+
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        return _by_kernels(operator.with_weight(weight), x)
+
+    for function, arguments in (
+        (product, (x, weight)),
+        (lambda x: product(x, weight.detach()), (x,)),
+        (lambda weight: product(x.detach(), weight), (weight,)),
+    ):
+        assert torch.autograd.gradcheck(function, arguments)
+        assert torch.autograd.gradgradcheck(function, arguments)
+
+
+def test_images_in_groups_are_images_alone(monkeypatch):
+    operator = Conv2d(_weight(3, 4).requires_grad_(), (6, 7), padding=1)
+    x = torch.randn(5, *operator.output_shape, dtype=torch.float64, requires_grad=True)
+    together = [_by_kernels(operator, x)]
+    together += torch.autograd.grad(together[0].sin().sum(), (x, operator.weight))
+    monkeypatch.setattr("minimand.operators.winograd._GROUP", 2 * 36 * 4 * 4)
+    apart = [_by_kernels(operator, x)]
+    apart += torch.autograd.grad(apart[0].sin().sum(), (x, operator.weight))
+    for one, two in zip(together, apart, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-12)
+
+
+def test_single_precision_loses_little():
+    """The points were chosen for it: 0, ±1, ±2 have more than twice this error."""
+    operator = Conv2d(_weight(64, 64), (16, 16), padding=1)
+    x = torch.randn(4, 64, 16, 16, dtype=torch.float64)
+    exact, single = operator.normal(x), operator.with_weight(operator.weight.float())
+    error = (_by_kernels(single, x.float()) - exact).norm() / exact.norm()
+    rounding = (single.normal(x.float()) - exact).norm() / exact.norm()
+    assert rounding < error < 4 * rounding
+
+
+@pytest.mark.parametrize("solver", [ProxGD(10), FISTA(10), HeavyBall(10)], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("adjoint", [Unroll(), Checkpoint()], ids=lambda a: type(a).__name__)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_layers_agree_with_iterations_by_the_definition(solver, adjoint, layout, monkeypatch):
+    layer = SolverConv2d(32, 64, 3, padding=1, solver=solver, adjoint=adjoint).double()
+    y = torch.randn(4, 32, 16, 16, dtype=torch.float64).to(memory_format=layout).requires_grad_()
+    assert layer.operator(y).repeated(4)._kernels is not None
+    found = layer(y)
+    assert found.is_contiguous(memory_format=layout)
+    gradients = torch.autograd.grad(found.sin().sum(), (y, *layer.parameters()))
+    monkeypatch.setattr("minimand.operators.conv.winograd", lambda *arguments: None)
+    expected = layer(y)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    for one, two in zip(gradients, torch.autograd.grad(expected.sin().sum(), (y, *layer.parameters())), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_graphs_and_maps_over_ensembles_take_the_definition():
+    layer = SolverConv2d(48, 64, 3, padding=1, solver=ProxGD(3)).double()
+    y = torch.randn(4, 48, 16, 16, dtype=torch.float64)
+    assert layer.operator(y).repeated(4)._kernels is not None
+    expected = layer(y)
+    exported = torch.export.export(layer, (y,)).module()
+    mapped = torch.func.vmap(lambda y: layer(y[None])[0])(y)
+    pushed = torch.func.jvp(layer, (y,), (y,))[0]
+    for found in (exported(y), mapped, pushed, torch.compile(layer, backend="eager", fullgraph=True)(y)):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def test_a_solve_answers_in_the_layout_it_was_given():
+    operator = Conv2d(_weight(64, 64), (8, 8), padding=1)
+    y = torch.randn(8, 64, 8, 8, dtype=torch.float64)
+    assert operator.repeated(8)._kernels is not None
+    assert solve(Problem(operator, NonNegative(), y), ProxGD(3)).x.is_contiguous()
+
+
+def test_transformed_kernels_are_chosen_where_they_pay():
+    def chosen(rows: int, channels: int, side: int, **options: object) -> bool:
+        operator = Conv2d(torch.randn(channels, channels, options.pop("kernel", 3), 3), (side, side), **options)
+        return winograd(operator.weight, operator.geometry, rows) is not None
+
+    assert chosen(16, 64, 16, padding=1)
+    assert chosen(16, 512, 4, padding=1)
+    assert not chosen(16, 16, 32, padding=1)  # more to transform than to save
+    assert not chosen(1, 512, 4, padding=1)  # more kernels than windows
+    assert not chosen(64, 512, 2, padding=1)  # tiles half empty
+    assert not chosen(16, 64, 16, padding=1, stride=2)
+    assert not chosen(16, 64, 16, padding=1, dilation=2)
+    assert not chosen(16, 64, 16, padding=3)
+    assert not chosen(16, 64, 16, padding=1, kernel=5)
+    half = torch.randn(64, 64, 3, 3, dtype=torch.bfloat16)
+    assert winograd(half, Conv2d(half, (16, 16), padding=1).geometry, 16) is None
