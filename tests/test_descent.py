@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from minimand.functions import NonNegative, Zero
 from minimand.solvers import FISTA, HeavyBall, ProxGD, solve, trace
+from minimand.solvers.momentum import extrapolate
+from minimand.solvers.steps import inertial_limit
 
 from .cases import problems
 
@@ -69,6 +71,31 @@ def test_heavy_ball_converges_for_any_convex_function(seed):
     """The automatic momentum is the proved one: no cycles, whatever the active set does."""
     problem = problems.dense(NonNegative(), seed=seed, ridge=0.05)
     assert solve(problem, HeavyBall(iters=2000), tol=1e-8).converged
+
+
+@given(
+    name=st.sampled_from(sorted(problems.SEPARABLE)),
+    seed=st.integers(0, 10_000),
+    momentum=st.floats(0, 0.9),
+)
+def test_steps_below_the_inertial_limit_converge(name, seed, momentum):
+    """Proximal gradient steps from x + β(x − x₋), just below the limit, end where FISTA does."""
+    problem = problems.dense(problems.SEPARABLE[name], seed=seed)
+    step = 0.99 * float(inertial_limit(torch.tensor(momentum, dtype=torch.float64))) / float(problem.smoothness())
+    x = previous = torch.zeros(problem.shape, dtype=torch.float64)
+    for _ in range(3000):
+        ahead = extrapolate(x, previous, momentum)
+        moved = ahead + step * problem.descent(ahead, problem.linear())
+        x, previous = problem.function.prox(moved, step), x
+    reference = solve(problem, FISTA(iters=5000), tol=1e-11)
+    torch.testing.assert_close(x, reference.x, atol=1e-7, rtol=0)
+
+
+@given(momentum=st.floats(0, 0.99))
+def test_the_inertial_limit_stays_below_where_a_quadratic_diverges(momentum):
+    """λ² − (1+β)(1−ηL)λ + β(1−ηL) has its roots in the unit disc up to ηL = 2(1+β)/(1+2β), in closed form."""
+    limit = float(inertial_limit(torch.tensor(momentum, dtype=torch.float64)))
+    assert 1 <= limit <= 2 * (1 + momentum) / (1 + 2 * momentum)
 
 
 @given(n=st.integers(1, 30), seed=st.integers(0, 10_000), ridge=st.sampled_from([0.0, 1e-3, 1.0]))

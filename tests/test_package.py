@@ -23,3 +23,10 @@ def test_every_name_is_found_where_it_lives():
         assert getattr(minimand, part).__name__ == f"minimand.{part}"
     with pytest.raises(AttributeError, match="no attribute 'Solver'"):
         _ = minimand.Solver
+
+
+@pytest.mark.parametrize("part", ["adjoints", "operators", "solvers", "train", "zoo"])
+def test_every_part_may_be_imported_first(part):
+    """In a process of its own: in this one others have been loaded before."""
+    code = f"from minimand.{part} import *"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

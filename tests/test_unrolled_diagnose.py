@@ -227,6 +227,21 @@ def test_fista_needs_the_shorter_step() -> None:
     assert 1 < report.phases[0].step < 2
 
 
+def test_a_small_learned_momentum_allows_longer_steps() -> None:
+    phi = _phi()
+    net = FISTANet(phi, 3, architecture=SMALL, momentum="learned")
+    assert net.momentum_schedule is not None
+    with torch.no_grad():
+        net.step_schedule.slope.zero_()
+        net.step_schedule.offset.fill_(1.2)
+        net.momentum_schedule.slope.fill_(0.02)
+    assert 1.4 < diagnose(net, _measured(phi)).phases[-1].step < 1.5
+    assert diagnose(net, _measured(phi)).convergent
+    with torch.no_grad():
+        net.momentum_schedule.slope.fill_(0.5)
+    assert [r.convergent for r in diagnose(net, _measured(phi)).phases] == [True, False, False]
+
+
 @every_net
 def test_the_diagnosis_is_true(build: Callable[..., UnrolledNet]) -> None:
     """Residual, objective and symmetry, computed here from the images; nothing about the network changes."""

@@ -72,6 +72,7 @@ def solve(
         require_positive("tol", tol)
     prepared = solver.prepare(problem)
     x, iterations = adjoint(Run(prepared, solver, x0, generator, _stopper(prepared, tol)))
+    x = problem.as_given(x)
     with torch.no_grad():
         objective, optimality = prepared.objective(x), prepared.optimality(x)
     converged = None if tol is None else bool(optimality <= tol)

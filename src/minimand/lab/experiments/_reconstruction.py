@@ -185,7 +185,13 @@ def build(kind: str, phi: Tensor | LinearOperator, options: Learning, initial: T
     if name == "FISTA-Net":
         shape = dataclasses.replace(shape, depth=4) if options.shared else shape
         return FISTANet(
-            phi, options.phases, architecture=shape, constrained=constrained, shared=options.shared, initial=initial
+            phi,
+            options.phases,
+            architecture=shape,
+            constrained=constrained,
+            shared=options.shared,
+            momentum="learned",
+            initial=initial,
         )
     if name == "ADMM-Net":
         return ADMMNet(phi, options.phases, architecture=shape, constrained=constrained, initial=initial)

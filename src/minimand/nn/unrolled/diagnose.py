@@ -158,10 +158,11 @@ _COLUMNS: dict[str, Callable[[PhaseReport], str]] = {
 def diagnose(net: UnrolledNet, y: Tensor) -> Diagnosis:
     r"""Run an unrolled network on measurements and report, phase by phase, whether it is still a convergent solver.
 
-    Proximal gradient descent needs steps in :math:`(0, 2/\|\Phi\|^2)`, FISTA in :math:`(0, 1/\|\Phi\|^2]`, ADMM
-    positive penalties, and all of them thresholds that are not negative: free training leaves these ranges (the
-    public ISTA-Net checkpoints have steps of −0.12 and 3.81). They also need a prox, which the learned one only stands
-    in for: ``gain`` says where it stretches, as no prox does. Mode, parameters and gradients are left alone.
+    Proximal gradient descent needs steps in :math:`(0, 2/\|\Phi\|^2)`, FISTA in :math:`(0, 1/\|\Phi\|^2]`, or longer
+    ones where a learned momentum is small (:func:`~minimand.solvers.steps.inertial_limit`), ADMM positive penalties,
+    and all of them thresholds that are not negative: free training leaves these ranges (the public ISTA-Net
+    checkpoints have steps of −0.12 and 3.81). They also need a prox, which the learned one only stands in for:
+    ``gain`` says where it stretches, as no prox does. Mode, parameters and gradients are left alone.
 
     >>> from minimand.nn import ISTANet
     >>> from minimand.operators import orthonormal_gaussian

@@ -1,5 +1,6 @@
 """FISTA-Net: accelerated proximal gradient descent with learned schedules and transforms."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -10,6 +11,7 @@ from ...operators import LinearOperator
 from ...solvers.gradient import FISTA, NesterovState
 from ...solvers.momentum import extrapolate
 from ...solvers.problem import Problem
+from ...solvers.steps import inertial_limit
 from .base import Setting, UnrolledNet
 from .istanet import gradient_map
 from .parameters import Softplus
@@ -34,8 +36,10 @@ class FISTANet(UnrolledNet):
         phi: The measurement matrix m × b² of square blocks, or an operator on images.
         phases: How many iterations.
         architecture: The size of the transform; FISTA-Net's has four convolutions each way.
-        constrained: Whether the schedules stay monotone (:math:`w_1, w_2 < 0 < w_3`) and the steps below
-            :math:`1/\|\Phi\|^2`: then :math:`\mu_k = (1 - e^{-\operatorname{sp}(w_1k + c_1)})/\|\Phi\|^2`.
+        constrained: Whether the schedules stay monotone (:math:`w_1, w_2 < 0 < w_3`) and the steps below a limit:
+            then :math:`\mu_k = (1 - e^{-\operatorname{sp}(w_1k + c_1)})\,l_k/\|\Phi\|^2`, with :math:`l_k = 1` for
+            Nesterov's momentum and :func:`~minimand.solvers.steps.inertial_limit` of a learned one: up to 2 where
+            that is small.
         shared: Whether all phases share one transform, as in the paper.
         momentum: "nesterov" is the rule of the solver; "learned" is FISTA-Net's
             :math:`\beta_k = (\operatorname{sp}(w_3k + c_3) - \operatorname{sp}(c_3))/\operatorname{sp}(w_3k + c_3)`.
@@ -65,25 +69,27 @@ class FISTANet(UnrolledNet):
         super().__init__(phi, phases, architecture, residual=True, shared=shared, initial=initial)
         self.constrained, self.momentum = constrained, momentum
         falling, rising = (-1.0, 1.0) if constrained else (None, None)
-        # Constrained steps begin at 0.9/‖Φ‖²; free ones as in the paper.
+        # Constrained steps begin at 0.9 of their limit; free ones as in the paper.
         self.step_schedule = Softplus(-0.2, 2.2 if constrained else 0.1, monotone=falling)
         self.threshold_schedule = Softplus(-0.1, -4.6, monotone=falling)
-        self.momentum_schedule = Softplus(0.5, 0.0, monotone=rising) if momentum == "learned" else None
+        # A constrained momentum begins where the steps may be long.
+        slope = 0.02 if constrained else 0.5
+        self.momentum_schedule = Softplus(slope, 0.0, monotone=rising) if momentum == "learned" else None
         self._follow_phi()
 
     def settings(self) -> list[Setting]:
         """Step, threshold and momentum of every phase."""
         steps, thresholds = self.step_schedule(self.phases), self.threshold_schedule(self.phases)
+        momenta: Sequence[Tensor | None] = [None] * self.phases
         if self.constrained:
             steps = -torch.expm1(-steps)
+        if self.momentum_schedule is not None:
+            rising = self.momentum_schedule(self.phases)
+            # Rounding must not carry a momentum to one.
+            learned = (rising - rising[0]) / rising * (1 - 1e-6 * self.constrained)
+            steps, momenta = steps * inertial_limit(learned) if self.constrained else steps, learned.unbind()
         steps = steps / self.lipschitz
-        pairs = zip(steps.unbind(), thresholds.unbind(), strict=True)
-        if self.momentum_schedule is None:
-            return [Setting(*pair) for pair in pairs]
-        rising = self.momentum_schedule(self.phases)
-        # Rounding must not carry a momentum to one.
-        momenta = ((rising - rising[0]) / rising * (1 - 1e-6 * self.constrained)).unbind()
-        return [Setting(*pair, beta) for pair, beta in zip(pairs, momenta, strict=True)]
+        return [Setting(*each) for each in zip(steps.unbind(), thresholds.unbind(), momenta, strict=True)]
 
     def init(self, problem: Problem, x0: Tensor) -> NesterovState:
         """The start, Nesterov's weight one, and the gradient map at unit step."""
@@ -101,10 +107,12 @@ class FISTANet(UnrolledNet):
         return new._replace(move=state.move)
 
     def faults(self, setting: Setting) -> list[str]:
-        r"""FISTA converges for steps in :math:`(0, 1/L]`, thresholds that are not negative and momentum in [0, 1)."""
+        r"""FISTA converges for steps in :math:`(0, 1/L]`, longer ones where a learned momentum is small, thresholds
+        that are not negative and momentum in [0, 1)."""
         step, threshold = float(setting.step.detach()), float(setting.threshold.detach())
-        # One unit of float32 above 1/L is rounding.
-        limit = (1 + 1e-6) / self.lipschitz
+        longest = 1.0 if setting.momentum is None else float(inertial_limit(setting.momentum.detach()))
+        # One unit of float32 above the limit is rounding.
+        limit = longest * (1 + 1e-6) / self.lipschitz
         found = [] if 0 < step <= limit else [f"step {step:.3g} outside (0, {limit:.3g}]"]
         if not threshold >= 0:
             found.append(f"negative threshold {threshold:.3g}")

@@ -12,6 +12,9 @@ __all__ = ["THRESHOLD", "Interval", "Positive", "Signed", "Softplus", "assign", 
 # Where learned thresholds start, and their size: for images in [0, 1].
 THRESHOLD = 0.01
 
+# The size of the slopes of schedules.
+_SLOPE = 0.1
+
 # Softplus and sigmoid round to zero: what must be positive stays this far above.
 _FLOOR = 1e-6
 
@@ -79,10 +82,10 @@ class Positive(nn.Module):
 class Signed(nn.Module):
     """:class:`Positive` times a sign: slopes of schedules that rise (+1) or fall (−1)."""
 
-    def __init__(self, sign: float) -> None:
+    def __init__(self, sign: float, scale: float = 1.0) -> None:
         super().__init__()
         self.sign = sign
-        self.positive = Positive()
+        self.positive = Positive(scale)
 
     def forward(self, free: Tensor) -> Tensor:
         """From any number to one of this sign."""
@@ -115,7 +118,7 @@ class Softplus(nn.Module):
         self.offset = nn.Parameter(torch.tensor(float(offset)))
         self.floor = 0.0 if monotone is None else _FLOOR
         if monotone is not None:
-            constrain(self, "slope", Signed(monotone))
+            constrain(self, "slope", Signed(monotone, _SLOPE))
 
     def forward(self, phases: int) -> Tensor:
         """The values of all phases."""
