@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minimand.adjoints import Checkpoint, Unroll
+from minimand.adjoints import Checkpoint, Implicit, Unroll
 from minimand.functions import NonNegative
 from minimand.nn import SolverConv2d
 from minimand.operators import Conv2d
 from minimand.operators.winograd import Winograd, winograd
-from minimand.solvers import FISTA, HeavyBall, Problem, ProxGD, solve
+from minimand.solvers import ADMM, FISTA, HeavyBall, Problem, ProxGD, solve
 
 
 def _weight(outputs: int, inputs: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -86,8 +86,10 @@ def test_single_precision_loses_little():
     assert rounding < error < 4 * rounding
 
 
-@pytest.mark.parametrize("solver", [ProxGD(10), FISTA(10), HeavyBall(10)], ids=lambda s: type(s).__name__)
-@pytest.mark.parametrize("adjoint", [Unroll(), Checkpoint()], ids=lambda a: type(a).__name__)
+@pytest.mark.parametrize("solver", [ProxGD(10), FISTA(10), HeavyBall(10), ADMM(3)], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize(
+    "adjoint", [Unroll(), Checkpoint(), Implicit(3, method="neumann")], ids=lambda a: type(a).__name__
+)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_layers_agree_with_iterations_by_the_definition(solver, adjoint, layout, monkeypatch):
     layer = SolverConv2d(32, 64, 3, padding=1, solver=solver, adjoint=adjoint).double()

@@ -58,7 +58,8 @@ class Solver(abc.ABC):
 
     def prepare(self, problem: Problem) -> Problem:
         """The same problem, set up for what this solver will ask of it: bounds, and products with the operator."""
-        return problem.bounded()
+        # One iteration from zero applies the operator once, to the bit as the plain layer does.
+        return problem.bounded() if self.iterations == 1 else problem.bounded().repeated()
 
     def noiseless(self) -> "Solver":
         """The deterministic method that this one is a noisy version of; itself, if it has no noise."""

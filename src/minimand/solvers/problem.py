@@ -160,6 +160,10 @@ class Problem:
         """The same problem with its operator set up to be restricted in every iteration."""
         return dataclasses.replace(self, operator=self.operator.gathered())
 
+    def repeated(self) -> "Problem":
+        """The same problem with its operator set up for a product ``A Aᵀ x`` in every iteration."""
+        return dataclasses.replace(self, operator=self.operator.repeated(self.rows))
+
     def check(self) -> None:
         """Refuse sizes that do not fit and values that are not finite, before any work."""
         if not isinstance(self.operator, LinearOperator) or not isinstance(self.function, Function):
@@ -229,9 +233,7 @@ class GradientMap(NamedTuple):
         if gram is not None:
             kept = torch.diag(gram.new_ones(gram.shape[-1]) * (1 - step * problem.ridge))
             matrix = kept - step * gram if isinstance(step, Tensor) else torch.sub(kept, gram, alpha=step)
-        pays = matrix is None and applications > 0
-        operator = problem.operator.repeated(problem.rows) if pays else problem.operator
-        return cls(step * operator.apply(problem.y, problem.bias), matrix, operator, step, problem.ridge)
+        return cls(step * problem.linear(), matrix, problem.operator, step, problem.ridge)
 
     def __call__(self, x: Tensor | None) -> Tensor:
         """One gradient step from ``x``."""
