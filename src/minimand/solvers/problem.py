@@ -232,7 +232,7 @@ class GradientMap(NamedTuple):
         gram, matrix = problem.operator.gram_if_cheaper(problem.rows, applications), None
         if gram is not None:
             kept = torch.diag(gram.new_ones(gram.shape[-1]) * (1 - step * problem.ridge))
-            matrix = kept - step * gram if isinstance(step, Tensor) else torch.sub(kept, gram, alpha=step)
+            matrix = accumulate(kept, -step, gram)
         return cls(step * problem.linear(), matrix, problem.operator, step, problem.ridge)
 
     def __call__(self, x: Tensor | None) -> Tensor:
