@@ -13,6 +13,9 @@ from minimand.operators import Conv2d
 from minimand.operators.winograd import Winograd, winograd
 from minimand.solvers import ADMM, FISTA, HeavyBall, Problem, ProxGD, solve
 
+# What torch says of itself when it is first asked for a forward derivative.
+FORWARD = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+
 
 def _weight(outputs: int, inputs: int, dtype: torch.dtype = torch.float64) -> Tensor:
     g = torch.Generator().manual_seed(outputs + inputs)
@@ -45,6 +48,7 @@ def test_the_product_is_that_of_the_dense_matrix(channels, size, padding, rows):
     torch.testing.assert_close(_by_kernels(operator, x).flatten(1), expected, rtol=0, atol=1e-12)
 
 
+@FORWARD
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("size", [(8, 8), (5, 9)])
 def test_first_and_second_derivatives_are_true(size, layout):
@@ -60,7 +64,7 @@ def test_first_and_second_derivatives_are_true(size, layout):
         (lambda x: product(x, weight.detach()), (x,)),
         (lambda weight: product(x.detach(), weight), (weight,)),
     ):
-        assert torch.autograd.gradcheck(function, arguments)
+        assert torch.autograd.gradcheck(function, arguments, check_forward_ad=True)
         assert torch.autograd.gradgradcheck(function, arguments)
 
 
@@ -105,7 +109,7 @@ def test_layers_agree_with_iterations_by_the_definition(solver, adjoint, layout,
         torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@FORWARD
 def test_graphs_and_maps_over_ensembles_take_the_definition():
     layer = SolverConv2d(48, 64, 3, padding=1, solver=ProxGD(3)).double()
     y = torch.randn(4, 48, 16, 16, dtype=torch.float64)

@@ -126,7 +126,17 @@ class _Normal(torch.autograd.Function):
         out, y = kernels.product(x)
         ctx.kernels, ctx.definition = kernels, definition
         ctx.save_for_backward(x, weight, y)
+        ctx.save_for_forward(x, weight)
         return out
+
+    @staticmethod
+    def jvp(ctx: Any, x: Tensor | None, weight: Tensor | None, *others: None) -> Tensor:
+        at_x, at_weight = ctx.saved_tensors
+        change = torch.zeros_like(at_x) if x is None else ctx.definition(x, at_weight)
+        if weight is None:
+            return change
+        # Quadratic in the weight: a central difference is exact.
+        return change + (ctx.definition(at_x, at_weight + weight) - ctx.definition(at_x, at_weight - weight)) / 2
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
