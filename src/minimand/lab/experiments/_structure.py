@@ -1,7 +1,7 @@
 """What the experiments on the structure of networks share: the networks by name, and how they are trained."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -10,12 +10,11 @@ from ...errors import OptionError
 from ...nn import NesterovUpdate, coefficient_parameters
 from ...zoo import AGDNet, DenseNet, DMRNet, HBNet, ResNet
 from ..context import Lab
-from ..drawing import bars, curves
-from ..experiment import Comparison, Metrics, Plot, Results
+from ..experiment import Comparison, Metrics, Results
 from ..training import Loaders, train
 from ._solvers import Images
 
-__all__ = ["Structures", "error_row", "network", "one_cycle", "pictures", "trained"]
+__all__ = ["Structures", "error_row", "network", "one_cycle", "trained"]
 
 
 def one_cycle(peak: float, epochs: int) -> tuple[float, ...]:
@@ -101,11 +100,3 @@ def error_row(results: Results[Any], part: str, label: str, paper: float | None,
     sizes = results.final(part, "parameters")
     note = f"{sizes[0]:,.0f} parameters" if sizes else ""
     return Comparison(label, paper, results.final(part, key), "%", note=note)
-
-
-def pictures(results: Results[Any], rows: Sequence[Comparison]) -> list[Plot]:
-    """Learning curves and the table."""
-    return [
-        curves(results, key="validation", title="Validation accuracy", y="accuracy, %"),
-        bars(rows, title="Errors", y="test error, %"),
-    ]

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 
 from ..comparing import verdict
 from ..context import Lab
+from ..drawing import curves, dots
 from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
-from ._structure import Structures, error_row, network, pictures, trained
+from ._structure import Structures, error_row, network, trained
 
 #: Error in per cent on CIFAR-10, CIFAR-100, CIFAR-10 (+), CIFAR-100 (+).
 PAPER = {
@@ -75,21 +76,35 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
     yield from trained(options, lab, data, model)
 
 
+def _paper(options: Options, label: str, augmented: bool) -> float | None:
+    column = COLUMNS.get((options.dataset, augmented))
+    return PAPER[label][column] if label in PAPER and column is not None else None
+
+
 def compare(results: Results[Options]) -> list[Comparison]:
     """Errors beside the paper's."""
     options, rows = results.options, []
     for augmented in options.columns:
-        column = COLUMNS.get((options.dataset, augmented))
         for label in _rows(options):
             part = _part(label, augmented)
-            paper = PAPER[label][column] if label in PAPER and column is not None else None
-            rows.append(error_row(results, part, part, paper))
+            rows.append(error_row(results, part, part, _paper(options, label, augmented)))
     return rows
 
 
 def plots(results: Results[Options]) -> list[Plot]:
-    """Learning curves and the table."""
-    return pictures(results, compare(results))
+    """Learning curves without and with augmentation, and the table as dots."""
+    options, drawn = results.options, []
+    table: dict[str, dict[str, Sequence[float]]] = {label: {} for label in _rows(options)}
+    for augmented in options.columns:
+        parts = [_part(label, augmented) for label in table]
+        title = "Validation accuracy" + (AUGMENTED if augmented else "")
+        drawn.append(curves(results, parts, key="validation", title=title, y="accuracy, %"))
+        series = "augmented" if augmented else "not augmented"
+        for label, row in table.items():
+            row[series] = results.final(_part(label, augmented), "error")
+            paper = _paper(options, label, augmented)
+            row[f"002, {series}"] = [] if paper is None else [paper]
+    return [*drawn, dots(table, title="Errors", x="test error, %")]
 
 
 def findings(results: Results[Options]) -> Sequence[str]:

@@ -14,9 +14,10 @@ from ...errors import DataError
 from ...zoo import AGDNet121, DenseNet121, HBNet34, ResNet34
 from ..comparing import verdict
 from ..context import Lab
+from ..drawing import bars, curves
 from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ..training import Loaders
-from ._structure import Structures, error_row, pictures, trained
+from ._structure import Structures, error_row, trained
 
 #: Top-1 and top-5 error in per cent.
 PAPER = {
@@ -206,7 +207,10 @@ def compare(results: Results[Options]) -> list[Comparison]:
 
 def plots(results: Results[Options]) -> list[Plot]:
     """Learning curves and the table."""
-    return pictures(results, compare(results))
+    return [
+        curves(results, key="validation", title="Validation accuracy", y="accuracy, %"),
+        bars(compare(results), title="Errors", y="test error, %"),
+    ]
 
 
 def findings(results: Results[Options]) -> Sequence[str]:
