@@ -133,6 +133,7 @@ def inertial_limit(momentum: Tensor) -> Tensor:
     Source: Attouch, Cabot, *Convergence of a relaxed inertial forward–backward algorithm for structured monotone
     inclusions*, Appl. Math. Optim. 2019.
 
+    >>> import torch
     >>> inertial_limit(torch.tensor([0.0, 0.1, 0.5, 0.9]))
     tensor([2.0000, 1.7284, 1.0000, 1.0000])
     """
