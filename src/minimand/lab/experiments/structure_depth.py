@@ -1,6 +1,7 @@
 """Does a faster algorithm need fewer layers? The hypothesis of "Optimization and Deep Neural Networks"."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 from ..comparing import mean_std, verdict
@@ -68,6 +69,7 @@ def plots(results: Results[Options]) -> list[Plot]:
                 said.append(f"{_part(family, n)} {mean:.2f}%")
         if depths:
             axes.errorbar(depths, means, spreads, color=colour, marker=marker, capsize=3, label=family)
+    axes.set_xticks([6 * n + 2 for n in results.options.blocks])
     style(axes, "layers", "test error, %", "Error over depth")
     if said:
         axes.legend(frameon=False)
@@ -75,14 +77,22 @@ def plots(results: Results[Options]) -> list[Plot]:
 
 
 def findings(results: Results[Options]) -> Sequence[str]:
-    """Each algorithm against ResNet at the same depth, and against the next deeper ResNet."""
-    said = []
+    """What depth does for ResNet; algorithms against ResNet at their depth, and against a deeper one that is better."""
+    said: list[str] = []
+    gained: dict[int, bool] = {}
     blocks = sorted(results.options.blocks)
+    for n, deeper in itertools.pairwise(blocks):
+        shallow, deep = (results.final(_part("ResNet", m), "error") for m in (n, deeper))
+        if shallow and deep:
+            gained[n] = mean_std(deep)[0] < mean_std(shallow)[0]
+        said.append(verdict(results, _part("ResNet", deeper), _part("ResNet", n), "error", higher=False))
+    if gained and not any(gained.values()):
+        said.append("No deeper ResNet is better in the mean: whether an algorithm saves layers cannot be seen here.")
     for family in FAMILIES[1:]:
-        for n, deeper in zip(blocks, [*blocks[1:], None], strict=True):
+        for n, following in zip(blocks, [*blocks[1:], None], strict=True):
             said.append(verdict(results, _part(family, n), _part("ResNet", n), "error", higher=False))
-            if deeper is not None:
-                said.append(verdict(results, _part(family, n), _part("ResNet", deeper), "error", higher=False))
+            if following is not None and gained.get(n):
+                said.append(verdict(results, _part(family, n), _part("ResNet", following), "error", higher=False))
     return said
 
 
