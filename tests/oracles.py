@@ -7,7 +7,7 @@ import torch
 from minimand.functions import L1, Box, Function, GroupL2, NonNegative, Simplex, SquaredHinge, Zero
 from minimand.solvers import Problem
 
-from .cases.problems import matrix_of
+from .cases.operators import dense_matrix
 
 
 def _penalty(function: Function, x: cp.Variable) -> tuple[cp.Expression, list[cp.Constraint]]:
@@ -31,7 +31,7 @@ def _penalty(function: Function, x: cp.Variable) -> tuple[cp.Expression, list[cp
 
 def cvxpy_optimum(problem: Problem) -> tuple[torch.Tensor, float]:
     """The minimiser and the minimum, by an interior point method, one sample at a time."""
-    A = matrix_of(problem).numpy()
+    A = dense_matrix(problem.operator).numpy()
     rows = problem.y.reshape(problem.rows, -1).numpy()
     bias = 0 if problem.bias is None else problem.full_bias().expand(problem.shape).reshape(problem.rows, -1).numpy()
     points, total = [], 0.0

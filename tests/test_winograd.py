@@ -4,14 +4,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from minimand.adjoints import Checkpoint, Implicit, Unroll
 from minimand.functions import NonNegative
 from minimand.nn import SolverConv2d
+from minimand.nn.explain import held_bytes
 from minimand.operators import Conv2d
 from minimand.operators.winograd import Winograd, winograd
 from minimand.solvers import ADMM, FISTA, HeavyBall, Problem, ProxGD, solve
+
+from .cases.operators import dense_matrix
 
 # What torch says of itself when it is first asked for a forward derivative.
 FORWARD = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
@@ -20,13 +23,6 @@ FORWARD = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarnin
 def _weight(outputs: int, inputs: int, dtype: torch.dtype = torch.float64) -> Tensor:
     g = torch.Generator().manual_seed(outputs + inputs)
     return torch.randn(outputs, inputs, 3, 3, generator=g, dtype=dtype) / (3 * inputs**0.5)
-
-
-def _dense(operator: Conv2d) -> Tensor:
-    """The matrix, column by column."""
-    size = int(torch.Size(operator.input_shape).numel())
-    basis = torch.eye(size, dtype=operator.weight.dtype).reshape(size, *operator.input_shape)
-    return operator.apply(basis).reshape(size, -1).T
 
 
 def _by_kernels(operator: Conv2d, x: Tensor) -> Tensor:
@@ -42,7 +38,7 @@ def _by_kernels(operator: Conv2d, x: Tensor) -> Tensor:
 )
 def test_the_product_is_that_of_the_dense_matrix(channels, size, padding, rows):
     operator = Conv2d(_weight(*channels), size, padding=padding)
-    matrix = _dense(operator)
+    matrix = dense_matrix(operator)
     x = torch.randn(rows, *operator.output_shape, dtype=torch.float64)
     expected = x.flatten(1) @ matrix @ matrix.T
     torch.testing.assert_close(_by_kernels(operator, x).flatten(1), expected, rtol=0, atol=1e-12)
@@ -127,6 +123,26 @@ def test_a_solve_answers_in_the_layout_it_was_given():
     y = torch.randn(8, 64, 8, 8, dtype=torch.float64)
     assert operator.repeated(8)._kernels is not None
     assert solve(Problem(operator, NonNegative(), y), ProxGD(3)).x.is_contiguous()
+
+
+@pytest.mark.parametrize("where", ["input", "weight"])
+def test_channels_last_go_on_as_in_plain_layers(where):
+    layer = SolverConv2d(64, 64, 3, padding=1, solver=ProxGD(3))
+    plain, y = nn.Conv2d(64, 64, 3, padding=1), torch.randn(8, 64, 8, 8)
+    assert layer.operator(y).repeated(8)._kernels is not None
+    assert layer(y).stride() == plain(y).stride()
+    if where == "input":
+        y = y.to(memory_format=torch.channels_last)
+    else:
+        layer, plain = (module.to(memory_format=torch.channels_last) for module in (layer, plain))
+    assert layer(y).stride() == plain(y).stride()
+
+
+def test_a_frozen_weight_keeps_no_intermediate_images():
+    layer, y = SolverConv2d(64, 64, 3, padding=1, solver=ProxGD(4)), torch.randn(8, 64, 8, 8, requires_grad=True)
+    learned = held_bytes(layer, y)
+    frozen = held_bytes(layer.requires_grad_(False), y)
+    assert learned - frozen >= 3 * y.numel() * y.element_size()
 
 
 def test_transformed_kernels_are_chosen_where_they_pay():

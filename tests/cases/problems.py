@@ -43,11 +43,3 @@ def conv(function: Function, *, seed: int = 0, ridge: float = 0.1, stride: int =
     y = torch.randn(2, 2, 5, 6, generator=g, dtype=torch.float64)
     bias = 0.3 * torch.randn(4, generator=g, dtype=torch.float64)
     return Problem(Conv2d(weight, (5, 6), stride=stride, padding=1), function, y, bias, ridge)
-
-
-def matrix_of(problem: Problem) -> torch.Tensor:
-    """The operator as a dense matrix, column by column: an oracle that knows nothing of convolutions."""
-    shape = problem.operator.input_shape
-    size = int(torch.Size(shape).numel())
-    basis = torch.eye(size, dtype=problem.y.dtype).reshape(size, *shape)
-    return problem.operator.apply(basis).reshape(size, -1).T

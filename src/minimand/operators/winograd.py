@@ -70,10 +70,11 @@ class Winograd(NamedTuple):
 
     def gradients(self, x: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         r""":math:`AA^\top g`, and :math:`x\,(A^\top g)^\top + g\,y^\top` as a weight, where :math:`y = A^\top x`."""
-        out, spread = _maps(x, x.shape[1], x.shape[2:]), _maps(y, y.shape[1], self.size)
+        out = _maps(x, x.shape[1], x.shape[2:])
         straight, mirrored = torch.zeros_like(self.forward), torch.zeros_like(self.backward)
         for part in self._groups(x):
-            first, second = self._write(grad[part], spread[part], out[part])
+            spread = _maps(grad[part], y.shape[1], self.size)
+            first, second = self._write(grad[part], spread, out[part])
             mirrored.baddbmm_(first.mT, _tiles(y[part]))
             straight.baddbmm_(second.mT, _tiles(x[part]))
         return out, _weight(straight) + _weight(mirrored).transpose(0, 1).flip(2, 3)
@@ -125,7 +126,8 @@ class _Normal(torch.autograd.Function):
     ) -> Tensor:
         out, y = kernels.product(x)
         ctx.kernels, ctx.definition = kernels, definition
-        ctx.save_for_backward(x, weight, y)
+        # A frozen weight has no gradient that would need Aᵀx.
+        ctx.save_for_backward(x, weight, y if ctx.needs_input_grad[1] else None)
         ctx.save_for_forward(x, weight)
         return out
 

@@ -141,10 +141,12 @@ class Problem:
         return norms.amax() if self.rows else norms.sum()
 
     def as_given(self, x: Tensor) -> Tensor:
-        """``x``, in memory as the input is: a repeated convolution leaves channels last."""
-        if x.dim() < 4 or is_traced(x) or self.y.is_contiguous(memory_format=torch.channels_last):
+        """``x`` in memory as torch would lay it out: channels last where input or weight are so. A repeated convolution
+        leaves channels last."""
+        if x.dim() != 4 or is_traced(x):
             return x
-        return x.contiguous()
+        last = any(t.is_contiguous(memory_format=torch.channels_last) for t in (self.y, self.operator.weight))
+        return x if last else x.contiguous()
 
     def bounded(self, *, inputs: bool = False, outputs: bool = False) -> "Problem":
         """The same problem with the bounds on its operator computed once, here."""
