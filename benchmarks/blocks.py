@@ -60,7 +60,7 @@ def _user() -> list[Row]:
     blocks = nn.Sequential(*(_Block(16) for _ in range(6)))
     plain = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), blocks, *head)
     forms = {name: as_algorithm(plain, name) for name in ("heavy_ball", "nesterov")}
-    return _compare(plain, {f"as_algorithm(…, {name!r})": (net, 1.15) for name, net in forms.items()}, 32, 9)
+    return _compare(plain, {f"as_algorithm(…, {name!r})": (net, 1.15) for name, net in forms.items()}, 32, 25)
 
 
 def _history() -> list[Row]:
@@ -100,13 +100,13 @@ def _others() -> list[Row]:
         "Nesterov, all past terms, fixed": (_trunk(AcceleratedUpdate()), 1.15),
         "Nesterov, all past terms, learned": (_trunk(AcceleratedUpdate(), True), 1.5),
     }
-    rows = _compare(_trunk(NesterovUpdate(0.0)), past, 32, 7, memory=1.6)
+    rows = _compare(_trunk(NesterovUpdate(0.0)), past, 32, 25, memory=1.6)
     streams: dict[str, tuple[nn.Module, float]] = {
         "DMRNet over ResNet of its blocks": (DMRNet(2), 1.15),
         "ADMM-Net over ResNet of its blocks": (DMRNet(2, learnable=True), 1.15),
         "ADMM, fixed, over ResNet of its blocks": (ResNet(2, update=ADMMUpdate()), 1.15),
     }
-    return rows + _compare(ResNet(4), streams, 32, 7)
+    return rows + _compare(ResNet(4), streams, 32, 15)
 
 
 def run() -> list[Row]:
@@ -119,6 +119,6 @@ def run() -> list[Row]:
         "Nesterov, two terms, fixed": (ResNet(2, update=NesterovUpdate()), 1.15),
         "Nesterov, two terms, learned": (ResNet(2, update=NesterovUpdate(), learnable=True), 1.15),
     }
-    rows = _compare(ResNet(2), resnets, 32, 9)
-    rows += _compare(DenseNet(12, 22), {"AGD-Net, learned": (AGDNet(12, 22), 1.15)}, 32, 7)
+    rows = _compare(ResNet(2), resnets, 32, 25)
+    rows += _compare(DenseNet(12, 22), {"AGD-Net, learned": (AGDNet(12, 22), 1.15)}, 32, 15)
     return [*rows, *_others(), *_user(), *_history()]

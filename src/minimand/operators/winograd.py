@@ -12,6 +12,7 @@ Source: Lavin, Gray, *Fast algorithms for convolutional neural networks*, CVPR 2
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -63,30 +64,29 @@ class Winograd(NamedTuple):
 
     def product(self, x: Tensor) -> tuple[Tensor, Tensor]:
         r""":math:`AA^\top x`, and on the way :math:`A^\top x`; channels last in memory."""
-        out, y = _maps(x, x.shape[1], x.shape[2:]), _maps(x, self.backward.shape[-1], self.size)
+        out, y, work = _maps(x, x.shape[1], x.shape[2:]), _maps(x, self.backward.shape[-1], self.size), _Workspace(x)
         for part in self._groups(x):
-            self._write(x[part], y[part], out[part])
+            work.filter(work.windows(x[part], self._around, self.size), self.backward, y[part])
+            work.filter(work.windows(y[part], self.padding, x.shape[2:]), self.forward, out[part])
         return out, y
 
     def gradients(self, x: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         r""":math:`AA^\top g`, and :math:`x\,(A^\top g)^\top + g\,y^\top` as a weight, where :math:`y = A^\top x`."""
-        out = _maps(x, x.shape[1], x.shape[2:])
+        out, spread, work = _maps(x, x.shape[1], x.shape[2:]), _maps(y, y.shape[1], self.size), _Workspace(x)
         straight, mirrored = torch.zeros_like(self.forward), torch.zeros_like(self.backward)
         for part in self._groups(x):
-            spread = _maps(grad[part], y.shape[1], self.size)
-            first, second = self._write(grad[part], spread, out[part])
-            mirrored.baddbmm_(first.mT, _tiles(y[part]))
-            straight.baddbmm_(second.mT, _tiles(x[part]))
+            windows = work.windows(grad[part], self._around, self.size)
+            work.filter(windows, self.backward, spread[part])
+            mirrored.baddbmm_(windows.mT, work.tiles(y[part]))
+            windows = work.windows(spread[part], self.padding, x.shape[2:])
+            work.filter(windows, self.forward, out[part])
+            straight.baddbmm_(windows.mT, work.tiles(x[part]))
         return out, _weight(straight) + _weight(mirrored).transpose(0, 1).flip(2, 3)
 
-    def _write(self, x: Tensor, y: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-        """Aᵀx and AAᵀx into ``y`` and ``out``; the transformed windows of x and of Aᵀx."""
-        around = _KERNEL - 1 - self.padding[0], _KERNEL - 1 - self.padding[1]
-        first = _windows(x, around, self.size)
-        _filter(first, self.backward, y)
-        second = _windows(y, self.padding, x.shape[2:])
-        _filter(second, self.forward, out)
-        return first, second
+    @property
+    def _around(self) -> tuple[int, int]:
+        """The adjoint's padding."""
+        return _KERNEL - 1 - self.padding[0], _KERNEL - 1 - self.padding[1]
 
     def _groups(self, x: Tensor) -> Iterator[slice]:
         windows = _count(max(x.shape[2], self.size[0])) * _count(max(x.shape[3], self.size[1]))
@@ -200,43 +200,68 @@ def _weight(products: Tensor) -> Tensor:
     return flat.view(_KERNEL, _KERNEL, *products.shape[1:]).permute(3, 2, 0, 1)
 
 
-def _windows(x: Tensor, padding: tuple[int, int], size: tuple[int, ...]) -> Tensor:
-    """The windows whose tiles cover an output of this size."""
-    batch, channels, height, width = x.shape
-    rows, columns = _count(size[0]), _count(size[1])
-    tall, wide = rows * _TILE + _KERNEL - 1, columns * _TILE + _KERNEL - 1
-    sides = padding[1], wide - width - padding[1], padding[0], tall - height - padding[0]
-    framed = F.pad(x.permute(0, 2, 3, 1), (0, 0, *sides)).contiguous()
-    down, right = wide * channels, channels
-    overlapping = framed.as_strided(
-        (_WINDOW, _WINDOW, batch, rows, columns, channels),
-        (down, right, tall * down, _TILE * down, _TILE * right, 1),
-    )
-    return _transformed(_transforms(x.dtype).windows, overlapping)
+class _Workspace:
+    """Maps to what is transformed and back, group after group in the same memory: new memory costs about as much as
+    what is written to it. What a method returns lasts until it, or another that fills the same buffer, is called."""
 
+    def __init__(self, like: Tensor) -> None:
+        self._like, self._transforms = like, _transforms(like.dtype)
+        self._buffers: dict[str, Tensor] = {}
+        self._frames: dict[tuple[int, ...], Tensor] = {}
 
-def _tiles(x: Tensor) -> Tensor:
-    """The tiles of a map: the transpose of what :func:`_filter` makes of products."""
-    batch, channels, height, width = x.shape
-    rows, columns = _count(height), _count(width)
-    framed = F.pad(x.permute(0, 2, 3, 1), (0, 0, 0, columns * _TILE - width, 0, rows * _TILE - height))
-    pieces = framed.reshape(batch, rows, _TILE, columns, _TILE, channels).permute(2, 4, 0, 1, 3, 5)
-    return _transformed(_transforms(x.dtype).tiles, pieces)
+    def windows(self, x: Tensor, padding: tuple[int, int], size: tuple[int, ...]) -> Tensor:
+        """The windows whose tiles cover an output of this size."""
+        batch, channels = x.shape[:2]
+        rows, columns = _count(size[0]), _count(size[1])
+        framed = self._frame(x, padding, rows * _TILE + _KERNEL - 1, columns * _TILE + _KERNEL - 1)
+        image, down, right, _ = framed.stride()
+        overlapping = framed.as_strided(
+            (_WINDOW, _WINDOW, batch, rows, columns, channels),
+            (down, right, image, _TILE * down, _TILE * right, 1),
+        )
+        return self._transformed("windows", self._transforms.windows, overlapping)
 
+    def tiles(self, x: Tensor) -> Tensor:
+        """The tiles of a map: the transpose of what :meth:`filter` makes of products."""
+        batch, channels, height, width = x.shape
+        rows, columns = _count(height), _count(width)
+        framed = F.pad(x.permute(0, 2, 3, 1), (0, 0, 0, columns * _TILE - width, 0, rows * _TILE - height))
+        pieces = framed.reshape(batch, rows, _TILE, columns, _TILE, channels).permute(2, 4, 0, 1, 3, 5)
+        return self._transformed("products", self._transforms.tiles, pieces)
 
-def _transformed(transform: Tensor, pieces: Tensor) -> Tensor:
-    flat = pieces.reshape(transform.shape[1], -1)
-    return (transform @ flat).view(len(transform), -1, pieces.shape[-1])
+    def filter(self, windows: Tensor, kernels: Tensor, out: Tensor) -> None:
+        """Write the map that windows and kernels make."""
+        batch, channels, height, width = out.shape
+        rows, columns = _count(height), _count(width)
+        products = torch.bmm(windows, kernels, out=self._take("products", *windows.shape[:2], channels))
+        flat = self._take("pieces", _TILE**2, batch * rows * columns * channels)
+        torch.mm(self._transforms.tiles.mT, products.view(_WINDOW**2, -1), out=flat)
+        image = flat.view(_TILE, _TILE, batch, rows, columns, channels).permute(2, 3, 0, 4, 1, 5)
+        target = out.permute(0, 2, 3, 1)
+        if height % _TILE == width % _TILE == 0:
+            target.view(image.shape).copy_(image)
+        else:
+            target.copy_(image.reshape(batch, rows * _TILE, columns * _TILE, channels)[:, :height, :width])
 
+    def _transformed(self, name: str, transform: Tensor, pieces: Tensor) -> Tensor:
+        gathered = self._take("pieces", *pieces.shape).copy_(pieces).view(transform.shape[1], -1)
+        out = self._take(name, len(transform), gathered.shape[1])
+        return torch.mm(transform, gathered, out=out).view(len(transform), -1, pieces.shape[-1])
 
-def _filter(windows: Tensor, kernels: Tensor, out: Tensor) -> None:
-    """Write the map that windows and kernels make."""
-    batch, channels, height, width = out.shape
-    rows, columns = _count(height), _count(width)
-    products = torch.bmm(windows, kernels).view(_WINDOW**2, -1)
-    pieces = (_transforms(out.dtype).tiles.mT @ products).view(_TILE, _TILE, batch, rows, columns, channels)
-    image, target = pieces.permute(2, 3, 0, 4, 1, 5), out.permute(0, 2, 3, 1)
-    if height % _TILE == width % _TILE == 0:
-        target.view(image.shape).copy_(image)
-    else:
-        target.copy_(image.reshape(batch, rows * _TILE, columns * _TILE, channels)[:, :height, :width])
+    def _frame(self, x: Tensor, padding: tuple[int, int], tall: int, wide: int) -> Tensor:
+        """Images with zeros around them, channels last; the zeros are written once."""
+        batch, channels, height, width = x.shape
+        key = (*padding, tall, wide, channels)
+        if key not in self._frames:
+            # The first group is the longest.
+            self._frames[key] = x.new_zeros(batch, tall, wide, channels)
+        framed = self._frames[key][:batch]
+        top, left = padding
+        framed[:, top : top + height, left : left + width] = x.permute(0, 2, 3, 1)
+        return framed
+
+    def _take(self, name: str, *shape: int) -> Tensor:
+        size, held = math.prod(shape), self._buffers.get(name)
+        if held is None or len(held) < size:
+            held = self._buffers[name] = self._like.new_empty(size)
+        return held[:size].view(shape)

@@ -14,11 +14,10 @@ __all__ = ["AcceleratedUpdate", "DenseUpdate"]
 
 
 class History(NamedTuple):
-    """The iterate, and either a running sum with the last displacement or all there was."""
+    """The iterate, and either a running sum or all there was."""
 
     x: Tensor
     sum: Tensor | None
-    last: Tensor | None
     values: tuple[Tensor, ...]
     points: tuple[Tensor, ...]
 
@@ -67,7 +66,7 @@ class AcceleratedUpdate(Update):
 
     def start(self, x: tuple[Tensor, ...], learned: bool) -> History:
         """No displacement yet."""
-        return History(x[0], None, None, (), ())
+        return History(x[0], None, (), ())
 
     def points(self, state: History, weights: tuple[Weight, ...]) -> tuple[Tensor, ...]:
         """At the last iterate."""
@@ -81,15 +80,16 @@ class AcceleratedUpdate(Update):
             return state._replace(x=prox(total), sum=total)
         if len(weights) == 1:
             (momentum,) = weights
+            if momentum == 0:
+                return state._replace(x=prox(value), sum=None)
+            # Σ h (T(x_j) − x_j) = T(x_k) − x_k + s with s⁺ = β (s + T(x_k) − x_k).
             move = value - x
-            total = accumulate(move, momentum, move)
-            if state.sum is not None and state.last is not None:
-                total = accumulate(total, momentum, state.sum - state.last)
-            return state._replace(x=prox(x + total), sum=total, last=move)
+            total = momentum * (move if state.sum is None else state.sum + move)
+            return state._replace(x=prox(value + total), sum=total)
         images, points = (*state.values, value), (*state.points, x)
         # The newest terms first: they carry the most weight.
         count = len(images)
-        result = weights[count - 1] * value
+        result = accumulate(None, weights[count - 1], value)
         for weight, term in zip((*weights[: count - 1], *weights[count:]), (*images[:-1], *points), strict=True):
             result = accumulate(result, weight, term)
         return state._replace(x=prox(result), values=images, points=points)
