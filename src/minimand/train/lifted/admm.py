@@ -13,7 +13,7 @@ from .maps import AffineMap
 from .nonlinear import fit_activation, fit_weight
 from .options import Recipe
 from .split import SplitVariables, split_residuals, split_start, split_sweep, split_terms
-from .weights import Direction, toward
+from .weights import Direction
 
 __all__ = ["SplitADMM"]
 
@@ -149,8 +149,9 @@ class SplitADMM(Lifted[SplitVariables]):
         for k in range(len(v.maps)):
             yield v.us[k], v.xs[k + 1] + v.layers[k]
 
-    def _direction(
-        self, affine: AffineMap, x: Tensor, residual: Tensor, damping: float, block: int | None
-    ) -> Direction:
-        fit = toward if self.splitting == "output" else fit_weight
-        return fit(affine, x, residual, damping, block=block)
+    def _weight_steps(
+        self, layers: Sequence[tuple[AffineMap, Tensor, Tensor]], damping: float, block: int | None
+    ) -> list[Direction]:
+        if self.splitting == "output":
+            return super()._weight_steps(layers, damping, block)
+        return [fit_weight(*layer, damping, block=block) for layer in layers]

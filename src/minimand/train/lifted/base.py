@@ -17,7 +17,7 @@ from .losses import LOSSES, Loss, encode_targets
 from .maps import AffineMap, record
 from .options import NO_BATCH, Epoch, Recipe, check_loader, weights_per_layer
 from .progress import track
-from .weights import Direction, Momentum, toward
+from .weights import Direction, Momentum, toward_all
 
 __all__ = ["Lifted", "Variables"]
 
@@ -93,18 +93,19 @@ class Lifted(abc.ABC, Generic[V]):
         """The energy of a batch, summed in double precision."""
         return sum(float(term) for term in self._terms(v))
 
-    def _direction(
-        self, affine: AffineMap, x: Tensor, residual: Tensor, damping: float, block: int | None
-    ) -> Direction:
-        """In which direction the weights of a layer move; the damping as in :func:`~.weights.ridge_shift`."""
-        return toward(affine, x, residual, damping, block=block)
+    def _weight_steps(
+        self, layers: Sequence[tuple[AffineMap, Tensor, Tensor]], damping: float, block: int | None
+    ) -> list[Direction]:
+        """In which directions the weights of layers move, each given with its x and its residual; the damping as in
+        :func:`~.weights.ridge_shift`."""
+        return toward_all(layers, damping, block=block)
 
     def _directions(self, v: V, damping: float, block: int | None) -> list[Direction | None]:
         """The direction of each layer, None for those that are frozen."""
         pairs = zip(v.maps, self._residuals(v), strict=True)
-        return [
-            None if a.layer.frozen else self._direction(a, x, residual, damping, block) for a, (x, residual) in pairs
-        ]
+        moving = [(affine, *pair) for affine, pair in pairs if not affine.layer.frozen]
+        found = iter(self._weight_steps(moving, damping, block))
+        return [None if affine.layer.frozen else next(found) for affine in v.maps]
 
     def _move_weights(self, v: V) -> None:
         """Minimise the energy over the weights of every layer, or a majoriser of it."""

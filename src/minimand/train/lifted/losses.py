@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import CapabilityError, OptionError, ShapeError, require_finite
@@ -147,4 +146,4 @@ def encode_targets(y: Tensor, output: Tensor, loss: str) -> Tensor:
     low, high = (int(end) for end in torch.aminmax(y)) if samples else (0, 0)
     if low < 0 or high >= classes:
         raise OptionError(f"labels lie in [{low}, {high}], but the network has the {classes} outputs 0 … {classes - 1}")
-    return F.one_hot(y.long(), classes).to(output)
+    return torch.zeros_like(output).scatter_(1, y.long().unsqueeze(1), 1.0)

@@ -134,12 +134,12 @@ class LPOM(Lifted[LPOMVariables]):
         upper = affine.layer.unit
         r = self.mu[k] / self.mu[k - 1]
         c = r * (upper.slope + coupling) * affine.norm_sq() + extra
-        pull = affine.adjoint(above - upper.phi(v.zs[k]))
+        pull = affine.adjoint(upper.residual(above, v.zs[k]))
         return lower.resolve(v.zs[k - 1] + c * v.xs[k] + r * pull, c)
 
     def _residuals(self, v: LPOMVariables) -> Iterator[tuple[Tensor, Tensor]]:
         for k, affine in enumerate(v.maps):
-            yield v.xs[k], v.xs[k + 1] - affine.layer.unit.phi(v.zs[k])
+            yield v.xs[k], affine.layer.unit.residual(v.xs[k + 1], v.zs[k])
 
     def _move_weights(self, v: LPOMVariables) -> None:
         """Accelerated where that pays: the extrapolated step if it lowers the layer's gap more than the plain one."""
@@ -169,7 +169,7 @@ class LPOM(Lifted[LPOMVariables]):
         """One majorised step on the layer's present parameters, whose z is given."""
         affine = v.maps[k]
         unit = affine.layer.unit
-        residual = (v.xs[k + 1] - unit.phi(z)) / unit.slope
+        residual = unit.residual(v.xs[k + 1], z) / unit.slope
         direction = toward(affine, v.xs[k], residual, TINY)
         affine.layer.assign(affine.layer.parameters() + direction.dense())
 

@@ -89,10 +89,10 @@ class MAC(Lifted[Variables]):
     def _residuals(self, v: Variables) -> Iterator[tuple[Tensor, Tensor]]:
         yield from zip(v.xs, v.xs[1:], strict=False)
 
-    def _direction(
-        self, affine: AffineMap, x: Tensor, residual: Tensor, damping: float, block: int | None
-    ) -> Direction:
-        return fit_weight(affine, x, residual, damping, block=block)
+    def _weight_steps(
+        self, layers: Sequence[tuple[AffineMap, Tensor, Tensor]], damping: float, block: int | None
+    ) -> list[Direction]:
+        return [fit_weight(*layer, damping, block=block) for layer in layers]
 
     def _before_fit(self) -> None:
         self._scale_to(1.0)

@@ -69,6 +69,12 @@ class AffineMap:
     shift: Tensor | None = None
     moments: Moments | None = None
 
+    @property
+    def matrix(self) -> Tensor | None:
+        """The weight, where it is all there is to the linear part."""
+        plain = not self.stages and self.scale is None
+        return self.operator.weight if plain and isinstance(self.operator, Dense) else None
+
     def inputs(self, x: Tensor) -> Tensor:
         """What the weight multiplies."""
         for stage in self.stages:
@@ -95,6 +101,13 @@ class AffineMap:
         for stage in reversed(self.stages):
             e = stage.adjoint(e)
         return e
+
+    def pull(self, x: Tensor, e: Tensor, weight: float) -> Tensor:
+        """``x`` plus ``weight`` times the transpose of ``e``, in new memory."""
+        matrix = self.matrix
+        if matrix is None:
+            return torch.add(x, self.adjoint(e), alpha=weight)
+        return torch.addmm(x, e, matrix, alpha=weight)
 
     def norm_sq(self) -> float:
         """A bound on the squared norm of the linear part, never below the truth."""

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ...errors import MinimandError, NonFiniteError
-from ...operators import Dense
 from ...solvers.linear import conjugate_gradient, ridge_factor
 from .losses import Loss
 from .maps import AffineMap, Layer
@@ -116,7 +115,8 @@ class DualSweep:
         q: Tensor | None = None
         for _ in range(self.inner):
             q = self.estimate(v, mu, k, q)
-            v.xs[k] = self.pulled(v, mu, k, v.maps[k].adjoint(q))
+            moved = v.maps[k].pull(v.zs[k - 1], q, self._ratio(mu, k))
+            v.xs[k] = v.maps[k - 1].layer.unit.phi_(moved)
             v.zs[k] = v.maps[k].apply(v.xs[k])
 
     def _jacobi(self, v: Batch, mu: Sequence[float], sweeps: int, link: Link) -> None:
@@ -140,7 +140,7 @@ class DualSweep:
 
     def estimate(self, v: Batch, mu: Sequence[float], k: int, q: Tensor | None, *, coupled: bool = False) -> Tensor:
         """The next estimate of the residual above the k-th activation of the stretch; ``coupled``: others move, too."""
-        found = v.xs[k + 1] - v.maps[k].layer.unit.phi(v.zs[k])
+        found = v.maps[k].layer.unit.residual(v.xs[k + 1], v.zs[k])
         change = self._preconditioned(v, mu, k, found if q is None else found - q, coupled)
         if coupled:
             change = 0.5 * change
@@ -148,7 +148,7 @@ class DualSweep:
 
     def pulled(self, v: Batch, mu: Sequence[float], k: int, pull: Tensor) -> Tensor:
         """The activation that a pull from above moves."""
-        return v.maps[k - 1].layer.unit.phi(torch.add(v.zs[k - 1], pull, alpha=self._ratio(mu, k)))
+        return v.maps[k - 1].layer.unit.phi_(torch.add(v.zs[k - 1], pull, alpha=self._ratio(mu, k)))
 
     def _ratio(self, mu: Sequence[float], k: int) -> float:
         return mu[self.offset + k] / mu[self.offset + k - 1]
@@ -158,12 +158,13 @@ class DualSweep:
         affine = v.maps[k]
         below = self.layers[self.offset + k - 1].unit.slope
         weight = (2 if coupled else 1) * self.kappa * self._ratio(mu, k) * affine.layer.unit.slope * below
-        if not isinstance(affine.operator, Dense) or affine.stages or affine.scale is not None:
+        matrix = affine.matrix
+        if matrix is None:
             return _by_conjugate_gradient(affine, weight, e)
         kept = self._inverse.get(k)
         if kept is None or kept.weight != weight or kept.age >= self.renew * self.inner:
             try:
-                inverse = ridge_factor(affine.operator.weight, 1.0 / weight).inverse().div_(weight)
+                inverse = ridge_factor(matrix, 1.0 / weight).inverse().div_(weight)
             except MinimandError as error:
                 raise NonFiniteError(f"the activation update below {affine.layer.path}: {error}") from None
             kept = self._inverse[k] = _Preconditioner(inverse, weight)

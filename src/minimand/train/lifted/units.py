@@ -61,6 +61,15 @@ class Unit:
         value = self.function.prox(z)
         return value if self.slope == 1 else self.slope * value
 
+    def phi_(self, z: Tensor) -> Tensor:
+        """The activation of a z that nobody needs any more, in its memory where that is possible."""
+        return torch.relu_(z) if self.relu else self.phi(z)
+
+    def residual(self, x: Tensor, z: Tensor) -> Tensor:
+        r""":math:`x - \varphi(z)`."""
+        values = self.phi(z)
+        return torch.sub(x, values, out=values) if self.relu else x - values
+
     def gap(self, x: Tensor, z: Tensor) -> Tensor:
         """The Fenchel–Young gap, summed, in double precision where the device has it."""
         if x.device.type != "mps":

@@ -1,5 +1,6 @@
 """The weight step that every lifted method shares: a ridge regression, taken at once or with momentum."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from ...operators.gram import gram
 from ...solvers.linear import gram_factor, ridge_factor
 from .maps import AffineMap, Layer
 
-__all__ = ["Direction", "Momentum", "regress", "ridge_shift", "toward"]
+__all__ = ["Direction", "Momentum", "regress", "ridge_shift", "toward", "toward_all"]
 
 
 class Direction(NamedTuple):
@@ -29,11 +30,28 @@ class Direction(NamedTuple):
         return weight if self.bias is None else torch.cat([weight, self.bias.unsqueeze(1)], 1)
 
     def finite(self) -> bool:
-        """Whether it holds no NaN or Inf, judged by its smaller factor, of which a bias is a sum."""
+        """Whether it holds no NaN or Inf, judged by its smaller factor, of which a bias is the sum."""
         if self.left is not None:
-            return math.isfinite(float(self.left.sum()))
+            return math.isfinite(float((self.left if self.bias is None else self.bias).sum()))
         total = self.right.sum() if self.bias is None else self.right.sum() + self.bias.sum()
         return math.isfinite(float(total))
+
+
+class Regression(NamedTuple):
+    """A residual E to be regressed on rows R with a ridge; with ``bias``, R has a last column of ones."""
+
+    rows: Tensor
+    residual: Tensor
+    shift: float
+    bias: bool
+
+    def parts(self, block: int | None) -> int | None:
+        """How many blocks of rows are regressed each on its own; None where the other side of R is the smaller."""
+        samples, features = self.rows.shape
+        if min(samples, block or samples) >= features + self.bias:
+            return None
+        parts = max(1, samples // block) if block else 1
+        return 1 if samples % parts else parts
 
 
 def regress(rows: Tensor, residual: Tensor, shift: float, *, bias: bool, block: int | None = None) -> Direction:
@@ -51,32 +69,57 @@ def regress(rows: Tensor, residual: Tensor, shift: float, *, bias: bool, block: 
     >>> round(float(regress(rows, residual, 1.0, bias=False).dense()), 5)  # Σ e / (2 + 1)
     2.0
     """
-    samples, features = rows.shape
-    if min(samples, block or samples) >= features + bias:
-        wide = F.pad(rows, (0, 1), value=1.0) if bias else rows
-        solved = ridge_factor(wide.mT, shift).solve(residual.mT @ wide)
-        return Direction(None, solved[:, :features], solved[:, features]) if bias else Direction(None, solved, None)
-    if block is None:
-        product = gram(rows, half=True)
-        if bias:
-            product = product + 1.0
-        left = gram_factor(product, shift).solve(residual.mT)
-    else:
-        left = _by_blocks(rows, residual, shift, bias, block)
+    return _regress([Regression(rows, residual, shift, bias)], block)[0]
+
+
+def _regress(tasks: Sequence[Regression], block: int | None) -> list[Direction]:
+    """Regressions whose systems are of one size are factored at once: small factorisations cost little but the call."""
+    found: dict[int, Direction] = {}
+    alike: dict[tuple[int, int, float], list[int]] = {}
+    for k, task in enumerate(tasks):
+        parts = task.parts(block)
+        if parts is None:
+            found[k] = _by_columns(task)
+        elif block is None:
+            found[k] = _by_rows(task)
+        else:
+            alike.setdefault((parts, len(task.rows), task.shift), []).append(k)
+    for (parts, _, shift), numbers in alike.items():
+        found.update(zip(numbers, _by_blocks([tasks[k] for k in numbers], shift, parts), strict=True))
+    return [found[k] for k in range(len(tasks))]
+
+
+def _by_columns(task: Regression) -> Direction:
+    rows, residual, shift, bias = task
+    wide = F.pad(rows, (0, 1), value=1.0) if bias else rows
+    solved = ridge_factor(wide.mT, shift).solve(residual.mT @ wide)
+    features = rows.shape[1]
+    return Direction(None, solved[:, :features], solved[:, features]) if bias else Direction(None, solved, None)
+
+
+def _by_rows(task: Regression) -> Direction:
+    rows, residual, shift, bias = task
+    product = gram(rows, half=True)
+    left = gram_factor(product + 1.0 if bias else product, shift).solve(residual.mT)
     return Direction(left, rows, left.sum(1) if bias else None)
 
 
-def _by_blocks(rows: Tensor, residual: Tensor, shift: float, bias: bool, block: int) -> Tensor:
-    parts = max(1, len(rows) // block)
-    if len(rows) % parts:
-        parts = 1
-    stacked = rows.unflatten(0, (parts, -1))
-    product = gram(stacked).add_(float(bias))
-    factor, targets = gram_factor(product, shift / parts), residual.unflatten(0, (parts, -1))
+def _by_blocks(tasks: Sequence[Regression], shift: float, parts: int) -> list[Direction]:
+    stacked = [task.rows.unflatten(0, (parts, -1)) for task in tasks]
+    targets = [task.residual.unflatten(0, (parts, -1)) for task in tasks]
+    products = [gram(rows).add_(float(task.bias)) for rows, task in zip(stacked, tasks, strict=True)]
+    factor = gram_factor(torch.stack(products), shift / parts)
     # Two triangular solves cost as much as the inverse with a quarter as many columns as rows.
-    many = 4 * residual.shape[1] > stacked.shape[1]
-    solved = factor.inverse() @ targets if many else factor.solve(targets.mT).mT
-    return solved.flatten(0, 1).mT.div_(parts)
+    if 4 * max(target.shape[2] for target in targets) > stacked[0].shape[1]:
+        inverses = factor.inverse().div_(parts)
+        solved = [inverse @ target for inverse, target in zip(inverses, targets, strict=True)]
+    else:
+        factors = [dataclasses.replace(factor, factor=each) for each in factor.factor]
+        solved = [each.solve(target.mT).mT.div_(parts) for each, target in zip(factors, targets, strict=True)]
+    lefts = [each.flatten(0, 1).mT for each in solved]
+    return [
+        Direction(left, task.rows, left.sum(1) if task.bias else None) for left, task in zip(lefts, tasks, strict=True)
+    ]
 
 
 def ridge_shift(rows: Tensor, damping: float, block: int | None) -> float:
@@ -94,15 +137,29 @@ def toward(affine: AffineMap, x: Tensor, residual: Tensor, damping: float, *, bl
     Raises:
         NonFiniteError: If the regression has no finite solution.
     """
+    try:
+        return _regress([_task(affine, x, residual, damping, block)], block)[0]
+    except MinimandError as error:
+        raise NonFiniteError(f"the weight update of {affine.layer.path}: {error}") from None
+
+
+def toward_all(
+    layers: Sequence[tuple[AffineMap, Tensor, Tensor]], damping: float, *, block: int | None = None
+) -> list[Direction]:
+    """:func:`toward` for several layers at once."""
+    try:
+        return _regress([_task(*layer, damping, block) for layer in layers], block)
+    except MinimandError:
+        # One after the other, to say which it is.
+        return [toward(*layer, damping, block=block) for layer in layers]
+
+
+def _task(affine: AffineMap, x: Tensor, residual: Tensor, damping: float, block: int | None) -> Regression:
     rows, columns = affine.rows(x), affine.columns(residual)
     if affine.scale is not None:
         # The regression is of what comes before the normalisation.
         columns = columns * affine.scale / (affine.scale.square() + 1e-6)
-    try:
-        shift = ridge_shift(rows, damping, block)
-        return regress(rows, columns, shift, bias=affine.bias is not None, block=block)
-    except MinimandError as error:
-        raise NonFiniteError(f"the weight update of {affine.layer.path}: {error}") from None
+    return Regression(rows, columns, ridge_shift(rows, damping, block), affine.bias is not None)
 
 
 class Momentum:
