@@ -219,8 +219,7 @@ class Implicit(Adjoint):
             return product
 
         def contract(u: Tensor) -> Tensor:
-            curved = problem.operator.normal(u)
-            return u - step * (curved if problem.ridge == 0 else curved + problem.ridge * u)
+            return problem.operator.onto(None, 1 - step * problem.ridge if problem.ridge else 1.0, u, -step)
 
         tol = self.tol or (1e-12 if x.dtype == torch.float64 else 1e-6)
         if self.method == "neumann":

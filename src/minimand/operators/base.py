@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError, ShapeError, require_finite
+from .accumulate import Weight, accumulate
 
 __all__ = ["Bounds", "LinearOperator"]
 
@@ -73,6 +74,10 @@ class LinearOperator(abc.ABC):
     def normal(self, x: Tensor) -> Tensor:
         """``A Aᵀ x``."""
         return self.apply(self.adjoint(x))
+
+    def onto(self, total: Tensor | None, keep: Weight, x: Tensor, scale: Weight) -> Tensor:
+        """``total + keep · x + scale · A Aᵀ x``: a gradient step."""
+        return accumulate(accumulate(total, keep, x), scale, self.normal(x))
 
     @abc.abstractmethod
     def restrict(self, index: Tensor | Sequence[int]) -> "LinearOperator":

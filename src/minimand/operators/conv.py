@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import OptionError, ShapeError, is_traced, require_real
+from .accumulate import Weight
 from .base import LinearOperator, as_index, check_bias, out_of_range, pick
 from .bounds import Geometry, channel_norms_sq, convolution_norm_sq
 from .gather import Columns
@@ -151,10 +152,22 @@ class Convolution(LinearOperator, abc.ABC):
 
     def normal(self, x: Tensor) -> Tensor:
         """``A Aᵀ x``."""
-        if self._kernels is None or x.dim() != self.dimensions + 2 or is_traced(x):
-            return super().normal(x)
+        return super().normal(x) if self._kernels is None else self._transformed(self._kernels, None, 0.0, x, 1.0)
+
+    def onto(self, total: Tensor | None, keep: Weight, x: Tensor, scale: Weight) -> Tensor:
+        """``total + keep · x + scale · A Aᵀ x``: a gradient step."""
+        if self._kernels is None or isinstance(keep, Tensor) or isinstance(scale, Tensor):
+            return super().onto(total, keep, x, scale)
+        return self._transformed(self._kernels, total, keep, x, scale)
+
+    def _transformed(self, kernels: Winograd, total: Tensor | None, keep: float, x: Tensor, scale: float) -> Tensor:
+        """:meth:`onto` by transformed kernels; by the definition where a graph is made, or there is no batch."""
+        plain = copy.copy(self)
+        plain._kernels = None
+        if x.dim() != self.dimensions + 2 or is_traced(x):
+            return plain.onto(total, keep, x, scale)
         self.check_output(x)
-        return self._kernels.normal(x, self.weight, lambda x, weight: self.with_weight(weight).normal(x))
+        return kernels.onto(total, keep, x, scale, self.weight, lambda x, weight: plain.with_weight(weight).normal(x))
 
     def repeated(self, rows: int) -> Self:
         """The same operator, its kernels transformed for :meth:`normal` where that pays (:mod:`.winograd`)."""

@@ -28,8 +28,8 @@ __all__ = ["Winograd", "winograd"]
 _TILE, _KERNEL = 4, 3
 _WINDOW = _TILE + _KERNEL - 1
 
-# Where polynomials are evaluated, and at infinity. Symmetric and around one: in float32 the result has twice the
-# rounding error of the definition's, with Lavin and Gray's 0, ±1, ±2 four times.
+# Where polynomials are evaluated, and at infinity. Symmetric and around one: in float32 the result has two to four
+# times the rounding error of torch's convolution, by the machine; with Lavin and Gray's 0, ±1, ±2 twice that.
 _POINTS = (0.0, 0.75, -0.75, 1.5, -1.5)
 
 # Images are taken in groups whose windows have about this many numbers, so that they stay in the cache.
@@ -42,12 +42,13 @@ _TRANSFORM, _READ = 2, 22
 
 class Winograd(NamedTuple):
     r""":math:`AA^\top` of one weight, its kernels transformed: those of A, and those of the adjoint, which is the
-    convolution with the mirrored weight."""
+    convolution with the mirrored weight. The products of a solve and of its gradient share their working memory."""
 
     forward: Tensor
     backward: Tensor
     padding: tuple[int, int]
     size: tuple[int, int]
+    work: "_Workspace"
 
     @classmethod
     def of(cls, weight: Tensor, geometry: Geometry) -> "Winograd":
@@ -55,33 +56,43 @@ class Winograd(NamedTuple):
         vertical, horizontal = (pair[0] for pair in geometry.padding)
         height, width = geometry.known_size()
         mirrored = weight.flip(2, 3).transpose(0, 1)
-        return cls(_kernels(weight), _kernels(mirrored), (vertical, horizontal), (height, width))
+        return cls(_kernels(weight), _kernels(mirrored), (vertical, horizontal), (height, width), _Workspace(weight))
 
-    def normal(self, x: Tensor, weight: Tensor, definition: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        r""":math:`AA^\top x`, differentiable in x and the weight; second derivatives are those of the ``definition``,
-        the same product as a function of both."""
-        return _Normal.apply(x, weight, self, definition)
+    def onto(
+        self,
+        total: Tensor | None,
+        keep: float,
+        x: Tensor,
+        scale: float,
+        weight: Tensor,
+        definition: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        r""":math:`t + \kappa x + \sigma AA^\top x`, differentiable in t, x and the weight; second derivatives are those
+        of the ``definition`` of :math:`AA^\top x` as a function of x and the weight."""
+        return _Onto.apply(x, weight, total, self, keep, scale, definition)
 
-    def product(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        r""":math:`AA^\top x`, and on the way :math:`A^\top x`; channels last in memory."""
-        out, y, work = _maps(x, x.shape[1], x.shape[2:]), _maps(x, self.backward.shape[-1], self.size), _Workspace(x)
+    def product(self, x: Tensor, onto: Tensor, scale: float) -> Tensor:
+        r"""Add :math:`\sigma AA^\top x` onto a map with channels last; :math:`A^\top x`, which is made on the way."""
+        y, work = _maps(x, self.backward.shape[-1], self.size), self.work
         for part in self._groups(x):
             work.filter(work.windows(x[part], self._around, self.size), self.backward, y[part])
-            work.filter(work.windows(y[part], self.padding, x.shape[2:]), self.forward, out[part])
-        return out, y
+            work.filter(work.windows(y[part], self.padding, x.shape[2:]), self.forward, onto[part], scale)
+        return y
 
-    def gradients(self, x: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        r""":math:`AA^\top g`, and :math:`x\,(A^\top g)^\top + g\,y^\top` as a weight, where :math:`y = A^\top x`."""
-        out, spread, work = _maps(x, x.shape[1], x.shape[2:]), _maps(y, y.shape[1], self.size), _Workspace(x)
-        straight, mirrored = torch.zeros_like(self.forward), torch.zeros_like(self.backward)
+    def gradients(self, x: Tensor, y: Tensor, grad: Tensor, onto: Tensor, scale: float) -> Tensor:
+        r"""As :meth:`product` of ``grad``; :math:`\sigma(x\,(A^\top g)^\top + g\,y^\top)` as a weight, where
+        :math:`y = A^\top x`."""
+        spread, work = _maps(y, y.shape[1], self.size), self.work
+        straight, mirrored = torch.empty_like(self.forward), torch.empty_like(self.backward)
         for part in self._groups(x):
+            beta = float(part.start > 0)
             windows = work.windows(grad[part], self._around, self.size)
             work.filter(windows, self.backward, spread[part])
-            mirrored.baddbmm_(windows.mT, work.tiles(y[part]))
+            mirrored.baddbmm_(windows.mT, work.tiles(y[part]), beta=beta)
             windows = work.windows(spread[part], self.padding, x.shape[2:])
-            work.filter(windows, self.forward, out[part])
-            straight.baddbmm_(windows.mT, work.tiles(x[part]))
-        return out, _weight(straight) + _weight(mirrored).transpose(0, 1).flip(2, 3)
+            work.filter(windows, self.forward, onto[part], scale)
+            straight.baddbmm_(windows.mT, work.tiles(x[part]), beta=beta)
+        return scale * (_weight(straight) + _weight(mirrored).transpose(0, 1).flip(2, 3))
 
     @property
     def _around(self) -> tuple[int, int]:
@@ -114,44 +125,69 @@ def winograd(weight: Tensor, geometry: Geometry, rows: int) -> Winograd | None:
     return Winograd.of(weight.detach(), g) if ours < definition else None
 
 
-class _Normal(torch.autograd.Function):
-    r""":math:`AA^\top x` by transformed kernels, with its gradients in the same way:
+class _Onto(torch.autograd.Function):
+    r""":math:`t + \kappa x + \sigma AA^\top x` by transformed kernels, with its gradients in the same way:
 
-    .. math:: \bar x = AA^\top g, \qquad \bar A = x\,(A^\top g)^\top + g\,(A^\top x)^\top .
+    .. math:: \bar t = g, \qquad \bar x = \kappa g + \sigma AA^\top g, \qquad
+        \bar A = \sigma\bigl(x\,(A^\top g)^\top + g\,(A^\top x)^\top\bigr) .
+
+    Everything has its channels last, gradients too: whoever mixes layouts reads and writes at a fraction of the pace.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, kernels: Winograd, definition: Callable[[Tensor, Tensor], Tensor]
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        total: Tensor | None,
+        kernels: Winograd,
+        keep: float,
+        scale: float,
+        definition: Callable[[Tensor, Tensor], Tensor],
     ) -> Tensor:
-        out, y = kernels.product(x)
-        ctx.kernels, ctx.definition = kernels, definition
+        out = _maps(x, x.shape[1], x.shape[2:])
+        if total is None:
+            torch.mul(x, keep, out=out)
+        else:
+            torch.add(total, x, alpha=keep, out=out)
+        y = kernels.product(x, out, scale)
+        ctx.kernels, ctx.keep, ctx.scale, ctx.definition = kernels, keep, scale, definition
         # A frozen weight has no gradient that would need Aᵀx.
         ctx.save_for_backward(x, weight, y if ctx.needs_input_grad[1] else None)
         ctx.save_for_forward(x, weight)
         return out
 
     @staticmethod
-    def jvp(ctx: Any, x: Tensor | None, weight: Tensor | None, *others: None) -> Tensor:
+    def jvp(ctx: Any, x: Tensor | None, weight: Tensor | None, total: Tensor | None, *others: None) -> Tensor:
         at_x, at_weight = ctx.saved_tensors
-        change = torch.zeros_like(at_x) if x is None else ctx.definition(x, at_weight)
+        change = torch.zeros_like(at_x) if total is None else total
+        if x is not None:
+            change = change + ctx.keep * x + ctx.scale * ctx.definition(x, at_weight)
         if weight is None:
             return change
         # Quadratic in the weight: a central difference is exact.
-        return change + (ctx.definition(at_x, at_weight + weight) - ctx.definition(at_x, at_weight - weight)) / 2
+        difference = ctx.definition(at_x, at_weight + weight) - ctx.definition(at_x, at_weight - weight)
+        return change + ctx.scale / 2 * difference
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, y = ctx.saved_tensors
+        at_total = grad if ctx.needs_input_grad[2] else None
         if torch.is_grad_enabled():
             # A second derivative was asked for.
             wanted = [each if needed else None for each, needed in zip((x, weight), ctx.needs_input_grad, strict=False)]
             sources = [each for each in wanted if each is not None]
-            found = iter(torch.autograd.grad(ctx.definition(x, weight), sources, grad, create_graph=True))
-            return *(None if each is None else next(found) for each in wanted), None, None  # type: ignore[return-value]
-        if not ctx.needs_input_grad[1]:
-            return ctx.kernels.product(grad)[0], None, None, None
-        return *ctx.kernels.gradients(x, y, grad), None, None
+            moved = ctx.keep * x + ctx.scale * ctx.definition(x, weight)
+            found = iter(torch.autograd.grad(moved, sources, grad, create_graph=True) if sources else ())
+            at_x, at_weight = (None if each is None else next(found) for each in wanted)
+            return at_x, at_weight, at_total, None, None, None, None
+        grad = grad.contiguous(memory_format=torch.channels_last)
+        at_x, at_weight = ctx.keep * grad, None
+        if ctx.needs_input_grad[1]:
+            at_weight = ctx.kernels.gradients(x, y, grad, at_x, ctx.scale)
+        elif ctx.needs_input_grad[0]:
+            ctx.kernels.product(grad, at_x, ctx.scale)
+        return at_x, at_weight, grad if at_total is not None else None, None, None, None, None
 
 
 # Transforms: maps are (batch, channels, height, width), what is transformed 36 × places × channels.
@@ -229,8 +265,8 @@ class _Workspace:
         pieces = framed.reshape(batch, rows, _TILE, columns, _TILE, channels).permute(2, 4, 0, 1, 3, 5)
         return self._transformed("products", self._transforms.tiles, pieces)
 
-    def filter(self, windows: Tensor, kernels: Tensor, out: Tensor) -> None:
-        """Write the map that windows and kernels make."""
+    def filter(self, windows: Tensor, kernels: Tensor, out: Tensor, scale: float | None = None) -> None:
+        """Write the map that windows and kernels make, or add ``scale`` times it."""
         batch, channels, height, width = out.shape
         rows, columns = _count(height), _count(width)
         products = torch.bmm(windows, kernels, out=self._take("products", *windows.shape[:2], channels))
@@ -239,9 +275,13 @@ class _Workspace:
         image = flat.view(_TILE, _TILE, batch, rows, columns, channels).permute(2, 3, 0, 4, 1, 5)
         target = out.permute(0, 2, 3, 1)
         if height % _TILE == width % _TILE == 0:
-            target.view(image.shape).copy_(image)
+            target = target.view(image.shape)
         else:
-            target.copy_(image.reshape(batch, rows * _TILE, columns * _TILE, channels)[:, :height, :width])
+            image = image.reshape(batch, rows * _TILE, columns * _TILE, channels)[:, :height, :width]
+        if scale is None:
+            target.copy_(image)
+        else:
+            target.add_(image, alpha=scale)
 
     def _transformed(self, name: str, transform: Tensor, pieces: Tensor) -> Tensor:
         gathered = self._take("pieces", *pieces.shape).copy_(pieces).view(transform.shape[1], -1)
@@ -251,9 +291,8 @@ class _Workspace:
     def _frame(self, x: Tensor, padding: tuple[int, int], tall: int, wide: int) -> Tensor:
         """Images with zeros around them, channels last; the zeros are written once."""
         batch, channels, height, width = x.shape
-        key = (*padding, tall, wide, channels)
-        if key not in self._frames:
-            # The first group is the longest.
+        key = (*padding, tall, wide, *x.shape[1:])
+        if key not in self._frames or len(self._frames[key]) < batch:
             self._frames[key] = x.new_zeros(batch, tall, wide, channels)
         framed = self._frames[key][:batch]
         top, left = padding

@@ -17,8 +17,8 @@ from ..errors import (
     require_real,
 )
 from ..functions.base import Function, widened
+from ..operators.accumulate import accumulate
 from ..operators.base import Bounds, LinearOperator
-from .momentum import accumulate
 from .sampling import Sample
 
 __all__ = ["GradientMap", "Problem", "as_number", "reciprocal"]
@@ -244,8 +244,8 @@ class GradientMap(NamedTuple):
         if self.matrix is not None:
             # M is symmetric: rows need no transpose.
             return torch.addmm(self.offset, x, self.matrix) if x.dim() == 2 else self.offset + x @ self.matrix
-        kept = accumulate(self.offset, 1 - self.step * self.ridge if self.ridge else 1.0, x)
-        return accumulate(kept, -self.step, self.operator.normal(x))
+        keep = 1 - self.step * self.ridge if self.ridge else 1.0
+        return self.operator.onto(self.offset, keep, x, -self.step)
 
 
 def reciprocal(smoothness: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ class ADMM(Solver):
         else:
             shift = problem.ridge + self.rho
             smooth = conjugate_gradient(
-                lambda v: problem.operator.normal(v) + shift * v,
+                lambda v: problem.operator.onto(None, shift, v, 1.0),
                 target,
                 self.cg_iters,
                 x0=smooth,

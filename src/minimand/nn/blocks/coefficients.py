@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ...errors import OptionError
-from ...solvers.momentum import Weight, extrapolate
+from ...operators.accumulate import Weight
+from ...solvers.momentum import extrapolate
 
 __all__ = ["Coefficients", "Learning", "Momentum", "learning"]
 

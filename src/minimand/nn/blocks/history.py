@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ...errors import OptionError
-from ...solvers.momentum import Weight, accumulate, nesterov_schedule
+from ...operators.accumulate import Weight, accumulate
+from ...solvers.momentum import nesterov_schedule
 from .updates import Place, Prox, Update, require_number
 
 __all__ = ["AcceleratedUpdate", "DenseUpdate"]

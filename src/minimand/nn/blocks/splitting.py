@@ -5,7 +5,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from ...solvers.momentum import Weight, accumulate
+from ...operators.accumulate import Weight, accumulate
 from .updates import Place, Prox, Update, require_number
 
 __all__ = ["ADMMUpdate", "MergeUpdate"]

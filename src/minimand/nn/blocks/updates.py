@@ -14,7 +14,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from torch import Tensor
 
 from ...errors import OptionError
-from ...solvers.momentum import Weight, extrapolate, heavy_ball, nesterov_schedule
+from ...operators.accumulate import Weight
+from ...solvers.momentum import extrapolate, heavy_ball, nesterov_schedule
 
 __all__ = [
     "GradientUpdate",

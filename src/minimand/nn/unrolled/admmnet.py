@@ -148,7 +148,7 @@ def _exact_rounds(operator: LinearOperator, most: int = 3) -> int | None:
     target, shift = wide.apply(w), 0.01 * float(operator.norm_sq())
 
     def system(v: Tensor) -> Tensor:
-        return wide.normal(v) + shift * v
+        return wide.onto(None, shift, v, 1.0)
 
     for rounds in range(1, most + 1):
         z = conjugate_gradient(system, target, rounds, sample_dims=-wide.feature_dim)
