@@ -166,7 +166,7 @@ experiment = Experiment(
             (0,),
             0.1,
         ),
-        "laptop": Preset(Options(phases=6, batch=1, epochs=10, steps=150), (0,), 120),
+        "laptop": Preset(Options(phases=6, batch=1, epochs=10, steps=150), (0,), 35),
         "paper": Preset(
             Options(phases=11, channels=32, batch=1, epochs=200, steps=100, symmetry=0.01, start="xavier", shared=True),
             (0,),
