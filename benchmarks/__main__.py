@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import benchmarks
@@ -58,7 +59,8 @@ def _table(name: str, rows: list[benchmarks.Row]) -> Table:
         value = "–" if row.ratio is None else f"{row.ratio:.3g}"
         spread = "" if row.spread is None else f"{row.spread[0]:.3g} – {row.spread[1]:.3g}"
         target = row.target if row.met else f"[bold red]missed[/] {row.target}"
-        table.add_row(f"{what}\n[dim]{row.note}[/]" if row.note else what, value, spread, target)
+        shown = f"{escape(what)}\n[dim]{escape(row.note)}[/]" if row.note else escape(what)
+        table.add_row(shown, value, spread, target)
     return table
 
 
