@@ -21,6 +21,13 @@ def test_ridge_factor_solves_by_either_side(m, n, shift, seed):
     torch.testing.assert_close(ridge_factor(A, shift).solve(rows), exact, atol=1e-8, rtol=1e-8)
 
 
+@pytest.mark.parametrize("shape", [(5, 3), (3, 5), (2, 4, 6), (3, 2, 6, 4)])
+def test_inverses_are_those_of_dense_algebra(shape):
+    A = torch.randn(*shape, dtype=torch.float64)
+    exact = torch.linalg.inv(A @ A.mT + 0.5 * torch.eye(shape[-2], dtype=torch.float64))
+    torch.testing.assert_close(ridge_factor(A, 0.5).inverse(), exact, atol=1e-10, rtol=1e-10)
+
+
 def test_ridge_factor_is_differentiable():
     A = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     rows = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)

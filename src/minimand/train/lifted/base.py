@@ -67,8 +67,10 @@ class Lifted(abc.ABC, Generic[V]):
             raise OptionError(f"loss must be one of {', '.join(LOSSES)}, got {loss!r}")
         self.loss = loss
         self.recipe = Recipe() if recipe is None else recipe
-        self._given_mu = None if mu is None else weights_per_layer(mu, len(self.chain))
-        self.mu = self._given_mu or (1.0,) * len(self.chain)
+        given = None if mu is None else weights_per_layer(mu, len(self.chain))
+        self.mu = given or (1.0,) * len(self.chain)
+        top = len(self.chain) - 1
+        self._fast_mu = given or tuple(self.recipe.ratio ** (k - top) for k in range(top + 1))
         self._variables: V | None = None
         self._batch: tuple[weakref.ref[Tensor], int, weakref.ref[Tensor], int] | None = None
         self._weights: list[tuple[int, int]] = []
@@ -102,10 +104,11 @@ class Lifted(abc.ABC, Generic[V]):
 
     def _directions(self, v: V, damping: float, block: int | None) -> list[Direction | None]:
         """The direction of each layer, None for those that are frozen."""
-        pairs = zip(v.maps, self._residuals(v), strict=True)
-        moving = [(affine, *pair) for affine, pair in pairs if not affine.layer.frozen]
+        frozen = [affine.layer.frozen for affine in v.maps]
+        layers = zip(v.maps, self._residuals(v), frozen, strict=True)
+        moving = [(affine, *pair) for affine, pair, kept in layers if not kept]
         found = iter(self._weight_steps(moving, damping, block))
-        return [None if affine.layer.frozen else next(found) for affine in v.maps]
+        return [None if kept else next(found) for kept in frozen]
 
     def _move_weights(self, v: V) -> None:
         """Minimise the energy over the weights of every layer, or a majoriser of it."""
@@ -205,8 +208,7 @@ class Lifted(abc.ABC, Generic[V]):
 
     def _mini_mu(self) -> tuple[float, ...]:
         """The penalty weights of the mini-batch mode: the given ones, or geometric towards the output."""
-        top = len(self.chain) - 1
-        return self._given_mu or tuple(self.recipe.ratio ** (k - top) for k in range(top + 1))
+        return self._fast_mu
 
     def _damping(self) -> float:
         default = 5.0 if self.loss == "squared" else 20.0
@@ -269,21 +271,24 @@ class _Fast:
         self.momentum = Momentum(self.layers, method.recipe.momentum)
         self.updated = False
 
-    @torch.no_grad()
     def batch(self, x: Tensor, y: Tensor, share: float) -> float:
         """One update; the loss before it."""
         method = self.method
         kept, method.mu = method.mu, method._mini_mu()
         try:
-            v, value = self._forward(x, y)
-            rate = method.recipe.rate_at(share)
-            rates = [rate / layer.unit.slope for layer in self.layers]
-            try:
-                self.momentum.apply(method._minibatch(v, method._damping()), rates)
-            except (MinimandError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
-                self._stop(error, v)
+            with torch.no_grad():
+                return self._update(x, y, method.recipe.rate_at(share))
         finally:
             method.mu = kept
+
+    def _update(self, x: Tensor, y: Tensor, rate: float) -> float:
+        method = self.method
+        v, value = self._forward(x, y)
+        try:
+            directions = method._minibatch(v, method._damping())
+            self.momentum.apply(directions, [rate / layer.unit.slope for layer in self.layers])
+        except (MinimandError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
+            self._stop(error, v)
         self.updated = True
         record(v.maps)
         return value

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import CapabilityError, OptionError, ShapeError, require_finite
@@ -26,7 +27,7 @@ class SquaredError(Function):
 
     def value(self, x: Tensor) -> Tensor:
         """The loss, summed."""
-        return 0.5 * (x - self.target).square().sum()
+        return 0.5 * F.mse_loss(x, self.target, reduction="sum")
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """A weighted mean of the point and the target."""
@@ -35,7 +36,7 @@ class SquaredError(Function):
 
     def quick(self, x: Tensor, step: float) -> Tensor:
         """The same: it costs nothing."""
-        return self.prox(x, step)
+        return torch.add(x, self.target, alpha=step).div_(1 + step)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,11 +100,12 @@ class CrossEntropy(Function):
 
     def quick(self, x: Tensor, step: float) -> Tensor:
         """Three proximal steps with the gradient's Lipschitz constant ½ from ``x``, for noisy mini-batches."""
-        weight, point, mass = 1.0 / step, x, self.target.sum(-1, keepdim=True)
-        fixed = torch.add(self.target, x, alpha=weight)
+        share = 1.0 / (1.0 / step + 0.5)
+        point, mass = x, self.target.sum(-1, keepdim=True)
+        fixed = torch.add(self.target, x, alpha=1.0 / step).mul_(share)
         for _ in range(3):
-            moving = torch.add(fixed, point, alpha=0.5)
-            point = torch.addcmul(moving, mass, torch.softmax(point, -1), value=-1).div_(weight + 0.5)
+            kept = torch.add(fixed, point, alpha=0.5 * share)
+            point = kept.addcmul_(mass, torch.softmax(point, -1), value=-share)
         return point
 
 
@@ -143,7 +145,17 @@ def encode_targets(y: Tensor, output: Tensor, loss: str) -> Tensor:
             f"integer labels must have shape ({samples},), one per sample of x, got {tuple(y.shape)}; "
             f"convert them to float if they are {classes} numbers per sample"
         )
-    low, high = (int(end) for end in torch.aminmax(y)) if samples else (0, 0)
+    if output.device.type != "cpu":
+        _check_labels(y, classes)
+    try:
+        return torch.zeros_like(output).scatter_(1, y.long().unsqueeze(1), 1.0)
+    except RuntimeError:
+        # On a CPU the scatter looks for itself; elsewhere it would take the device down.
+        _check_labels(y, classes)
+        raise
+
+
+def _check_labels(y: Tensor, classes: int) -> None:
+    low, high = (int(end) for end in torch.aminmax(y)) if len(y) else (0, 0)
     if low < 0 or high >= classes:
         raise OptionError(f"labels lie in [{low}, {high}], but the network has the {classes} outputs 0 … {classes - 1}")
-    return torch.zeros_like(output).scatter_(1, y.long().unsqueeze(1), 1.0)

@@ -149,7 +149,8 @@ class Layer:
     @property
     def bias(self) -> Tensor | None:
         """The bias, outside of autograd."""
-        return None if self.module.bias is None else self.module.bias.detach()
+        bias = self.module.bias
+        return None if bias is None else bias.detach()
 
     @property
     def frozen(self) -> bool:

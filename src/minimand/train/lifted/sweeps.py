@@ -68,9 +68,10 @@ class DualSweep:
         X_k \leftarrow \varphi_{k-1}(z_{k-1} + rA_k^\top q),
         \qquad P = I + \kappa r \beta_k\beta_{k-1} A_kA_k^\top,
 
-    ``inner`` times for each layer from the output to the input. :math:`\kappa = 1` majorises. :math:`\kappa = ½`
-    is as good on some networks and makes others diverge, with cross-entropy and in Jacobi runs above all. Only
-    values of :math:`\varphi` are used. For convolutions :math:`P^{-1}` is three conjugate gradients.
+    ``inner`` times for each layer from the output to the input; on mini-batches once is as good as twice.
+    :math:`\kappa = 1` majorises. :math:`\kappa = ½` is as good on some networks and makes others diverge, with
+    cross-entropy and in Jacobi runs above all. Only values of :math:`\varphi` are used. For convolutions
+    :math:`P^{-1}` is three conjugate gradients.
 
     In a Jacobi run every layer's q moves once in a sweep from the values of the sweep before. As its neighbours
     move at the same time, P is :math:`2(I + 2\kappa r\beta_k\beta_{k-1}A_kA_k^\top)`, in the proportion of the
@@ -83,7 +84,7 @@ class DualSweep:
     """
 
     def __init__(
-        self, layers: Sequence[Layer], *, offset: int = 0, kappa: float = 1.0, inner: int = 2, renew: int = 8
+        self, layers: Sequence[Layer], *, offset: int = 0, kappa: float = 1.0, inner: int = 1, renew: int = 8
     ) -> None:
         self.layers = layers
         self.offset = offset
@@ -141,10 +142,7 @@ class DualSweep:
     def estimate(self, v: Batch, mu: Sequence[float], k: int, q: Tensor | None, *, coupled: bool = False) -> Tensor:
         """The next estimate of the residual above the k-th activation of the stretch; ``coupled``: others move, too."""
         found = v.maps[k].layer.unit.residual(v.xs[k + 1], v.zs[k])
-        change = self._preconditioned(v, mu, k, found if q is None else found - q, coupled)
-        if coupled:
-            change = 0.5 * change
-        return change if q is None else q + change
+        return self._moved(v, mu, k, q, found if q is None else found - q, coupled)
 
     def pulled(self, v: Batch, mu: Sequence[float], k: int, pull: Tensor) -> Tensor:
         """The activation that a pull from above moves."""
@@ -153,23 +151,24 @@ class DualSweep:
     def _ratio(self, mu: Sequence[float], k: int) -> float:
         return mu[self.offset + k] / mu[self.offset + k - 1]
 
-    def _preconditioned(self, v: Batch, mu: Sequence[float], k: int, e: Tensor, coupled: bool) -> Tensor:
-        r""":math:`P^{-1}` of a residual; without the factor 2 of coupled layers."""
-        affine = v.maps[k]
+    def _moved(self, v: Batch, mu: Sequence[float], k: int, q: Tensor | None, e: Tensor, coupled: bool) -> Tensor:
+        r"""q, zero if there is none, and :math:`P^{-1}` of what is missing of it."""
+        affine, length = v.maps[k], 0.5 if coupled else 1.0
         below = self.layers[self.offset + k - 1].unit.slope
-        weight = (2 if coupled else 1) * self.kappa * self._ratio(mu, k) * affine.layer.unit.slope * below
+        weight = self.kappa * self._ratio(mu, k) * affine.layer.unit.slope * below / length
         matrix = affine.matrix
         if matrix is None:
-            return _by_conjugate_gradient(affine, weight, e)
+            change = length * _by_conjugate_gradient(affine, weight, e)
+            return change if q is None else q + change
         kept = self._inverse.get(k)
         if kept is None or kept.weight != weight or kept.age >= self.renew * self.inner:
             try:
-                inverse = ridge_factor(matrix, 1.0 / weight).inverse().div_(weight)
+                inverse = ridge_factor(matrix, 1.0 / weight).inverse().mul_(length / weight)
             except MinimandError as error:
                 raise NonFiniteError(f"the activation update below {affine.layer.path}: {error}") from None
             kept = self._inverse[k] = _Preconditioner(inverse, weight)
         kept.age += 1
-        return e @ kept.inverse
+        return e @ kept.inverse if q is None else torch.addmm(q, e, kept.inverse)
 
 
 def _by_conjugate_gradient(affine: AffineMap, weight: float, e: Tensor) -> Tensor:

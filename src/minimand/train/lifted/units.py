@@ -54,7 +54,9 @@ class Unit:
         return isinstance(self.function, NonNegative) and self.slope == 1
 
     def phi(self, z: Tensor) -> Tensor:
-        """The activation."""
+        """The activation; z itself where it is the identity."""
+        if self.linear:
+            return z
         if self.relu:
             # What the prox computes, without its checks of a step.
             return torch.relu(z)

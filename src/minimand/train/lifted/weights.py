@@ -75,7 +75,7 @@ def regress(rows: Tensor, residual: Tensor, shift: float, *, bias: bool, block: 
 def _regress(tasks: Sequence[Regression], block: int | None) -> list[Direction]:
     """Regressions whose systems are of one size are factored at once: small factorisations cost little but the call."""
     found: dict[int, Direction] = {}
-    alike: dict[tuple[int, int, float], list[int]] = {}
+    alike: dict[tuple[int, int, float, bool], list[int]] = {}
     for k, task in enumerate(tasks):
         parts = task.parts(block)
         if parts is None:
@@ -83,9 +83,9 @@ def _regress(tasks: Sequence[Regression], block: int | None) -> list[Direction]:
         elif block is None:
             found[k] = _by_rows(task)
         else:
-            alike.setdefault((parts, len(task.rows), task.shift), []).append(k)
-    for (parts, _, shift), numbers in alike.items():
-        found.update(zip(numbers, _by_blocks([tasks[k] for k in numbers], shift, parts), strict=True))
+            alike.setdefault((parts, len(task.rows), task.shift, task.bias), []).append(k)
+    for (parts, *_), numbers in alike.items():
+        found.update(zip(numbers, _by_blocks([tasks[k] for k in numbers], parts), strict=True))
     return [found[k] for k in range(len(tasks))]
 
 
@@ -104,22 +104,22 @@ def _by_rows(task: Regression) -> Direction:
     return Direction(left, rows, left.sum(1) if bias else None)
 
 
-def _by_blocks(tasks: Sequence[Regression], shift: float, parts: int) -> list[Direction]:
-    stacked = [task.rows.unflatten(0, (parts, -1)) for task in tasks]
-    targets = [task.residual.unflatten(0, (parts, -1)) for task in tasks]
-    products = [gram(rows).add_(float(task.bias)) for rows, task in zip(stacked, tasks, strict=True)]
-    factor = gram_factor(torch.stack(products), shift / parts)
+def _by_blocks(tasks: Sequence[Regression], parts: int) -> list[Direction]:
+    """Of tasks that have their number of rows, their shift and whether there is a bias in common."""
+    shift, bias, size = tasks[0].shift, tasks[0].bias, len(tasks[0].rows) // parts
+    stacked = [task.rows.reshape(parts, size, -1) for task in tasks]
+    targets = [task.residual.reshape(parts, size, -1) for task in tasks]
+    products = torch.stack([gram(rows) for rows in stacked])
+    factor = gram_factor(products.add_(1.0) if bias else products, shift / parts)
     # Two triangular solves cost as much as the inverse with a quarter as many columns as rows.
-    if 4 * max(target.shape[2] for target in targets) > stacked[0].shape[1]:
+    if 4 * max(target.shape[2] for target in targets) > size:
         inverses = factor.inverse().div_(parts)
-        solved = [inverse @ target for inverse, target in zip(inverses, targets, strict=True)]
+        solved = [torch.bmm(inverse, target) for inverse, target in zip(inverses, targets, strict=True)]
     else:
         factors = [dataclasses.replace(factor, factor=each) for each in factor.factor]
         solved = [each.solve(target.mT).mT.div_(parts) for each, target in zip(factors, targets, strict=True)]
     lefts = [each.flatten(0, 1).mT for each in solved]
-    return [
-        Direction(left, task.rows, left.sum(1) if task.bias else None) for left, task in zip(lefts, tasks, strict=True)
-    ]
+    return [Direction(left, task.rows, left.sum(1) if bias else None) for left, task in zip(lefts, tasks, strict=True)]
 
 
 def ridge_shift(rows: Tensor, damping: float, block: int | None) -> float:
