@@ -41,7 +41,7 @@ def test_list_names_everything(capsys: pytest.CaptureFixture[str], monkeypatch: 
     monkeypatch.setenv("COLUMNS", "400")
     call("list")
     text = capsys.readouterr().out
-    assert all(experiment.name in text and experiment.source in text for experiment in experiments())
+    assert all(experiment.name in text and experiment.citation in text for experiment in experiments())
 
 
 @pytest.mark.parametrize(

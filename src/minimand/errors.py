@@ -19,6 +19,7 @@ __all__ = [
     "OptionError",
     "ShapeError",
     "is_traced",
+    "located",
     "require_finite",
     "require_positive",
     "require_real",
@@ -65,6 +66,11 @@ class MissingExtra(MinimandError, ImportError):
     """An optional package is not installed; the message says how to install it."""
 
 
+def located(error: MinimandError, where: str) -> MinimandError:
+    """The same error, with the place that it comes from in front."""
+    return type(error)(f"{where}: {error}")
+
+
 def is_traced(tensor: Tensor) -> bool:
     """Whether a branch on the tensor's values is impossible: under a compiler, an exporter or torch.func."""
     return torch.compiler.is_compiling() or bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
@@ -81,7 +87,7 @@ def require_finite(name: str, tensor: Tensor) -> None:
         bad = int((~torch.isfinite(tensor.detach())).sum())
         raise NonFiniteError(
             f"{name} holds {bad} NaN or Inf among its {tensor.numel()} entries; "
-            f"clean or mask it before solving (a diverged training run is the usual cause)"
+            f"clean or mask the data; of a weight or an activation, a training run that diverged is the usual cause"
         )
 
 

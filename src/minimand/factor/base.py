@@ -12,7 +12,7 @@ from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, Transfo
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from ..errors import MissingExtra, OptionError, ShapeError, require_finite
+from ..errors import MissingExtra, NonFiniteError, OptionError, ShapeError, require_finite
 from .certificate import Certificate
 from .growth import Report
 from .inputs import as_tensor, real, refuse_masked, require_number, same_kind, seeded_generator, working
@@ -182,7 +182,14 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             require_finite("Y", data)
             validate_data(self, data, reset=reset, skip_check_array=True)
             return Y, data
-        array = validate_data(self, Y, reset=reset, dtype=FLOATS, order=None)
+        array = validate_data(self, Y, reset=reset, dtype=FLOATS, order=None, ensure_all_finite=False)
+        bad = array.size - int(np.isfinite(array).sum())
+        if bad:
+            kinds = " and ".join(k for k, f in (("NaN", np.isnan), ("inf", np.isinf)) if bool(f(array).any()))
+            raise NonFiniteError(
+                f"Input Y contains {kinds}, {bad} of its {array.size} entries, and {name} needs them all; fill them, "
+                f"or complete them with MatrixCompletion"
+            )
         return array, as_tensor(array)
 
     def _checked_start(self, start: Any, data: Any) -> tuple[Tensor, ...]:

@@ -2,9 +2,7 @@
 
 from typing import Any
 
-import numpy as np
 import torch
-from sklearn.utils.validation import check_non_negative
 from torch import Tensor
 
 from ..errors import OptionError
@@ -81,9 +79,7 @@ class NMF(Factorization):
 
     def _checked(self, Y: Any, *, reset: bool) -> tuple[Any, Any]:
         like, data = super()._checked(Y, reset=reset)
-        if isinstance(like, np.ndarray):
-            check_non_negative(like, f"{type(self).__name__}: data, which must be non-negative (clip or shift it); Y")
-        elif bool((data < 0).any()):
+        if bool((data < 0).any()):
             raise OptionError("Negative values in data passed to NMF: clip or shift them")
         return like, data
 

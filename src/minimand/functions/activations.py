@@ -55,6 +55,8 @@ def from_activation(act: str | nn.Module | Callable[..., Any] | Separable) -> Se
         return _from_module(act)
     if isinstance(act, functools.partial):
         return _from_partial(act)
+    if isinstance(act, type) and issubclass(act, nn.Module):
+        raise OptionError(f"{act.__name__} is a class; give a module of it, nn.{act.__name__}()")
     if callable(act) and _hashable(act) and act in _FUNCTIONALS:
         return _from_name(_FUNCTIONALS[act])
     raise _unknown(getattr(act, "__name__", repr(act)))

@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -76,7 +77,7 @@ def list_() -> None:
     for experiment in experiments():
         known = experiment.presets
         times = (_duration(known[preset].minutes) if preset in known else "–" for preset in _LONG)
-        about = [experiment.title, experiment.source] if wide else [experiment.title]
+        about = [experiment.title, experiment.citation] if wide else [experiment.title]
         table.add_row(experiment.name, *about, *times)
     console.print(table)
     console.print("The preset smoke takes seconds. More of one: minimand run NAME --help", highlight=False)
@@ -173,6 +174,9 @@ def bench(names: tyro.conf.Positional[tuple[str, ...]] = (), save: bool = False)
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if given == ["--version"]:
+        print(f"minimand {metadata.version('minimand')}")
+        return
     commands: dict[str, Callable[..., Any]] = {
         "list": list_,
         "run": run,
@@ -231,7 +235,7 @@ def _run(given: list[str]) -> None:
         whole,
         args=given[1:],
         prog=f"minimand run {given[0]}",
-        description=f"{experiment.title} ({experiment.source}). {experiment.about}\n\n"
+        description=f"{experiment.title} ({experiment.citation}). {experiment.about}\n\n"
         f"Example: minimand run {given[0]} --preset smoke",
         config=(tyro.conf.OmitArgPrefixes,),
     )
@@ -259,6 +263,9 @@ def _summary(path: Path, console: Any) -> None:
         column.justify = "right"
     for row in found.rows:
         table.add_row(row.label, row.paper, row.measured)
+    notes = list(dict.fromkeys(row.note for row in found.rows if row.note))
+    # One note for all is what was measured; many are for the page, which has a column for them.
+    table.caption = notes[0] if len(notes) == 1 else None
     console.print(table)
     for finding in found.findings:
         console.print(f"- {finding}", highlight=False)

@@ -1,6 +1,7 @@
 """What an experiment is: options with presets, parts that yield metrics, the source's numbers, and pictures."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -17,6 +18,9 @@ O = TypeVar("O")  # noqa: E741
 Metrics = Mapping[str, Any]
 
 PRESETS = ("smoke", "laptop", "paper")
+
+# What the numbers of the bibliography stand for.
+_SOURCES = {"000": "Bibi et al. 2019", "002": "Lin 2019", "003": "Vidal", "004": "Frerix et al. 2018"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +123,7 @@ class Experiment(Generic[O]):
     Args:
         name: As on the command line.
         title: A line for the report.
-        source: Paper and table or figure.
+        source: Paper, by its number in the bibliography, and table or figure.
         about: What is claimed, what is measured, and against which control; a paragraph.
         presets: ``smoke``, ``laptop`` and ``paper``, each with frozen-dataclass options of plain values.
         parts: The parts for given options; independent of each other but for ``needs``.
@@ -142,6 +146,11 @@ class Experiment(Generic[O]):
     plots: Callable[[Results[O]], Sequence[Plot]] = _nothing
     findings: Callable[[Results[O]], Sequence[str]] = _nothing
     columns: tuple[str, ...] = ("loss", "validation")
+
+    @property
+    def citation(self) -> str:
+        """The source with its authors in the place of its number."""
+        return re.sub(r"\b00\d\b", lambda number: _SOURCES.get(number[0], number[0]), self.source)
 
     def preset(self, name: str) -> Preset[O]:
         """The preset of this name."""

@@ -55,7 +55,7 @@ class Display:
             transient=True,
             disable=not self.console.is_terminal,
         )
-        self.console.print(f"[bold]{experiment.name}[/bold]  {experiment.title} ({experiment.source})")
+        self.console.print(f"[bold]{experiment.name}[/bold]  {experiment.title} ({experiment.citation})")
         with self._progress:
             fields = {"metrics": "", "count": f"0/{jobs}"}
             self._all = self._progress.add_task("[bold]all parts", total=jobs, **fields)

@@ -154,7 +154,10 @@ def _locked(directory: Path, rank: int) -> Iterator[None]:
         yield
         return
     # Beside the directory, which may be moved aside.
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"cannot write to {directory.parent}: {error.strerror}; give another --out") from None
     lock = FileLock(directory.with_name(f".{directory.name}.lock"))
     try:
         lock.acquire(timeout=0)

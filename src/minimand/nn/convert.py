@@ -81,7 +81,9 @@ def convert(model: M, rules: Mapping[str, Solver | SolverOptions | Rule], *, inp
     for path, layer in steps.layers.items():
         module = result.get_submodule(path)
         norm = None if layer.norm is None else result.get_submodule(layer.norm)
-        become(module, solver_layer(module, layer, norm))
+        solver = solver_layer(module, layer, norm)
+        solver.path = path
+        become(module, solver)
         if norm is not None:
             pass_through(norm)
     for path in steps.absorbed:

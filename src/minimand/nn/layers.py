@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..adjoints import Adjoint, Run, Unroll
-from ..errors import CapabilityError, OptionError, require_positive
+from ..errors import CapabilityError, MinimandError, OptionError, located, require_positive, require_real
 from ..functions import Function, from_activation
 from ..operators import Conv1d, Conv2d, Dense, LinearOperator, LipschitzTracker
 from ..operators.lipschitz import majorant
@@ -107,6 +107,8 @@ class SolverLayer(nn.Module, abc.ABC):
         self.function = activation if isinstance(activation, Function) else from_activation(activation)
         self.options = options
         self.generator: torch.Generator | None = None
+        #: The path of the layer in the network that it was converted in.
+        self.path = ""
 
     @abc.abstractmethod
     def operator(self, y: Tensor | None = None) -> LinearOperator:
@@ -125,10 +127,20 @@ class SolverLayer(nn.Module, abc.ABC):
     def forward(self, y: Tensor, skip: Tensor | None = None) -> Tensor:
         """Solve; in evaluation as ``eval_mode`` says."""
         solver, passes = self.options.resolved(self.training)
-        problem = solver.prepare(self.problem(y, skip))
+        try:
+            self._check(y)
+            problem = solver.prepare(self.problem(y, skip))
+        except MinimandError as error:
+            raise located(error, self.path or type(self).__name__) from None
         run = Run(problem, solver, generator=self.generator)
         answers = [problem.as_given(self.options.adjoint(run)[0]) for _ in range(passes)]
         return answers[0] if passes == 1 else torch.stack(answers).mean(0)
+
+    def _check(self, y: Tensor) -> None:
+        """Refuse what torch's own layer would refuse, in a sentence."""
+        require_real("the input", y)
+        if y.dtype != self.weight.dtype and not torch.is_autocast_enabled(y.device.type):
+            raise OptionError(f"the input is {y.dtype} and the weight {self.weight.dtype}; convert one of them")
 
     def _adopt(self, plain: nn.Module) -> None:
         """Take the parameters of a plain layer over as they are, so that whoever holds them still does."""

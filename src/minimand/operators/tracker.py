@@ -133,7 +133,7 @@ class LipschitzTracker(nn.Module):
         return self._refresh(weight, warm=False)
 
     def _refresh(self, weight: Tensor, *, warm: bool) -> Self:
-        require_finite("the weight of the tracked operator", weight)
+        require_finite("the weight", weight)
         _anchor(self.operator.with_weight(weight), *self._state(), self.inputs, self.outputs, warm)
         self.refreshes += 1
         return self

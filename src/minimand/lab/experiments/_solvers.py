@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ...data import Augmentation, CropFlip, registry
-from ...errors import OptionError
+from ...errors import OptionError, require_positive
 from ...nn import convert
 from ...solvers import Solver
 from ...solvers.base import require_count
@@ -37,13 +37,16 @@ class Images:
     enlarge: int = 1
 
     def __post_init__(self) -> None:
+        own = {field.name for field in dataclasses.fields(self)}
         counts = {"batch", "enlarge", "epochs", "start", "finetune", "iters", "finetune_iters", "trials"}
-        for name in sorted(counts & {field.name for field in dataclasses.fields(self)}):
+        for name in sorted(own & counts):
             require_count(name, getattr(self, name))
         if self.limit < 0:
             raise OptionError(f"limit is a number of images, or 0 for all, got {self.limit}")
-        if not getattr(self, "width", 1.0) > 0:
-            raise OptionError(f"width is a factor > 0, got {getattr(self, 'width', None)}")
+        for name in sorted(own & {"width", "rate", "backprop_rate", "tau_theta"}):
+            require_positive(name, getattr(self, name))
+        if self.dataset not in registry:
+            raise OptionError(f"there is no dataset named {self.dataset!r}; there are {', '.join(registry)}")
 
     def loaders(self, lab: Lab) -> Loaders:
         """Batches of the three splits."""
@@ -52,8 +55,6 @@ class Images:
 
     def paper(self, numbers: Mapping[str, float]) -> float | None:
         """The source's number for this dataset, if it has one."""
-        if self.dataset not in registry:
-            raise OptionError(f"there is no dataset named {self.dataset!r}; there are {', '.join(registry)}")
         return numbers.get(self.dataset)
 
 

@@ -98,7 +98,7 @@ def section(directory: Path, *, pictures: bool = True) -> Section:
     return Section(
         experiment.name,
         experiment.title,
-        experiment.source,
+        experiment.citation,
         experiment.about,
         results.preset,
         changed,

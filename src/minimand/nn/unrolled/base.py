@@ -261,7 +261,9 @@ def _check_target(target: Tensor) -> None:
 
 def _checked(operator: LinearOperator) -> LinearOperator:
     if not isinstance(operator, LinearOperator):
-        raise OptionError(f"phi is a measurement matrix or an operator, got {type(operator).__name__}")
+        raise OptionError(
+            f"phi is a measurement matrix, as a tensor (torch.as_tensor), or an operator, got {type(operator).__name__}"
+        )
     if len(operator.input_shape) != 3 or operator.input_shape[0] != 1:
         raise ShapeError(
             f"phi measures images of shape (1, H, W), but this {type(operator).__name__} takes {operator.input_shape}"

@@ -15,7 +15,7 @@ from ...errors import CapabilityError, MinimandError, NonFiniteError, OptionErro
 from .chain import parse
 from .losses import LOSSES, Loss, encode_targets
 from .maps import AffineMap, record
-from .options import NO_BATCH, Epoch, Recipe, check_loader, weights_per_layer
+from .options import NO_BATCH, Epoch, Recipe, check_loader, pairs, weights_per_layer
 from .progress import track
 from .weights import Direction, Momentum, toward_all
 
@@ -142,6 +142,7 @@ class Lifted(abc.ABC, Generic[V]):
         Raises:
             NonFiniteError: If the energy is no longer finite; the weights are those from before the step.
         """
+        self.chain.require_trained()
         fresh = not self._continues(x, y)
         v = self._fresh(x, y) if fresh or self._variables is None else self._variables
         self._variables = None
@@ -190,12 +191,13 @@ class Lifted(abc.ABC, Generic[V]):
         if mode not in MODES:
             raise OptionError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
         check_loader(loader, epochs)
+        self.chain.require_trained()
         self._before_fit()
         run = _Fast(self) if mode == "fast" else None
         for number in range(1, epochs + 1):
             begin, total, samples = time.perf_counter(), 0.0, 0
             size = len(loader) if isinstance(loader, Sized) else None
-            for index, (x, y) in enumerate(loader):
+            for index, (x, y) in enumerate(pairs(loader)):
                 share = (number - 1 + (index / size if size else 0.5)) / epochs
                 total += self.step(x, y) if run is None else run.batch(x, y, share)
                 samples += x.shape[0]
@@ -303,9 +305,9 @@ class _Fast:
         v = self.method._fresh(x, y, check=False)
         value = float(v.loss.value(v.output))
         if not math.isfinite(value):
+            require_finite("the input x", x)
             after = "the weight update" if self.updated else "the forward pass"
             try:
-                require_finite("the input x", x)
                 for layer in self.layers:
                     require_finite(f"{after} of {layer.path}", layer.parameters())
                 for layer, activation in zip(self.layers, v.xs[1:], strict=True):

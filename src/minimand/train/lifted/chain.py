@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
-from ...errors import ChainError, MinimandError
+from ...errors import CapabilityError, ChainError, MinimandError, OptionError
 from ...functions.activations import activation_module, is_activation
+from ...nn.layers import SolverLayer
 from .maps import AffineMap, Layer
 from .units import LINEAR, unit_of
 
@@ -28,6 +29,14 @@ class Chain:
 
     def __len__(self) -> int:
         return len(self.layers)
+
+    def require_trained(self) -> None:
+        """Refuse a network of which nothing may move."""
+        if all(layer.frozen for layer in self.layers):
+            raise OptionError(
+                f"every layer is frozen ({', '.join(layer.path for layer in self.layers)}), so there is nothing to "
+                f"train; set requires_grad_(True) on those that should move"
+            )
 
     def forward(self, x: Tensor) -> tuple[list[Tensor], list[Tensor], list[AffineMap]]:
         """The forward pass: all activations from the input on, all z, and the maps of this batch."""
@@ -112,7 +121,14 @@ def _activation(path: str, module: nn.Module) -> nn.Module:
 
 def _check_modules(model: nn.Module) -> None:
     """The forward pass is computed from the parameters: they must be there, and what a hook does would not happen."""
+    if not isinstance(model, nn.Module):
+        raise CapabilityError(f"lifted training takes an nn.Module, got a {type(model).__name__}")
     for path, module in model.named_modules():
+        if isinstance(module, SolverLayer):
+            raise ChainError(
+                f"{path or 'the network'} ({type(module).__name__}) is a solver layer, which lifted training does not "
+                f"know; use the plain network, which minimand.revert(model) gives back"
+            )
         if any(isinstance(parameter, nn.UninitializedParameter) for parameter in module.parameters(recurse=False)):
             raise ChainError(
                 f"{path} ({type(module).__name__}) has no weight yet; send a batch through the network first"
@@ -165,6 +181,8 @@ def _check_shared(layers: Sequence[Layer]) -> None:
         if key in seen:
             raise ChainError(
                 f"{seen[key]} and {layer.path} share one weight, so it would be two blocks at once; copy it"
+                if seen[key] != layer.path
+                else f"{layer.path} is used at two places, which share its weight; use a copy at the second"
             )
         seen[key] = layer.path
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from numbers import Real
 from typing import Any
 
@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ...errors import OptionError
 
-__all__ = ["NO_BATCH", "Epoch", "Recipe", "check_loader", "weights_per_layer"]
+__all__ = ["NO_BATCH", "Epoch", "Recipe", "check_loader", "pairs", "weights_per_layer"]
 
 NO_BATCH = "loader holds no batch; pass a list or a DataLoader of (x, y)"
+_PAIRS = "loader must yield pairs (x, y) of tensors; wrap a single batch as [(x, y)]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +72,22 @@ def check_loader(loader: Iterable[Any], epochs: int) -> None:
     """Refuse what cannot be iterated ``epochs`` times."""
     if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 0:
         raise OptionError(f"epochs must be a whole number ≥ 0, got {epochs!r}")
+    if not isinstance(loader, Iterable) or isinstance(loader, Tensor | str):
+        raise OptionError(f"{_PAIRS}, got a {type(loader).__name__}")
     if epochs > 1 and iter(loader) is loader:
         raise OptionError("loader is an iterator, which ends after one epoch; pass a list or a DataLoader")
     if isinstance(loader, Sized) and len(loader) == 0:
         raise OptionError(NO_BATCH)
+
+
+def pairs(loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batches of a loader, each seen to be a pair of tensors."""
+    for batch in loader:
+        if not isinstance(batch, tuple | list) or len(batch) != 2 or not all(isinstance(t, Tensor) for t in batch):
+            held = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+            raise OptionError(f"{_PAIRS}, got a {type(batch).__name__}{held}")
+        x, y = batch
+        yield x, y
 
 
 def weights_per_layer(mu: float | Sequence[float] | Tensor, layers: int) -> tuple[float, ...]:

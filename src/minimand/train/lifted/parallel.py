@@ -15,7 +15,7 @@ from ...errors import CapabilityError, OptionError
 from .losses import LOSSES, SquaredError, encode_targets
 from .lpom import LPOM, LPOMVariables
 from .maps import Layer, record
-from .options import NO_BATCH, Epoch, check_loader
+from .options import NO_BATCH, Epoch, check_loader, pairs
 from .sweeps import DualSweep
 from .weights import Momentum
 
@@ -107,7 +107,7 @@ class LayerParallel:
                 begin, total, samples = time.perf_counter(), 0.0, 0
                 size = len(loader) if isinstance(loader, Sized) else None
                 run = _InFlight(self) if self.asynchronous else None
-                for index, (x, y) in enumerate(loader):
+                for index, (x, y) in enumerate(pairs(loader)):
                     rate = self.method.recipe.rate_at((number - 1 + (index / size if size else 0.5)) / epochs)
                     v, value = self._forward(x, y)
                     total, samples = total + value, samples + len(x)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from ...errors import CapabilityError, OptionError
+from ...nn.layers import SolverLayer
 from .maps import WeightMap, weight_map
 from .tap import Forward
 
@@ -20,6 +21,11 @@ class Layers:
     tapped: dict[str, tuple[nn.Module, WeightMap]]
     last: str | None
     plain: dict[str, str]
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Those with proximal steps that are not frozen."""
+        return tuple(path for path, (module, _) in self.tapped.items() if _trained(module))
 
 
 def discover(model: nn.Module, skip_last: bool) -> Layers:
@@ -39,13 +45,19 @@ def discover(model: nn.Module, skip_last: bool) -> Layers:
             if last is not None
             else "there is none"
         )
-        raise OptionError(f"ProxProp needs an nn.Linear or nn.Conv1d to nn.Conv3d layer in the model, but {why}")
+        solvers = [path for path, module in model.named_modules() if isinstance(module, SolverLayer)]
+        also = f" (of solver layers, here {', '.join(solvers)}, it takes none)" if solvers else ""
+        raise OptionError(f"ProxProp needs an nn.Linear or nn.Conv1d to nn.Conv3d layer in the model, but {why}{also}")
     rest = {
         path: type(module).__name__
         for path, module in model.named_modules()
-        if path not in tapped and path != last and any(p.requires_grad for p in module.parameters(recurse=False))
+        if path not in tapped and path != last and _trained(module)
     }
     return Layers(tapped, last, rest)
+
+
+def _trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
 
 
 def _own(module: nn.Module) -> bool:
@@ -98,7 +110,13 @@ def _unusable(tapped: dict[str, tuple[nn.Module, WeightMap]]) -> list[str]:
 
 
 def require_owned(tapped: dict[str, tuple[nn.Module, WeightMap]], optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that does not hold the trained parameters of every preconditioned layer."""
+    """Refuse an optimizer that does not hold the trained parameters of every preconditioned layer, and a model in which
+    none is trained."""
+    if not any(_trained(module) for module, _ in tapped.values()):
+        raise OptionError(
+            f"every layer that ProxProp would precondition is frozen ({', '.join(tapped)}), so it would do nothing; "
+            f"unfreeze one, or train the others without it"
+        )
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [
         f"{path}.{name}" if path else name

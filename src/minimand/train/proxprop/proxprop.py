@@ -117,8 +117,8 @@ class ProxProp:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The paths of the layers that take proximal steps."""
-        return tuple(self._layers.tapped)
+        """The paths of the layers that take proximal steps; a frozen one takes none."""
+        return self._layers.trained
 
     @property
     def plain(self) -> dict[str, str]:
@@ -285,7 +285,13 @@ class ProxProp:
         """Steps taken, τθ, cached Gram matrices and layers that need float64; a half-done accumulation is not in it."""
         grams = {path: (cache.mean, cache.rows) for path, cache in self._caches.items() if cache.mean is not None}
         wide = [path for path, cache in self._caches.items() if cache.wide]
-        return {"turn": self._shared.turn, "tau_theta": self.options.tau_theta, "grams": grams, "wide": wide}
+        kept = {"turn": self._shared.turn, "tau_theta": self.options.tau_theta, "grams": grams, "wide": wide}
+        return kept | {"layers": self._shapes()}
+
+    def _shapes(self) -> dict[str, list[int]]:
+        """By which a state is known to be this network's."""
+        weights = {path: module.get_parameter("weight") for path, (module, _) in self._layers.tapped.items()}
+        return {path: list(weight.shape) for path, weight in weights.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken; τθ becomes the saved one, as a learning rate would."""
@@ -294,6 +300,11 @@ class ProxProp:
             raise OptionError(
                 f"the saved state lacks {', '.join(missing)}; pass what ProxProp.state_dict() returned, or load the "
                 f"optimizer's checkpoint into the optimizer"
+            )
+        layers = self._shapes()
+        if state.get("layers", layers) != layers:
+            raise ShapeError(
+                f"the saved state is of another network: its weights are {state['layers']}, this model's {layers}"
             )
         unknown = sorted(set(state["grams"]) - set(self._caches))
         if unknown:
