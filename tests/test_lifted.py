@@ -278,6 +278,18 @@ def test_layers_regressed_at_once_have_their_own_directions(block, bias):
         torch.testing.assert_close(direction.dense(), toward(affine, x, residual, damping, block=block).dense())
 
 
+def test_what_one_layer_needs_is_not_added_to_the_others():
+    """Rows of size 1e6, two of them equal, and hardly a ridge: rounding asks for damping there, and only there."""
+    g = torch.Generator().manual_seed(0)
+    net = nn.Sequential(nn.Linear(9, 8), nn.Linear(8, 7))
+    maps = LPOM(net).chain.forward(torch.randn(6, 9, generator=g))[2]
+    large = 1e6 * torch.randn(6, 8, generator=g)
+    large[1] = large[0]
+    layers = [(maps[0], torch.randn(6, 9, generator=g), torch.ones(6, 8)), (maps[1], large, torch.ones(6, 7))]
+    for layer, direction in zip(layers, toward_all(layers, 1e-6, block=6), strict=True):
+        torch.testing.assert_close(direction.dense(), toward(*layer, 1e-6, block=6).dense())
+
+
 def test_a_layer_that_cannot_be_regressed_is_named():
     net = nn.Sequential(nn.Linear(9, 8), nn.Linear(8, 7))
     maps = LPOM(net).chain.forward(torch.randn(6, 9))[2]
@@ -287,6 +299,39 @@ def test_a_layer_that_cannot_be_regressed_is_named():
     ]
     with pytest.raises(NonFiniteError, match="weight update of 1"):
         toward_all(layers, 1.0, block=3)
+
+
+@pytest.mark.parametrize("weight", [0.5, 1.0, 4.0])
+def test_quick_steps_are_proximal_gradient_steps(weight):
+    """On the loss plus (w/2)‖· − x‖², the loss linearised with its Lipschitz constant ½: three, from x."""
+    g = torch.Generator().manual_seed(0)
+    x = 3 * torch.randn(7, 4, generator=g, dtype=torch.float64)
+    loss = CrossEntropy(torch.rand(7, 4, generator=g, dtype=torch.float64))
+    point = x
+    for _ in range(3):
+        point = (weight * x + 0.5 * point - loss.gradient(point)) / (weight + 0.5)
+    torch.testing.assert_close(loss.quick(x, 1 / weight), point)
+    squared = SquaredError(loss.target)
+    torch.testing.assert_close(squared.quick(x, 1 / weight), squared.prox(x, 1 / weight))
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_estimates_move_by_the_inverse_of_their_preconditioner(coupled):
+    """P = I + κrAAᵀ, and 2(I + 2κrAAᵀ) where the neighbours move, too (dense oracle)."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)).double()
+    lpom = LPOM(net)
+    with torch.no_grad():
+        v = lpom._fresh(torch.randn(6, 5, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64))
+        v.xs[-1] = torch.randn(6, 3, dtype=torch.float64)
+        q, (mu, r) = torch.randn(6, 3, dtype=torch.float64), ((0.1, 1.0), 10.0)
+        share = 2.0 if coupled else 1.0
+        P = share * (torch.eye(3) + share * r * net[2].weight @ net[2].weight.mT)
+        missing = v.xs[-1] - v.zs[-1]
+        for start in (None, q):
+            found = lpom.dual.estimate(v, mu, 1, start, coupled=coupled)
+            begin = torch.zeros_like(q) if start is None else start
+            torch.testing.assert_close(found, begin + torch.linalg.solve(P, (missing - begin).mT).mT)
 
 
 @pytest.mark.parametrize("weight", [0.02, 1.0, 50.0])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minimand.solvers.momentum import accumulate
+from minimand.operators.accumulate import accumulate
 
 SHAPE = (2, 3, 4, 5)
 
@@ -42,8 +42,29 @@ def test_layouts_and_types_may_differ(kind):
     weight = torch.tensor(0.5, requires_grad=True)
     accumulate(torch.zeros(SHAPE), weight, x).backward(torch.ones(SHAPE))
     torch.testing.assert_close(weight.grad, x.sum())
+    mixed = accumulate(torch.ones(3), weight.detach(), torch.ones(3, dtype=kind))
+    torch.testing.assert_close(mixed, torch.full((3,), 1.5))
     long = torch.full((4096,), 1.0, dtype=kind)
     short = torch.tensor(1.0, dtype=kind, requires_grad=True)
     accumulate(torch.zeros_like(long), short, long).sum().backward()
     assert short.grad is not None
     assert float(short.grad) == 4096
+
+
+def test_a_term_that_is_broadcast_has_its_gradient():
+    """One row of a larger matrix, whose strides are those of the sum."""
+    x, weight = torch.arange(12.0).reshape(4, 3)[:1], torch.tensor(1.0, requires_grad=True)
+    accumulate(torch.zeros(4, 3), weight, x).backward(torch.ones(4, 3))
+    assert float(weight.grad) == 4 * float(x.sum())
+
+
+def test_transforms_of_functions_take_learned_weights():
+    """The weight is wrapped, the term is not; and a batch of gradients at once."""
+    x, total = torch.randn(3, 2), torch.randn(3, 2)
+    found = torch.func.grad(lambda weight: accumulate(total, weight, x).sum())(torch.tensor(0.5))
+    torch.testing.assert_close(found, x.sum())
+    weight = torch.tensor(0.5, requires_grad=True)
+    out = accumulate(total, weight, x)
+    rows = torch.randn(2, 3, 4).mT[..., :3, :].contiguous().mT[:, :2].mT
+    (many,) = torch.autograd.grad(out, weight, rows, is_grads_batched=True)
+    torch.testing.assert_close(many, (rows * x).sum((1, 2)))

@@ -1,5 +1,7 @@
 """Transformed kernels are the same operator as the definition's, with the same derivatives, where they are chosen."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given
@@ -75,6 +77,49 @@ def test_first_and_second_derivatives_are_true(size, layout):
         assert torch.autograd.gradgradcheck(function, arguments)
 
 
+def _gradients(layer: SolverConv2d, y: Tensor, **options: bool) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(layer(y).sin().sum(), (y, *layer.parameters()), **options)
+
+
+def test_gradients_that_are_to_be_differentiated_are_the_same():
+    """From the second step on, x depends on the weight, too; that part is another step's."""
+    layer = SolverConv2d(64, 64, 3, padding=1, solver=ProxGD(3)).double()
+    y = torch.randn(8, 64, 8, 8, dtype=torch.float64, requires_grad=True)
+    assert layer.operator(y).repeated(8)._kernels is not None
+    for one, two in zip(_gradients(layer, y), _gradients(layer, y, create_graph=True), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
+
+
+def test_one_graph_may_be_walked_by_several_threads():
+    layer = SolverConv2d(64, 64, 3, padding=1, solver=ProxGD(4)).double()
+    y = torch.randn(8, 64, 8, 8, dtype=torch.float64, requires_grad=True)
+    out = layer(y)
+    upstream = [torch.randn_like(out) for _ in range(4)]
+
+    def pulled(v: Tensor) -> Tensor:
+        return torch.autograd.grad(out, layer.weight, v, retain_graph=True)[0]
+
+    expected = [pulled(v) for v in upstream]
+    with ThreadPoolExecutor(4) as pool:
+        for one, two in zip(pool.map(pulled, upstream), expected, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
+
+
+def test_what_is_no_usual_batch_is_as_by_the_definition():
+    """No samples, another type, a sum that is broadcast, no batch at all."""
+    weight = _weight(64, 64).requires_grad_()
+    operator = Conv2d(weight, (8, 8), padding=1)
+    ready, x = operator.repeated(8), torch.randn(8, 64, 8, 8, dtype=torch.float64)
+    assert ready._kernels is not None
+    total = torch.randn(8, 64, 1, 1, dtype=torch.float64)
+    for arguments in ((total, 0.5, x, 0.1), (None, 0.5, x[0], 0.1), (x[:1], 0.5, x, 0.1)):
+        torch.testing.assert_close(ready.onto(*arguments), operator.onto(*arguments), rtol=0, atol=1e-12)
+    (empty,) = torch.autograd.grad(ready.onto(None, 0.5, x[:0], 0.1).sum(), weight)
+    assert not empty.any()
+    with pytest.raises(RuntimeError):
+        ready.normal(x.float())
+
+
 def test_images_in_groups_are_images_alone(monkeypatch):
     operator = Conv2d(_weight(3, 4).requires_grad_(), (6, 7), padding=1)
     x = torch.randn(5, *operator.output_shape, dtype=torch.float64, requires_grad=True)
@@ -98,9 +143,11 @@ def test_single_precision_loses_little(monkeypatch):
         return (_by_kernels(single, x.float()) - exact).norm() / exact.norm()
 
     chosen = error()
-    monkeypatch.setattr("minimand.operators.winograd._POINTS", (0.0, 1.0, -1.0, 2.0, -2.0))
-    theirs = error()
-    _transforms.cache_clear()
+    try:
+        monkeypatch.setattr("minimand.operators.winograd._POINTS", (0.0, 1.0, -1.0, 2.0, -2.0))
+        theirs = error()
+    finally:
+        _transforms.cache_clear()
     assert chosen < 10 * torch.finfo(torch.float32).eps
     assert chosen < 0.6 * theirs
 
@@ -131,7 +178,7 @@ def test_graphs_and_maps_over_ensembles_take_the_definition():
     assert layer.operator(y).repeated(4)._kernels is not None
     expected = layer(y)
     exported = torch.export.export(layer, (y,)).module()
-    mapped = torch.func.vmap(lambda y: layer(y[None])[0])(y)
+    mapped = torch.func.vmap(layer)(torch.stack([y, y]))[1]
     pushed = torch.func.jvp(layer, (y,), (y,))[0]
     for found in (exported(y), mapped, pushed, torch.compile(layer, backend="eager", fullgraph=True)(y)):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)

@@ -21,7 +21,8 @@ def accumulate(total: Tensor | None, weight: Weight, x: Tensor) -> Tensor:
     """
     if isinstance(weight, Tensor):
         mixed = weight.dtype != x.dtype or (total is not None and total.dtype != x.dtype)
-        if weight.requires_grad and not mixed and not is_traced(x):
+        traced = is_traced(x) or is_traced(weight) or (total is not None and is_traced(total))
+        if weight.requires_grad and not mixed and not traced:
             return _Accumulate.apply(total, weight, x)
         if total is None or mixed:
             return weight * x if total is None else total + weight * x
@@ -59,9 +60,10 @@ class _Accumulate(torch.autograd.Function):
 
 def _inner(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """The sum of ``grad · x`` over what a weight was broadcast along."""
-    dense = grad.is_contiguous() or grad.is_contiguous(memory_format=torch.channels_last)
+    dense = x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)
     exact = grad.dtype in (torch.float32, torch.float64)  # shorter types would be summed in their own precision
-    if weight.numel() > 1 or not (dense and exact) or grad.stride() != x.stride():
+    alike = grad.shape == x.shape and grad.stride() == x.stride()
+    if weight.numel() > 1 or not (dense and exact and alike):
         return (grad * x).sum_to_size(weight.shape)
     flat = [each.as_strided((grad.numel(),), (1,)) for each in (grad, x)]
     return torch.dot(*flat).view(weight.shape)

@@ -100,7 +100,7 @@ class LinearOperator(abc.ABC):
         return self
 
     def repeated(self, rows: int) -> "LinearOperator":
-        """An equal operator whose :meth:`normal` is applied to ``rows`` samples often: as fast as it can be."""
+        """An equal operator whose :meth:`normal` or :meth:`onto` takes ``rows`` samples often: as fast as it can be."""
         return self
 
     def check_input(self, y: Tensor) -> None:

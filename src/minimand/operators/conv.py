@@ -93,7 +93,7 @@ class Convolution(LinearOperator, abc.ABC):
         """``A y + bias``, to the bit what torch's convolution computes."""
         g = self.geometry
         self._check_map(y)
-        if self._kernels is not None and y.dim() == self.dimensions + 2:
+        if self._kernels is not None and y.dim() == self.dimensions + 2 and not is_traced(y):
             y = y.contiguous(memory_format=torch.channels_last)
         inside = None
         if bias is not None and bias.shape in ((self.outputs,), (self.outputs, *(1,) * self.dimensions)):
@@ -161,16 +161,19 @@ class Convolution(LinearOperator, abc.ABC):
         return self._transformed(self._kernels, total, keep, x, scale)
 
     def _transformed(self, kernels: Winograd, total: Tensor | None, keep: float, x: Tensor, scale: float) -> Tensor:
-        """:meth:`onto` by transformed kernels; by the definition where a graph is made, or there is no batch."""
+        """:meth:`onto` by transformed kernels; by the definition where a graph is made, and for what is no batch of the
+        weight's type."""
         plain = copy.copy(self)
         plain._kernels = None
-        if x.dim() != self.dimensions + 2 or is_traced(x):
+        others = [x] if total is None else [x, total]
+        usual = all(each.shape == x.shape and each.dtype == kernels.forward.dtype for each in others)
+        if not usual or x.dim() != self.dimensions + 2 or any(map(is_traced, others)):
             return plain.onto(total, keep, x, scale)
         self.check_output(x)
         return kernels.onto(total, keep, x, scale, self.weight, lambda x, weight: plain.with_weight(weight).normal(x))
 
     def repeated(self, rows: int) -> Self:
-        """The same operator, its kernels transformed for :meth:`normal` where that pays (:mod:`.winograd`)."""
+        """The same operator, its kernels transformed for repeated products where that pays (:mod:`.winograd`)."""
         other = copy.copy(self)
         other._kernels = winograd(self.weight, self.geometry, rows)
         return other

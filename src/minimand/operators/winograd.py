@@ -42,13 +42,12 @@ _TRANSFORM, _READ = 2, 22
 
 class Winograd(NamedTuple):
     r""":math:`AA^\top` of one weight, its kernels transformed: those of A, and those of the adjoint, which is the
-    convolution with the mirrored weight. The products of a solve and of its gradient share their working memory."""
+    convolution with the mirrored weight."""
 
     forward: Tensor
     backward: Tensor
     padding: tuple[int, int]
     size: tuple[int, int]
-    work: "_Workspace"
 
     @classmethod
     def of(cls, weight: Tensor, geometry: Geometry) -> "Winograd":
@@ -56,7 +55,7 @@ class Winograd(NamedTuple):
         vertical, horizontal = (pair[0] for pair in geometry.padding)
         height, width = geometry.known_size()
         mirrored = weight.flip(2, 3).transpose(0, 1)
-        return cls(_kernels(weight), _kernels(mirrored), (vertical, horizontal), (height, width), _Workspace(weight))
+        return cls(_kernels(weight), _kernels(mirrored), (vertical, horizontal), (height, width))
 
     def onto(
         self,
@@ -73,7 +72,7 @@ class Winograd(NamedTuple):
 
     def product(self, x: Tensor, onto: Tensor, scale: float) -> Tensor:
         r"""Add :math:`\sigma AA^\top x` onto a map with channels last; :math:`A^\top x`, which is made on the way."""
-        y, work = _maps(x, self.backward.shape[-1], self.size), self.work
+        y, work = _maps(x, self.backward.shape[-1], self.size), _Workspace(x)
         for part in self._groups(x):
             work.filter(work.windows(x[part], self._around, self.size), self.backward, y[part])
             work.filter(work.windows(y[part], self.padding, x.shape[2:]), self.forward, onto[part], scale)
@@ -82,8 +81,9 @@ class Winograd(NamedTuple):
     def gradients(self, x: Tensor, y: Tensor, grad: Tensor, onto: Tensor, scale: float) -> Tensor:
         r"""As :meth:`product` of ``grad``; :math:`\sigma(x\,(A^\top g)^\top + g\,y^\top)` as a weight, where
         :math:`y = A^\top x`."""
-        spread, work = _maps(y, y.shape[1], self.size), self.work
-        straight, mirrored = torch.empty_like(self.forward), torch.empty_like(self.backward)
+        spread, work = _maps(y, y.shape[1], self.size), _Workspace(x)
+        fresh = torch.empty_like if len(x) else torch.zeros_like
+        straight, mirrored = fresh(self.forward), fresh(self.backward)
         for part in self._groups(x):
             beta = float(part.start > 0)
             windows = work.windows(grad[part], self._around, self.size)
@@ -174,7 +174,8 @@ class _Onto(torch.autograd.Function):
         x, weight, y = ctx.saved_tensors
         at_total = grad if ctx.needs_input_grad[2] else None
         if torch.is_grad_enabled():
-            # A second derivative was asked for.
+            # A second derivative was asked for. Views: x may itself depend on the weight, which is not this step's.
+            x, weight = x.view_as(x), weight.view_as(weight)
             wanted = [each if needed else None for each, needed in zip((x, weight), ctx.needs_input_grad, strict=False)]
             sources = [each for each in wanted if each is not None]
             moved = ctx.keep * x + ctx.scale * ctx.definition(x, weight)

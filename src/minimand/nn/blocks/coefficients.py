@@ -159,8 +159,8 @@ class Coefficients(nn.Module):
 class Momentum(nn.Module):
     r"""The combination :math:`\beta_1 x + \beta_2 x_-` of the last two iterates, learned from (1, 0) on.
 
-    >>> Momentum()(torch.ones(1, 2), torch.zeros(1, 2))
-    tensor([[1., 1.]], grad_fn=<AddBackward0>)
+    >>> Momentum()(torch.ones(1, 2), torch.zeros(1, 2)).detach()
+    tensor([[1., 1.]])
     """
 
     def __init__(self, constraint: Literal["sum"] | None = None) -> None:

@@ -67,10 +67,8 @@ class Lifted(abc.ABC, Generic[V]):
             raise OptionError(f"loss must be one of {', '.join(LOSSES)}, got {loss!r}")
         self.loss = loss
         self.recipe = Recipe() if recipe is None else recipe
-        given = None if mu is None else weights_per_layer(mu, len(self.chain))
-        self.mu = given or (1.0,) * len(self.chain)
-        top = len(self.chain) - 1
-        self._fast_mu = given or tuple(self.recipe.ratio ** (k - top) for k in range(top + 1))
+        self._given_mu = None if mu is None else weights_per_layer(mu, len(self.chain))
+        self.mu = self._given_mu or (1.0,) * len(self.chain)
         self._variables: V | None = None
         self._batch: tuple[weakref.ref[Tensor], int, weakref.ref[Tensor], int] | None = None
         self._weights: list[tuple[int, int]] = []
@@ -210,7 +208,8 @@ class Lifted(abc.ABC, Generic[V]):
 
     def _mini_mu(self) -> tuple[float, ...]:
         """The penalty weights of the mini-batch mode: the given ones, or geometric towards the output."""
-        return self._fast_mu
+        top = len(self.chain) - 1
+        return self._given_mu or tuple(self.recipe.ratio ** (k - top) for k in range(top + 1))
 
     def _damping(self) -> float:
         default = 5.0 if self.loss == "squared" else 20.0

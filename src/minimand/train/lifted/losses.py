@@ -148,7 +148,7 @@ def encode_targets(y: Tensor, output: Tensor, loss: str) -> Tensor:
     if output.device.type != "cpu":
         _check_labels(y, classes)
     try:
-        return torch.zeros_like(output).scatter_(1, y.long().unsqueeze(1), 1.0)
+        return torch.zeros_like(output).scatter_(1, y.to(output.device, torch.long).unsqueeze(1), 1.0)
     except RuntimeError:
         # On a CPU the scatter looks for itself; elsewhere it would take the device down.
         _check_labels(y, classes)

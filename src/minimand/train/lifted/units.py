@@ -46,7 +46,7 @@ class Unit:
     @functools.cached_property
     def linear(self) -> bool:
         """Whether it is the identity."""
-        return isinstance(self.function, Zero)
+        return isinstance(self.function, Zero) and self.slope == 1
 
     @functools.cached_property
     def relu(self) -> bool:

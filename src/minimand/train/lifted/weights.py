@@ -17,6 +17,9 @@ from .maps import AffineMap, Layer
 __all__ = ["Direction", "Momentum", "regress", "ridge_shift", "toward", "toward_all"]
 
 
+_FEW_BLOCKS = 16
+
+
 class Direction(NamedTuple):
     """A change of a layer's weight (outputs × inputs), ``left @ right`` or ``right`` alone, and of its bias."""
 
@@ -75,7 +78,7 @@ def regress(rows: Tensor, residual: Tensor, shift: float, *, bias: bool, block: 
 def _regress(tasks: Sequence[Regression], block: int | None) -> list[Direction]:
     """Regressions whose systems are of one size are factored at once: small factorisations cost little but the call."""
     found: dict[int, Direction] = {}
-    alike: dict[tuple[int, int, float, bool], list[int]] = {}
+    alike: dict[tuple[int, int, float, bool, int], list[int]] = {}
     for k, task in enumerate(tasks):
         parts = task.parts(block)
         if parts is None:
@@ -83,7 +86,9 @@ def _regress(tasks: Sequence[Regression], block: int | None) -> list[Direction]:
         elif block is None:
             found[k] = _by_rows(task)
         else:
-            alike.setdefault((parts, len(task.rows), task.shift, task.bias), []).append(k)
+            # Many blocks fill a call of their own, and need not stand in memory with those of other layers.
+            alone = k if parts > _FEW_BLOCKS else -1
+            alike.setdefault((parts, len(task.rows), task.shift, task.bias, alone), []).append(k)
     for (parts, *_), numbers in alike.items():
         found.update(zip(numbers, _by_blocks([tasks[k] for k in numbers], parts), strict=True))
     return [found[k] for k in range(len(tasks))]
@@ -111,6 +116,9 @@ def _by_blocks(tasks: Sequence[Regression], parts: int) -> list[Direction]:
     targets = [task.residual.reshape(parts, size, -1) for task in tasks]
     products = torch.stack([gram(rows) for rows in stacked])
     factor = gram_factor(products.add_(1.0) if bias else products, shift / parts)
+    if factor.damping and len(tasks) > 1:
+        # What one layer needs is not added to the others.
+        return [direction for task in tasks for direction in _by_blocks([task], parts)]
     # Two triangular solves cost as much as the inverse with a quarter as many columns as rows.
     if 4 * max(target.shape[2] for target in targets) > size:
         inverses = factor.inverse().div_(parts)
