@@ -24,15 +24,8 @@ def _net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
 
 
-def _frozen(last: int = 3) -> nn.Sequential:
-    net = _net()
-    for module in net[:last]:
-        module.requires_grad_(False)
-    return net
-
-
-def _attached(net: nn.Module) -> ProxProp:
-    return ProxProp(net).attach(torch.optim.SGD(net.parameters(), 0.1))
+def _frozen() -> nn.Sequential:
+    return _net().requires_grad_(False)
 
 
 def _broken_weight() -> Tensor:
@@ -67,7 +60,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "dictionaries": (lambda: LPOM(_net()).fit([{"x": X}], 1), "got a dict"),
     "nothing to fit": (lambda: LPOM(_frozen()).fit([(X, LABELS)], 1), r"every layer is frozen \(0, 2\)"),
     "nothing to step": (lambda: LPOM(_frozen()).step(X, LABELS), "every layer is frozen"),
-    "nothing to precondition": (lambda: _attached(_frozen(1)), r"is frozen \(0\)"),
     "NaN in a batch": (lambda: LPOM(_net()).fit([(_with_nan(X), LABELS)], 1), "^the input x holds 1 NaN(?!.*Recipe)"),
     "solver layers": (lambda: LPOM(convert(_net(), {"0": ProxGD()})), r"^0 \(SolverLinear\) .*revert"),
     "solver layers, too": (lambda: ProxProp(convert(_net(), {"0": ProxGD()})), "of solver layers, here 0"),
@@ -87,3 +79,13 @@ def test_a_mistake_is_answered_by_a_sentence(name):
     said = str(caught.value)
     assert re.search(words, said), said
     assert "\n" not in said
+
+
+def test_a_frozen_layer_is_not_listed_and_alone_is_warned_of(caplog):
+    net = _net()
+    net[0].requires_grad_(False)
+    prox = ProxProp(net).attach(torch.optim.SGD(net.parameters(), 0.1))
+    assert prox.layers == ()
+    assert "until one is thawed: layer '0'" in caplog.text
+    net[0].requires_grad_(True)
+    assert prox.layers == ("0",)

@@ -165,7 +165,7 @@ def test_convolutions_of_full_length_are_neurons() -> None:
     x = torch.linspace(-2, 2, 15, dtype=torch.float64)[:, None]
     y = torch.sin(2 * x)
     make = lambda: _chain(nn.Conv1d(1, 1, 1), nn.ReLU(), nn.Flatten(), nn.Linear(1, 1, bias=False))  # noqa: E731
-    net = ParallelNetwork(make, 0.5, restarts=6).fit(x[:, None], y)
+    net = ParallelNetwork(make, 0.5, restarts=12).fit(x[:, None], y)  # six starts miss it in one seed of four
     best = ParallelReLU(0.5).fit(x.numpy(), y.numpy()[:, 0])
     assert best.objective_ * (1 - 1e-4) <= net.history_[-1] <= best.objective_ * (1 + 5e-3)
     assert net.certificate_.status is Status.UNDECIDED

@@ -185,7 +185,7 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         array = validate_data(self, Y, reset=reset, dtype=FLOATS, order=None, ensure_all_finite=False)
         bad = array.size - int(np.isfinite(array).sum())
         if bad:
-            kinds = " and ".join(k for k, f in (("NaN", np.isnan), ("inf", np.isinf)) if bool(f(array).any()))
+            kinds = " and ".join(k for k, f in (("NaN", np.isnan), ("infinity", np.isinf)) if bool(f(array).any()))
             raise NonFiniteError(
                 f"Input Y contains {kinds}, {bad} of its {array.size} entries, and {name} needs them all; fill them, "
                 f"or complete them with MatrixCompletion"

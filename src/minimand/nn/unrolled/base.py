@@ -262,7 +262,8 @@ def _check_target(target: Tensor) -> None:
 def _checked(operator: LinearOperator) -> LinearOperator:
     if not isinstance(operator, LinearOperator):
         raise OptionError(
-            f"phi is a measurement matrix, as a tensor (torch.as_tensor), or an operator, got {type(operator).__name__}"
+            f"phi is a measurement matrix or an operator, got {type(operator).__name__}; a matrix must be a tensor "
+            f"(torch.as_tensor)"
         )
     if len(operator.input_shape) != 3 or operator.input_shape[0] != 1:
         raise ShapeError(

@@ -110,13 +110,7 @@ def _unusable(tapped: dict[str, tuple[nn.Module, WeightMap]]) -> list[str]:
 
 
 def require_owned(tapped: dict[str, tuple[nn.Module, WeightMap]], optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that does not hold the trained parameters of every preconditioned layer, and a model in which
-    none is trained."""
-    if not any(_trained(module) for module, _ in tapped.values()):
-        raise OptionError(
-            f"every layer that ProxProp would precondition is frozen ({', '.join(tapped)}), so it would do nothing; "
-            f"unfreeze one, or train the others without it"
-        )
+    """Refuse an optimizer that does not hold the trained parameters of every preconditioned layer."""
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [
         f"{path}.{name}" if path else name

@@ -159,6 +159,9 @@ class ProxProp:
             optimizer.register_state_dict_post_hook(Hook(self._save_with)),
             optimizer.register_load_state_dict_pre_hook(Hook(self._load_with)),
         ]
+        if not self.layers:
+            frozen = ", ".join(map(_named, self._layers.tapped))
+            _log.warning("ProxProp: frozen, so that nothing is preconditioned until one is thawed: %s", frozen)
         if self._layers.plain:
             named = ", ".join(f"{path or 'the model'} ({kind})" for path, kind in self._layers.plain.items())
             _log.warning("ProxProp: plain gradients for %s", named)
@@ -301,11 +304,6 @@ class ProxProp:
                 f"the saved state lacks {', '.join(missing)}; pass what ProxProp.state_dict() returned, or load the "
                 f"optimizer's checkpoint into the optimizer"
             )
-        layers = self._shapes()
-        if state.get("layers", layers) != layers:
-            raise ShapeError(
-                f"the saved state is of another network: its weights are {state['layers']}, this model's {layers}"
-            )
         unknown = sorted(set(state["grams"]) - set(self._caches))
         if unknown:
             raise ShapeError(
@@ -319,6 +317,11 @@ class ProxProp:
                 raise ShapeError(
                     f"the saved Gram matrix of '{path}' is {tuple(mean.shape)}, the layer needs {expected}"
                 )
+        layers = self._shapes()
+        if state.get("layers", layers) != layers:
+            raise ShapeError(
+                f"the saved state is of another network: its weights are {state['layers']}, this model's {layers}"
+            )
         self._shared.options = dataclasses.replace(self.options, tau_theta=float(state["tau_theta"]))
         self._shared.turn = int(state["turn"])
         for path, cache in self._caches.items():
