@@ -98,7 +98,7 @@ experiment = Experiment(
     ),
     presets={
         "smoke": Preset(Options("digits", batch=50, limit=100, enlarge=2, epochs=2), (0,), 0.05),
-        "laptop": Preset(Options(limit=15_000), (0, 1), 60),
+        "laptop": Preset(Options(limit=15_000), (0, 1), 40),
         "paper": Preset(Options(epochs=50), (0, 1), 900),
     },
     parts=parts,

@@ -101,7 +101,7 @@ experiment = Experiment(
     ),
     presets={
         "smoke": Preset(Options("digits", batch=100, limit=300, epochs=4, width=0.01, timed_width=0.02), (0, 1), 0.05),
-        "laptop": Preset(Options(), (0, 1), 75),
+        "laptop": Preset(Options(), (0, 1), 40),
         "paper": Preset(Options(epochs=50, width=1.0, timed_epochs=0), (0, 1), 1800),
     },
     parts=parts,

@@ -277,8 +277,8 @@ experiment = Experiment(
             (0,),
             0.05,
         ),
-        # Most of the time is SOAP's and Muon's; without the extra peers, some 55 minutes.
-        "laptop": Preset(Options(limit=10_000), (0, 1), 120),
+        # More than half of the time is SOAP's and Muon's.
+        "laptop": Preset(Options(limit=10_000), (0, 1), 45),
         "paper": Preset(Options(epochs=50, width=1.0, target=52.0), (0, 1), 6000),
     },
     parts=parts,

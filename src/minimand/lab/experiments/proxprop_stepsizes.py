@@ -181,7 +181,7 @@ experiment = Experiment(
         "smoke": Preset(
             Options("digits", batch=100, limit=200, epochs=3, width=0.01, rates=(50.0, 1.0, 0.05)), (0,), 0.05
         ),
-        "laptop": Preset(Options(limit=10_000), (0, 1), 90),
+        "laptop": Preset(Options(limit=10_000), (0, 1), 50),
         "paper": Preset(Options(epochs=50, width=1.0), (0, 1), 16_000),
     },
     parts=parts,
