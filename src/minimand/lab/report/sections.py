@@ -121,7 +121,8 @@ def _flag(key: str, value: Any) -> list[str]:
 
 def _number(value: float, digits: int, unit: str) -> str:
     if not math.isfinite(value):
-        return "diverged"
+        # An infinite time is one that was never reached.
+        return "never" if value == math.inf else "diverged"
     return f"{value:.{digits}f}{unit}"
 
 
