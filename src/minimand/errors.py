@@ -20,6 +20,7 @@ __all__ = [
     "ShapeError",
     "is_traced",
     "located",
+    "require_dtype",
     "require_finite",
     "require_positive",
     "require_real",
@@ -96,6 +97,12 @@ def require_real(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         kind = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
         raise CapabilityError(f"{name} must be a tensor of real floating-point numbers, got {kind}; convert it first")
+
+
+def require_dtype(name: str, tensor: Tensor, weight: Tensor) -> None:
+    """Raise :class:`OptionError` for a tensor of another type than the weight's, unless autocast sees to it."""
+    if tensor.dtype != weight.dtype and not torch.is_autocast_enabled(tensor.device.type):
+        raise OptionError(f"{name} is {tensor.dtype} and the operator's weight {weight.dtype}; convert one of them")
 
 
 def require_positive(name: str, value: float, *, zero: bool = False) -> None:

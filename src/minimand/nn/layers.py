@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..adjoints import Adjoint, Run, Unroll
-from ..errors import CapabilityError, MinimandError, OptionError, located, require_positive, require_real
+from ..errors import CapabilityError, MinimandError, OptionError, located, require_dtype, require_positive, require_real
 from ..functions import Function, from_activation
 from ..operators import Conv1d, Conv2d, Dense, LinearOperator, LipschitzTracker
 from ..operators.lipschitz import majorant
@@ -139,8 +139,7 @@ class SolverLayer(nn.Module, abc.ABC):
     def _check(self, y: Tensor) -> None:
         """Refuse what torch's own layer would refuse, in a sentence."""
         require_real("the input", y)
-        if y.dtype != self.weight.dtype and not torch.is_autocast_enabled(y.device.type):
-            raise OptionError(f"the input is {y.dtype} and the weight {self.weight.dtype}; convert one of them")
+        require_dtype("the input", y, self.weight)
 
     def _adopt(self, plain: nn.Module) -> None:
         """Take the parameters of a plain layer over as they are, so that whoever holds them still does."""

@@ -9,9 +9,9 @@ from torch import Tensor
 from ..errors import (
     CapabilityError,
     NonFiniteError,
-    OptionError,
     ShapeError,
     is_traced,
+    require_dtype,
     require_finite,
     require_positive,
     require_real,
@@ -188,9 +188,7 @@ class Problem:
 
     def check_dtype(self, name: str, tensor: Tensor) -> None:
         """Refuse a tensor of another type than the weight's, unless autocast sees to it."""
-        weight = self.operator.weight
-        if tensor.dtype != weight.dtype and not torch.is_autocast_enabled(tensor.device.type):
-            raise OptionError(f"{name} is {tensor.dtype} and the operator's weight {weight.dtype}; convert one of them")
+        require_dtype(name, tensor, self.operator.weight)
 
     def full_bias(self) -> Tensor:
         """The bias, shaped to broadcast against x."""
