@@ -18,8 +18,19 @@ from ..context import Lab
 from ..experiment import Comparison, Metrics, Results
 from ..training import loaders
 
-__all__ = ["ACTIVATIONS", "CONTROL", "LIFTED", "Chains", "Data", "Rows", "chosen_curve", "lifted", "network"]
-__all__ += ["relative_time", "tuned"]
+__all__ = [
+    "ACTIVATIONS",
+    "CONTROL",
+    "LIFTED",
+    "Chains",
+    "Data",
+    "Networks",
+    "Rows",
+    "chosen_curve",
+    "lifted",
+    "network",
+]
+__all__ += ["network", "relative_time", "tuned"]
 
 CONTROL = "ridge control"
 LIFTED: Mapping[str, Callable[..., Any]] = {
@@ -111,6 +122,25 @@ class Chains:
         if method in LIFTED:
             return self.losses
         return {"SGD": self.sgd_rates, "Adam": self.adam_rates, CONTROL: self.ridges}[method]
+
+
+@dataclasses.dataclass(frozen=True)
+class Networks(Chains):
+    """As :class:`Chains`, with one network a dataset.
+
+    Args:
+        datasets: Names of ``minimand.data.registry``.
+        nets: Hidden widths, one entry a dataset.
+    """
+
+    datasets: tuple[str, ...] = ("mnist",)
+    nets: tuple[str, ...] = ("300-100",)
+
+    def networks(self) -> list[tuple[str, str]]:
+        """Every dataset with its network."""
+        if len(self.datasets) != len(self.nets):
+            raise OptionError(f"give one network for each of the datasets {self.datasets}, got nets={self.nets}")
+        return list(zip(self.datasets, self.nets, strict=True))
 
 
 def rows(batches: Batches) -> tuple[Tensor, Tensor]:

@@ -1,54 +1,60 @@
-"""The relatives of LPOM on one network: the energy of a fixed batch, and accuracy over epochs and seconds."""
+"""The relatives of LPOM on the same networks: the energy of a fixed batch, and accuracy over epochs and seconds."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch import nn
 
 from ...errors import NonFiniteError
 from ..comparing import verdict
 from ..context import Lab
 from ..drawing import bars, curves
 from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
-from ._lifted import CONTROL, LIFTED, Chains, Data, chosen_curve, lifted, network, relative_time
+from ._lifted import CONTROL, LIFTED, Data, Networks, chosen_curve, lifted, network, relative_time
 
 OTHERS = ("SGD", "Adam", CONTROL)
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(Chains):
-    """All methods on one network.
+class Options(Networks):
+    """All methods on one network a dataset.
 
     Args:
-        dataset: A name of ``minimand.data.registry``.
-        net: Hidden widths.
+        datasets: Names of ``minimand.data.registry``.
+        nets: Hidden widths, one entry a dataset.
         steps: Sweeps over all blocks on the fixed batch, weights included.
         fixed: Samples of the fixed batch.
     """
 
-    dataset: str = "mnist"
-    net: str = "100-50"
+    datasets: tuple[str, ...] = ("mnist", "digits")
+    nets: tuple[str, ...] = ("100-50", "30-30")
     steps: int = 30
     fixed: int = 500
 
 
 def parts(options: Options) -> list[Part]:
-    """The family and what it has to stand against."""
-    return [Part(method) for method in (*LIFTED, *OTHERS)]
+    """The family and what it has to stand against, on every dataset."""
+    return [Part(f"{dataset} {method}") for dataset, _ in options.networks() for method in (*LIFTED, *OTHERS)]
 
 
 def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
     """The energy of a fixed batch first, then mini-batches from the same initial weights."""
-    data = options.data(lab, options.dataset)
-    if part in LIFTED:
-        yield from _energies(options, part, data, lab)
-    yield from chosen_curve(options, part, lambda: network(options.net, data.train.x.shape[1], data.classes), data, lab)
+    dataset, _, method = part.partition(" ")
+    data, net = options.data(lab, dataset), dict(options.networks())[dataset]
+
+    def build() -> nn.Module:
+        return network(net, data.train.x.shape[1], data.classes)
+
+    if method in LIFTED:
+        yield from _energies(options, method, build, data, lab)
+    yield from chosen_curve(options, method, build, data, lab)
 
 
-def _energies(options: Options, method: str, data: Data, lab: Lab) -> Iterator[Metrics]:
+def _energies(options: Options, method: str, build: Callable[[], nn.Module], data: Data, lab: Lab) -> Iterator[Metrics]:
     """Energy per sample over steps on one batch, in double precision, and how often it rose."""
     torch.manual_seed(lab.seed)
-    model = network(options.net, data.train.x.shape[1], data.classes).to(lab.device, torch.float64)
+    model = build().to(lab.device, torch.float64)
     trainer = lifted(method, model, "squared")
     x, y = data.train.x[: options.fixed].double(), data.train.y[: options.fixed]
     before, rises = trainer.energy(x, y) / len(x), 0
@@ -64,62 +70,56 @@ def _energies(options: Options, method: str, data: Data, lab: Lab) -> Iterator[M
         yield {"step": step, "energy": energy, "rises": rises}
 
 
-def accuracies(results: Results[Options]) -> list[Comparison]:
+def accuracies(results: Results[Options], dataset: str) -> list[Comparison]:
     """Test accuracy of every method."""
-    return [Comparison(part, None, results.final(part, "test"), "%") for part in (*LIFTED, *OTHERS)]
+    names = [f"{dataset} {method}" for method in (*LIFTED, *OTHERS)]
+    return [Comparison(part, None, results.final(part, "test"), "%") for part in names]
 
 
 def compare(results: Results[Options]) -> list[Comparison]:
     """Accuracies, times, and the steps in which the energy rose."""
-    rows = accuracies(results)
-    rows += [relative_time(results, part, "SGD", f"{part}: an epoch in SGD's time") for part in LIFTED]
-    steps = results.options.steps
-    for part in LIFTED:
-        note = "multipliers ascend: nothing is claimed" if part.startswith("SplitADMM") else ""
-        label = f"{part}: rises of the energy in {steps} steps"
-        rows.append(Comparison(label, None, results.final(part, "rises"), digits=1, note=note))
+    rows, steps = [], results.options.steps
+    for dataset in results.options.datasets:
+        rows += accuracies(results, dataset)
+        for part in (f"{dataset} {method}" for method in LIFTED):
+            rows.append(relative_time(results, part, f"{dataset} SGD", f"{part}: an epoch in SGD's time"))
+        for part in (f"{dataset} {method}" for method in LIFTED):
+            note = "multipliers ascend: nothing is claimed" if "SplitADMM" in part else ""
+            label = f"{part}: rises of the energy in {steps} steps"
+            rows.append(Comparison(label, None, results.final(part, "rises"), digits=1, note=note))
     return rows
 
 
 def plots(results: Results[Options]) -> list[Plot]:
     """Energies, accuracies over epochs and seconds, and the accuracies as bars."""
-    trained = [part for part in (*LIFTED, *OTHERS) if part != CONTROL]
-    y = "accuracy, %"
-    return [
-        curves(
-            results,
-            list(LIFTED),
-            key="energy",
-            over="step",
-            title="Energy of a fixed batch",
-            y="energy per sample",
-            log=True,
-        ),
-        curves(results, trained, key="validation", title="Validation accuracy", y=y, dashed=OTHERS),
-        curves(
-            results,
-            trained,
-            key="validation",
-            over="spent",
-            title="Validation accuracy over time",
-            y=y,
-            x="seconds of training",
-            dashed=OTHERS,
-        ),
-        bars(accuracies(results), title="Test accuracy", y="test accuracy, %"),
-    ]
+    drawn, y = [], "accuracy, %"
+    for dataset in results.options.datasets:
+        family = [f"{dataset} {method}" for method in LIFTED]
+        others = [f"{dataset} {method}" for method in OTHERS if method != CONTROL]
+        shown = [*family, *others]
+        title = f"{dataset}: energy of a fixed batch"
+        drawn.append(curves(results, family, key="energy", over="step", title=title, y="energy per sample", log=True))
+        title = f"{dataset}: validation accuracy"
+        drawn.append(curves(results, shown, key="validation", title=title, y=y, dashed=others))
+        title, x = f"{title} over time", "seconds of training"
+        drawn.append(curves(results, shown, key="validation", over="spent", title=title, y=y, x=x, dashed=others))
+        drawn.append(bars(accuracies(results, dataset), title=f"{dataset}: test accuracy", y="test accuracy, %"))
+    return drawn
 
 
 def findings(results: Results[Options]) -> Sequence[str]:
     """Each relative against the control and against SGD, and LPOM against each relative."""
-    said = [verdict(results, part, CONTROL) for part in LIFTED]
-    said += [verdict(results, part, "SGD") for part in LIFTED]
-    return [*said, *(verdict(results, "LPOM", part) for part in LIFTED if part != "LPOM")]
+    said = []
+    for dataset in results.options.datasets:
+        family = [f"{dataset} {method}" for method in LIFTED]
+        said += [verdict(results, part, f"{dataset} {other}") for other in (CONTROL, "SGD") for part in family]
+        said += [verdict(results, family[0], part) for part in family[1:]]
+    return said
 
 
 experiment = Experiment(
     name="lifted-family",
-    title="Training without backpropagation: the family on one network",
+    title="Training without backpropagation: the family side by side",
     source="002, the methods before LPOM",
     about=(
         "LPOM, MAC, the block penalty of Zeng et al., ADMM with the splittings of Taylor et al. (“output”) and of "
@@ -130,12 +130,12 @@ experiment = Experiment(
     ),
     presets={
         "smoke": Preset(
-            Options(32, 200, epochs=2, losses=("squared",), dataset="digits", net="20-20", steps=4, fixed=60),
+            Options(32, 200, epochs=2, losses=("squared",), datasets=("digits",), nets=("20-20",), steps=4, fixed=60),
             (0, 1),
             0.1,
         ),
-        "laptop": Preset(Options(), (0, 1, 2), 45),
-        "paper": Preset(Options(epochs=50, steps=100), (0, 1, 2), 350),
+        "laptop": Preset(Options(batch=64, epochs=10), (0, 1, 2), 45),
+        "paper": Preset(Options(batch=64, epochs=50, steps=100), (0, 1, 2), 350),
     },
     parts=parts,
     run=run,

@@ -4,24 +4,18 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-from ...errors import OptionError
 from ..comparing import verdict
 from ..context import Lab
 from ..drawing import curves
 from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
-from ._lifted import CONTROL, Chains, chosen_curve, network, relative_time
+from ._lifted import CONTROL, Networks, chosen_curve, network, relative_time
 
 METHODS = ("LPOM", "SGD", "Adam")
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(Chains):
-    """One network a dataset.
-
-    Args:
-        datasets: Names of ``minimand.data.registry``.
-        nets: Hidden widths, one entry a dataset.
-    """
+class Options(Networks):
+    """One network a dataset."""
 
     datasets: tuple[str, ...] = ("mnist", "cifar10")
     nets: tuple[str, ...] = ("300-100", "500-200")
@@ -29,16 +23,13 @@ class Options(Chains):
 
 def parts(options: Options) -> list[Part]:
     """Every method on every dataset."""
-    if len(options.datasets) != len(options.nets):
-        raise OptionError(f"give one network for each of the datasets {options.datasets}, got nets={options.nets}")
-    return [Part(f"{dataset} {method}") for dataset in options.datasets for method in (*METHODS, CONTROL)]
+    return [Part(f"{dataset} {method}") for dataset, _ in options.networks() for method in (*METHODS, CONTROL)]
 
 
 def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
     """Train by one method, and evaluate after every epoch."""
     dataset, _, method = part.partition(" ")
-    data = options.data(lab, dataset)
-    net = options.nets[options.datasets.index(dataset)]
+    data, net = options.data(lab, dataset), dict(options.networks())[dataset]
     yield from chosen_curve(options, method, lambda: network(net, data.train.x.shape[1], data.classes), data, lab)
 
 

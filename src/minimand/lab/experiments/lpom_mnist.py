@@ -93,8 +93,8 @@ experiment = Experiment(
     ),
     presets={
         "smoke": Preset(Options(32, 400, epochs=3, dataset="digits", nets=("30-30",)), (0, 1), 0.05),
-        "laptop": Preset(Options(), (0, 1, 2), 100),
-        "paper": Preset(Options(epochs=50), (0, 1, 2), 850),
+        "laptop": Preset(Options(batch=64), (0, 1, 2), 100),
+        "paper": Preset(Options(batch=64, epochs=50), (0, 1, 2), 850),
     },
     parts=parts,
     run=run,
