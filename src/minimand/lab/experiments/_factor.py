@@ -1,6 +1,8 @@
 """What the factorisation experiments share: where their data lie, certificates as numbers, and lines."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ __all__ = [
     "last",
     "lines",
     "measured",
+    "recorded",
     "resized",
     "statuses",
     "thinned",
@@ -41,6 +44,14 @@ def file_of(lab: Lab, *names: str, required: bool = False) -> Path | None:
     if required:
         raise DataError(f"none of {', '.join(names)} is in {root}; put it there, or choose the bundled data")
     return None
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[None]:
+    """Fits whose certificates go into the records need no warning of where they stopped."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* stopped before its certificate")
+        yield
 
 
 def resized(images: np.ndarray, height: int, width: int) -> np.ndarray:

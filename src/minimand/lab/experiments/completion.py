@@ -15,7 +15,7 @@ from ..context import Lab
 from ..drawing import curves, logarithmic
 from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ..pictures import encoded, pictures
-from ._factor import certified, last, statuses
+from ._factor import certified, last, recorded, statuses
 from ._reconstruction import photographs
 
 IMAGE, RATINGS = "image", "ratings"
@@ -140,14 +140,17 @@ def _completed(options: Options, Y: np.ndarray, seen: np.ndarray, lab: Lab) -> G
     best, chosen, before = np.inf, max(options.fractions), None
     for fraction in sorted(options.fractions, reverse=True):
         model = _model(options, fraction * top, lab)
-        U = model.fit_transform(fitted, start=before)
+        with recorded():
+            U = model.fit_transform(fitted, start=before)
         before = (U, model.components_.T) if model.n_components_ else None
         error = float(np.sqrt((((model.inverse_transform(U) + centre) - Y)[held] ** 2).mean()))
         yield {"fraction": fraction, "size": model.n_components_, "held": error}
         if error < best:
             best, chosen = error, fraction
     model = _model(options, chosen * top, lab)
-    filled: np.ndarray = model.inverse_transform(model.fit_transform(np.where(seen, Y - centre, np.nan))) + centre
+    with recorded():
+        U = model.fit_transform(np.where(seen, Y - centre, np.nan))
+    filled: np.ndarray = model.inverse_transform(U) + centre
     yield {"rank": model.n_components_, "chosen": chosen, **certified(model.certificate_)}
     return filled
 

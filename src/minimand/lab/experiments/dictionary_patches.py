@@ -11,7 +11,7 @@ from ..context import Lab
 from ..drawing import curves
 from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ..pictures import encoded, montage, pictures
-from ._factor import certified, last, statuses, thinned
+from ._factor import certified, last, recorded, statuses, thinned
 from ._reconstruction import photographs
 
 SKLEARN = "scikit-learn's dictionary"
@@ -87,7 +87,8 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
     model = SparseDictionary(
         lam, gamma, r_max=options.r_max, tol=options.tol, max_iter=options.sweeps, random_state=lab.seed
     )
-    U = model.fit_transform(Y, start=start)
+    with recorded():
+        U = model.fit_transform(Y, start=start)
     V = model.components_.T
     answer = {"lam": lam, "size": float(max(1, model.n_components_))}
     lab.keep("answer", {key: torch.tensor(value, dtype=torch.float64) for key, value in answer.items()})

@@ -11,7 +11,7 @@ from ..context import Lab
 from ..drawing import COLOURS, figure, style
 from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ..pictures import encoded, pictures
-from ._factor import certified, file_of, last, statuses
+from ._factor import certified, file_of, last, recorded, statuses
 
 GROWN, FIXED, STARTED = "NMF, size grown", "NMF, size given", "NMF, from successive projections"
 SKLEARN, PURE = "scikit-learn's NMF, no penalty", "successive projections"
@@ -132,7 +132,8 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
             random_state=lab.seed,
         )
         start = (_codes(data.Y, pure), pure) if part == STARTED else None
-        U, V = model.fit_transform(data.Y, start=start), model.components_.T
+        with recorded():
+            U, V = model.fit_transform(data.Y, start=start), model.components_.T
         record |= certified(model.certificate_)
     elif part == SKLEARN:
         from sklearn.decomposition import NMF as Sklearn

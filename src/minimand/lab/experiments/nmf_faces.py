@@ -13,7 +13,7 @@ from ..context import Lab
 from ..drawing import COLOURS, figure, logarithmic, style
 from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ..pictures import encoded, montage, pictures
-from ._factor import certified, file_of, last, resized, statuses
+from ._factor import certified, file_of, last, recorded, resized, statuses
 
 OURS = "grown to the certificate"
 SWEEPS = 2000
@@ -131,7 +131,8 @@ def _path(options: Options, Y: np.ndarray, source: str, lab: Lab) -> Iterator[Me
     before = None
     for fraction in sorted(options.fractions, reverse=True):
         model = NMF(fraction * top, tol=options.tol, effort=options.effort, random_state=lab.seed)
-        U = model.fit_transform(Y, start=before)
+        with recorded():
+            U = model.fit_transform(Y, start=before)
         before = (U, model.components_.T) if model.n_components_ else None
         X = model.inverse_transform(U)
         yield {

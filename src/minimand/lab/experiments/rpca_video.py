@@ -13,7 +13,7 @@ from ..context import Lab
 from ..drawing import curves
 from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ..pictures import encoded, pictures
-from ._factor import certified, file_of, last, measured, resized, statuses, thinned
+from ._factor import certified, file_of, last, measured, recorded, resized, statuses, thinned
 from ._reconstruction import photographs
 
 PURSUIT = "principal component pursuit"
@@ -100,7 +100,9 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
         return
     gamma = None if part == PURSUIT else 1 / options.noise
     weight = max(Y.shape) ** 0.5
-    model = RobustPCA(weight, gamma, tol=options.tol, max_iter=options.iterations, random_state=lab.seed).fit(Y)
+    model = RobustPCA(weight, gamma, tol=options.tol, max_iter=options.iterations, random_state=lab.seed)
+    with recorded():
+        model.fit(Y)
     least = model.objective_ - model.certificate_.gap
     yield from thinned(model.history_, least)
     yield {

@@ -229,7 +229,7 @@ class Lifted(abc.ABC, Generic[V]):
     def _fresh(self, x: Tensor, y: Tensor, check: bool = True) -> V:
         """The variables at the forward pass; whoever trains with them records its statistics."""
         if not isinstance(x, Tensor) or not x.numel():
-            found = f"one of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            found = f"one of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}; convert it"
             raise ShapeError(f"x must be a tensor of at least one sample, got {found}")
         for layer in self.chain.layers:
             kind = layer.module.weight.dtype

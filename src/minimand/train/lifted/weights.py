@@ -51,7 +51,8 @@ class Regression(NamedTuple):
     def parts(self, block: int | None) -> int | None:
         """How many blocks of rows are regressed each on its own; None where the other side of R is the smaller."""
         samples, features = self.rows.shape
-        if min(samples, block or samples) >= features + self.bias:
+        # Patches of images are so many that their Gram matrix is the least of the work, and blocks of them too short.
+        if min(samples, block or samples) >= features + self.bias or samples >= 4 * (features + self.bias):
             return None
         parts = max(1, samples // block) if block else 1
         return 1 if samples % parts else parts
