@@ -1,8 +1,12 @@
 """Run every benchmark module, or those named on the command line, and print their ratios.
 
-python -m benchmarks [NAME …] [--save]      # --save: also write benchmarks/results/NAME.json
+python -m benchmarks [NAME …] [--save [--label LABEL]]
+
+With --save, results are also written to benchmarks/results/NAME.json; with a label to NAME-LABEL.json, which the
+documentation shows beside it: the same on another processor, say.
 """
 
+import argparse
 import dataclasses
 import importlib
 import json
@@ -10,6 +14,7 @@ import pkgutil
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -28,10 +33,9 @@ _PACKAGES = (
 )
 
 
-def main(names: list[str]) -> int:
+def main(names: Sequence[str], save: bool = False, label: str = "") -> int:
     """Print one table per benchmark; the number of ratios that miss their target is the exit status."""
     torch.set_num_threads(1)
-    save, names = "--save" in names, [name for name in names if name != "--save"]
     found = [m.name for m in pkgutil.iter_modules(benchmarks.__path__) if not m.name.startswith("_")]
     unknown = sorted(set(names) - set(found))
     if unknown:
@@ -42,8 +46,8 @@ def main(names: list[str]) -> int:
         begin = time.perf_counter()
         with console.status(f"{name} …"):
             rows = importlib.import_module(f"benchmarks.{name}").run()
-        if save:
-            _write(name, rows, time.perf_counter() - begin)
+        if save or label:
+            _write(name, label, rows, time.perf_counter() - begin)
         console.print(_table(name, rows))
         missed += sum(not row.met for row in rows)
     return missed
@@ -64,21 +68,30 @@ def _table(name: str, rows: list[benchmarks.Row]) -> Table:
     return table
 
 
-def _write(name: str, rows: list[benchmarks.Row], seconds: float) -> None:
+def _write(name: str, label: str, rows: list[benchmarks.Row], seconds: float) -> None:
     """The rows with what they were measured on."""
     record = {
         "benchmark": name,
         "versions": dict(filter(None, map(_version, _PACKAGES))),
         "python": platform.python_version(),
         "machine": platform.machine(),
+        "processor": _processor(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "seconds": round(seconds, 1),
         "rows": [dataclasses.asdict(row) for row in rows],
     }
-    path = Path(__file__).parent / "results" / f"{name}.json"
+    path = Path(__file__).parent / "results" / f"{name}{f'-{label}' if label else ''}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+
+
+def _processor() -> str:
+    """What the processor calls itself, where it can be asked: ratios differ from one to the next."""
+    described = Path("/proc/cpuinfo")
+    lines = described.read_text().splitlines() if described.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
 
 
 def _version(package: str) -> tuple[str, str] | None:
@@ -89,4 +102,8 @@ def _version(package: str) -> tuple[str, str] | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Ratios to the plain block and to peers.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="the benchmarks to run; by default all")
+    parser.add_argument("--save", action="store_true", help="also write benchmarks/results/NAME.json")
+    parser.add_argument("--label", default="", help="write NAME-LABEL.json, beside a run on another processor")
+    sys.exit(main(**vars(parser.parse_args())))

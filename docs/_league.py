@@ -31,6 +31,8 @@ def write(results: Path, out: Path) -> None:
         path = results / f"{name}.json"
         if path.is_file():
             lines += [title, "-" * len(title), "", about, "", *_section(name, json.loads(path.read_text()), out)]
+        for other in sorted(results.glob(f"{name}-*.json")):
+            lines += ["The same on another processor:", "", *_section(other.stem, json.loads(other.read_text()), out)]
     (out / "league.rst").write_text("\n".join(lines) + "\n")
 
 
@@ -51,7 +53,8 @@ def _section(name: str, record: dict[str, Any], out: Path) -> Iterator[str]:
         )
         yield from (f".. image:: {out.name}/{file.name}", f"    :alt: Cost over {axis}. {said}", "    :width: 90 %", "")
     versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
-    yield f"*{versions}; Python {record['python']}, {record['machine']} {record['capability']}, one thread.*"
+    machine = " ".join(filter(None, (record["machine"], record.get("processor"), record["capability"])))
+    yield f"*{versions}; Python {record['python']}, {machine}, one thread.*"
     yield ""
 
 

@@ -44,18 +44,11 @@ class RidgeFactor:
 
     def inverse(self) -> Tensor:
         """(AAᵀ + sI)⁻¹ itself: one product with it is faster than two triangular solves with many rows."""
-        if self.factor.dim() > 2:
-            # LAPACK inverts one after the other; of many small ones two products of all are faster.
-            root = torch.linalg.solve_triangular(self.factor, self._identity(self.factor), upper=False)
-            back = root.mT @ root
-        else:
-            back = torch.cholesky_inverse(self.factor)
+        back = torch.cholesky_inverse(self.factor)
         if self.matrix is None:
             return back
-        return (self._identity(self.matrix) - self.matrix @ back @ self.matrix.mT) / self.shift
-
-    def _identity(self, like: Tensor) -> Tensor:
-        return torch.eye(like.shape[-2], dtype=like.dtype, device=like.device)
+        identity = torch.eye(self.matrix.shape[-2], dtype=back.dtype, device=back.device)
+        return (identity - self.matrix @ back @ self.matrix.mT) / self.shift
 
     def rounding(self) -> float:
         r""":math:`\epsilon\|L\|_2^2/\min_i L_{ii}^2`: some fifteen times the relative error of a solve, in practice."""
