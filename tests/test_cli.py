@@ -44,6 +44,20 @@ def test_list_names_everything(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert all(experiment.name in text and experiment.citation in text for experiment in experiments())
 
 
+@pytest.mark.parametrize("columns", [80, 120])
+def test_list_shows_the_sources_on_narrow_terminals(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    call("list")
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    # The middle column alone, its lines joined: what stands in the others is not between the words of a source.
+    begin, end = lines[2].index("what"), lines[2].index("laptop")
+    text = " ".join(" ".join(line[begin:end] for line in lines[4:]).split())
+    assert all(experiment.citation in text for experiment in experiments())
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -77,6 +91,14 @@ def test_mistakes_are_answered(
     status, text = answer(capsys, *arguments)
     assert status == 2
     assert says in text
+    assert "Traceback" not in text
+
+
+def test_a_typo_in_a_file_is_named_with_its_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import torch\ndef x(:\n")
+    status, text = answer(capsys, "run", str(tmp_path / "mine.py"))
+    assert status == 2
+    assert "mine.py, line 2: invalid syntax" in text
     assert "Traceback" not in text
 
 

@@ -373,6 +373,7 @@ def test_offline_is_one_sentence_with_the_address_and_the_place(server: Server, 
     assert f"put it at {tmp_path / 'cifar-10-binary.tar.gz'}" in message
     assert "\n" not in message
     assert len(message) < 400
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_a_directory_that_cannot_be_written(server: Server, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from minimand.lab.progress import Display
 from minimand.lab.registry import experiments, find
 from minimand.lab.runner import Setting, read_results, run
 from minimand.lab.setting import Job
-from minimand.lab.store import Records, atomically, read_json, write_json
+from minimand.lab.store import Records, atomically, read_json, sweep, write_json
 
 FILE = str(Path(__file__).parent / "cases" / "experiment_file.py")
 
@@ -154,6 +154,39 @@ def test_an_earlier_run_is_moved_aside_not_lost(tmp_path: Path) -> None:
     before = path.read_bytes()
     run(setting)
     assert (tmp_path / "user-made" / "smoke.old-1" / "result.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_an_interrupted_run_leaves_what_it_measured_and_nothing_else(tmp_path: Path, jobs: str) -> None:
+    begun = command(tmp_path, "--jobs", jobs, "--epochs", "4000")
+    process = subprocess.Popen(begun, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+    while not list(tmp_path.glob("**/metrics.jsonl")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the workers get it, too
+    said = process.communicate()[1].decode()
+    assert process.returncode == 130
+    assert "--resume" in said
+    assert "Traceback" not in said
+    assert not [path for path in tmp_path.glob("**/.*") if path.is_file()]
+
+
+def test_a_failed_run_leaves_no_lock_and_is_not_moved_aside(tmp_path: Path) -> None:
+    small = find(FILE).presets["smoke"].options.__class__(epochs=1, limit=0)
+    for _ in range(2):
+        with pytest.raises(ValueError):
+            run(Setting(FILE, "smoke", small, (3,), tmp_path, jobs=1))
+    files = [str(path.relative_to(tmp_path)) for path in tmp_path.glob("**/*") if path.is_file()]
+    assert files == ["user-made/smoke/protocol.json"]
+    assert os.listdir(tmp_path / "user-made") == ["smoke"]
+
+
+def test_what_a_killed_process_had_begun_to_write_is_swept(tmp_path: Path) -> None:
+    write_json(tmp_path / "part" / "a.json", 1)
+    atomically(tmp_path / "part" / "b.json").__enter__().close()  # and never ended
+    assert len(list((tmp_path / "part").iterdir())) == 2
+    sweep(tmp_path)
+    assert os.listdir(tmp_path / "part") == ["a.json"]
 
 
 def test_an_error_says_in_which_part(tmp_path: Path) -> None:

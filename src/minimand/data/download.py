@@ -16,6 +16,7 @@ from typing import Any
 from ..errors import DataError, MissingExtra
 from .formats import damaged
 from .loading import missing
+from .locks import locked
 from .registry import Files, Record, Remote
 
 __all__ = ["fetch"]
@@ -63,16 +64,16 @@ class _RichBar:
 def fetch(record: Record, source: Files, directory: Path, *, progress: bool = True) -> None:
     """Download what is missing of a dataset into the data directory, and unpack it."""
     try:
-        import pooch  # noqa: F401 -- its absence is said before any work
+        import filelock  # noqa: F401 -- its absence is said before any work
+        import pooch  # noqa: F401
         import rich.progress  # noqa: F401
-        from filelock import FileLock
     except ModuleNotFoundError as error:
         raise MissingExtra(
             f'downloading needs the package {error.name}, which is not installed: pip install "minimand[lab]"'
         ) from error
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with FileLock(directory / f".{record.name}.lock"):
+        with locked(directory / f".{record.name}.lock"):
             absent = missing(source, directory)  # now: another process may have been faster
             if absent and source.archive:
                 _fetch_archive(source, directory, progress)
@@ -115,6 +116,8 @@ def _download(remote: Remote, target: Path, progress: bool) -> bool:
             os.replace(part, target)
             return True
         reasons.append(f"{address}: {reason}")
+    if not _size(part):
+        part.unlink(missing_ok=True)
     kept = f"; {_size(part):,} of {remote.size:,} bytes arrived and are kept for the next try" if _size(part) else ""
     raise DataError(
         f"{remote.name} could not be downloaded ({'; '.join(reasons)}): try again, or get it by other means and "

@@ -24,7 +24,7 @@ __all__ = ["main"]
 PresetName = Literal["smoke", "laptop", "paper"]
 # Presets that take more than seconds.
 _LONG = ("laptop", "paper")
-# Columns of a terminal that has room for the sources, too.
+# Columns of a terminal that has room for a column of sources; in a narrower one they stand below the titles.
 _WIDE = 140
 
 
@@ -62,28 +62,34 @@ def list_() -> None:
     Example: minimand list
     """
     from rich import box
-    from rich.console import Console
+    from rich.console import Console, Group
+    from rich.padding import Padding
     from rich.table import Table
+    from rich.text import Text
 
     console = Console()
     wide = console.width >= _WIDE
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Experiments, and their time on one core")
     table.add_column("experiment", no_wrap=True, style="bold")
-    table.add_column("what")
+    table.add_column("what" if wide else "what, and its source")
     if wide:
-        table.add_column("source", style="dim")
+        table.add_column("source")
     for preset in _LONG:
         table.add_column(preset, justify="right", no_wrap=True)
     for experiment in experiments():
         known = experiment.presets
         times = (_duration(known[preset].minutes) if preset in known else "–" for preset in _LONG)
-        about = [experiment.title, experiment.citation] if wide else [experiment.title]
+        source = Text(experiment.citation, style="dim")
+        about = [experiment.title, source] if wide else [Group(experiment.title, Padding(source, (0, 0, 0, 2)))]
         table.add_row(experiment.name, *about, *times)
     console.print(table)
     console.print("The preset smoke takes seconds. More of one: minimand run NAME --help", highlight=False)
 
 
-def run(name: tyro.conf.Positional[str], arguments: tyro.conf.OmitArgPrefixes[Arguments] = Arguments()) -> None:  # noqa: B008
+def run(
+    name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")],
+    arguments: tyro.conf.OmitArgPrefixes[Arguments] = Arguments(),  # noqa: B008
+) -> None:
     """Run an experiment; its own options are shown by minimand run NAME --help.
 
     Example: minimand run solvers-lenet --preset laptop --data-dir ~/data --seed 0 1 2
@@ -152,7 +158,7 @@ def demo(out: Path = Path("runs"), jobs: int | None = None, preset: PresetName =
     console.print(f"Report: {write_report(out)}", soft_wrap=True)
 
 
-def bench(names: tyro.conf.Positional[tuple[str, ...]] = (), save: bool = False) -> None:
+def bench(names: tyro.conf.Positional[tuple[str, ...]] = (), save: bool = False, label: str = "") -> None:
     """Ratios to peers and to the plain block; needs a checkout of the repository, whose benchmarks it runs.
 
     Example: minimand bench layers
@@ -160,6 +166,7 @@ def bench(names: tyro.conf.Positional[tuple[str, ...]] = (), save: bool = False)
     Args:
         names: The benchmarks to run; by default all.
         save: Also write the results to benchmarks/results.
+        label: Write them beside those of another processor, as NAME-LABEL.json.
     """
     sys.path.insert(0, str(Path.cwd()))
     try:
@@ -168,7 +175,7 @@ def bench(names: tyro.conf.Positional[tuple[str, ...]] = (), save: bool = False)
         if error.name not in ("benchmarks", "benchmarks.__main__"):
             raise
         raise OptionError("there is no folder benchmarks here: run minimand bench in a checkout of minimand") from None
-    run_benchmarks([*names, *(["--save"] if save else [])])
+    run_benchmarks(names, save, label)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

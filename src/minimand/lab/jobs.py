@@ -29,6 +29,9 @@ from .store import write_json
 
 __all__ = ["execute", "in_parallel", "in_turn"]
 
+# Seconds for a worker to go: afterwards what it had begun to write is removed.
+_GRACE = 5.0
+
 
 def execute(setting: Setting, directory: Path, job: Job, notify: Callable[[Event], None]) -> None:
     """Run one part for one seed in this process, to its end."""
@@ -121,6 +124,8 @@ def _stop(pool: ProcessPoolExecutor) -> None:
     pool.shutdown(wait=False, cancel_futures=True)
     for process in processes:
         process.terminate()
+    for process in processes:
+        process.join(_GRACE)
 
 
 _events: Any = None

@@ -51,7 +51,11 @@ def _from_file(path: Path) -> Experiment[Any]:
     module = importlib.util.module_from_spec(spec)
     # Dataclasses look their module up by name.
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        del sys.modules[name]
+        raise OptionError(f"{error.filename}, line {error.lineno}: {error.msg}; mend the file") from None
     return _checked(module, str(path))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..data.locks import locked
 from ..errors import OptionError
 from ..solvers.base import require_count
 from .experiment import Experiment, Part
@@ -17,7 +18,7 @@ from .progress import Display, Event
 from .registry import find
 from .results import RESULT, read_results, write_result
 from .setting import Job, Setting, default_jobs, directory_of, is_done, options_of
-from .store import read_json, slug, write_json
+from .store import read_json, slug, sweep, write_json
 
 __all__ = ["Setting", "directory_of", "read_results", "run"]
 
@@ -35,9 +36,9 @@ def run(setting: Setting, display: Display | None = None) -> Path:
     _check(setting)
     display = display or Display(quiet=True)
     directory = directory_of(setting.out, experiment, setting)
-    with _processes() as (rank, world), _locked(directory, rank):
-        parts = list(experiment.parts(setting.options))
-        _check_parts(experiment, parts)
+    parts = list(experiment.parts(setting.options))
+    _check_parts(experiment, parts)
+    with _processes() as (rank, world), _locked(directory, rank), _swept(directory, world):
         if rank == 0:
             setting = _prepare(experiment, setting, directory)
         if world > 1:
@@ -83,7 +84,7 @@ def _check_parts(experiment: Experiment[Any], parts: list[Part]) -> None:
 
 
 def _prepare(experiment: Experiment[Any], setting: Setting, directory: Path) -> Setting:
-    """Make the directory; on resuming check that it is the same protocol, else move aside what is there."""
+    """Make the directory; on resuming check that it is the same protocol, else move aside what was measured there."""
     options = options_of(setting)
     path = directory / "protocol.json"
     assert setting.seeds is not None
@@ -101,7 +102,7 @@ def _prepare(experiment: Experiment[Any], setting: Setting, directory: Path) -> 
             )
         seeds = tuple(dict.fromkeys((*stored["seeds"], *setting.seeds)))
         setting = dataclasses.replace(setting, seeds=seeds)
-    elif directory.exists() and any(directory.iterdir()):
+    elif any(file.is_file() and file != path for file in directory.rglob("*")):
         directory.rename(_aside(directory))
     protocol = {"experiment": experiment.name, "preset": setting.preset, "options": options, "seeds": setting.seeds}
     write_json(path, protocol)
@@ -146,24 +147,33 @@ def _processes() -> Iterator[tuple[int, int]]:
 
 
 @contextlib.contextmanager
+def _swept(directory: Path, world: int) -> Iterator[None]:
+    """Leave no half-written files, however it ends; processes of other ranks may still be writing theirs."""
+    try:
+        yield
+    finally:
+        if world == 1:
+            sweep(directory)
+
+
+@contextlib.contextmanager
 def _locked(directory: Path, rank: int) -> Iterator[None]:
     """Two runs in one directory would write over each other."""
-    from filelock import FileLock, Timeout
+    from filelock import Timeout
 
     if rank:
         yield
         return
     # Beside the directory, which may be moved aside.
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OptionError(f"cannot write to {directory.parent}: {error.strerror}; give another --out") from None
-    lock = FileLock(directory.with_name(f".{directory.name}.lock"))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise OptionError(f"another process is running in {directory}; wait for it, or give another --out") from None
-    try:
+    held = locked(directory.with_name(f".{directory.name}.lock"), wait=False)
+    with contextlib.ExitStack() as stack:
+        try:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(held)
+        except Timeout:
+            raise OptionError(
+                f"another process is running in {directory}; wait for it, or give another --out"
+            ) from None
+        except OSError as error:
+            raise OptionError(f"cannot write to {directory.parent}: {error.strerror}; give another --out") from None
         yield
-    finally:
-        lock.release()

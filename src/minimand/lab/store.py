@@ -13,7 +13,10 @@ from typing import IO, Any
 from ..errors import DataError
 from .experiment import Metrics
 
-__all__ = ["Records", "atomically", "read_json", "slug", "versions", "write_json"]
+__all__ = ["Records", "atomically", "read_json", "slug", "sweep", "versions", "write_json"]
+
+
+_PARTIAL = ".partial"
 
 
 def slug(name: str) -> str:
@@ -41,7 +44,7 @@ class atomically:
 
     def __enter__(self) -> IO[bytes]:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
+        handle, name = tempfile.mkstemp(_PARTIAL, f".{self.path.name}.", self.path.parent)
         self._partial = Path(name)
         self._file = os.fdopen(handle, "wb")
         return self._file
@@ -59,6 +62,12 @@ class atomically:
             self._partial.replace(self.path)
         else:
             self._partial.unlink(missing_ok=True)
+
+
+def sweep(directory: Path) -> None:
+    """Remove what processes that were killed had begun to write below a directory in which nobody else writes."""
+    for path in directory.rglob(f".*{_PARTIAL}"):
+        path.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:

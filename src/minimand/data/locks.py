@@ -1,0 +1,49 @@
+"""One process at a time, by a file that is gone afterwards."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["locked"]
+
+
+class _Removed(Exception):
+    """The lock is of a file that no longer has the name."""
+
+
+@contextlib.contextmanager
+def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
+    """Hold the lock of this name, and leave no file behind; without ``wait`` raise ``filelock.Timeout`` at once.
+
+    A file may be removed only by who holds its lock, and a lock counts only if its file still has the name: who
+    opened the file before it was removed gets the lock of a file that nobody else would look at, and tries again.
+    After SIGKILL the file stays, without its lock; the next one to take it removes it.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "lock"
+    >>> with locked(path):
+    ...     path.exists()
+    True
+    >>> path.exists()
+    False
+    """
+    from filelock import FileLock
+
+    def require_name(descriptor: int) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return
+        raise _Removed
+
+    lock = FileLock(path, on_acquired=require_name)
+    while not lock.is_locked:
+        with contextlib.suppress(_Removed):
+            lock.acquire(timeout=-1 if wait else 0)
+    try:
+        yield
+    finally:
+        # Where an open file cannot be removed, on Windows, releasing does it.
+        with contextlib.suppress(OSError):
+            path.unlink()
+        lock.release()
