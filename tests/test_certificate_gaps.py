@@ -54,6 +54,7 @@ def test_sparse_codes_of_one_feature(generator):
             assert found.gap >= objective(Y, U, V, 0.2, theta) - best - 1e-6
 
 
+@pytest.mark.filterwarnings("ignore:.*stopped before its certificate")
 @pytest.mark.parametrize("gamma", [None, 0.5, 4.0])
 def test_robust_principal_components(gamma, generator):
     """The loss in both formulations, and IMPROVABLE only where the convex minimum is below."""

@@ -183,6 +183,17 @@ def test_refusals_name_the_layer() -> None:
         DropoutPenalty(nn.Sequential(first, nn.Tanh(), second), 0.5).whitened()
 
 
+def test_a_module_that_comes_twice_counts_twice() -> None:
+    first, second, third = _linear(3, 4, 4, 2)
+    shared, x = nn.Dropout(0.3), torch.randn(5, 3, dtype=torch.float64)
+    once = DropoutPenalty(nn.Sequential(first, shared, second, shared, third))
+    apart = DropoutPenalty(nn.Sequential(first, nn.Dropout(0.3), second, nn.Dropout(0.3), third))
+    assert once(x).item() == apart(x).item()
+    relu = nn.ReLU()
+    with pytest.raises(CapabilityError, match=r"4 \(ReLU\) comes after a dropout"):
+        DropoutPenalty(nn.Sequential(first, relu, nn.Dropout(), second, relu, third))
+
+
 @pytest.mark.parametrize(
     "layer",
     [

@@ -170,6 +170,7 @@ def test_theorem_1_a_local_minimum_with_a_zero_pair_and_polar_at_most_lam_is_glo
         assert model.objective_ == pytest.approx(doubly_nonnegative_minimum(Y, lam), rel=2e-4)
 
 
+@pytest.mark.filterwarnings("ignore:.*stopped before its certificate")
 def test_nmf_grows_to_the_planted_parts_and_proves_it():
     rng = np.random.default_rng(0)
     parts = rng.random((4, 12)) * (rng.random((4, 12)) < 0.5)
@@ -238,6 +239,7 @@ def test_the_induced_penalty_is_convex_on_segments(theta, generator):
             assert norms[2] <= t * norms[0] + (1 - t) * norms[1] + 1e-9
 
 
+@pytest.mark.filterwarnings("ignore:.*stopped before its certificate")
 def test_sizes_stay_below_the_bound_of_the_theory():
     """003, Theorem 2: the size needed is bounded by the number of entries of the output; there was room for more."""
     for seed in range(2):
@@ -284,6 +286,7 @@ def test_cp_tensor_closed_form_on_orthogonal_components():
     torch.testing.assert_close(a, U)
 
 
+@pytest.mark.filterwarnings("ignore:.*stopped before its certificate")
 def test_cp_gap_is_never_understated():
     rng = np.random.default_rng(0)
     Y = rng.normal(size=(5, 4, 3))

@@ -14,6 +14,9 @@ from sklearn.utils.estimator_checks import check_estimator
 
 from minimand.factor import NMF, CPTensor, LowRank, MatrixCompletion, RobustPCA, SparseDictionary, Status
 
+# The bound of a tensor's polar is loose: hardly a fit of one ends with a certificate.
+pytestmark = pytest.mark.filterwarnings("ignore:CPTensor stopped before its certificate")
+
 Y = np.random.default_rng(0).random((14, 4)) @ np.random.default_rng(1).random((4, 9)) + 0.01
 
 MATRIX = [
@@ -141,7 +144,7 @@ def nan(position=(0, 0)):
 
 BAD = [
     (NMF(0.5), nan(), "NaN"),
-    (LowRank(0.5), torch.from_numpy(nan()), "Y holds 1 NaN"),
+    (LowRank(0.5), torch.from_numpy(nan()), "Y contains NaN, 1 of"),
     (LowRank(0.5), np.where(Y > 1, np.inf, Y), "infinity"),
     (NMF(0.5), -Y, "Negative values"),
     (NMF(0.5), torch.from_numpy(-Y), "Negative values"),

@@ -16,6 +16,7 @@ MODELS = {
     "robust": lambda: RobustPCA(3.0, 2.0, random_state=0),
     "completion": lambda: MatrixCompletion(1.0, random_state=0),
 }
+pytestmark = pytest.mark.filterwarnings("ignore:.*stopped before its certificate")
 SPLIT = 17  # an uneven share
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.base import clone
+from sklearn.exceptions import ConvergenceWarning
 
 from minimand.factor import NMF, CPTensor, SparseDictionary, Status, certify
 from minimand.factor.descent import Descent, Pair
@@ -75,3 +76,29 @@ def test_above_lambda_max_the_certificate_says_that_the_answer_is_zero(model):
     assert "the answer is zero" in near.certificate_.method
     below = clone(model).set_params(lam=0.5 * top, random_state=0).fit(data)
     assert "zero" not in below.certificate_.method
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (
+            SparseDictionary(0.5, 0.2, max_iter=5),
+            r"SparseDictionary stopped .*IMPROVABLE.* max_iter=5 .*raise max_iter",
+        ),
+        (SparseDictionary(0.5, 0.2, r_max=3), r"it has 3 components, .*raise r_max"),
+        (NMF(0.5, max_iter=2, effort=0), "NMF stopped before its certificate .*raise max_iter"),
+        (CPTensor(0.5, max_iter=2), "CPTensor stopped before its certificate .*raise max_iter"),
+    ],
+    ids=str,
+)
+def test_a_fit_that_stops_before_its_certificate_warns_with_the_remedy(model, says):
+    Y = np.abs(np.random.default_rng(1).normal(size=(10, 6)))
+    model = clone(model).set_params(random_state=0)
+    with pytest.warns(ConvergenceWarning, match=says):
+        model.fit(Y.reshape(10, 3, 2) if isinstance(model, CPTensor) else Y)
+
+
+def test_a_size_that_was_asked_for_is_no_early_stop():
+    Y = np.random.default_rng(1).normal(size=(10, 6))
+    model = SparseDictionary(0.5, 0.2, n_components=2, random_state=0).fit(Y)  # warnings are errors
+    assert model.certificate_.status is Status.IMPROVABLE

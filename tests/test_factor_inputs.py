@@ -45,6 +45,7 @@ def test_who_needs_every_entry_refuses_masked_arrays(model):
     assert LowRank(0.5).fit(nothing).n_components_ == LowRank(0.5).fit(Y).n_components_
 
 
+@pytest.mark.filterwarnings("ignore:.*stopped before its certificate")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_comes_back_as_float32_with_a_gap_that_holds(dtype):
     """The factors that are returned are the ones that were certified: not rounded afterwards."""

@@ -11,8 +11,17 @@ from torch import Tensor, nn
 
 from minimand import LPOM, ProxProp, SolverConv2d, SolverLinear, convert, explain
 from minimand.errors import MinimandError
-from minimand.factor import NMF, LowRank
-from minimand.nn import ISTANet
+from minimand.factor import (
+    NMF,
+    DropoutFactorization,
+    DropoutPenalty,
+    LowRank,
+    MatrixCompletion,
+    ParallelNetwork,
+    ParallelReLU,
+    factorize,
+)
+from minimand.nn import ISTANet, OptimizationNet
 from minimand.solvers import ProxGD
 from minimand.train import MAC
 
@@ -44,6 +53,21 @@ def _with_nan(values: Any) -> Any:
     return values
 
 
+def _attached(net: nn.Module, x: Any, autocast: bool = False) -> Tensor:
+    ProxProp(net).attach(torch.optim.SGD(net.parameters(), 0.1))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        return net(x)
+
+
+def _subnetwork() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 1, bias=False), nn.ReLU(), nn.Linear(1, 3, bias=False))
+
+
+def _blocks() -> OptimizationNet:
+    return OptimizationNet([nn.Linear(8, 8), nn.Linear(8, 8)], "heavy_ball")
+
+
+BOTH = "the input is torch.float64 .* torch.float32; convert"
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "another dtype": (lambda: SolverLinear(8, 6)(X.double()), "SolverLinear: the input is torch.float64 .* convert"),
     "a convolution's": (lambda: SolverConv2d(1, 2, 3)(torch.ones(2, 1, 6, 6).double()), "SolverConv2d: .* convert"),
@@ -67,6 +91,36 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "another state": (_another_state, "of another network"),
     "missing entries": (lambda: LowRank(0.5).fit(_with_nan(ROWS)), "Y contains NaN, 1 of its 30 .* MatrixCompletion"),
     "negative entries": (lambda: NMF(0.1).fit(-ROWS), "^Negative values in data passed to NMF: clip or shift them$"),
+    "a penalty's dtype": (lambda: DropoutPenalty(_net(), 0.5)(X.double()), f"^0: {BOTH}"),
+    "a penalty's shape": (lambda: DropoutPenalty(_net(), 0.5)(X[:, :3]), r"^0: .*\(\.\.\., 8\), got \(12, 3\)"),
+    "a penalty's array": (lambda: DropoutPenalty(_net(), 0.5)(X.numpy()), "^0: .* got a ndarray; convert"),
+    "a tapped layer's dtype": (lambda: _attached(_net(), X.double()), f"^0: {BOTH}"),
+    "a tapped layer's, evaluated": (lambda: torch.no_grad()(_attached)(_net(), X.double()), f"^0: {BOTH}"),
+    "a tapped layer's, autocast": (lambda: _attached(_net(), X.double(), autocast=True), f"^0: {BOTH}"),
+    "a tapped convolution's": (
+        lambda: _attached(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Conv2d(2, 2, 3)), torch.ones(2, 1, 6, 6).double()),
+        f"^0: {BOTH}",
+    ),
+    "whole numbers, tapped": (lambda: _attached(_net(), torch.ones(2, 8).int()), "^0: .* torch.int32; convert"),
+    "a block's dtype": (lambda: _blocks()(X.double()), rf"^blocks\.0 \(Linear\): {BOTH}"),
+    "a block's array": (lambda: _blocks()(X.numpy()), "takes a tensor, got a ndarray; convert"),
+    "an array for LPOM": (lambda: LPOM(_net()).step(X.numpy(), LABELS), "got a ndarray; convert"),
+    "no weight": (lambda: LowRank(0).fit(ROWS), r"^lam must be a finite number > 0, got 0.*0\.1 \* lambda_max\(Y\)"),
+    "a weight in words": (lambda: NMF("auto").fit(ROWS), r"got 'auto'; .* lambda_max"),
+    "no weight on a path": (lambda: LowRank(1.0).path(ROWS, [1.0, 0.0]), "^lam must be .* got 0.*lambda_max"),
+    "no weight to factorize": (lambda: factorize(ROWS, lam=0), "^lam must be .* got 0.*lambda_max"),
+    "missing, in a tensor": (
+        lambda: NMF(0.1).fit(_with_nan(torch.tensor(ROWS))),
+        "Y contains NaN, 1 of its 30 .* Matrix",
+    ),
+    "missing, with dropout": (lambda: DropoutFactorization(2).fit(_with_nan(ROWS)), "X contains NaN, 1 .* MatrixComp"),
+    "missing, for neurons": (lambda: ParallelReLU(0.1).fit(_with_nan(ROWS), ROWS[:, 0]), "X contains NaN, .*leave out"),
+    "infinite entries": (lambda: MatrixCompletion(0.1).fit(ROWS * np.inf), "^Input Y contains infinity; mark missing"),
+    "half precision": (lambda: ParallelNetwork(_subnetwork, 0.1).fit(X.half(), X[:, :3]), r"float16.* \.float\(\)"),
+    "frozen subnetworks": (
+        lambda: ParallelNetwork(lambda: _subnetwork().requires_grad_(False), 0.1),
+        r"\(0\.weight, 2\.weight\).*requires_grad_\(True\)",
+    ),
     "a measuring array": (lambda: ISTANet(np.ones((2, 4))), "torch.as_tensor"),
 }
 
@@ -79,6 +133,19 @@ def test_a_mistake_is_answered_by_a_sentence(name):
     said = str(caught.value)
     assert re.search(words, said), said
     assert "\n" not in said
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_what_autocast_takes_is_not_refused(dtype):
+    plain = _net()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(X.to(dtype))
+    assert torch.equal(_attached(plain, X.to(dtype), autocast=True), expected)
+
+
+def test_errors_of_another_kind_stay_torch_s():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        _attached(_net(), X[:, :3])
 
 
 def test_a_frozen_layer_is_not_listed_and_alone_is_warned_of(caplog):

@@ -22,6 +22,7 @@ __all__ = [
     "located",
     "require_dtype",
     "require_finite",
+    "require_fitting",
     "require_positive",
     "require_real",
 ]
@@ -101,8 +102,23 @@ def require_real(name: str, tensor: Tensor) -> None:
 
 def require_dtype(name: str, tensor: Tensor, weight: Tensor) -> None:
     """Raise :class:`OptionError` for a tensor of another type than the weight's, unless autocast sees to it."""
-    if tensor.dtype != weight.dtype and not torch.is_autocast_enabled(tensor.device.type):
+    if tensor.dtype == weight.dtype:
+        return
+    # Autocast leaves float64 as it is.
+    if torch.float64 in (tensor.dtype, weight.dtype) or not torch.is_autocast_enabled(tensor.device.type):
         raise OptionError(f"{name} is {tensor.dtype} and the operator's weight {weight.dtype}; convert one of them")
+
+
+def require_fitting(where: str, tensor: Tensor, weight: Tensor) -> None:
+    """Raise, with its place, what keeps a layer of torch from taking an input: that it is no real tensor, or its type.
+
+    For the handler of torch's own error: what torch takes is not refused, and a pass without error costs nothing.
+    """
+    try:
+        require_real("the input", tensor)
+        require_dtype("the input", tensor, weight)
+    except MinimandError as error:
+        raise located(error, where) from None
 
 
 def require_positive(name: str, value: float, *, zero: bool = False) -> None:

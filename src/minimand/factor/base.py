@@ -9,18 +9,31 @@ from typing import Any, Self
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin, clone
+from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from ..errors import MissingExtra, NonFiniteError, OptionError, ShapeError, require_finite
-from .certificate import Certificate
+from ..errors import MissingExtra, OptionError, ShapeError, require_finite
+from .certificate import Certificate, Status
+from .engine import LARGEST
 from .growth import Report
-from .inputs import as_tensor, real, refuse_masked, require_number, same_kind, seeded_generator, working
+from .inputs import (
+    as_tensor,
+    real,
+    refuse_masked,
+    require_entries,
+    require_lam,
+    require_number,
+    same_kind,
+    seeded_generator,
+    working,
+)
 from .rows import Rows
 
 __all__ = ["Factorization", "Path"]
 
 FLOATS = [np.float64, np.float32]
+_MISSING = "fill them, or complete them with MatrixCompletion"
 
 
 class Path(tuple[Any, ...]):
@@ -62,6 +75,7 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
     components_: Any
     n_components_: int
+    n_iter_: int
     history_: list[float]
     objective_: float
     certificate_: Certificate
@@ -92,16 +106,17 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             process_group: A torch.distributed group over whose ranks the rows are spread.
         """
         self._fit(Y, start, process_group)
-        self._say_if_zero()
+        self._warn()
         return self
 
     def fit_transform(self, Y: Any, y: Any = None, *, start: Any = None, process_group: Any = None) -> Any:
         """Fit to Y and return U; see :meth:`fit`."""
         codes = self._fit(Y, start, process_group)
-        self._say_if_zero()
+        self._warn()
         return codes
 
-    def _say_if_zero(self) -> None:
+    def _warn(self) -> None:
+        """Of an answer that is zero, and of a fit that may grow and ended before its certificate."""
         zero = self.objective_ > 0 and not self.components_.any()
         if zero and self.certificate_.finds_nothing_above(self.lam):
             warnings.warn(
@@ -109,6 +124,27 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
                 f"lambda_max(Y) on; take a smaller lam, or see path(Y)",
                 stacklevel=3,
             )
+        elif stop := self._stopped():
+            warnings.warn(
+                f"{type(self).__name__} stopped before its certificate ({self.certificate_.status}, relative gap "
+                f"{self.certificate_.relative_gap:.2g} > tol={self.tol:g}): {stop}",
+                ConvergenceWarning,
+                stacklevel=3,
+            )
+
+    def _stopped(self) -> str:
+        """What kept a fit of free size from going on, and what to do; empty where nothing did."""
+        # A size that was asked for is the answer, whatever a larger one would bring.
+        if getattr(self, "n_components", None) is not None or self.certificate_.status is Status.CERTIFIED:
+            return ""
+        exhausted = self.n_iter_ >= self.max_iter
+        if not exhausted and self.certificate_.polar_lower <= self.lam * (1 + self.tol / 4):
+            return ""
+        if exhausted:
+            return f"all max_iter={self.max_iter} iterations are made; raise max_iter, or take a larger lam or tol"
+        if self.n_components_ >= (getattr(self, "r_max", None) or LARGEST):
+            return f"it has {self.n_components_} components, as many as r_max allows; raise r_max, or take a larger lam"
+        return "its search ended too early; go on from its factors with start=…, or try another random_state"
 
     def _fit(self, Y: Any, start: Any, group: Any) -> Any:
         self._check_options()
@@ -142,6 +178,8 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         grid = np.geomspace(1.0, 0.01, n_lams) * self.lambda_max(Y) if lams is None else np.asarray(lams, dtype=float)
         if grid.ndim != 1 or not len(grid):
             raise OptionError(f"lams must be a sequence of numbers > 0, got shape {grid.shape}")
+        for lam in grid:
+            require_lam(lam)
         models: dict[int, Factorization] = {}
         before: tuple[Any, Any] | None = None
         for i in np.argsort(-grid, kind="stable"):
@@ -159,7 +197,7 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     # -- input -----------------------------------------------------------------------------------------------------
 
     def _check_options(self) -> None:
-        require_number("lam", self.lam)
+        require_lam(self.lam)
         require_number("tol", self.tol)
         if not isinstance(self.max_iter, int | np.integer) or self.max_iter < 1:
             raise OptionError(f"max_iter must be a whole number ≥ 1, got {self.max_iter!r}")
@@ -179,17 +217,11 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             if 0 in data.shape:
                 raise ShapeError(f"Y of shape {tuple(data.shape)} is empty; a minimum of 1 row and column is required")
             data = working(data)
-            require_finite("Y", data)
+            require_entries("Y", data, name, _MISSING)
             validate_data(self, data, reset=reset, skip_check_array=True)
             return Y, data
         array = validate_data(self, Y, reset=reset, dtype=FLOATS, order=None, ensure_all_finite=False)
-        bad = array.size - int(np.isfinite(array).sum())
-        if bad:
-            kinds = " and ".join(k for k, f in (("NaN", np.isnan), ("infinity", np.isinf)) if bool(f(array).any()))
-            raise NonFiniteError(
-                f"Input Y contains {kinds}, {bad} of its {array.size} entries, and {name} needs them all; fill them, "
-                f"or complete them with MatrixCompletion"
-            )
+        require_entries("Y", array, name, _MISSING)
         return array, as_tensor(array)
 
     def _checked_start(self, start: Any, data: Any) -> tuple[Tensor, ...]:

@@ -20,6 +20,9 @@ from .rows import Rows
 __all__ = ["MatrixCompletion"]
 
 
+_INFINITE = "Input Y contains infinity; mark missing entries by NaN"
+
+
 class MatrixCompletion(Factorization):
     r"""Low-rank matrix completion,
 
@@ -91,17 +94,19 @@ class MatrixCompletion(Factorization):
                 raise ShapeError(f"Expected 2D real tensor with entries, got {data.dtype} of {tuple(data.shape)}")
             data = working(data)
             if bool(torch.isinf(data).any()):
-                raise NonFiniteError("Y holds Inf; mark missing entries by NaN")
+                raise NonFiniteError(_INFINITE)
             validate_data(self, data, reset=reset, skip_check_array=True)
             return Y, _from_dense(data)
         if np.ma.isMaskedArray(Y):
             Y = np.ma.filled(Y if Y.dtype.kind == "f" else Y.astype(np.float64), np.nan)
         array = validate_data(
-            self, Y, reset=reset, dtype=FLOATS, accept_sparse=("csr", "csc", "coo"), ensure_all_finite="allow-nan"
+            self, Y, reset=reset, dtype=FLOATS, accept_sparse=("csr", "csc", "coo"), ensure_all_finite=False
         )
         if sp.issparse(array):
             loss = _from_sparse(array)
             return loss.values.numpy()[:0], loss
+        if bool(np.isinf(array).any()):
+            raise NonFiniteError(_INFINITE)
         return array, _from_dense(as_tensor(array))
 
     def _fit(self, Y: Any, start: Any, group: Any) -> Any:

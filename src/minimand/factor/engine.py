@@ -15,7 +15,7 @@ from .certificate import Certificate
 from .descent import Descent, LocalDescent, Pair, balanced
 from .gap import loss_of, regulariser_named
 from .growth import Growth, Report, run
-from .inputs import real, refuse_masked, require_number, same_kind, seeded_generator, working
+from .inputs import real, refuse_masked, require_lam, require_number, same_kind, seeded_generator, working
 from .losses import Loss, Squared
 from .proximal import ProximalDescent
 from .regularisers import Regulariser
@@ -101,7 +101,7 @@ class _Plain:
 
     def check(self) -> None:
         """Refuse options outside their ranges."""
-        require_number("lam", self.lam)
+        require_lam(self.lam)
         require_number("tol", self.tol)
         require_number("max_iter", self.max_iter)
 

@@ -1,5 +1,6 @@
 """What comes in and what goes out: arrays, tensors, frames and masked arrays, in the precision that is computed in."""
 
+import math
 import warnings
 from typing import Any
 
@@ -8,9 +9,19 @@ import scipy.sparse as sp
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, ShapeError, require_positive
+from ..errors import NonFiniteError, OptionError, ShapeError, require_positive
 
-__all__ = ["as_tensor", "real", "refuse_masked", "require_number", "same_kind", "seeded_generator", "working"]
+__all__ = [
+    "as_tensor",
+    "real",
+    "refuse_masked",
+    "require_entries",
+    "require_lam",
+    "require_number",
+    "same_kind",
+    "seeded_generator",
+    "working",
+]
 
 
 def require_number(name: str, value: Any, *, zero: bool = False) -> None:
@@ -18,6 +29,29 @@ def require_number(name: str, value: Any, *, zero: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise OptionError(f"{name} must be a finite number {'≥ 0' if zero else '> 0'}, got {value!r}")
     require_positive(name, float(value), zero=zero)
+
+
+def require_lam(lam: Any) -> None:
+    """Refuse a weight that is no finite positive number, and say where a good one comes from."""
+    try:
+        require_number("lam", lam)
+    except OptionError as error:
+        raise OptionError(
+            f"{error}; a start is 0.1 * lambda_max(Y), where lambda_max, a method of the estimators, gives the "
+            f"smallest lam whose answer is zero"
+        ) from None
+
+
+def require_entries(name: str, data: np.ndarray | Tensor, who: str, remedy: str) -> None:
+    """Refuse data with entries that are NaN or infinite, in scikit-learn's words and one sentence."""
+    of: Any = torch if isinstance(data, Tensor) else np
+    size = math.prod(data.shape)
+    bad = size - int(of.isfinite(data).sum())
+    if bad:
+        kinds = " and ".join(k for k, f in (("NaN", of.isnan), ("infinity", of.isinf)) if bool(f(data).any()))
+        raise NonFiniteError(
+            f"Input {name} contains {kinds}, {bad} of its {size} entries, and {who} needs them all; {remedy}"
+        )
 
 
 def as_tensor(array: np.ndarray) -> Tensor:

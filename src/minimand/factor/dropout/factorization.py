@@ -16,6 +16,7 @@ from ...solvers.base import require_count
 from ...solvers.iterate import iterate
 from ...solvers.linear import ridge_factor
 from ...solvers.steps import Exponential, Harmonic, Schedule, check_step_size
+from ..inputs import require_entries
 from .arrays import require_rank, require_rate
 from .equalize import equalized_factors
 from .objective import block_smoothness, dropout_objective, dropout_weight, variable_rate
@@ -115,7 +116,7 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
     def transform(self, X: Any) -> np.ndarray:
         r"""The best U for given V, row by row: :math:`\min_u \|x - uV^\top\|^2 + \lambda\sum_i u_i^2\|V_i\|^2`."""
         check_is_fitted(self, "components_")
-        data = validate_data(self, X, reset=False, dtype=[np.float64, np.float32])
+        data = self._checked(X, reset=False)
         V = torch.from_numpy(self.components_.T.astype(data.dtype))
         return best_rows(torch.tensor(data), V, dropout_weight(self.p_)).numpy()
 
@@ -130,7 +131,7 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
 
     def _fit(self, X: Any) -> Tensor:
         self._check()
-        data = validate_data(self, X, dtype=[np.float64, np.float32])
+        data = self._checked(X)
         # Copied: torch warns of arrays that it could not write to.
         Y = torch.tensor(data)
         self.p_ = float(self.p) if self.rate == "fixed" else variable_rate(self.p, self.n_components)
@@ -149,6 +150,11 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         self.objective_ = factors.history[-1]
         self.gap_ = max(self.objective_ - self.optimum_, 0.0)
         return factors.U
+
+    def _checked(self, X: Any, *, reset: bool = True) -> np.ndarray:
+        data = validate_data(self, X, reset=reset, dtype=[np.float64, np.float32], ensure_all_finite=False)
+        require_entries("X", data, type(self).__name__, "fill them, or complete them with MatrixCompletion")
+        return np.asarray(data)
 
     def _check(self) -> None:
         require_rank(self.n_components, "n_components")

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ...errors import CapabilityError, OptionError, ShapeError
+from ...errors import CapabilityError, OptionError, ShapeError, require_fitting
 from ...nn.dropout import AdditiveDropout, ImportanceDropout
 from ...operators.gram import gram
 from .arrays import require_rate
@@ -38,11 +38,13 @@ class _Plan:
     """A network cut at its first dropout: what may be nonlinear before it, and affine layers after it.
 
     ``rates`` has one drop rate for each layer of ``tail``, that of its input; zero where nothing is dropped.
+    ``paths`` has those of the layers of both.
     """
 
     head: tuple[nn.Module, ...]
     tail: tuple[nn.Linear, ...]
     rates: tuple[float, ...]
+    paths: tuple[str, ...]
 
 
 class DropoutPenalty:
@@ -104,14 +106,15 @@ class DropoutPenalty:
         """The network's output without noise, and the penalty, from one forward pass."""
         plan = self._plan
         h = x
-        for layer in plan.head:
-            h = layer(h)
+        paths = iter(plan.paths)
+        for module in plan.head:
+            h = _passed(next(paths), module, h)
         squares = []
         for layer in plan.tail:
-            if h.shape[-1] != layer.in_features:
-                raise ShapeError(f"a linear layer takes {layer.in_features} features and gets {h.shape[-1]}")
+            path = next(paths)
+            after = _passed(path, layer, h)
             squares.append(h.reshape(-1, h.shape[-1]).square().sum(0))
-            h = layer(h)
+            h = after
         rows = h.numel() // max(h.shape[-1], 1)
         scale = {"sum": 1.0, "batchmean": 1 / max(rows, 1), "mean": 1 / max(h.numel(), 1)}[self.reduction]
         return h, scale * self._spread(squares)
@@ -154,13 +157,36 @@ class DropoutPenalty:
         return total
 
 
+def _passed(path: str, layer: nn.Module, h: Tensor) -> Tensor:
+    """The layer's output; where torch refuses its input, one sentence with the layer's path."""
+    try:
+        out: Tensor = layer(h)
+    except (RuntimeError, TypeError):
+        weight = next(layer.parameters(), None)
+        where = path or type(layer).__name__
+        # What is inside other modules may well take whole numbers.
+        if weight is not None and (isinstance(layer, nn.Linear) or _is_real(h)):
+            require_fitting(where, h, weight)
+        if isinstance(layer, nn.Linear) and h.shape[-1:] != (layer.in_features,):
+            raise ShapeError(
+                f"{where}: the input must have shape (..., {layer.in_features}), got {tuple(h.shape)}"
+            ) from None
+        raise
+    return out
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
 def _flatten(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The layers of a chain with their paths; a module that does more than call its parts in turn is one layer."""
     if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
         return [("", module)]
     return [
         (f"{name}.{path}".rstrip("."), layer)
-        for name, child in module.named_children()
+        for name, child in module._modules.items()  # a layer that comes twice is listed twice
+        if child is not None
         for path, layer in _flatten(child)
     ]
 
@@ -192,6 +218,7 @@ def _cut(layers: list[tuple[str, nn.Module]], p: float | None) -> _Plan:
     head: list[nn.Module] = []
     tail: list[nn.Linear] = []
     rates: list[float] = []
+    paths: list[str] = []
     pending: float = 0.0
     seen_linear = False
     for path, layer in layers:
@@ -206,8 +233,10 @@ def _cut(layers: list[tuple[str, nn.Module]], p: float | None) -> _Plan:
             seen_linear = True
         if not tail and pending == 0:
             head.append(layer)
+            paths.append(path)
             continue
         if isinstance(layer, nn.Linear):
+            paths.append(path)
             tail.append(layer)
             rates.append(pending)
             pending = 0.0
@@ -223,15 +252,15 @@ def _cut(layers: list[tuple[str, nn.Module]], p: float | None) -> _Plan:
                 f"p = {p:g}, but nothing is dropped: the module has no linear layer that follows another one of its "
                 f"chain; put an nn.Dropout in front of its last linear layer"
             )
-        return _without_dropout(head)
-    return _Plan(tuple(head), tuple(tail), tuple(rates))
+        return _without_dropout(head, paths)
+    return _Plan(tuple(head), tuple(tail), tuple(rates), tuple(paths))
 
 
-def _without_dropout(head: list[nn.Module]) -> _Plan:
+def _without_dropout(head: list[nn.Module], paths: list[str]) -> _Plan:
     """Nothing is dropped: the last linear layer carries a penalty of zero."""
     if not head or not isinstance(head[-1], nn.Linear):
         raise CapabilityError("the module does not end in a linear layer, whose inputs the penalty drops")
-    return _Plan(tuple(head[:-1]), (head[-1],), (0.0,))
+    return _Plan(tuple(head[:-1]), (head[-1],), (0.0,), tuple(paths))
 
 
 def _refusal(path: str, layer: nn.Module) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ...errors import OptionError, ShapeError, require_finite, require_positive, require_real
+from ...errors import CapabilityError, OptionError, ShapeError, require_finite, require_positive, require_real
 from ...solvers.base import require_count
 from ...solvers.iterate import iterate
 from ..certificate import Certificate, Status, judge
@@ -110,6 +110,12 @@ class ParallelNetwork(nn.Module):
         self._found: tuple[nn.Module, float] | None = None
         self._degree: int | None = None
         require_steady(self._pattern[0])
+        frozen = [name for name, parameter in self._pattern[0].named_parameters() if not parameter.requires_grad]
+        if frozen:
+            raise OptionError(
+                f"make_subnetwork makes frozen parameters ({', '.join(frozen)}), but growth scales every layer; set "
+                f"requires_grad_(True) on them"
+            )
         probe = probe_input(self._pattern[0])
         if probe is not None:
             self._degree = require_homogeneous(self._pattern[0], probe)
@@ -181,6 +187,8 @@ class ParallelNetwork(nn.Module):
         for name, tensor in (("x", x), ("y", y)):
             require_real(name, tensor)
             require_finite(name, tensor)
+        if x.dtype not in (torch.float32, torch.float64):
+            raise CapabilityError(f"x is {x.dtype}, but growth needs float32 or float64; convert it with .float()")
         x, y = x.detach(), y.detach().to(x)
         pattern = self._copy(x)
         shape = tuple(_run(pattern, x).shape)

@@ -13,6 +13,7 @@ from ...errors import OptionError, require_positive
 from ...solvers.base import require_count
 from ...solvers.iterate import iterate
 from ..certificate import Certificate, Status
+from ..inputs import require_entries
 from .certificate import judge_relu, objective, polar_of, with_ones
 from .neurons import Neurons, descend, descend_in_cells, merged, tidy
 from .polar import Polar
@@ -100,7 +101,8 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
     def fit(self, X: Any, y: Any) -> "ParallelReLU":
         """Grow the network on X, n_samples × n_features, and y, with one or several outputs."""
         self._check()
-        X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, multi_output=True)
+        X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, multi_output=True, ensure_all_finite=False)
+        self._require_entries(X)
         self._single = np.ndim(y) == 1
         inputs = with_ones(torch.tensor(X))
         target = torch.tensor(np.asarray(y, dtype=np.float64).reshape(len(X), -1))
@@ -120,10 +122,14 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
     def predict(self, X: Any) -> np.ndarray:
         """The network's outputs, shaped like y."""
         check_is_fitted(self, "weights_")
-        X = validate_data(self, X, reset=False, dtype=np.float64)
+        X = validate_data(self, X, reset=False, dtype=np.float64, ensure_all_finite=False)
+        self._require_entries(X)
         hidden = np.maximum(np.c_[X, np.ones(len(X))] @ self.weights_.T, 0)
         result = hidden @ self.outputs_
         return result[:, 0] if self._single else result
+
+    def _require_entries(self, X: np.ndarray) -> None:
+        require_entries("X", X, type(self).__name__, "fill them, or leave out their samples")
 
     def _check(self) -> None:
         require_positive("lam", self.lam)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import MinimandError, OptionError, ShapeError
+from ...errors import CapabilityError, MinimandError, OptionError, ShapeError, require_fitting
 from ...solvers.iterate import iterate
 from .coefficients import Coefficients, Learning, learning
 from .splitting import ADMMUpdate
@@ -134,6 +134,8 @@ class OptimizationNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The last iterate, or the mean of two streams, or the concatenation of dense iterates."""
+        if not isinstance(x, Tensor):
+            raise CapabilityError(f"an OptimizationNet takes a tensor, got a {type(x).__name__}; convert it first")
         if x.dim() < 2:
             raise ShapeError(f"an OptimizationNet takes a batch, got an input of shape {tuple(x.shape)}")
         state = self.update.start((x,) * self.update.streams, self.learned)
@@ -165,6 +167,9 @@ class OptimizationNet(nn.Module):
             if isinstance(error, MinimandError | torch.OutOfMemoryError):
                 raise
             name, shape = type(self.blocks[k]).__name__, tuple(state[0].shape)
+            weight = next(self.blocks[k].parameters(), None)
+            if weight is not None and state[0].is_floating_point():
+                require_fitting(f"blocks.{k} ({name})", state[0], weight)
             raise ShapeError(f"blocks.{k} ({name}) does not go on from iterates of shape {shape}: {error}") from error
 
     def _follow(self, state: Any, k: int) -> Any:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...errors import CapabilityError, NonFiniteError
+from ...errors import CapabilityError, NonFiniteError, require_fitting
 from .directions import Pair, working
 from .maps import WeightMap
 from .record import Cache, Contribution, Record, Shared
@@ -34,7 +34,12 @@ class Forward:
     @torch.compiler.disable
     def __call__(self, input: Tensor) -> Tensor:
         """The layer's output."""
-        return self.tap.forward(input)
+        try:
+            return self.tap.forward(input)
+        except (RuntimeError, TypeError):
+            module = self.tap.module
+            require_fitting(self.tap.path or type(module).__name__, input, module.weight)
+            raise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         return _plain_forward(memo.get(id(self.tap.module), self.tap.module))
