@@ -262,7 +262,9 @@ class _Workspace:
         """The tiles of a map: the transpose of what :meth:`filter` makes of products."""
         batch, channels, height, width = x.shape
         rows, columns = _count(height), _count(width)
-        framed = F.pad(x.permute(0, 2, 3, 1), (0, 0, 0, columns * _TILE - width, 0, rows * _TILE - height))
+        framed = x.permute(0, 2, 3, 1)
+        if height % _TILE or width % _TILE:
+            framed = F.pad(framed, (0, 0, 0, columns * _TILE - width, 0, rows * _TILE - height))
         pieces = framed.reshape(batch, rows, _TILE, columns, _TILE, channels).permute(2, 4, 0, 1, 3, 5)
         return self._transformed("products", self._transforms.tiles, pieces)
 
