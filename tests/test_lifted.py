@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from minimand.data import load
-from minimand.errors import NonFiniteError
 from minimand.train.lifted import LPOM, MAC, BlockPenalty, LiftedReLU, SplitADMM, ridge_control
 from minimand.train.lifted.losses import CrossEntropy, SquaredError
-from minimand.train.lifted.weights import ridge_shift, toward, toward_all
 
 ACTIVATIONS = {
     "relu": nn.ReLU,
@@ -250,55 +248,6 @@ def test_weight_step_of_the_last_layer_is_the_ridge_regression():
     oracle = torch.linalg.lstsq(wide, F.one_hot(y, 3).double()).solution
     found = torch.cat([net[2].weight, net[2].bias.unsqueeze(1)], 1).detach().mT
     torch.testing.assert_close(found, oracle, atol=1e-4, rtol=1e-3)
-
-
-@pytest.mark.parametrize("block", [None, 4, 5, 64])
-@pytest.mark.parametrize("bias", [True, False])
-def test_layers_regressed_at_once_have_their_own_directions(block, bias):
-    """Whatever the blocks are (dense oracle): the mean of the ridge regressions of the blocks' rows."""
-    torch.manual_seed(0)
-    samples, damping = 12, 0.3
-    net = nn.Sequential(*(nn.Linear(*size, bias=bias) for size in ((9, 20), (20, 2), (2, 7), (7, 1)))).double()
-    maps = LPOM(net).chain.forward(torch.randn(samples, 9, dtype=torch.float64))[2]
-    layers = []
-    for affine in maps:
-        outputs, inputs = affine.layer.weight.shape
-        x, residual = (torch.randn(samples, width, dtype=torch.float64) for width in (inputs, outputs))
-        layers.append((affine, x, residual))
-    for (affine, x, residual), direction in zip(layers, toward_all(layers, damping, block=block), strict=True):
-        wide = torch.cat([x, torch.ones(samples, 1, dtype=torch.float64)], 1) if bias else x
-        shift = ridge_shift(x, damping, block)
-        whole = block is None or min(samples, block) >= wide.shape[1]
-        parts = 1 if whole or samples % max(1, samples // block) else max(1, samples // block)
-        means = [
-            torch.linalg.solve(part.mT @ part + shift / parts * torch.eye(part.shape[1]), part.mT @ goal).mT
-            for part, goal in zip(wide.chunk(parts), residual.chunk(parts), strict=True)
-        ]
-        torch.testing.assert_close(direction.dense(), torch.stack(means).mean(0))
-        torch.testing.assert_close(direction.dense(), toward(affine, x, residual, damping, block=block).dense())
-
-
-def test_what_one_layer_needs_is_not_added_to_the_others():
-    """Rows of size 1e6, two of them equal, and hardly a ridge: rounding asks for damping there, and only there."""
-    g = torch.Generator().manual_seed(0)
-    net = nn.Sequential(nn.Linear(9, 8), nn.Linear(8, 7))
-    maps = LPOM(net).chain.forward(torch.randn(6, 9, generator=g))[2]
-    large = 1e6 * torch.randn(6, 8, generator=g)
-    large[1] = large[0]
-    layers = [(maps[0], torch.randn(6, 9, generator=g), torch.ones(6, 8)), (maps[1], large, torch.ones(6, 7))]
-    for layer, direction in zip(layers, toward_all(layers, 1e-6, block=6), strict=True):
-        torch.testing.assert_close(direction.dense(), toward(*layer, 1e-6, block=6).dense())
-
-
-def test_a_layer_that_cannot_be_regressed_is_named():
-    net = nn.Sequential(nn.Linear(9, 8), nn.Linear(8, 7))
-    maps = LPOM(net).chain.forward(torch.randn(6, 9))[2]
-    layers = [
-        (maps[0], torch.randn(6, 9), torch.randn(6, 8)),
-        (maps[1], torch.full((6, 8), math.nan), torch.ones(6, 7)),
-    ]
-    with pytest.raises(NonFiniteError, match="weight update of 1"):
-        toward_all(layers, 1.0, block=3)
 
 
 @pytest.mark.parametrize("weight", [0.5, 1.0, 4.0])

@@ -11,7 +11,6 @@ from minimand.errors import ChainError
 from minimand.train.lifted import LPOM, MAC, BlockPenalty, Recipe
 from minimand.train.lifted.chain import parse
 from minimand.train.lifted.maps import _stage
-from minimand.train.lifted.weights import toward
 
 NETS = {
     "plain": lambda: nn.Sequential(
@@ -123,16 +122,3 @@ def test_refuses_convolutions_it_does_not_know():
         LPOM(nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2)))
     with pytest.raises(ChainError, match="Flatten"):
         LPOM(nn.Sequential(nn.Flatten(2), nn.Linear(4, 2)))
-
-
-def test_patches_are_regressed_together_however_short_the_blocks():
-    """All patches of the batch in one ridge regression (dense oracle), though a block holds fewer rows than weights."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(192, 3)).double()
-    x = torch.randn(10, 2, 8, 8, dtype=torch.float64)
-    affine = LPOM(net).chain.forward(x)[2][0]
-    residual = torch.randn(10, 3, 8, 8, dtype=torch.float64)
-    rows = F.pad(F.unfold(x, 3, padding=1).mT.flatten(0, 1), (0, 1), value=1.0)
-    system = rows.mT @ rows + 0.3 * len(rows) * torch.eye(19, dtype=torch.float64)
-    expected = torch.linalg.solve(system, rows.mT @ residual.flatten(2).mT.flatten(0, 1)).mT
-    torch.testing.assert_close(toward(affine, x, residual, 0.3, block=4).dense(), expected)

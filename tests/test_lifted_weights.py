@@ -1,0 +1,74 @@
+"""Laws of the weight step that lifted methods share: ridge regressions, whole or by blocks of rows."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from minimand.errors import NonFiniteError
+from minimand.train.lifted import LPOM
+from minimand.train.lifted.weights import ridge_shift, toward, toward_all
+
+
+@pytest.mark.parametrize("block", [None, 4, 5, 64])
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_regressed_at_once_have_their_own_directions(block, bias):
+    """Whatever the blocks are (dense oracle): the mean of the ridge regressions of the blocks' rows."""
+    torch.manual_seed(0)
+    samples, damping = 12, 0.3
+    net = nn.Sequential(*(nn.Linear(*size, bias=bias) for size in ((9, 20), (20, 2), (2, 7), (7, 1)))).double()
+    maps = LPOM(net).chain.forward(torch.randn(samples, 9, dtype=torch.float64))[2]
+    layers = []
+    for affine in maps:
+        outputs, inputs = affine.layer.weight.shape
+        x, residual = (torch.randn(samples, width, dtype=torch.float64) for width in (inputs, outputs))
+        layers.append((affine, x, residual))
+    for (affine, x, residual), direction in zip(layers, toward_all(layers, damping, block=block), strict=True):
+        wide = torch.cat([x, torch.ones(samples, 1, dtype=torch.float64)], 1) if bias else x
+        shift = ridge_shift(x, damping, block)
+        whole = block is None or min(samples, block) >= wide.shape[1]
+        parts = 1 if whole or samples % max(1, samples // block) else max(1, samples // block)
+        means = [
+            torch.linalg.solve(part.mT @ part + shift / parts * torch.eye(part.shape[1]), part.mT @ goal).mT
+            for part, goal in zip(wide.chunk(parts), residual.chunk(parts), strict=True)
+        ]
+        torch.testing.assert_close(direction.dense(), torch.stack(means).mean(0))
+        torch.testing.assert_close(direction.dense(), toward(affine, x, residual, damping, block=block).dense())
+
+
+def test_what_one_layer_needs_is_not_added_to_the_others():
+    """Rows of size 1e6, two of them equal, and hardly a ridge: rounding asks for damping there, and only there."""
+    g = torch.Generator().manual_seed(0)
+    net = nn.Sequential(nn.Linear(9, 8), nn.Linear(8, 7))
+    maps = LPOM(net).chain.forward(torch.randn(6, 9, generator=g))[2]
+    large = 1e6 * torch.randn(6, 8, generator=g)
+    large[1] = large[0]
+    layers = [(maps[0], torch.randn(6, 9, generator=g), torch.ones(6, 8)), (maps[1], large, torch.ones(6, 7))]
+    for layer, direction in zip(layers, toward_all(layers, 1e-6, block=6), strict=True):
+        torch.testing.assert_close(direction.dense(), toward(*layer, 1e-6, block=6).dense())
+
+
+def test_a_layer_that_cannot_be_regressed_is_named():
+    net = nn.Sequential(nn.Linear(9, 8), nn.Linear(8, 7))
+    maps = LPOM(net).chain.forward(torch.randn(6, 9))[2]
+    layers = [
+        (maps[0], torch.randn(6, 9), torch.randn(6, 8)),
+        (maps[1], torch.full((6, 8), math.nan), torch.ones(6, 7)),
+    ]
+    with pytest.raises(NonFiniteError, match="weight update of 1"):
+        toward_all(layers, 1.0, block=3)
+
+
+def test_patches_are_regressed_together_however_short_the_blocks():
+    """All patches of the batch in one ridge regression (dense oracle), though a block holds fewer rows than weights."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(192, 3)).double()
+    x = torch.randn(10, 2, 8, 8, dtype=torch.float64)
+    affine = LPOM(net).chain.forward(x)[2][0]
+    residual = torch.randn(10, 3, 8, 8, dtype=torch.float64)
+    rows = F.pad(F.unfold(x, 3, padding=1).mT.flatten(0, 1), (0, 1), value=1.0)
+    system = rows.mT @ rows + 0.3 * len(rows) * torch.eye(19, dtype=torch.float64)
+    expected = torch.linalg.solve(system, rows.mT @ residual.flatten(2).mT.flatten(0, 1)).mT
+    torch.testing.assert_close(toward(affine, x, residual, 0.3, block=4).dense(), expected)
