@@ -90,6 +90,18 @@ def test_gradients_that_are_to_be_differentiated_are_the_same():
         torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
 
 
+def test_several_gradients_at_once_are_those_of_each():
+    layer = SolverConv2d(64, 64, 3, padding=1, solver=ProxGD(3)).double()
+    y = torch.randn(8, 64, 8, 8, dtype=torch.float64, requires_grad=True)
+    assert layer.operator(y).repeated(8)._kernels is not None
+    out = layer(y)
+    sources, upstream = (y, *layer.parameters()), torch.randn(3, *out.shape, dtype=torch.float64)
+    together = torch.autograd.grad(out, sources, upstream, is_grads_batched=True, retain_graph=True)
+    apart = [torch.autograd.grad(out, sources, v, retain_graph=True) for v in upstream]
+    for found, expected in zip(together, zip(*apart, strict=True), strict=True):
+        torch.testing.assert_close(found, torch.stack(expected), rtol=1e-10, atol=1e-12)
+
+
 def test_one_graph_may_be_walked_by_several_threads():
     layer = SolverConv2d(64, 64, 3, padding=1, solver=ProxGD(4)).double()
     y = torch.randn(8, 64, 8, 8, dtype=torch.float64, requires_grad=True)

@@ -74,8 +74,12 @@ def located(error: MinimandError, where: str) -> MinimandError:
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Whether a branch on the tensor's values is impossible: under a compiler, an exporter or torch.func."""
-    return torch.compiler.is_compiling() or bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+    """Whether a branch on the tensor's values is impossible: under a compiler, an exporter or torch.func, or where it
+    stands for several (``is_grads_batched``)."""
+    known = torch._C._functorch
+    return torch.compiler.is_compiling() or bool(
+        known.is_functorch_wrapped_tensor(tensor) or known.is_legacy_batchedtensor(tensor)
+    )
 
 
 def require_finite(name: str, tensor: Tensor) -> None:

@@ -173,14 +173,9 @@ class _Onto(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, y = ctx.saved_tensors
         at_total = grad if ctx.needs_input_grad[2] else None
-        if torch.is_grad_enabled():
-            # A second derivative was asked for. Views: x may itself depend on the weight, which is not this step's.
-            x, weight = x.view_as(x), weight.view_as(weight)
-            wanted = [each if needed else None for each, needed in zip((x, weight), ctx.needs_input_grad, strict=False)]
-            sources = [each for each in wanted if each is not None]
-            moved = ctx.keep * x + ctx.scale * ctx.definition(x, weight)
-            found = iter(torch.autograd.grad(moved, sources, grad, create_graph=True) if sources else ())
-            at_x, at_weight = (None if each is None else next(found) for each in wanted)
+        if torch.is_grad_enabled() or is_traced(grad):
+            # A second derivative was asked for, or several gradients at once (is_grads_batched).
+            at_x, at_weight = _by_definition(ctx, x, weight, grad)
             return at_x, at_weight, at_total, None, None, None, None
         grad = grad.contiguous(memory_format=torch.channels_last)
         at_x, at_weight = ctx.keep * grad, None
@@ -189,6 +184,20 @@ class _Onto(torch.autograd.Function):
         elif ctx.needs_input_grad[0]:
             ctx.kernels.product(grad, at_x, ctx.scale)
         return at_x, at_weight, grad if at_total is not None else None, None, None, None, None
+
+
+def _by_definition(ctx: Any, x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of :class:`_Onto` in x and the weight by automatic differentiation, differentiable themselves."""
+    further = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views: x may itself depend on the weight, which is not this step's.
+        x, weight = x.view_as(x), weight.view_as(weight)
+        wanted = [each if needed else None for each, needed in zip((x, weight), ctx.needs_input_grad, strict=False)]
+        sources = [each for each in wanted if each is not None]
+        moved = ctx.keep * x + ctx.scale * ctx.definition(x, weight)
+        found = iter(torch.autograd.grad(moved, sources, grad, create_graph=further) if sources else ())
+    at_x, at_weight = (None if each is None else next(found) for each in wanted)
+    return at_x, at_weight
 
 
 # Transforms: maps are (batch, channels, height, width), what is transformed 36 × places × channels.
