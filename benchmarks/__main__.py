@@ -40,6 +40,8 @@ def main(names: Sequence[str], save: bool = False, label: str = "") -> int:
     unknown = sorted(set(names) - set(found))
     if unknown:
         raise SystemExit(f"no benchmark named {', '.join(unknown)}; there are {', '.join(found)}")
+    if label and not label.isalnum():
+        raise SystemExit(f"a label is letters and digits, for a file's name, got {label!r}")
     missed = 0
     console = Console()
     for name in names or found:

@@ -28,11 +28,11 @@ def write(results: Path, out: Path) -> None:
     out.mkdir(exist_ok=True)
     lines: list[str] = []
     for name, (title, about) in TITLES.items():
-        path = results / f"{name}.json"
-        if path.is_file():
-            lines += [title, "-" * len(title), "", about, "", *_section(name, json.loads(path.read_text()), out)]
-        for other in sorted(results.glob(f"{name}-*.json")):
-            lines += ["The same on another processor:", "", *_section(other.stem, json.loads(other.read_text()), out)]
+        paths = [*results.glob(f"{name}.json"), *sorted(results.glob(f"{name}-*.json"))]
+        lines += [title, "-" * len(title), "", about, ""] if paths else []
+        for number, path in enumerate(paths):
+            lines += ["The same on another processor:", ""] if number else []
+            lines += _section(path.stem, json.loads(path.read_text()), out)
     (out / "league.rst").write_text("\n".join(lines) + "\n")
 
 

@@ -98,6 +98,16 @@ def test_a_fit_that_stops_before_its_certificate_warns_with_the_remedy(model, sa
         model.fit(Y.reshape(10, 3, 2) if isinstance(model, CPTensor) else Y)
 
 
+@pytest.mark.parametrize("verb", ["fit", "fit_transform"])
+@pytest.mark.parametrize("lam", [0.5, 100.0])
+def test_warnings_point_at_the_caller(verb, lam):
+    """Not into scikit-learn, whose set_output wraps fit_transform."""
+    model = SparseDictionary(lam, 0.2, r_max=3, random_state=0)
+    with pytest.warns(UserWarning, match=r"(no component|stopped before)") as caught:
+        getattr(model, verb)(np.random.default_rng(1).normal(size=(10, 6)))
+    assert [warning.filename for warning in caught] == [__file__]
+
+
 def test_a_size_that_was_asked_for_is_no_early_stop():
     Y = np.random.default_rng(1).normal(size=(10, 6))
     model = SparseDictionary(0.5, 0.2, n_components=2, random_state=0).fit(Y)  # warnings are errors

@@ -66,6 +66,18 @@ def test_without_waiting_it_is_refused_at_once_and_stays_with_its_holder(tmp_pat
     assert not path.exists()
 
 
+def test_the_file_of_another_holder_is_not_removed(tmp_path: Path) -> None:
+    """Somebody deletes the file by hand, and a second run takes a lock of the same name."""
+    path = tmp_path / "lock"
+    with locked(path):
+        path.unlink()
+        second = FileLock(path)
+        second.acquire(timeout=0)
+    with pytest.raises(Timeout), locked(path, wait=False):
+        pass
+    second.release()
+
+
 def test_what_a_killed_holder_left_is_taken_and_removed(tmp_path: Path) -> None:
     (tmp_path / "lock").touch()
     with pytest.raises(KeyboardInterrupt), locked(tmp_path / "lock", wait=False):

@@ -143,6 +143,45 @@ def test_what_autocast_takes_is_not_refused(dtype):
     assert torch.equal(_attached(plain, X.to(dtype), autocast=True), expected)
 
 
+class _Own(RuntimeError):
+    """An exception of the user's."""
+
+
+class _Casting(nn.Linear):
+    """Takes every type, and fails for a reason of its own."""
+
+    def forward(self, x):
+        super().forward(x.to(self.weight.dtype))
+        raise _Own("of the module")
+
+
+def _hooked() -> nn.Linear:
+    def fail(*_):
+        raise _Own("of the hook")
+
+    layer = nn.Linear(8, 8)
+    layer.register_forward_pre_hook(lambda layer, inputs: inputs[0].float())
+    layer.register_forward_hook(fail)
+    return layer
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: DropoutPenalty(nn.Sequential(_Casting(8, 8), nn.Dropout(), nn.Linear(8, 3)))(X.double()),
+        lambda: DropoutPenalty(nn.Sequential(_hooked(), nn.Dropout(), nn.Linear(8, 3)))(X.double()),
+        lambda: _attached(nn.Sequential(_hooked(), nn.Linear(8, 3)), X.double()),
+        lambda: OptimizationNet([_Casting(8, 8)], "heavy_ball")(X.double()),
+        lambda: OptimizationNet([_hooked()], "heavy_ball")(X),
+    ],
+    ids=["a penalty's module", "a penalty's hook", "a tapped layer's hook", "a block", "a block's hook"],
+)
+def test_errors_of_the_user_s_modules_and_hooks_come_through(call):
+    """Though the input is of another type than the weight: it is converted in time, and not what went wrong."""
+    with pytest.raises(_Own, match=r"^of the (module|hook)$"):
+        call()
+
+
 def test_errors_of_another_kind_stay_torch_s():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         _attached(_net(), X[:, :3])

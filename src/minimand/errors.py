@@ -4,6 +4,8 @@ Every exception here is a :class:`MinimandError` and also the builtin that a cal
 (``ValueError`` or ``TypeError``), so ``except ValueError`` keeps working.
 """
 
+import re
+
 import torch
 from torch import Tensor
 
@@ -113,16 +115,19 @@ def require_dtype(name: str, tensor: Tensor, weight: Tensor) -> None:
         raise OptionError(f"{name} is {tensor.dtype} and the operator's weight {weight.dtype}; convert one of them")
 
 
-def require_fitting(where: str, tensor: Tensor, weight: Tensor) -> None:
+def require_fitting(where: str, tensor: Tensor, weight: Tensor, error: Exception) -> None:
     """Raise, with its place, what keeps a layer of torch from taking an input: that it is no real tensor, or its type.
 
-    For the handler of torch's own error: what torch takes is not refused, and a pass without error costs nothing.
+    For the handler of torch's own ``error``: what torch takes is not refused, and a pass without error costs nothing.
+    An error that speaks of no type has another cause, such as a hook or a module of the caller's, and stays as it is.
     """
+    if isinstance(tensor, Tensor) and not re.search("type|not implemented for '", str(error), re.IGNORECASE):
+        return
     try:
         require_real("the input", tensor)
         require_dtype("the input", tensor, weight)
-    except MinimandError as error:
-        raise located(error, where) from None
+    except MinimandError as problem:
+        raise located(problem, where) from error
 
 
 def require_positive(name: str, value: float, *, zero: bool = False) -> None:

@@ -30,11 +30,18 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     """
     from filelock import FileLock
 
-    def require_name(descriptor: int) -> None:
+    mine: os.stat_result | None = None
+
+    def has_name() -> bool:
         with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), path.stat()):
-                return
-        raise _Removed
+            return mine is not None and os.path.samestat(mine, path.stat())
+        return False
+
+    def require_name(descriptor: int) -> None:
+        nonlocal mine
+        mine = os.fstat(descriptor)
+        if not has_name():
+            raise _Removed
 
     lock = FileLock(path, on_acquired=require_name)
     while not lock.is_locked:
@@ -43,7 +50,9 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
-        # Where an open file cannot be removed, on Windows, releasing does it.
+        # Where an open file cannot be removed, on Windows, releasing does it. Whoever deleted ours by hand may have put
+        # another in its place, whose lock is not ours.
         with contextlib.suppress(OSError):
-            path.unlink()
+            if has_name():
+                path.unlink()
         lock.release()

@@ -106,30 +106,31 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             process_group: A torch.distributed group over whose ranks the rows are spread.
         """
         self._fit(Y, start, process_group)
-        self._warn()
+        self._warn(3)
         return self
 
     def fit_transform(self, Y: Any, y: Any = None, *, start: Any = None, process_group: Any = None) -> Any:
         """Fit to Y and return U; see :meth:`fit`."""
         codes = self._fit(Y, start, process_group)
-        self._warn()
+        self._warn(4)  # scikit-learn's set_output wraps it
         return codes
 
-    def _warn(self) -> None:
-        """Of an answer that is zero, and of a fit that may grow and ended before its certificate."""
+    def _warn(self, level: int) -> None:
+        """Of an answer that is zero, and of a fit that may grow and ended before its certificate; ``level`` is the
+        caller's on the stack."""
         zero = self.objective_ > 0 and not self.components_.any()
         if zero and self.certificate_.finds_nothing_above(self.lam):
             warnings.warn(
                 f"{type(self).__name__} has no component: at lam={self.lam:g} the answer is zero, as it is from "
                 f"lambda_max(Y) on; take a smaller lam, or see path(Y)",
-                stacklevel=3,
+                stacklevel=level,
             )
         elif stop := self._stopped():
             warnings.warn(
                 f"{type(self).__name__} stopped before its certificate ({self.certificate_.status}, relative gap "
                 f"{self.certificate_.relative_gap:.2g} > tol={self.tol:g}): {stop}",
                 ConvergenceWarning,
-                stacklevel=3,
+                stacklevel=level,
             )
 
     def _stopped(self) -> str:
@@ -142,7 +143,7 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             return ""
         if exhausted:
             return f"all max_iter={self.max_iter} iterations are made; raise max_iter, or take a larger lam or tol"
-        if self.n_components_ >= (getattr(self, "r_max", None) or LARGEST):
+        if hasattr(self, "r_max") and self.n_components_ >= (self.r_max or LARGEST):
             return f"it has {self.n_components_} components, as many as r_max allows; raise r_max, or take a larger lam"
         return "its search ended too early; go on from its factors with start=…, or try another random_state"
 

@@ -161,16 +161,16 @@ def _passed(path: str, layer: nn.Module, h: Tensor) -> Tensor:
     """The layer's output; where torch refuses its input, one sentence with the layer's path."""
     try:
         out: Tensor = layer(h)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError) as error:
         weight = next(layer.parameters(), None)
         where = path or type(layer).__name__
         # What is inside other modules may well take whole numbers.
         if weight is not None and (isinstance(layer, nn.Linear) or _is_real(h)):
-            require_fitting(where, h, weight)
+            require_fitting(where, h, weight, error)
         if isinstance(layer, nn.Linear) and h.shape[-1:] != (layer.in_features,):
             raise ShapeError(
                 f"{where}: the input must have shape (..., {layer.in_features}), got {tuple(h.shape)}"
-            ) from None
+            ) from error
         raise
     return out
 

@@ -29,8 +29,9 @@ __all__ = [
     "chosen_curve",
     "lifted",
     "network",
+    "relative_time",
+    "tuned",
 ]
-__all__ += ["network", "relative_time", "tuned"]
 
 CONTROL = "ridge control"
 LIFTED: Mapping[str, Callable[..., Any]] = {

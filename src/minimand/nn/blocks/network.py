@@ -3,10 +3,9 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ...errors import CapabilityError, MinimandError, OptionError, ShapeError, require_fitting
+from ...errors import CapabilityError, OptionError, ShapeError, require_fitting
 from ...solvers.iterate import iterate
 from .coefficients import Coefficients, Learning, learning
 from .splitting import ADMMUpdate
@@ -164,12 +163,12 @@ class OptimizationNet(nn.Module):
         try:
             return self._follow(state, k)
         except (RuntimeError, ValueError) as error:
-            if isinstance(error, MinimandError | torch.OutOfMemoryError):
+            if type(error) not in (RuntimeError, ValueError):  # ours, the block's own, or no memory
                 raise
             name, shape = type(self.blocks[k]).__name__, tuple(state[0].shape)
             weight = next(self.blocks[k].parameters(), None)
             if weight is not None and state[0].is_floating_point():
-                require_fitting(f"blocks.{k} ({name})", state[0], weight)
+                require_fitting(f"blocks.{k} ({name})", state[0], weight, error)
             raise ShapeError(f"blocks.{k} ({name}) does not go on from iterates of shape {shape}: {error}") from error
 
     def _follow(self, state: Any, k: int) -> Any:

@@ -67,7 +67,8 @@ def regress(rows: Tensor, residual: Tensor, shift: float, *, bias: bool, block: 
 
     ``block`` is for noisy mini-batches: the mean of the regressions of blocks of that many rows, with the ridge in
     proportion. A block's system costs less to form and to solve, its inverse is multiplied with, and along both
-    well-determined and undetermined directions the mean agrees with the whole regression.
+    well-determined and undetermined directions the mean agrees with the whole regression. Where the rows are four times
+    as many as the columns, as patches of images are, all are regressed together.
 
     >>> rows, residual = torch.tensor([[1.0], [1.0]]), torch.tensor([[2.0], [4.0]])
     >>> round(float(regress(rows, residual, 1.0, bias=False).dense()), 5)  # Σ e / (2 + 1)

@@ -36,9 +36,9 @@ class Forward:
         """The layer's output."""
         try:
             return self.tap.forward(input)
-        except (RuntimeError, TypeError):
+        except (RuntimeError, TypeError) as error:
             module = self.tap.module
-            require_fitting(self.tap.path or type(module).__name__, input, module.weight)
+            require_fitting(self.tap.path or type(module).__name__, input, module.weight, error)
             raise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
