@@ -1,6 +1,6 @@
 """The pictures that experiments share, in colours that are told apart with every kind of colour vision."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .comparing import mean_std
@@ -53,8 +53,10 @@ def curves(
     x: str | None = None,
     log: bool = False,
     dashed: Sequence[str] = (),
+    shown: Callable[[float], float] = float,
 ) -> Plot:
-    """The mean over seeds of ``key`` with a band from the smallest to the largest, a line a part."""
+    """The mean over seeds of ``key``, or of what is ``shown`` of it, with a band from the smallest to the largest; a
+    line a part."""
     drawn = figure()
     axes = drawn.subplots()
     ends = []
@@ -65,7 +67,7 @@ def curves(
             continue
         length = min(len(values) for _, values in runs)
         at = [sum(where[i] for where, _ in runs) / len(runs) for i in range(length)]
-        columns = [[values[i] for _, values in runs] for i in range(length)]
+        columns = [[shown(values[i]) for _, values in runs] for i in range(length)]
         mean = [sum(column) / len(column) for column in columns]
         colour = COLOURS[number % len(COLOURS)]
         line = "--" if part in dashed else "-"
@@ -103,7 +105,7 @@ def bars(rows: Sequence[Comparison], *, title: str, y: str, groups: Mapping[str,
     return Plot(title, f"{y}: {', '.join(said) or 'nothing measured yet'}", drawn)
 
 
-def dots(rows: Mapping[str, Mapping[str, Sequence[float]]], *, title: str, x: str) -> Plot:
+def dots(rows: Mapping[str, Mapping[str, Sequence[float]]], *, title: str, x: str, log: bool = False) -> Plot:
     """A row a label, in it a dot for the mean of each series with its spread; the axis has no zero to start from."""
     drawn = figure(7.0, 0.42 * len(rows) + 1.6)
     axes = drawn.subplots()
@@ -117,6 +119,8 @@ def dots(rows: Mapping[str, Mapping[str, Sequence[float]]], *, title: str, x: st
         said += [f"{list(rows)[number]}, {name}: {mean:.2f}" for number, mean, _ in at]
     axes.set_yticks(range(len(rows)), list(rows))
     axes.invert_yaxis()
+    if log:
+        logarithmic(axes, "x")
     style(axes, x, "", title)
     if names:
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)

@@ -15,7 +15,8 @@ from ...errors import NonFiniteError, OptionError
 from ...train.lifted import LPOM, MAC, BlockPenalty, Epoch, LiftedReLU, Recipe, SplitADMM, ridge_control
 from ..clock import Stopwatch
 from ..context import Lab
-from ..experiment import Comparison, Metrics, Results
+from ..drawing import curves, dots
+from ..experiment import Comparison, Metrics, Plot, Results
 from ..training import loaders
 
 __all__ = [
@@ -27,6 +28,8 @@ __all__ = [
     "Networks",
     "Rows",
     "chosen_curve",
+    "error_curves",
+    "error_dots",
     "lifted",
     "network",
     "relative_time",
@@ -281,6 +284,41 @@ def accuracies(model: nn.Module, data: Data) -> dict[str, float]:
     """On all three splits."""
     splits = {"train": data.train, "validation": data.validation, "test": data.test}
     return {name: correct(model, part) for name, part in splits.items()}
+
+
+def wrong(accuracy: float) -> float:
+    """The percentage of wrong answers; a hundredth at least, for logarithmic axes."""
+    return max(100 - accuracy, 0.01)
+
+
+def error_curves(
+    results: Results[Any], dataset: str, methods: Sequence[str], key: str, *, over: str = "epoch", x: str | None = None
+) -> Plot:
+    """The error on a split over epochs or seconds, a line a method; those that backpropagate are dashed."""
+    parts = [f"{dataset} {method}" for method in methods]
+    dashed = [part for part, method in zip(parts, methods, strict=True) if method not in LIFTED]
+    title = f"{dataset}: {key} error" + (f" over {x}" if x else "")
+    return curves(
+        results, parts, key=key, over=over, title=title, y="error, %", x=x, log=True, dashed=dashed, shown=wrong
+    )
+
+
+def error_dots(
+    results: Results[Any],
+    rows: Mapping[str, Mapping[str, str]],
+    *,
+    title: str,
+    sources: Mapping[str, Mapping[str, float]] | None = None,
+) -> Plot:
+    """Test errors: a row a label, in it a dot for the part of each series; ``sources`` has accuracies of the paper."""
+    table = {
+        label: {series: [wrong(value) for value in results.final(part, "test")] for series, part in row.items()}
+        for label, row in rows.items()
+    }
+    for label, given in (sources or {}).items():
+        if label in table:
+            table[label] |= {f"{series}, the source": [wrong(value)] for series, value in given.items()}
+    return dots(table, title=title, x="test error, %", log=True)
 
 
 def relative_time(results: Results[Any], ours: str, other: str, label: str) -> Comparison:

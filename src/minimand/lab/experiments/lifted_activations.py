@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 
 from ..comparing import verdict
 from ..context import Lab
-from ..drawing import COLOURS, bars
 from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
-from ._lifted import ACTIVATIONS, CONTROL, Chains, network, relative_time, tuned
+from ._lifted import ACTIVATIONS, CONTROL, Chains, error_dots, network, relative_time, tuned
 
 METHODS = ("LPOM", "SGD", CONTROL)
 
@@ -55,10 +54,9 @@ def compare(results: Results[Options]) -> list[Comparison]:
 
 
 def plots(results: Results[Options]) -> list[Plot]:
-    """The accuracies as bars, a colour a method."""
-    rows = accuracies(results)
-    colours = {row.label: COLOURS[METHODS.index(row.label.partition(" ")[2])] for row in rows}
-    return [bars(rows, title="Activations", y="test accuracy, %", groups=colours)]
+    """The errors, a row an activation."""
+    rows = {name: {method: f"{name} {method}" for method in METHODS} for name in results.options.activations}
+    return [error_dots(results, rows, title="Activations")]
 
 
 def findings(results: Results[Options]) -> Sequence[str]:

@@ -8,9 +8,8 @@ from torch import nn
 from ...errors import OptionError
 from ..comparing import verdict
 from ..context import Lab
-from ..drawing import bars
 from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
-from ._lifted import CONTROL, Chains, Data, Rows, relative_time, tuned
+from ._lifted import CONTROL, Chains, Data, Rows, error_dots, relative_time, tuned
 
 METHODS = ("LPOM", "SGD", CONTROL)
 
@@ -91,8 +90,9 @@ def compare(results: Results[Options]) -> list[Comparison]:
 
 
 def plots(results: Results[Options]) -> list[Plot]:
-    """The accuracies as bars."""
-    return [bars(accuracies(results), title="Convolutions without backpropagation", y="test accuracy, %")]
+    """The errors, a row a dataset."""
+    rows = {name: {method: f"{name} {method}" for method in METHODS} for name in results.options.datasets}
+    return [error_dots(results, rows, title="Convolutions without backpropagation")]
 
 
 def findings(results: Results[Options]) -> Sequence[str]:

@@ -9,9 +9,20 @@ from torch import nn
 from ...errors import NonFiniteError
 from ..comparing import verdict
 from ..context import Lab
-from ..drawing import bars, curves
+from ..drawing import curves
 from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
-from ._lifted import CONTROL, LIFTED, Data, Networks, chosen_curve, lifted, network, relative_time
+from ._lifted import (
+    CONTROL,
+    LIFTED,
+    Data,
+    Networks,
+    chosen_curve,
+    error_curves,
+    error_dots,
+    lifted,
+    network,
+    relative_time,
+)
 
 OTHERS = ("SGD", "Adam", CONTROL)
 
@@ -91,20 +102,17 @@ def compare(results: Results[Options]) -> list[Comparison]:
 
 
 def plots(results: Results[Options]) -> list[Plot]:
-    """Energies, accuracies over epochs and seconds, and the accuracies as bars."""
-    drawn, y = [], "accuracy, %"
+    """Energies, errors over epochs and seconds, and the test errors."""
+    drawn = []
+    trained = [method for method in (*LIFTED, *OTHERS) if method != CONTROL]
     for dataset in results.options.datasets:
         family = [f"{dataset} {method}" for method in LIFTED]
-        others = [f"{dataset} {method}" for method in OTHERS if method != CONTROL]
-        shown = [*family, *others]
         title = f"{dataset}: energy of a fixed batch"
         drawn.append(curves(results, family, key="energy", over="step", title=title, y="energy per sample", log=True))
-        title = f"{dataset}: validation accuracy"
-        drawn.append(curves(results, shown, key="validation", title=title, y=y, dashed=others))
-        title, x = f"{title} over time", "seconds of training"
-        drawn.append(curves(results, shown, key="validation", over="spent", title=title, y=y, x=x, dashed=others))
-        drawn.append(bars(accuracies(results, dataset), title=f"{dataset}: test accuracy", y="test accuracy, %"))
-    return drawn
+        drawn.append(error_curves(results, dataset, trained, "validation"))
+        drawn.append(error_curves(results, dataset, trained, "validation", over="spent", x="seconds of training"))
+    rows = {method: {name: f"{name} {method}" for name in results.options.datasets} for method in (*LIFTED, *OTHERS)}
+    return [*drawn, error_dots(results, rows, title="Test errors")]
 
 
 def findings(results: Results[Options]) -> Sequence[str]:

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from ..comparing import verdict
 from ..context import Lab
-from ..drawing import curves
 from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
-from ._lifted import CONTROL, Networks, chosen_curve, network, relative_time
+from ._lifted import CONTROL, Networks, chosen_curve, error_curves, network, relative_time
 
 METHODS = ("LPOM", "SGD", "Adam")
 
@@ -63,17 +62,11 @@ def _time_to(results: Results[Options], dataset: str) -> Comparison:
 
 
 def plots(results: Results[Options]) -> list[Plot]:
-    """Both accuracies over epochs, and the test accuracy over the seconds of training."""
+    """Both errors over epochs, and the test error over the seconds of training."""
     drawn = []
     for dataset in results.options.datasets:
-        shown = [f"{dataset} {method}" for method in METHODS]
-        for key in ("train", "test"):
-            title = f"{dataset}: {key} accuracy"
-            drawn.append(curves(results, shown, key=key, title=title, y="accuracy, %"))
-        title = f"{dataset}: test accuracy over time"
-        drawn.append(
-            curves(results, shown, key="test", over="spent", title=title, y="accuracy, %", x="seconds of training")
-        )
+        drawn += [error_curves(results, dataset, METHODS, key) for key in ("train", "test")]
+        drawn.append(error_curves(results, dataset, METHODS, "test", over="spent", x="seconds of training"))
     return drawn
 
 

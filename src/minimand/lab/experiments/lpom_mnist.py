@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 
 from ..comparing import verdict
 from ..context import Lab
-from ..drawing import COLOURS, bars
 from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
-from ._lifted import CONTROL, Chains, network, relative_time, tuned
+from ._lifted import CONTROL, Chains, error_dots, network, relative_time, tuned
 
 METHODS = ("LPOM", "LiftedReLU", "SGD", "Adam", CONTROL)
 PAPER = {
@@ -67,10 +66,10 @@ def compare(results: Results[Options]) -> list[Comparison]:
 
 
 def plots(results: Results[Options]) -> list[Plot]:
-    """The table as bars, a colour a method."""
-    rows = accuracies(results)
-    colours = {row.label: COLOURS[METHODS.index(row.label.partition(" ")[2])] for row in rows}
-    return [bars(rows, title="Table 2: networks trained without backpropagation", y="test accuracy, %", groups=colours)]
+    """The table as errors, a row a network."""
+    rows = {net: {method: f"{net} {method}" for method in METHODS} for net in results.options.nets}
+    sources = PAPER if results.options.dataset == "mnist" else None
+    return [error_dots(results, rows, title="Table 2: networks trained without backpropagation", sources=sources)]
 
 
 def findings(results: Results[Options]) -> Sequence[str]:
@@ -93,8 +92,8 @@ experiment = Experiment(
     ),
     presets={
         "smoke": Preset(Options(32, 400, epochs=3, dataset="digits", nets=("30-30",)), (0, 1), 0.05),
-        "laptop": Preset(Options(batch=64), (0, 1, 2), 100),
-        "paper": Preset(Options(batch=64, epochs=50), (0, 1, 2), 850),
+        "laptop": Preset(Options(batch=64), (0, 1, 2), 65),
+        "paper": Preset(Options(batch=64, epochs=50), (0, 1, 2), 530),
     },
     parts=parts,
     run=run,
