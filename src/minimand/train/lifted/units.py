@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ...errors import ChainError, NotProximal
 from ...functions import Monotone, NonNegative, Separable, Zero, curves, from_activation
+from ...functions.monotone import Elementwise
 
 __all__ = ["LINEAR", "Unit", "unit_of"]
 
@@ -106,46 +107,65 @@ def unit_of(path: str, module: nn.Module) -> Unit:
         NotProximal: If the activation is not monotone, or (a user's own) steeper than one.
         ChainError: If the module is no activation.
     """
+    if (scaled := _scaled(module)) is not None:
+        return scaled
     try:
         return Unit(_without_derivative(from_activation(module)))
     except NotProximal as refusal:
-        if (steep := _steep(module)) is not None:
-            return steep
         if type(module).__module__.startswith("torch."):
             raise NotProximal(f"{path} ({type(module).__name__}) cannot be lifted: {refusal}") from None
     return Unit(_own(path, module))
 
 
-def _steep(module: nn.Module) -> Unit | None:
-    """Monotone activations of torch that are steeper than one, as multiples of ones that are not."""
-    if type(module) is nn.SELU:
-        return _steep_elu(_SELU_ALPHA, _SELU_SCALE)
-    if type(module) is nn.ELU and module.alpha > 1:
-        return _steep_elu(float(module.alpha), 1.0)
-    if type(module) is nn.LeakyReLU and module.negative_slope > 1:
-        slope = float(module.negative_slope)
-        return Unit(
-            Monotone(
-                lambda z: F.leaky_relu(z, slope) / slope,
-                integral=lambda z: 0.5 * z * F.leaky_relu(z, slope) / slope,
-                inverse_integral=lambda x: 0.5 * x * F.leaky_relu(x * slope, 1 / slope),
-            ),
-            slope,
-        )
+def _scaled(module: nn.Module) -> Unit | None:
+    """Monotone activations of torch whose slope is known and not one: steeper, so that they are no prox, or less."""
+    kind = type(module)
+    if kind is nn.Sigmoid:
+        return _multiple(torch.sigmoid, 0.25, curves.sigmoid_integral, curves.sigmoid_inverse_integral)
+    if kind is nn.Hardsigmoid:
+        return _multiple(F.hardsigmoid, 1 / 6, curves.hardsigmoid_integral, curves.hardsigmoid_inverse_integral)
+    if isinstance(module, nn.LeakyReLU) and kind is nn.LeakyReLU and module.negative_slope > 1:
+        steep = float(module.negative_slope)
+        phi, inverse = (functools.partial(F.leaky_relu, negative_slope=slope) for slope in (steep, 1 / steep))
+        return _multiple(phi, steep, functools.partial(_triangle, phi), functools.partial(_triangle, inverse))
+    if kind is nn.SELU:
+        return _elu(_SELU_ALPHA, _SELU_SCALE)
+    if isinstance(module, nn.ELU) and kind is nn.ELU and module.alpha > 1:
+        return _elu(float(module.alpha), 1.0)
     return None
 
 
-def _steep_elu(alpha: float, scale: float) -> Unit:
+def _elu(alpha: float, scale: float) -> Unit:
     """``scale · ELU(alpha)``, whose slope is largest just below zero."""
-    slope = scale * alpha
-    return Unit(
-        Monotone(
-            lambda z: F.elu(z, alpha) / alpha,
-            integral=lambda z: curves.elu_integral(z, alpha=alpha) / alpha,
-            inverse_integral=lambda x: curves.elu_inverse_integral(x * alpha, alpha=alpha) / alpha,
-        ),
-        slope,
+    shapes = (F.elu, curves.elu_integral, curves.elu_inverse_integral)
+    phi, integral, inverse = (functools.partial(shape, alpha=alpha) for shape in shapes)
+    return _multiple(
+        functools.partial(_stretched, phi, 1.0, scale),
+        scale * alpha,
+        functools.partial(_stretched, integral, 1.0, scale),
+        functools.partial(_stretched, inverse, 1 / scale, scale),
     )
+
+
+def _multiple(phi: Elementwise, slope: float, integral: Elementwise, inverse_integral: Elementwise) -> Unit:
+    r"""The unit of :math:`\varphi`, with the function of :math:`\varphi/\beta`; the integrals are those of
+    :math:`\varphi` and of its inverse."""
+    over = 1 / slope
+    function = Monotone(
+        functools.partial(_stretched, phi, 1.0, over),
+        integral=functools.partial(_stretched, integral, 1.0, over),
+        inverse_integral=functools.partial(_stretched, inverse_integral, slope, over),
+    )
+    return Unit(function, slope)
+
+
+def _stretched(curve: Elementwise, inside: float, outside: float, t: Tensor) -> Tensor:
+    return outside * curve(t if inside == 1 else inside * t)
+
+
+def _triangle(line: Elementwise, t: Tensor) -> Tensor:
+    """The integral of what is linear on either side of zero."""
+    return 0.5 * t * line(t)
 
 
 def _own(path: str, module: nn.Module) -> Monotone:
