@@ -9,6 +9,7 @@ from benchmarks import Ratio, Row, at_most, peer, ratios, reported, skipped
 from minimand.adjoints import Checkpoint, Implicit
 from minimand.nn import SolverConv2d, SolverLayer, SolverLinear
 from minimand.nn.explain import held_bytes
+from minimand.operators.gram import gram
 from minimand.solvers import FISTA, Problem, ProxGD, ProxSG, trace
 
 __all__ = ["Equilibrium", "Naive", "block", "forward_and_backward", "run"]
@@ -50,6 +51,34 @@ def _dense() -> list[Row]:
     saved, recomputed, base = (held_bytes(block, y) for block in (layers[0][1], again, plain))
     rows.append(at_most("fc 512→512 ProxGD(10), bytes held", saved / base, 5))
     return [*rows, at_most("… with Checkpoint()", recomputed / base, 2, "stretch")]
+
+
+def _products(weight: Tensor, y: Tensor, upstream: Tensor, iterations: int) -> Callable[[], None]:
+    """The matrix products of a ProxGD layer and of its gradients, and nothing else: what no implementation is below."""
+    x, matrix, total = torch.empty_like(upstream), torch.empty_like(weight @ weight.mT), torch.empty_like(weight)
+    below = torch.empty_like(y)
+
+    def call() -> None:
+        torch.mm(y, weight.mT, out=x)
+        gram(weight)
+        for _ in range(iterations - 1):
+            torch.mm(upstream, matrix, out=x)  # a step
+            torch.mm(upstream, matrix, out=x)  # its gradient
+            matrix.addmm_(upstream.mT, upstream, beta=0.5, alpha=1e-3)  # and the matrix's
+        torch.mm(upstream.mT, y, out=total).addmm_(matrix, weight)
+        torch.mm(upstream, weight, out=below)
+
+    return call
+
+
+def _least() -> list[Row]:
+    rows, weight, y = [], torch.randn(512, 512), torch.randn(128, 512, requires_grad=True)
+    plain, upstream = block(nn.Linear(512, 512)), torch.randn(128, 512)
+    bare = [_products(weight, y.detach(), upstream, iterations) for iterations in (10, 30)]
+    found = ratios(forward_and_backward(plain, y, upstream), bare, 25)
+    for iterations, ratio in zip((10, 30), found, strict=True):
+        rows.append(reported(f"fc 512→512, the products of ProxGD({iterations}) alone", ratio))
+    return rows
 
 
 def _wide() -> list[Row]:
@@ -134,4 +163,4 @@ def _peers() -> list[Row]:
 def run() -> list[Row]:
     """Ratios of time and memory, with the targets they were set."""
     torch.manual_seed(0)
-    return [*_dense(), *_wide(), *_convolution(), *_equal_objective(), *_peers()]
+    return [*_dense(), *_least(), *_wide(), *_convolution(), *_equal_objective(), *_peers()]

@@ -157,7 +157,7 @@ experiment = Experiment(
     ),
     presets={
         "smoke": Preset(Options(batch=50, limit=200, epochs=1, dataset="digits", net="20-15"), (0,), 0.3),
-        "laptop": Preset(Options(limit=20_000), (0, 1, 2), 25),
+        "laptop": Preset(Options(limit=10_000), (0, 1, 2), 25),
         "paper": Preset(Options(net="4000-4000-4000-4000-4000", processes=(2, 3), epochs=20), (0, 1, 2), 2000),
     },
     parts=parts,
