@@ -114,7 +114,7 @@ experiment = Experiment(
     ),
     presets={
         "smoke": Preset(Options(32, 300, epochs=2, datasets=("digits",)), (0, 1), 0.2),
-        "laptop": Preset(Options(batch=64, limit=10_000), (0, 1, 2), 6),
+        "laptop": Preset(Options(batch=64, limit=30_000), (0, 1, 2), 17),
         "paper": Preset(Options(batch=64, epochs=50, channels=(32, 64)), (0, 1, 2), 5000),
     },
     parts=parts,
