@@ -61,7 +61,7 @@ class LiftedReLU(Lifted[Variables]):
         for layer in self.chain.layers[:-1]:
             if not isinstance(layer.unit.function, NonNegative):
                 raise CapabilityError(
-                    f"LiftedReLU takes ReLU only, but {layer.path} is followed by {layer.unit.function!r}; use LPOM"
+                    f"LiftedReLU takes ReLU only, but the activation after {layer.path} is another; use LPOM"
                 )
         for layer in self.chain.layers:
             if not isinstance(layer.module, nn.Linear) or layer.norm is not None or len(layer.before) > 1:

@@ -119,18 +119,17 @@ def unit_of(path: str, module: nn.Module) -> Unit:
 
 def _scaled(module: nn.Module) -> Unit | None:
     """Monotone activations of torch whose slope is known and not one: steeper, so that they are no prox, or less."""
-    kind = type(module)
-    if kind is nn.Sigmoid:
+    if type(module) is nn.Sigmoid:
         return _multiple(torch.sigmoid, 0.25, curves.sigmoid_integral, curves.sigmoid_inverse_integral)
-    if kind is nn.Hardsigmoid:
+    if type(module) is nn.Hardsigmoid:
         return _multiple(F.hardsigmoid, 1 / 6, curves.hardsigmoid_integral, curves.hardsigmoid_inverse_integral)
-    if isinstance(module, nn.LeakyReLU) and kind is nn.LeakyReLU and module.negative_slope > 1:
+    if type(module) is nn.LeakyReLU and module.negative_slope > 1:
         steep = float(module.negative_slope)
         phi, inverse = (functools.partial(F.leaky_relu, negative_slope=slope) for slope in (steep, 1 / steep))
         return _multiple(phi, steep, functools.partial(_triangle, phi), functools.partial(_triangle, inverse))
-    if kind is nn.SELU:
+    if type(module) is nn.SELU:
         return _elu(_SELU_ALPHA, _SELU_SCALE)
-    if isinstance(module, nn.ELU) and kind is nn.ELU and module.alpha > 1:
+    if type(module) is nn.ELU and module.alpha > 1:
         return _elu(float(module.alpha), 1.0)
     return None
 
