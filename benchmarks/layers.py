@@ -54,8 +54,9 @@ def _dense() -> list[Row]:
 
 
 def _products(weight: Tensor, y: Tensor, upstream: Tensor, iterations: int) -> Callable[[], None]:
-    """The matrix products of a ProxGD layer and of its gradients, and nothing else: what no implementation is below."""
-    x, matrix, total = torch.empty_like(upstream), torch.empty_like(weight @ weight.mT), torch.empty_like(weight)
+    """The matrix products of a ProxGD layer and of its gradients, in memory that is there, and nothing else."""
+    # Zeros: what the memory held may be numbers so small that products with them are slow.
+    x, matrix, total = torch.empty_like(upstream), torch.zeros_like(weight @ weight.mT), torch.empty_like(weight)
     below = torch.empty_like(y)
 
     def call() -> None:
