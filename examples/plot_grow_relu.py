@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from minimand.factor import ParallelReLU
-from minimand.factor.networks.neurons import Neurons, descend
+from minimand.homogeneous.neurons import Neurons, descend
 
 # %%
 # Growth

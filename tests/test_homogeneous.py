@@ -15,12 +15,12 @@ from sklearn.utils.estimator_checks import check_estimator
 
 from minimand.errors import CapabilityError, OptionError, ShapeError
 from minimand.factor import ParallelReLU, Status
-from minimand.factor.networks import (
+from minimand.homogeneous import (
     certify_relu,
 )
-from minimand.factor.networks.certificate import judge_relu
-from minimand.factor.networks.neurons import Neurons, merged
-from minimand.factor.networks.polar import ascend, exact_polar, slopes, upper_bound
+from minimand.homogeneous.certificate import judge_relu
+from minimand.homogeneous.neurons import Neurons, merged
+from minimand.homogeneous.polar import ascend, exact_polar, slopes, upper_bound
 
 
 def _patterns(X: np.ndarray) -> list[np.ndarray]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from minimand.errors import CapabilityError, OptionError, ShapeError
 from minimand.factor import ParallelNetwork, ParallelReLU, Status
-from minimand.factor.networks import (
+from minimand.homogeneous import (
     factor_norms,
     homogeneity_degree,
     path_norm,

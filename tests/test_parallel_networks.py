@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from minimand.errors import CapabilityError, OptionError, ShapeError
 from minimand.factor import ParallelNetwork, ParallelReLU, Status
-from minimand.factor.networks import path_norm, product_of_norms, require_homogeneous
-from minimand.factor.networks.bound import polar_bound
+from minimand.homogeneous import path_norm, product_of_norms, require_homogeneous
+from minimand.homogeneous.bound import polar_bound
 
 
 def _linear(*sizes: int, bias: bool = False) -> list[nn.Module]:

@@ -22,7 +22,20 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_PACKAGES = ("adjoints", "data", "errors", "factor", "functions", "lab", "nn", "operators", "solvers", "train", "zoo")
+_PACKAGES = (
+    "adjoints",
+    "data",
+    "errors",
+    "factor",
+    "functions",
+    "homogeneous",
+    "lab",
+    "nn",
+    "operators",
+    "solvers",
+    "train",
+    "zoo",
+)
 _HOMES = {
     "LPOM": "train",
     "ProxProp": "train",

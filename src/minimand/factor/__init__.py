@@ -4,16 +4,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..homogeneous import DropoutPenalty, ParallelNetwork, ParallelReLU
     from .certificate import Certificate, Status
     from .completion import MatrixCompletion
     from .cp import certify_tensor
     from .dictionary import SparseDictionary
-    from .dropout import DropoutFactorization, DropoutPenalty, dropout_optimum, equalize, nuclear_squared
+    from .dropout import DropoutFactorization, dropout_optimum, equalize, nuclear_squared
     from .engine import factorize
     from .gap import certify
     from .losses import Huber, Loss, Squared
     from .lowrank import LowRank
-    from .networks import ParallelNetwork, ParallelReLU
     from .nmf import NMF
     from .regularisers import L2, NonNegativeL2, Regulariser, SparseL2
     from .robust import RobustPCA
@@ -45,10 +45,10 @@ _HOMES = {
     "dropout_optimum": "dropout",
     "equalize": "dropout",
     "DropoutFactorization": "dropout",
-    "DropoutPenalty": "dropout",
+    "DropoutPenalty": "..homogeneous",
     "nuclear_squared": "dropout",
-    "ParallelReLU": "networks",
-    "ParallelNetwork": "networks",
+    "ParallelReLU": "..homogeneous",
+    "ParallelNetwork": "..homogeneous",
 }
 
 __all__ = [
@@ -85,7 +85,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    home = _HOMES[name]
+    value = getattr(importlib.import_module(home if home.startswith(".") else f".{home}", __name__), name)
     globals()[name] = value
     return value
 

@@ -4,11 +4,9 @@ from .equalize import equalize
 from .factorization import DropoutFactorization
 from .objective import dropout_objective, dropout_sample, dropout_weight, variable_rate
 from .optimum import dropout_optimum, nuclear_squared
-from .penalty import DropoutPenalty
 
 __all__ = [
     "DropoutFactorization",
-    "DropoutPenalty",
     "dropout_objective",
     "dropout_optimum",
     "dropout_sample",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from ...factor.networks import product_of_norms, smooth_surrogate, weight_decay
+from ...homogeneous import product_of_norms, smooth_surrogate, weight_decay
 from ..context import Lab
 from ..drawing import bars
 from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results

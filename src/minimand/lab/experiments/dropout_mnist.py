@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...factor.networks import product_of_norms
+from ...homogeneous import product_of_norms
 from ..comparing import verdict
 from ..context import Lab
 from ..drawing import bars, curves

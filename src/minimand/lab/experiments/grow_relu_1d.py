@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from ...factor import ParallelReLU
-from ...factor.networks.certificate import objective
-from ...factor.networks.neurons import Neurons, descend
+from ...homogeneous.certificate import objective
+from ...homogeneous.neurons import Neurons, descend
 from ..context import Lab
 from ..drawing import bars, curves, figure, style
 from ..experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...factor import ParallelReLU
-from ...factor.networks.certificate import with_ones
-from ...factor.networks.neurons import Neurons, descend
+from ...homogeneous.certificate import with_ones
+from ...homogeneous.neurons import Neurons, descend
 from ...solvers import ridge_factor
 from ..comparing import verdict
 from ..context import Lab

@@ -1,12 +1,14 @@
-"""Positively homogeneous networks in parallel: regularisers of the right degree, growth, and certificates."""
+"""Neural networks with certificates: parallel networks grown to a global optimum, and the penalty that dropout is."""
 
 from .certificate import certify_relu
-from .homogeneous import homogeneity_degree, require_homogeneous
+from .degree import homogeneity_degree, require_homogeneous
 from .parallel import ParallelNetwork
-from .regularisers import factor_norms, path_norm, product_of_norms, smooth_surrogate, weight_decay
+from .penalty import DropoutPenalty
+from .regularizers import factor_norms, path_norm, product_of_norms, smooth_surrogate, weight_decay
 from .relu import ParallelReLU
 
 __all__ = [
+    "DropoutPenalty",
     "ParallelNetwork",
     "ParallelReLU",
     "certify_relu",

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import OptionError, ShapeError, require_finite, require_positive
-from ..certificate import Certificate, judge
+from ..errors import OptionError, ShapeError, require_finite, require_positive
+from ..factor.certificate import Certificate, judge
 from .polar import Polar, ascend, exact_polar, upper_bound
 
 __all__ = ["certify_relu", "dual_gap", "judge_relu", "objective", "polar_of", "with_ones"]

@@ -8,14 +8,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ...errors import CapabilityError, OptionError, ShapeError, require_finite, require_positive, require_real
-from ...solvers.base import require_count
-from ...solvers.iterate import iterate
-from ..certificate import Certificate, Status, judge
+from ..errors import CapabilityError, OptionError, ShapeError, require_finite, require_positive, require_real
+from ..factor.certificate import Certificate, Status, judge
+from ..solvers.base import require_count
+from ..solvers.iterate import iterate
 from .bound import NO_BOUND, polar_bound
 from .certificate import dual_gap
-from .homogeneous import probe_input, require_homogeneous, require_steady
-from .regularisers import factor_norms, layers_of, path_norm, product_of_norms, smooth_surrogate, weight_decay
+from .degree import probe_input, require_homogeneous, require_steady
+from .regularizers import factor_norms, layers_of, path_norm, product_of_norms, smooth_surrogate, weight_decay
 
 __all__ = ["ParallelNetwork"]
 

@@ -9,11 +9,11 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from ...errors import OptionError, require_positive
-from ...solvers.base import require_count
-from ...solvers.iterate import iterate
-from ..certificate import Certificate, Status
-from ..inputs import require_entries
+from ..errors import OptionError, require_positive
+from ..factor.certificate import Certificate, Status
+from ..factor.inputs import require_entries
+from ..solvers.base import require_count
+from ..solvers.iterate import iterate
 from .certificate import judge_relu, objective, polar_of, with_ones
 from .neurons import Neurons, descend, descend_in_cells, merged, tidy
 from .polar import Polar
@@ -57,7 +57,7 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
         max_neurons: No more neurons than this are kept in a round; None: any number.
         grow: How many of the polar's local maxima are added at once.
         descent: Iterations of the local descent of each round.
-        polar: ``"auto"``, ``"exact"`` or ``"ascent"``; see :func:`~minimand.factor.networks.certify_relu`.
+        polar: ``"auto"``, ``"exact"`` or ``"ascent"``; see :func:`~minimand.homogeneous.certify_relu`.
         random_state: Seeds the ascent.
 
     Attributes:

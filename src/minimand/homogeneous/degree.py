@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import CapabilityError
-from .regularisers import factor_norms, layers_of
+from ..errors import CapabilityError
+from .regularizers import factor_norms, layers_of
 
 __all__ = ["homogeneity_degree", "probe_input", "require_homogeneous", "require_steady"]
 

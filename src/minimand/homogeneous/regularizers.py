@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ...errors import CapabilityError
+from ..errors import CapabilityError
 
 __all__ = ["factor_norms", "layers_of", "path_norm", "product_of_norms", "smooth_surrogate", "weight_decay"]
 

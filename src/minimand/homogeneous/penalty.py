@@ -7,11 +7,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ...errors import CapabilityError, OptionError, ShapeError, require_fitting
-from ...nn.dropout import AdditiveDropout, ImportanceDropout
-from ...operators.gram import gram
-from .arrays import require_rate
-from .objective import dropout_weight
+from ..errors import CapabilityError, OptionError, ShapeError, require_fitting
+from ..factor.dropout.arrays import require_rate
+from ..factor.dropout.objective import dropout_weight
+from ..nn.dropout import AdditiveDropout, ImportanceDropout
+from ..operators.gram import gram
 
 __all__ = ["DropoutPenalty"]
 
