@@ -10,10 +10,10 @@ export OMP_NUM_THREADS ?= 1
 help:            ## list the targets
 	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml papers/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade -c constraints.txt pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]" -e "./papers[test]"
 	@touch $@
 
 demo: $(STAMP)   ## the main job on bundled data, with a report at the end
@@ -33,7 +33,7 @@ docs: $(STAMP)   ## build the documentation, its examples included; warnings are
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 bench: $(STAMP)  ## ratios to the plain block and to peers
-	$(BIN)/python -m benchmarks
+	$(BIN)/minimand bench
 
 clean:           ## remove what the other targets made
 	rm -rf .venv docs/_build docs/_generated docs/gallery runs

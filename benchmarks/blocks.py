@@ -17,7 +17,7 @@ from minimand.nn import (
 )
 from minimand.nn.blocks import Update
 from minimand.nn.explain import held_bytes
-from minimand.zoo import AGDNet, DenseNet, DMRNet, HBNet, ResNet
+from minimand_papers.zoo import AGDNet, DenseNet, DMRNet, HBNet, ResNet
 
 __all__ = ["run"]
 

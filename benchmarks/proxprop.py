@@ -14,9 +14,9 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from benchmarks import Row, at_most, in_turn, peer, ratio, ratios, reported, skipped, training_step
-from minimand.lab.experiments.proxprop_peers import PACKAGES, PEERS, curved, optimizer_of
 from minimand.train import CachedGram, ExactGram, ProxProp
-from minimand.zoo.proxprop import ProxPropConvNet, ProxPropMLP
+from minimand_papers.experiments.frerix2018.proxprop_peers import PACKAGES, PEERS, curved, optimizer_of
+from minimand_papers.zoo.proxprop import ProxPropConvNet, ProxPropMLP
 
 __all__ = ["run"]
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from minimand.lab.registry import experiments
+from minimand_papers.registry import experiments
 
 
 def write(results: Path, out: Path) -> None:

@@ -64,7 +64,9 @@ def _breakable(app, page, template, context, doctree) -> None:
 
 
 def setup(app) -> None:
-    app.connect("builder-inited", lambda app: _experiments.write(HERE.parent / "results", HERE / "_generated"))
+    app.connect(
+        "builder-inited", lambda app: _experiments.write(HERE.parent / "papers" / "results", HERE / "_generated")
+    )
     app.connect(
         "builder-inited", lambda app: _league.write(HERE.parent / "benchmarks" / "results", HERE / "_generated")
     )

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
-
 from minimand.lab.experiments import layer_convergence
 from minimand.lab.runner import Setting, read_results, run
 

@@ -19,9 +19,9 @@ taken. Here is its energy on scikit-learn's digits, and what mini-batches of it 
 
 import matplotlib.pyplot as plt
 import torch
+from minimand.data import load
 from torch import nn
 
-from minimand.data import load
 from minimand.train import LPOM
 from minimand.train.lifted import ridge_control
 

@@ -17,11 +17,11 @@ import time
 
 import matplotlib.pyplot as plt
 import torch
+from minimand.data import psnr, random_crops, ssim
 from skimage import color, data, transform
 
-from minimand.data import pad_to_blocks, psnr, random_crops, ssim, to_blocks
 from minimand.nn import Architecture, ISTANet, diagnose, least_squares_start, sparse_reconstruction
-from minimand.operators import BlockDCT, BlockSensing, orthonormal_gaussian
+from minimand.operators import BlockDCT, BlockSensing, orthonormal_gaussian, pad_to_blocks, to_blocks
 from minimand.solvers import FISTA
 
 torch.manual_seed(0)

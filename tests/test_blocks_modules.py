@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from minimand.errors import OptionError
 from minimand.nn import (
     AcceleratedUpdate,
     ADMMUpdate,
@@ -21,7 +20,6 @@ from minimand.nn import (
     coefficient_parameters,
 )
 from minimand.nn.blocks.network import resolve
-from minimand.zoo import AGDNet, DMRNet, HBNet
 
 from .cases.ranks import on_ranks
 
@@ -109,30 +107,6 @@ def test_signs_are_kept_while_coefficients_learn(update):
         assert torch.isfinite(row.weight).all()
         assert torch.equal(torch.sign(row.weight), torch.sign(old))
     assert not rows or not torch.equal(rows[-1].weight, start[-1])
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda how: HBNet(2, width=0.25, learnable=how),
-        lambda how: HBNet(2, width=0.25, start=(1.0, -0.1), learnable=how),
-        lambda how: DMRNet(2, width=0.25, learnable=how),
-        lambda how: AGDNet(4, 13, start=-0.1, learnable=how),
-    ],
-    ids=["HBNet", "HBNet with momentum", "DMRNet", "AGDNet"],
-)
-def test_networks_of_the_zoo_keep_signs(make):
-    net = make(Learning("scalar", "positive"))
-    net(torch.randn(2, 3, 32, 32)).square().sum().backward()
-    assert all(torch.isfinite(p.grad).all() for p in coefficient_parameters(net))
-    for row in net.trunk.coefficients:
-        if row.start:
-            torch.testing.assert_close(row.weight.detach(), torch.tensor(row.start))
-
-
-def test_zeros_alone_have_no_sign():
-    with pytest.raises(OptionError, match="starts at 0 and has no sign"):
-        AGDNet(4, 10, learnable=Learning("scalar", "positive"))
 
 
 def _train(net, steps, lr=0.1):

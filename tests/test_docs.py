@@ -79,7 +79,9 @@ def _functions(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", [*PAGES, *MARKDOWN], ids=_name)
 def test_named_files_and_tests_exist(path: Path) -> None:
     missing = []
-    named = re.findall(r"`((?:src|tests|examples|docs|benchmarks)/[\w./]*\w/?)(?:::(\w+))?[ `]", path.read_text())
+    named = re.findall(
+        r"`((?:src|papers|tests|examples|docs|benchmarks)/[\w./]*\w/?)(?:::(\w+))?[ `]", path.read_text()
+    )
     for file, test in named:
         target = ROOT / file
         if not target.exists() or (test and test not in _functions(target)):
@@ -90,7 +92,7 @@ def test_named_files_and_tests_exist(path: Path) -> None:
 def test_the_lineage_page_names_enough_to_be_checked() -> None:
     """If the pattern above stopped matching, the law would hold of nothing."""
     text = (ROOT / "docs" / "lineage.rst").read_text()
-    assert len(set(re.findall(r"``tests/\w+\.py::\w+``", text))) > 40
+    assert len(set(re.findall(r"``(?:papers/)?tests/\w+\.py::\w+``", text))) > 40
     propositions = [f"Proposition {k}" for k in range(1, 7)]
     for item in ("Table 1", "Lemma 1", "Lemma 2", *propositions, "eq. 3,", "eq. 5", "eq. 31", "eq. 32"):
         assert item in text, item

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from sklearn.datasets import load_digits
 from torch import nn
 
-from minimand.data import load
 from minimand.train.lifted import LPOM, MAC, BlockPenalty, LiftedReLU, SplitADMM, ridge_control
 from minimand.train.lifted.losses import CrossEntropy, SquaredError
 from minimand.train.lifted.units import unit_of
@@ -309,10 +309,10 @@ def test_prox_of_the_losses(weight):
 
 
 def _digits():
-    data = load("digits")
-    mean, spread = data.train.images.float().mean(), data.train.images.float().std()
-    parts = [((s.images.float().flatten(1) - mean) / spread, s.labels.long()) for s in (data.train, data.test)]
-    return *parts[0], *parts[1]
+    images, labels = load_digits(return_X_y=True)
+    x, y = torch.tensor(images, dtype=torch.float32), torch.tensor(labels)
+    x = (x - x[:1437].mean()) / x[:1437].std()
+    return x[:1437], y[:1437], x[1437:], y[1437:]
 
 
 def _batches(x, y, size, seed):

@@ -8,9 +8,6 @@ import torch
 from torch import nn
 
 from minimand.errors import CapabilityError, OptionError
-from minimand.lab.context import Lab
-from minimand.lab.experiments import lpom_parallel
-from minimand.lab.registry import find
 from minimand.train.lifted import LPOM, LayerParallel
 from minimand.train.lifted.chain import parse
 from minimand.train.lifted.parallel import stretches
@@ -96,16 +93,6 @@ def test_ranks_equal_one_process(world):
     assert all(seen == late for _, seen in found)
     # In the mean over the seeds, it loses no more than the seeds differ by.
     assert statistics.fmean(late) >= statistics.fmean(accuracies) - (max(accuracies) - min(accuracies))
-
-
-def test_the_experiment_gives_synchronous_processes_the_batches_of_one(tmp_path):
-    options = find("lpom-parallel").presets["smoke"].options
-    ends = []
-    for part in (lpom_parallel.JACOBI, lpom_parallel.name("synchronous", 2)):
-        torch.manual_seed(0)
-        records = list(lpom_parallel.run(options, part, Lab(tmp_path / part, 0)))
-        ends.append((records[0]["loss"], records[-1]["validation"], records[-1]["test"]))
-    assert ends[0] == pytest.approx(ends[1], rel=1e-5)
 
 
 def test_layers_are_spread_evenly():

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minimand.data import from_blocks, to_blocks
 from minimand.functions import L1
 from minimand.functions.base import Function
 from minimand.nn import (
@@ -29,9 +28,11 @@ from minimand.operators import (
     LinearOperator,
     SubsampledFourier,
     Transposed,
+    from_blocks,
     gaussian_blur,
     orthonormal_gaussian,
     radial_mask,
+    to_blocks,
 )
 from minimand.solvers import ADMM, FISTA, Problem, ProxGD, solve
 

@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from minimand.data import to_blocks
 from minimand.errors import OptionError
 from minimand.nn import Architecture, ISTANet, least_squares_start
 from minimand.nn.unrolled.parameters import assign
 from minimand.nn.unrolled.transform import Transform
-from minimand.operators import BlockSensing, orthonormal_gaussian
+from minimand.operators import BlockSensing, orthonormal_gaussian, to_blocks
 
 
 def _images(count: int, side: int) -> Tensor:

@@ -20,7 +20,7 @@ __all__ = [
     "revert",
     "solve",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PACKAGES = (
     "adjoints",

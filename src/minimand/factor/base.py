@@ -256,7 +256,7 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         try:
             from rich.progress import Progress
         except ModuleNotFoundError as error:
-            raise MissingExtra('a progress bar needs the package rich: pip install "minimand[lab]"') from error
+            raise MissingExtra("a progress bar needs the package rich: pip install rich") from error
         with Progress() as bar:
             task = bar.add_task(type(self).__name__, total=self.max_iter)
 

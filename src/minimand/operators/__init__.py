@@ -1,6 +1,7 @@
 """Linear maps of layers: apply, adjoint, restrict, and bounds on their norms, never below the truth."""
 
 from .base import Bounds, LinearOperator
+from .blocks import from_blocks, pad_to_blocks, to_blocks
 from .conv import Conv1d, Conv2d
 from .dense import Dense
 from .fourier import SubsampledFourier, cartesian_mask, radial_mask
@@ -29,11 +30,14 @@ __all__ = [
     "cartesian_mask",
     "certified_lambda_max",
     "certified_norm_sq",
+    "from_blocks",
     "gaussian_blur",
     "is_orthonormal",
     "lanczos",
     "lipschitz",
     "majorant",
     "orthonormal_gaussian",
+    "pad_to_blocks",
     "radial_mask",
+    "to_blocks",
 ]

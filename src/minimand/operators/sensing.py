@@ -79,7 +79,7 @@ class BlockSensing(ImageOperator):
         if height % self.block or width % self.block:
             raise ShapeError(
                 f"an image of {height} × {width} is not made of blocks of {self.block} × {self.block}; "
-                f"pad it with minimand.data.pad_to_blocks"
+                f"pad it with minimand.operators.pad_to_blocks"
             )
         self.grid = (height // self.block, width // self.block)
 

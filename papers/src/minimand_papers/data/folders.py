@@ -1,0 +1,100 @@
+"""Folders of images without labels: what reconstruction is trained and measured on."""
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minimand.errors import DataError, MissingExtra, OptionError
+
+from .loading import data_directory
+
+__all__ = ["Images", "load_images"]
+
+_ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+_BYTE_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "YCbCr", "CMYK", "HSV", "LAB")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Images:
+    """Images of any sizes (each C × H × W, uint8), sorted by file name."""
+
+    name: str
+    files: tuple[str, ...]
+    images: tuple[Tensor, ...]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.images)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.images[index]
+
+    def __repr__(self) -> str:
+        return f"Images({self.name}: {len(self)} images)"
+
+
+def load_images(
+    folder: str | os.PathLike[str],
+    data_dir: str | os.PathLike[str] | None = None,
+    *,
+    mode: Literal["L", "RGB"] = "L",
+) -> Images:
+    """All images of ``images/FOLDER`` under the data directory; an absolute path, or one from ``.``, is taken as it is.
+
+    ``mode="L"`` is grey: colours become 0.299 R + 0.587 G + 0.114 B over the full range 0 … 255 (MATLAB's rgb2ycbcr
+    squeezes the same luma into 16 … 235). Images of more than
+    8 bits a channel are refused, not clipped. Subfolders are not read.
+    """
+    if mode not in ("L", "RGB"):
+        raise OptionError(f'mode must be "L" (grey) or "RGB", got {mode!r}')
+    try:
+        import PIL.Image  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise MissingExtra(
+            'reading image files needs the package pillow, which is not installed: pip install "minimand[lab]"'
+        ) from error
+    path = _resolve(folder, data_dir)
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() in _ENDINGS) if path.is_dir() else []
+    if not files:
+        found = "holds no image files" if path.is_dir() else "does not exist"
+        raise DataError(
+            f"{path} {found}: put images ({', '.join(ending[1:] for ending in _ENDINGS)}) there, or name another "
+            f"data directory by data_dir= or MINIMAND_DATA"
+        )
+    return Images(path.name, tuple(file.name for file in files), tuple(_read(file, mode) for file in files))
+
+
+def _resolve(folder: str | os.PathLike[str], data_dir: str | os.PathLike[str] | None) -> Path:
+    path = Path(folder).expanduser()
+    if path.is_absolute() or os.fspath(folder).startswith("."):
+        return path.absolute()
+    return data_directory(data_dir) / "images" / path
+
+
+def _read(file: Path, mode: str) -> Tensor:
+    """One image, C × H × W."""
+    from PIL import Image
+
+    try:
+        with Image.open(file) as image:
+            if image.mode not in _BYTE_MODES:
+                raise DataError(
+                    f"{file} has more than 8 bits in a channel (Pillow's mode {image.mode}), which would be clipped: "
+                    f"save it with 8 bits, scaled as you want it"
+                )
+            pixels = np.array(image.convert(mode))
+    # Pillow's decoders meet damaged bytes with OSError, SyntaxError, ValueError, struct.error …
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{file} is no image, or damaged ({error}): replace or remove it") from error
+    tensor = torch.from_numpy(pixels)
+    return tensor.unsqueeze(0) if mode == "L" else tensor.permute(2, 0, 1).contiguous()

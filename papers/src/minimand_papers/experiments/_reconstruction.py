@@ -1,0 +1,377 @@
+"""What the reconstruction experiments share: images, measurements, training, scores and pictures."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minimand.errors import MissingExtra, OptionError
+from minimand.nn import ADMMNet, Architecture, FISTANet, ISTANet, UnrolledNet, diagnose, least_squares_start
+from minimand.operators import BlockSensing, LinearOperator, orthonormal_gaussian, pad_to_blocks, to_blocks
+
+from ..context import Lab
+from ..data import data_directory, load_images, psnr, random_crops, ssim, unit_interval
+from ..drawing import figure
+from ..experiment import Metrics, Plot, Results
+from ..pictures import decoded, encoded
+
+__all__ = [
+    "Images",
+    "Learning",
+    "Scores",
+    "assembled",
+    "build",
+    "gallery",
+    "mean_scores",
+    "measurement",
+    "photographs",
+    "picture",
+    "reference",
+    "sizes",
+    "standing",
+    "train",
+    "training_images",
+    "tuned",
+    "verdicts",
+]
+
+_PHOTOGRAPHS = ("astronaut", "brick", "chelsea", "clock", "coffee", "coins", "grass", "gravel", "page", "rocket")
+_UNSEEN = ("camera", "moon", "text")
+BLOCK = 33
+
+
+@dataclasses.dataclass(frozen=True)
+class Learning:
+    """How a network is built and trained.
+
+    Args:
+        source: "files": the folders train400, t91, set11 and bsd68 under images/ of the data directory;
+            "photographs": scikit-image's; "auto": files where they are, photographs otherwise.
+        limit: Use only this many images of each set; 0: all.
+        phases: Iterations of every network.
+        channels: Features of the transforms.
+        shuffle: Side of the pixel squares that become channels; more than 1 is cheaper and less accurate.
+        epochs: Rounds of training, with one validation each.
+        steps: Optimizer steps in an epoch.
+        batch: Crops in a step.
+        crop: Their side.
+        rate: The peak learning rate of AdamW: linear warm-up, then a cosine.
+        symmetry: Weight of the symmetry loss.
+        start: How the transforms begin: "solver", or "xavier" as in the papers' code.
+        shared: Whether FISTA-Net has its paper's transform, twice as deep and one for all phases.
+    """
+
+    source: str = "auto"
+    limit: int = 0
+    phases: int = 8
+    channels: int = 16
+    shuffle: int = 1
+    epochs: int = 12
+    steps: int = 300
+    batch: int = 4
+    crop: int = 66
+    rate: float = 2e-3
+    symmetry: float = 0.0
+    start: Literal["solver", "xavier"] = "solver"
+    shared: bool = False
+
+    def architecture(self) -> Architecture:
+        """The transform."""
+        return Architecture(self.channels, shuffle=self.shuffle, start=self.start)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Images:
+    """Images in [0, 1], one channel each, and where they are from."""
+
+    train: list[Tensor]
+    validation: list[Tensor]
+    tests: dict[str, list[Tensor]]
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Mean PSNR and SSIM over a set of images."""
+
+    psnr: float
+    ssim: float
+
+
+def photographs(names: Sequence[str], side: int = 198) -> list[Tensor]:
+    """Grey photographs of scikit-image, their upper left square shrunk to ``side``."""
+    try:
+        from skimage import data
+    except ModuleNotFoundError as error:
+        raise MissingExtra(
+            "the bundled photographs are in the package scikit-image, which is not installed: "
+            'pip install "minimand-papers[demo]"'
+        ) from error
+    images = []
+    for name in names:
+        pixels = torch.as_tensor(getattr(data, name)().copy()).float() / 255
+        if pixels.dim() == 3:
+            pixels = pixels[..., :3] @ torch.tensor([0.299, 0.587, 0.114])
+        shorter = min(pixels.shape)
+        square = pixels[None, None, :shorter, :shorter]
+        images.append(F.interpolate(square, (side, side), mode="bilinear", antialias=True)[0].clamp(0, 1))
+    return images
+
+
+def has_files(lab: Lab, folders: Sequence[str]) -> bool:
+    """Whether the data directory holds these folders of images."""
+    try:
+        root = data_directory(lab.data_dir) / "images"
+    except MissingExtra:
+        return False
+    return all((root / folder).is_dir() for folder in folders)
+
+
+def resolve(source: str, lab: Lab, folders: Sequence[str]) -> str:
+    """Files or photographs, by what there is."""
+    if source not in ("auto", "files", "photographs"):
+        raise OptionError(f'source is "auto", "files" or "photographs", got {source!r}')
+    if source == "auto":
+        return "files" if has_files(lab, folders) else "photographs"
+    return source
+
+
+def training_images(options: Learning, lab: Lab) -> Images:
+    """Train400 without its last 20 images, which validate, and T91; Set11 and BSD68 are only tested on."""
+    source = resolve(options.source, lab, ("train400", "set11"))
+    cut = slice(options.limit or None)
+    if source == "photographs":
+        side = 198 if options.crop > 66 else 66
+        names = _PHOTOGRAPHS[:-2][cut], _PHOTOGRAPHS[-2:][cut], _UNSEEN[cut]
+        train, validation, test = (photographs(some, side) for some in names)
+        return Images(train, validation, {"photographs": test}, source)
+
+    def folder(name: str) -> list[Tensor]:
+        return [unit_interval(image) for image in load_images(name, lab.data_dir)]
+
+    known = folder("train400")
+    extra = folder("t91") if has_files(lab, ("t91",)) else []
+    tests = {name: folder(name)[cut] for name in ("set11", "bsd68") if has_files(lab, (name,))}
+    return Images((known[:-20] + extra)[cut], known[-20:][cut], tests, source)
+
+
+def measurement(ratio: float, images: Images, lab: Lab) -> tuple[Tensor, Tensor]:
+    """Φ of a ratio, the same for every seed, and the least-squares start of the training images, borders included."""
+    rows = round(ratio * BLOCK**2)
+    phi = orthonormal_gaussian(rows, BLOCK**2, generator=torch.Generator().manual_seed(0))
+    large = [image for image in images.train if min(image.shape[-2:]) >= BLOCK]
+    inner = [to_blocks(_inside(image, shift), BLOCK) for image in large for shift in (0, BLOCK // 2)]
+    # Whole images end in blocks that zeros fill up.
+    blocks = torch.cat([*inner, *(to_blocks(pad_to_blocks(image, BLOCK), BLOCK) for image in large)])
+    return phi.to(lab.device), least_squares_start(phi, blocks, ridge=1e-5).to(lab.device)
+
+
+def _inside(image: Tensor, shift: int) -> Tensor:
+    """The largest part of whole blocks that begins at ``shift``; from the corner where there is none."""
+    height, width = (side - shift for side in image.shape[-2:])
+    if min(height, width) < BLOCK:
+        return _inside(image, 0)
+    return image[..., shift : shift + height // BLOCK * BLOCK, shift : shift + width // BLOCK * BLOCK]
+
+
+def build(kind: str, phi: Tensor | LinearOperator, options: Learning, initial: Tensor | None = None) -> UnrolledNet:
+    """A network by its name: ISTA-Net, ISTA-Net plus, FISTA-Net or ADMM-Net, "constrained" behind it or not."""
+    name = kind.removesuffix(" constrained")
+    constrained = name != kind
+    shape = options.architecture()
+    if name == "FISTA-Net":
+        shape = dataclasses.replace(shape, depth=4) if options.shared else shape
+        return FISTANet(
+            phi,
+            options.phases,
+            architecture=shape,
+            constrained=constrained,
+            shared=options.shared,
+            momentum="learned",
+            initial=initial,
+        )
+    if name == "ADMM-Net":
+        return ADMMNet(phi, options.phases, architecture=shape, constrained=constrained, initial=initial)
+    if name not in ("ISTA-Net", "ISTA-Net plus"):
+        raise OptionError(f"there is no network {name!r}; there are ISTA-Net, ISTA-Net plus, FISTA-Net and ADMM-Net")
+    plus = name.endswith("plus")
+    return ISTANet(phi, options.phases, plus, architecture=shape, constrained=constrained, initial=initial)
+
+
+def train(
+    lab: Lab,
+    net: UnrolledNet,
+    draw: Callable[[], tuple[Tensor, Tensor]],
+    options: Learning,
+    validate: Callable[[], float],
+) -> Iterator[Metrics]:
+    """AdamW with warm-up and cosine, clipped gradients; a record each epoch with the validation's PSNR."""
+    net.to(lab.device)
+    matrices = [p for p in net.parameters() if p.dim() > 1]
+    numbers = [p for p in net.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 1e-4}, {"params": numbers, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=options.rate, fused=True)
+    total = options.epochs * options.steps
+    warm = max(1, min(200, total // 10))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda k: min(1.0, (k + 1) / warm) * 0.5 * (1 + math.cos(math.pi * min(1.0, k / total)))
+    )
+    for epoch in lab.epochs(options.epochs, model=net, optimizer=optimizer, schedule=schedule):
+        net.train()
+        mean = 0.0
+        for _ in lab.track(range(options.steps)):
+            y, x = draw()
+            loss = net.loss(y, x, symmetry=options.symmetry)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            optimizer.step()
+            schedule.step()
+            mean += loss.item() / options.steps
+        net.eval()
+        yield {"epoch": epoch + 1, "loss": mean, "validation": validate()}
+
+
+@torch.no_grad()
+def assembled(reconstruct: Callable[[BlockSensing, Tensor], Tensor], phi: Tensor, image: Tensor) -> Tensor:
+    """Measure a whole image by blocks, reconstruct it, and cut the padding off; clipped to [0, 1]."""
+    padded = pad_to_blocks(image[None].to(phi.device), BLOCK)
+    operator = BlockSensing(phi, (padded.shape[-2], padded.shape[-1]))
+    x = reconstruct(operator, operator.apply(padded))
+    return x[0, :, : image.shape[-2], : image.shape[-1]].clamp(0, 1).cpu()
+
+
+def mean_scores(reconstruct: Callable[[Tensor], Tensor], images: Sequence[Tensor]) -> Scores:
+    """The means over images of what scikit-image's definitions give for each."""
+    pairs = [(reconstruct(image), image) for image in images]
+    count = max(1, len(pairs))
+    return Scores(
+        sum(float(psnr(x, image)) for x, image in pairs) / count,
+        sum(float(ssim(x, image)) for x, image in pairs) / count,
+    )
+
+
+def tuned(score: Callable[[float], float], weights: Sequence[float], most: int = 4) -> dict[float, float]:
+    """The scores of some weights and, while the best is the smallest or the largest, of its half or its double, at most
+    ``most`` of them: a control that is best at an end of its grid is not tuned.
+
+    >>> tuned(lambda w: -abs(w - 0.5), (2.0, 4.0))
+    {2.0: -1.5, 4.0: -3.5, 1.0: -0.5, 0.5: -0.0, 0.25: -0.25}
+    """
+    found = {weight: score(weight) for weight in weights}
+    for _ in range(most if len(found) > 1 else 0):
+        best = max(found, key=lambda weight: found[weight])
+        if best not in (min(found), max(found)):
+            break
+        further = best / 2 if best == min(found) else 2 * best
+        found[further] = score(further)
+    return found
+
+
+def verdicts(net: UnrolledNet, y: Tensor) -> dict[str, Any]:
+    """What the diagnosis says, in plain numbers."""
+    report = diagnose(net, y)
+    return {
+        "convergent": float(report.convergent),
+        "steps": [round(phase.step, 4) for phase in report.phases],
+        "thresholds": [round(phase.threshold, 5) for phase in report.phases],
+        "residuals": [round(phase.residual, 5) for phase in report.phases],
+        "gains": [round(phase.gain, 3) for phase in report.phases],
+    }
+
+
+def standing(results: Results[Any], part: str) -> list[str]:
+    """Whether a network is still a solver, in a sentence; none where it was not diagnosed."""
+    convergent = results.final(part, "convergent")
+    if not convergent:
+        return []
+    word = "has" if min(convergent) > 0 else "does not have"
+    gains = [max(values[-1]) for values in results.curve(part, "gains").values() if values]
+    more = f"; its learned prox stretches changes by up to {max(gains):.2f}, where a prox has 1" if gains else ""
+    return [f"{part} {word} the steps and thresholds of a convergent solver by its diagnosis{more}."]
+
+
+def crops(images: Images, options: Learning, phi: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Random crops of the training images, some as at the borders of whole images, measured by blocks."""
+    operator = BlockSensing(phi, (options.crop, options.crop))
+
+    def draw() -> tuple[Tensor, Tensor]:
+        x = bordered(random_crops(images.train, options.batch, options.crop)).to(phi.device)
+        return operator.apply(x), x
+
+    return draw
+
+
+def bordered(x: Tensor, share: float = 0.25) -> Tensor:
+    """The crops, a ``share`` of them with zeros from inside the last block on, as padded images have."""
+    for dim in (-2, -1):
+        cut = torch.randint(BLOCK, (len(x),)) * (torch.rand(len(x)) < share)
+        kept = torch.arange(x.shape[dim]) < x.shape[dim] - cut[:, None]
+        x = x * (kept[:, None, :, None] if dim == -2 else kept[:, None, None, :])
+    return x
+
+
+# Pictures
+
+
+def picture(image: Tensor, window: int = 64) -> str:
+    """The middle of an image, for a record."""
+    top, left, side = _middle(image.shape[-2], image.shape[-1], window)
+    return encoded(image[0, top : top + side, left : left + side].cpu().numpy(), lossless=True)
+
+
+def reference(image: Tensor, window: int = 64) -> dict[str, str]:
+    """The truth for a gallery: the middle of the image, and all of it."""
+    return {"reference": picture(image, window), "whole": encoded(image[0].cpu().numpy())}
+
+
+def _middle(height: int, width: int, window: int) -> tuple[int, int, int]:
+    """Top, left and side of the square in the middle."""
+    side = min(window, height, width)
+    return (height - side) // 2, (width - side) // 2, side
+
+
+def gallery(results: Results[Any], parts: Mapping[str, str], truth: str, title: str) -> Plot | None:
+    """Zoomed crops of one test image beside the truth, errors below, and the image; None where nothing was kept."""
+    found = {label: results.curve(part, "crop") for part, label in parts.items()}
+    shown = {label: texts[-1] for label, seeds in found.items() for texts in list(seeds.values())[:1] if texts}
+    references = [texts[-1] for texts in results.curve(truth, "reference").values() if texts]
+    if not shown or not references:
+        return None
+    crop = torch.from_numpy(decoded(references[0]))
+    drawn = figure(2.1 * (len(shown) + 1), 4.4)
+    axes = drawn.subplots(2, len(shown) + 1, squeeze=False)
+    axes[0, 0].imshow(crop.numpy(), cmap="gray", vmin=0, vmax=1)
+    axes[0, 0].set_title("the image", fontsize=9)
+    said = []
+    for column, (label, text) in enumerate(shown.items(), 1):
+        image = torch.from_numpy(decoded(text))
+        score = float(psnr(image, crop)) if not torch.equal(image, crop) else math.inf
+        axes[0, column].imshow(image.numpy(), cmap="gray", vmin=0, vmax=1)
+        axes[0, column].set_title(f"{label}\n{score:.2f} dB here", fontsize=9)
+        axes[1, column].imshow((image - crop).numpy(), cmap="PuOr", vmin=-0.2, vmax=0.2)
+        said.append(f"{label} {score:.2f} dB")
+    for texts in list(results.curve(truth, "whole").values())[:1]:
+        _locate(axes[1, 0], decoded(texts[-1]), len(crop))
+    axes[1, 0].set_title("errors: −0.2 … 0.2", fontsize=9)
+    for axis in axes.flat:
+        axis.set_axis_off()
+    return Plot(title, f"{title}: {', '.join(said)}", drawn)
+
+
+def _locate(axes: Any, whole: Any, window: int) -> None:
+    """The whole image, with a frame around its middle."""
+    top, left, side = _middle(whole.shape[0], whole.shape[1], window)
+    axes.imshow(whole, cmap="gray", vmin=0, vmax=1)
+    right, bottom = left + side, top + side
+    axes.plot([left, right, right, left, left], [top, top, bottom, bottom, top], color="#D55E00")
+
+
+def sizes(options: Learning) -> str:
+    """The architecture in words."""
+    kind = "" if options.shuffle == 1 else f", pixel squares of {options.shuffle} as channels"
+    return f"{options.phases} phases, {options.channels} channels{kind}"

@@ -1,0 +1,71 @@
+"""What the tables of "Deep Layers as Stochastic Solvers" share."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from minimand.errors import OptionError, require_positive
+from minimand.nn import convert
+from minimand.solvers import Solver
+from minimand.solvers.base import require_count
+
+from ..context import Lab
+from ..data import Augmentation, CropFlip, registry
+from ..experiment import Results
+from ..training import Loaders, loaders
+
+__all__ = ["Images", "solved", "trials"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Images:
+    """Where the images come from and how they are fed.
+
+    Args:
+        dataset: A name of ``minimand_papers.data.registry``: cifar10, cifar100, …
+        batch: Images in a batch.
+        augment: Crop and flip at random.
+        limit: Use only this many images of each split; 0: all.
+        enlarge: Repeat each pixel this many times in both directions.
+    """
+
+    dataset: str = "cifar10"
+    batch: int = 128
+    augment: bool = False
+    limit: int = 0
+    enlarge: int = 1
+
+    def __post_init__(self) -> None:
+        own = {field.name for field in dataclasses.fields(self)}
+        counts = {"batch", "enlarge", "epochs", "start", "finetune", "iters", "finetune_iters", "trials"}
+        for name in sorted(own & counts):
+            require_count(name, getattr(self, name))
+        if self.limit < 0:
+            raise OptionError(f"limit is a number of images, or 0 for all, got {self.limit}")
+        for name in sorted(own & {"width", "rate", "backprop_rate", "tau_theta"}):
+            require_positive(name, getattr(self, name))
+        if self.dataset not in registry:
+            raise OptionError(f"there is no dataset named {self.dataset!r}; there are {', '.join(registry)}")
+
+    def loaders(self, lab: Lab) -> Loaders:
+        """Batches of the three splits."""
+        augment: Augmentation | None = CropFlip() if self.augment else None
+        return loaders(lab, self.dataset, self.batch, augment=augment, limit=self.limit or None, enlarge=self.enlarge)
+
+    def paper(self, numbers: Mapping[str, float]) -> float | None:
+        """The source's number for this dataset, if it has one."""
+        return numbers.get(self.dataset)
+
+
+def trials(results: Results[Any], part: str, *said: str) -> str:
+    """A note: the spread of a stochastic network over its trials, seed by seed, after what else is to be said."""
+    spreads = results.final(part, "trials_std")
+    shown = [f"± {', '.join(f'{spread:.2f}' for spread in spreads)} over trials"] if spreads else []
+    return "; ".join([*filter(None, said), *shown])
+
+
+def solved(model: nn.Module, rules: Mapping[str, Solver]) -> nn.Module:
+    """The network with the named blocks replaced by solvers; without rules as it is."""
+    return convert(model, dict(rules), inplace=True) if rules else model

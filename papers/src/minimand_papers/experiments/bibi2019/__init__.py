@@ -1,0 +1,1 @@
+"""Experiments of Bibi, Ghanem, Koltun and Ranftl, *Deep Layers as Stochastic Solvers*, ICLR 2019."""

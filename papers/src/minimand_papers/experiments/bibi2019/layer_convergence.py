@@ -1,0 +1,171 @@
+"""One layer's problem and every solver: how far from the optimum each iteration leaves them."""
+
+import dataclasses
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from minimand.functions import NonNegative
+from minimand.operators import Dense
+from minimand.solvers import ADMM, FISTA, RCD, SVRG, HeavyBall, Problem, ProxGD, ProxSG, Solver, solve, trace
+
+from ...comparing import mean_std
+from ...context import Lab
+from ...drawing import curves
+from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+
+__all__ = ["Options", "digits_problem", "experiment", "solvers"]
+
+DETERMINISTIC = ("Prox-GD", "heavy ball", "FISTA", "ADMM")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """A 64 → width ReLU layer at He initialisation that sees handwritten digits.
+
+    Args:
+        iters: Iterations of every solver.
+        rows: Digits in the batch.
+        width: Outputs of the layer.
+    """
+
+    iters: int = 60
+    rows: int = 256
+    width: int = 128
+
+
+def digits_problem(rows: int = 256, width: int = 128, *, seed: int = 0) -> Problem:
+    """A 64 → ``width`` ReLU layer at He initialisation that sees scikit-learn's bundled handwritten digits.
+
+    >>> digits_problem(rows=8).shape
+    torch.Size([8, 128])
+    """
+    from sklearn.datasets import load_digits
+
+    images = torch.as_tensor(load_digits().data[:rows], dtype=torch.float32)
+    images = (images - images.mean(0)) / (images.std(0) + 1e-3)
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(width, 64, generator=generator) * (2 / 64) ** 0.5
+    return Problem(Dense(weight), NonNegative(), images, torch.zeros(width), ridge=1e-3)
+
+
+def solvers(iters: int) -> dict[str, Solver]:
+    """Every solver of the library with the same number of iterations."""
+    return {
+        "Prox-GD": ProxGD(iters),
+        "heavy ball": HeavyBall(iters),
+        "FISTA": FISTA(iters),
+        "ADMM": ADMM(iters),
+        "Prox-SG, τ-nice": ProxSG(iters),
+        "Prox-SG, Bernoulli": ProxSG(iters, sampling="bernoulli"),
+        "Prox-SG, importance": ProxSG(iters, sampling="importance"),
+        "SVRG (mS2GD)": SVRG(outer=max(1, iters // 10), inner=min(10, iters)),
+        "coordinate descent": RCD(iters),
+    }
+
+
+OPTIMUM = "optimum"
+
+
+def parts(options: Options) -> list[Part]:
+    """The optimum, to high accuracy, then one solver each."""
+    return [Part(OPTIMUM), *(Part(name, needs=(OPTIMUM,)) for name in solvers(options.iters))]
+
+
+def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+    """The relative gap after every iteration, and the time of one plain solve."""
+    problem = digits_problem(options.rows, options.width)
+    if part == OPTIMUM:
+        found = _ends(problem)
+        lab.keep("objective", found)
+        yield {name: float(value) for name, value in found.items()}
+        return
+    solver = solvers(options.iters)[part]
+    ends = lab.kept(OPTIMUM, "objective")
+    best, start = ends["best"], ends["start"]
+    measured = trace(problem, solver, generator=lab.generator())
+    gaps = ((measured.objective.double() - best) / (start - best)).clamp_min(1e-8)
+    begin = time.perf_counter()
+    solve(problem, solver)
+    solved = time.perf_counter() - begin
+    for iteration, gap in enumerate(gaps.tolist(), 1):
+        yield {"iteration": iteration, "gap": gap}
+    yield {"residual": float(measured.optimality[-1]), "milliseconds": 1000 * solved}
+
+
+def _ends(problem: Problem) -> dict[str, Tensor]:
+    """The objective at the optimum and at zero, in double precision."""
+    double = dataclasses.replace(
+        problem,
+        operator=Dense(problem.operator.weight.double()),
+        y=problem.y.double(),
+        bias=None if problem.bias is None else problem.bias.double(),
+    )
+    zero = torch.zeros(double.shape, dtype=torch.float64)
+    return {"best": solve(double, FISTA(iters=5000), tol=1e-9).objective, "start": double.objective(zero)}
+
+
+def compare(results: Results[Options]) -> list[Comparison]:
+    """The gap that is left at the end, in per cent."""
+    note = f"relative gap left after {results.options.iters} iterations"
+    return [
+        Comparison(part, None, [100 * gap for gap in results.final(part, "gap")], "%", 3, note)
+        for part in solvers(results.options.iters)
+    ]
+
+
+def plots(results: Results[Options]) -> list[Plot]:
+    """Relative suboptimality over iterations."""
+    names = list(solvers(results.options.iters))
+    return [
+        curves(
+            results,
+            names,
+            key="gap",
+            over="iteration",
+            title="One ReLU layer as a solver",
+            y="(objective − optimum) / (start − optimum)",
+            log=True,
+            dashed=[name for name in names if name not in DETERMINISTIC],
+        )
+    ]
+
+
+def findings(results: Results[Options]) -> list[str]:
+    """The fastest, and what a single iteration, the ordinary layer, leaves."""
+    ends = {part: mean_std(gaps)[0] for part in results.parts() if (gaps := results.final(part, "gap"))}
+    if not ends:
+        return []
+    best = min(ends, key=lambda part: ends[part])
+    first = [values[0] for values in results.curve("Prox-GD", "gap").values() if values]
+    said = [
+        f"{best} gets closest, to {100 * ends[best]:.2g} % of the initial gap in {results.options.iters} iterations."
+    ]
+    if first:
+        said.append(f"One Prox-GD step, which is the ordinary layer scaled by 1/L, leaves {100 * first[0]:.0f} %.")
+    return said
+
+
+experiment = Experiment(
+    name="layer-convergence",
+    title="One layer's problem, every solver",
+    source="000, §3",
+    about=(
+        "A ReLU layer minimises ½‖Aᵀx − y‖² − ⟨b, x⟩ + (λ/2)‖x‖² over x ≥ 0. An ordinary layer takes one proximal "
+        "gradient step from zero; here every solver of the library takes more. The dashed ones are stochastic: means "
+        "over seeds."
+    ),
+    presets={
+        "smoke": Preset(Options(iters=8, rows=32, width=32), (0, 1), 0.05),
+        "laptop": Preset(Options(), (0, 1, 2), 0.5),
+        "paper": Preset(Options(iters=300, rows=1024, width=512), tuple(range(20)), 10),
+    },
+    parts=parts,
+    run=run,
+    compare=compare,
+    plots=plots,
+    findings=findings,
+    columns=("gap",),
+)

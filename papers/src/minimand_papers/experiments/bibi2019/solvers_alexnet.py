@@ -1,0 +1,105 @@
+"""Table 3 of "Deep Layers as Stochastic Solvers": a solver in the place of AlexNet's first convolution."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from minimand.solvers import ProxGD
+
+from ...comparing import verdict
+from ...context import Lab
+from ...drawing import bars, curves
+from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ...training import train
+from ...zoo import AlexNet
+from .._solvers import Images, solved
+
+PAPER = {"start": {"cifar10": 77.30, "cifar100": 44.20}, "Prox-GD": {"cifar10": 78.51, "cifar100": 45.53}}
+START, CONTROL, SOLVER = "AlexNet", "AlexNet fine-tuned", "AlexNet-Prox-GD"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(Images):
+    """AlexNet, and its first convolution replaced by Prox-GD and fine-tuned.
+
+    Args:
+        augment: Crop and flip at random.
+        epochs: Of training from scratch; the learning rate falls twice, after each third.
+        finetune: Epochs of fine-tuning, half of them at each rate.
+        width: All hidden widths, as a factor.
+        stride: Of the first convolution.
+        iters: Iterations of the solver.
+    """
+
+    augment: bool = True
+    epochs: int = 15
+    finetune: int = 4
+    width: float = 0.5
+    stride: int = 4
+    iters: int = 10
+
+
+def parts(options: Options) -> list[Part]:
+    """The network, then fine-tuned without and with the solver, for the same epochs."""
+    return [Part(START), Part(CONTROL, (START,)), Part(SOLVER, (START,))]
+
+
+def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+    """Train, or fine-tune."""
+    data = options.loaders(lab)
+    model = AlexNet(data.classes, data.shape[0], width=options.width, stride=options.stride)
+    if part == START:
+        yield from train(lab, model, data, epochs=options.epochs)
+        lab.keep("model", model.state_dict())
+        return
+    model.load_state_dict(lab.kept(START, "model"))
+    tuned = solved(model, {"features.0": ProxGD(options.iters)} if part == SOLVER else {})
+    yield from train(lab, tuned, data, epochs=options.finetune, rates=(1e-3, 1e-4))
+
+
+def compare(results: Results[Options]) -> list[Comparison]:
+    """Test accuracy beside the paper's."""
+    numbers = {START: PAPER["start"], CONTROL: {}, SOLVER: PAPER["Prox-GD"]}
+    notes = {CONTROL: "the control that the paper omits"}
+    return [
+        Comparison(part, results.options.paper(paper), results.final(part, "test"), "%", note=notes.get(part, ""))
+        for part, paper in numbers.items()
+    ]
+
+
+def plots(results: Results[Options]) -> list[Plot]:
+    """Fine-tuning curves, and the table as bars."""
+    title = "Validation accuracy while fine-tuning"
+    return [
+        curves(results, [CONTROL, SOLVER], key="validation", title=title, y="accuracy, %"),
+        bars(compare(results), title="Table 3: AlexNet", y="test accuracy, %"),
+    ]
+
+
+def findings(results: Results[Options]) -> list[str]:
+    """Who beats whom."""
+    return [verdict(results, SOLVER, CONTROL), verdict(results, SOLVER, START), verdict(results, CONTROL, START)]
+
+
+experiment = Experiment(
+    name="solvers-alexnet",
+    title="A solver in the place of AlexNet's first convolution",
+    source="000, Table 3",
+    about=(
+        "AlexNet for small images (first convolution 11 × 11 with padding 5, pools of 2, one fully connected layer) "
+        "is trained; its first convolution with ReLU is then replaced by the deterministic Prox-GD solver with the "
+        "same parameters, and the network fine-tuned. The control is the same network, fine-tuned for the same epochs "
+        "without the solver."
+    ),
+    presets={
+        "smoke": Preset(
+            Options("digits", 50, limit=100, enlarge=4, epochs=1, finetune=1, width=0.1, iters=2), (0,), 0.1
+        ),
+        "laptop": Preset(Options(), (0,), 35),
+        "paper": Preset(Options(epochs=300, finetune=200, width=1.0), (0, 1, 2), 20_000),
+    },
+    parts=parts,
+    run=run,
+    compare=compare,
+    plots=plots,
+    findings=findings,
+)

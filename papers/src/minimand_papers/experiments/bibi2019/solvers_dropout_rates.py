@@ -1,0 +1,228 @@
+"""Table 5 of "Deep Layers as Stochastic Solvers": dropout rates against sampling rates."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import nn
+
+from minimand.errors import OptionError
+from minimand.solvers import ProxSG
+
+from ...comparing import mean_std, verdict
+from ...context import Lab
+from ...drawing import COLOURS, curves, figure, style
+from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ...training import Loaders, train
+from ...zoo import VGG16, LeNet
+from .._solvers import Images, solved, trials
+
+# Baseline and Prox-SG with VGG16 on CIFAR-100.
+PAPER = {0.0: (70.57, 70.87), 0.1: (70.56, 70.51), 0.5: (70.27, 70.95), 0.9: (68.34, 69.19), 0.95: (30.61, 67.42)}
+METHODS = ("baseline", "Prox-SG")
+CONTROL = {
+    "lenet": "no dropout: the control",
+    "vgg": "the control: dropout, of 0.5, only in the layer before",
+}
+# The last block with dropout, in both networks.
+BLOCK = "classifier.4"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(Images):
+    """Dropout in the last block, at several rates; LeNet from scratch, VGG16 fine-tuned.
+
+    Args:
+        p: The dropout rates; Prox-SG samples a fraction 1 − p of the inputs.
+        networks: lenet is trained from scratch; vgg is trained with dropout p first, and both the baseline and the
+            solver are then fine-tuned from there, for the same epochs.
+        epochs: Of training LeNet from scratch; the learning rate falls twice, after each third.
+        start: The same of VGG16, before it is fine-tuned.
+        finetune: Epochs of fine-tuning, half of them at each rate.
+        width: Of VGG16, as a factor.
+        batch_norm: Whether VGG16 has batch normalisation.
+        iters: Iterations of the solver in LeNet.
+        finetune_iters: Iterations of the solver in VGG16.
+        trials: Evaluations of a stochastic LeNet that are averaged.
+        finetune_trials: The same of VGG16.
+    """
+
+    p: tuple[float, ...] = (0.0, 0.1, 0.5, 0.9, 0.95)
+    networks: tuple[Literal["lenet", "vgg"], ...] = ("lenet", "vgg")
+    epochs: int = 8
+    start: int = 3
+    finetune: int = 2
+    width: float = 0.25
+    batch_norm: bool = True
+    iters: int = 10
+    finetune_iters: int = 30
+    trials: int = 20
+    finetune_trials: int = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not all(0 <= p < 1 for p in self.p):
+            raise OptionError(f"a dropout rate p is in [0, 1), got {', '.join(map(str, self.p))}")
+
+
+SMOKE = Options(
+    "digits",
+    50,
+    limit=100,
+    enlarge=4,
+    p=(0.0, 0.9),
+    epochs=1,
+    start=1,
+    finetune=1,
+    width=0.05,
+    iters=2,
+    finetune_iters=2,
+    trials=2,
+    finetune_trials=2,
+    batch_norm=False,
+)
+PROTOCOL = Options(
+    "cifar100",
+    augment=True,
+    networks=("vgg",),
+    start=300,
+    finetune=200,
+    width=1.0,
+    batch_norm=False,
+    finetune_trials=20,
+)
+
+
+def parts(options: Options) -> list[Part]:
+    """Both methods at every rate; a fine-tuned network needs the one it starts from."""
+    found = []
+    for network in options.networks:
+        for p in options.p:
+            start = f"{network} p = {p} start"
+            needs = (start,) if network == "vgg" else ()
+            if needs:
+                found.append(Part(start))
+            found += [Part(f"{network} p = {p} {method}", needs) for method in METHODS]
+    return found
+
+
+def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+    """Train from scratch, or fine-tune."""
+    network, _, _, rate, method = part.split()
+    data = options.loaders(lab)
+    model = _model(options, network, data, float(rate))
+    if method == "start":
+        yield from train(lab, model, data, epochs=options.start)
+        lab.keep("model", model.state_dict())
+        return
+    tuned = network == "vgg"
+    if tuned:
+        model.load_state_dict(lab.kept(f"{network} p = {rate} start", "model"))
+    if method == "Prox-SG":
+        iters = options.finetune_iters if tuned else options.iters
+        model = solved(model, {BLOCK: ProxSG(iters, tau=1 - float(rate))})
+    rates = (1e-3, 1e-4) if tuned else (1e-2, 1e-3, 1e-4)
+    count = options.finetune_trials if tuned else options.trials
+    count = count if method == "Prox-SG" and float(rate) > 0 else 1
+    epochs = options.finetune if tuned else options.epochs
+    yield from train(lab, model, data, epochs=epochs, rates=rates, trials=count)
+
+
+def _model(options: Options, network: str, data: Loaders, p: float) -> nn.Module:
+    channels, _, size = data.shape
+    if network == "lenet":
+        return LeNet(data.classes, channels, size, dropout=(0.0, p))
+    net = VGG16(data.classes, channels, width=options.width, dropout=(0.5, p), batch_norm=options.batch_norm)
+    return net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def compare(results: Results[Options]) -> list[Comparison]:
+    """Test accuracy; the paper's numbers are of the full-width VGG16 on CIFAR-100."""
+    rows = []
+    for network in results.options.networks:
+        for p in results.options.p:
+            for place, method in enumerate(METHODS):
+                paper = PAPER[p][place] if network == "vgg" and p in PAPER else None
+                given = None if paper is None else results.options.paper({"cifar100": paper})
+                values = results.final(f"{network} p = {p} {method}", "test")
+                note = CONTROL[network] if p == 0 and method == "baseline" else ""
+                if paper is not None and given is None:
+                    note = "; ".join(filter(None, [note, f"source, full width on CIFAR-100: {paper}%"]))
+                note = trials(results, f"{network} p = {p} {method}", note)
+                rows.append(Comparison(f"{network}, p = {p}, {method}", given, values, "%", note=note))
+    return rows
+
+
+def plots(results: Results[Options]) -> list[Plot]:
+    """Accuracy over the rate, a picture a network, and LeNet's learning curves."""
+    drawn = [_over_rates(results, network) for network in results.options.networks]
+    shown = [part for part in results.parts() if part.startswith("lenet") and float(part.split()[3]) >= 0.5]
+    if shown:
+        title = "LeNet: validation accuracy at high rates"
+        drawn.append(curves(results, shown, key="validation", title=title, y="accuracy, %"))
+    return drawn
+
+
+def _over_rates(results: Results[Options], network: str) -> Plot:
+    canvas = figure()
+    axes = canvas.subplots()
+    said = []
+    for colour, method in zip(COLOURS, METHODS, strict=False):
+        values = {p: results.final(f"{network} p = {p} {method}", "test") for p in results.options.p}
+        measured = {p: mean_std(found) for p, found in values.items() if found}
+        if measured:
+            spread = [0.0 if std != std else std for _, std in measured.values()]
+            means = [mean for mean, _ in measured.values()]
+            axes.errorbar(list(measured), means, spread, color=colour, marker="o", capsize=3, label=method)
+            said.append(f"{method}: " + ", ".join(f"{mean:.1f} at {p}" for p, (mean, _) in measured.items()))
+    style(axes, "dropout rate p", "test accuracy, %", f"Table 5: {network}")
+    if said:
+        axes.legend(frameon=False)
+    return Plot(f"Table 5: {network}", "; ".join(said) or "nothing measured yet", canvas)
+
+
+def findings(results: Results[Options]) -> list[str]:
+    """Who beats whom at each rate, and the control; how many rows have the paper's sign."""
+    said = []
+    for network in results.options.networks:
+        gaps = {p: results.paired(f"{network} p = {p} Prox-SG", f"{network} p = {p} baseline", "test") for p in PAPER}
+        measured = {p: mean_std(gap)[0] for p, gap in gaps.items() if gap}
+        alike = [p for p, gap in measured.items() if (gap > 0) == (PAPER[p][1] > PAPER[p][0])]
+        if measured and network == "vgg":
+            rest = ", ".join(f"{p:g}" for p in measured if p not in alike)
+            missed = f", not for p = {rest}" if rest else ""
+            said.append(f"{network}: the mean has the paper's sign in {len(alike)} of {len(measured)} rows{missed}.")
+        for p in results.options.p:
+            said.append(verdict(results, f"{network} p = {p} Prox-SG", f"{network} p = {p} baseline"))
+        if 0.0 in results.options.p:
+            said += [
+                verdict(results, f"{network} p = {p} Prox-SG", f"{network} p = 0.0 baseline")
+                for p in results.options.p
+                if p
+            ]
+    return said
+
+
+experiment = Experiment(
+    name="solvers-dropout-rates",
+    title="Dropout rate against sampling rate",
+    source="000, Table 5",
+    about=(
+        "Dropout at rate p before the last hidden layer, against Prox-SG that samples a fraction 1 − p of the same "
+        "inputs in each iteration. The paper fine-tunes VGG16 on CIFAR-100; here LeNet is trained from scratch, too, "
+        "and the baseline of VGG16 is fine-tuned for the same epochs as the solver, which the paper does not say of "
+        "its own. The network with p = 0 is the control of every row; VGG16 keeps "
+        "a dropout of 0.5 in the hidden layer before at every p."
+    ),
+    presets={
+        "smoke": Preset(SMOKE, (0,), 0.2),
+        "laptop": Preset(Options(), (0, 1, 2), 280),
+        "paper": Preset(PROTOCOL, (0, 1, 2), 60_000),
+    },
+    parts=parts,
+    run=run,
+    compare=compare,
+    plots=plots,
+    findings=findings,
+)

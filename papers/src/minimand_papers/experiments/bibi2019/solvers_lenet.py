@@ -1,0 +1,128 @@
+"""Table 2 of "Deep Layers as Stochastic Solvers": solvers in place of the fully connected blocks of LeNet."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from minimand.solvers import ProxGD, ProxSG, Solver
+
+from ...comparing import verdict
+from ...context import Lab
+from ...drawing import bars, curves
+from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ...training import train
+from ...zoo import LeNet
+from .._solvers import Images, solved, trials
+
+VARIANTS = {"D-D": (1, 1), "D-ND": (1, 0), "ND-D": (0, 1)}
+PAPER = {"D-D": (64.39, 72.86), "D-ND": (71.72, 75.20), "ND-D": (68.54, 76.23)}
+PAPER_SPREAD = {"D-D": 0.177, "D-ND": 0.205, "ND-D": 0.206}
+BLOCKS = ("classifier.1", "classifier.4")
+CONTROL = "no dropout"
+DETERMINISTIC = "no dropout, Prox-GD"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(Images):
+    """LeNet with dropout, and with solvers, trained from scratch.
+
+    Args:
+        epochs: Of every network; the learning rate falls twice, after each third.
+        rates: The three learning rates.
+        p: The dropout rate; the solvers sample a fraction 1 − p of the inputs.
+        iters: Iterations of the solvers.
+        trials: Evaluations of a stochastic network that are averaged.
+    """
+
+    epochs: int = 12
+    rates: tuple[float, ...] = (1e-2, 1e-3, 1e-4)
+    p: float = 0.5
+    iters: int = 10
+    trials: int = 20
+
+
+def parts(options: Options) -> list[Part]:
+    """Both columns of the table, and two controls that the paper does not have."""
+    table = [Part(f"{variant} {method}") for variant in VARIANTS for method in ("baseline", "Prox-SG")]
+    return [*table, Part(CONTROL), Part(DETERMINISTIC)]
+
+
+def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+    """Train one network from scratch."""
+    data = options.loaders(lab)
+    model = network(options, part, data.classes, data.shape)
+    count = options.trials if part.endswith("Prox-SG") else 1
+    yield from train(lab, model, data, epochs=options.epochs, rates=options.rates, trials=count)
+
+
+def network(options: Options, part: str, classes: int, shape: tuple[int, ...]) -> nn.Module:
+    """LeNet with the dropout of a part, or its blocks as solvers."""
+    variant, _, method = part.rpartition(" ")
+    first, second = VARIANTS.get(variant, (0, 0))
+    model = LeNet(classes, shape[0], shape[-1], dropout=(first * options.p, second * options.p))
+    solver: Solver = ProxGD(options.iters)
+    if method == "Prox-SG":
+        solver = ProxSG(options.iters, tau=1 - options.p)
+    replaced = {"Prox-SG": (first, second), "Prox-GD": (1, 1)}.get(method, (0, 0))
+    rules = {block: solver for block, used in zip(BLOCKS, replaced, strict=True) if used}
+    return solved(model, rules)
+
+
+def compare(results: Results[Options]) -> list[Comparison]:
+    """Test accuracy beside the paper's."""
+    rows = []
+    for variant, numbers in PAPER.items():
+        for method, number in zip(("baseline", "Prox-SG"), numbers, strict=True):
+            part = f"{variant} {method}"
+            paper = results.options.paper({"cifar10": number})
+            spread = f"source ± {PAPER_SPREAD[variant]}" if paper is not None and method == "Prox-SG" else ""
+            note = trials(results, part, spread)
+            rows.append(Comparison(f"LeNet-{part}", paper, results.final(part, "test"), "%", note=note))
+    note = "a control that the paper does not have"
+    rows += [Comparison(f"LeNet {part}", None, results.final(part, "test"), "%", note=note) for part in controls()]
+    return rows
+
+
+def controls() -> tuple[str, str]:
+    """The parts that are not in the table."""
+    return CONTROL, DETERMINISTIC
+
+
+def plots(results: Results[Options]) -> list[Plot]:
+    """Learning curves, and the table as bars."""
+    return [
+        curves(results, key="validation", title="Validation accuracy", y="accuracy, %"),
+        bars(compare(results), title="Table 2: LeNet", y="test accuracy, %"),
+    ]
+
+
+def findings(results: Results[Options]) -> Sequence[str]:
+    """Who beats whom."""
+    said = [verdict(results, f"{variant} Prox-SG", f"{variant} baseline") for variant in VARIANTS]
+    said += [verdict(results, f"{variant} Prox-SG", CONTROL) for variant in VARIANTS]
+    said += [verdict(results, f"{variant} Prox-SG", DETERMINISTIC) for variant in VARIANTS]
+    return [*said, verdict(results, DETERMINISTIC, CONTROL)]
+
+
+experiment = Experiment(
+    name="solvers-lenet",
+    title="Solvers in place of LeNet's fully connected blocks",
+    source="000, Table 2",
+    about=(
+        "LeNet-5 with dropout before one or both of its hidden fully connected layers, trained from scratch; in "
+        "“Prox-SG” the blocks dropout → linear → ReLU are iterations of τ-nice Prox-SG with τ = (1 − p)·n₁, evaluated "
+        "stochastically. Two controls are ours: the same network without dropout, plain and with the deterministic "
+        "Prox-GD in the place of both blocks."
+    ),
+    presets={
+        "smoke": Preset(Options("digits", batch=50, limit=200, enlarge=4, epochs=2, iters=3, trials=3), (0, 1), 0.2),
+        "laptop": Preset(Options(), (0, 1, 2), 110),
+        "paper": Preset(Options(epochs=300), (0, 1, 2), 2600),
+    },
+    parts=parts,
+    run=run,
+    compare=compare,
+    plots=plots,
+    findings=findings,
+)

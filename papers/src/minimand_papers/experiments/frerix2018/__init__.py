@@ -1,0 +1,1 @@
+"""Experiments of Frerix, Möllenhoff, Moeller and Cremers, *Proximal Backpropagation*, ICLR 2018."""

@@ -1,0 +1,203 @@
+"""What the experiments on proximal backpropagation share: images, methods, and training with the full-batch loss."""
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from minimand.train import ProxProp
+
+from ...clock import Stopwatch
+from ...comparing import verdict
+from ...context import Lab
+from ...data import Batches
+from ...drawing import curves
+from ...experiment import Plot, Results
+from ...training import Loaders, accuracy
+from ...zoo import ProxPropMLP
+from .._solvers import Images
+
+__all__ = [
+    "BACKPROP",
+    "METHODS",
+    "Data",
+    "Stepper",
+    "figures",
+    "fitted",
+    "lower",
+    "mlp",
+    "nesterov",
+    "precondition",
+    "scaled",
+]
+
+BACKPROP = "BackProp"
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "ProxProp (exact)": {"method": "exact"},
+    "ProxProp (cg1)": {"method": "cg", "cg_iters": 1},
+    "ProxProp (cg3)": {"method": "cg", "cg_iters": 3},
+    "ProxProp (cg5)": {"method": "cg", "cg_iters": 5},
+    "ProxProp (cg10)": {"method": "cg", "cg_iters": 10},
+    "ProxProp (subsampled)": {"method": "exact", "gram": "subsampled"},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Data(Images):
+    """Where the images come from and how they are fed.
+
+    Args:
+        batch: Images in a batch; the paper's 500. The values of τθ belong to it.
+    """
+
+    batch: int = 500
+
+
+class Stepper(Protocol):
+    """What training needs of an optimizer, or of two that share the parameters."""
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        ...
+
+    def step(self) -> Any:
+        """Update the parameters."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on from here."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Go on from there."""
+        ...
+
+
+class _Clock:
+    """Seconds spent in training steps, evaluations left out, over interruptions."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seconds": self.seconds}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seconds = float(state_dict["seconds"])
+
+
+def mlp(data: Loaders, width: float) -> ProxPropMLP:
+    """The paper's fully connected network for these images, its hidden widths times ``width``."""
+    return ProxPropMLP(data.classes, math.prod(data.shape), width=width)
+
+
+def nesterov(model: nn.Module, rate: float) -> Optimizer:
+    """The optimizer of Figure 2 and Table 1."""
+    return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.95, nesterov=True)
+
+
+def precondition(model: nn.Module, optimizer: Optimizer, method: str, tau_theta: float) -> None:
+    """Implicit steps for the methods that have them; BackProp stays as it is."""
+    if method != BACKPROP:
+        ProxProp(model, tau_theta=tau_theta, **METHODS[method]).attach(optimizer)
+
+
+def fitted(lab: Lab, model: nn.Module, optimizer: Stepper, data: Loaders, epochs: int) -> Iterator[dict[str, Any]]:
+    """Train on the cross-entropy; a record each epoch, then one with the test accuracy.
+
+    ``loss`` is that of the whole training set after the epoch, and ``training`` are the seconds of the steps alone. A
+    run whose loss or gradient is no longer finite has diverged: it ends, with NaN for everything.
+    """
+    net = lab.distribute(model)
+    everything = lab.batches(data.train.split, 500, train=False, normalise=data.train.normalise)
+    clock = _Clock()
+    states: dict[str, Any] = {"model": model, "optimizer": optimizer, "batches": data.train, "clock": clock}
+    for epoch in lab.epochs(epochs, **states):
+        watch = Stopwatch()
+        finite = _pass(lab, net, optimizer, data.train)
+        clock.seconds += watch.seconds
+        loss = _loss(lab, model, everything) if finite else math.nan
+        record = {"epoch": epoch + 1, "loss": loss, "training": round(clock.seconds, 3)}
+        if not math.isfinite(loss):
+            yield {
+                **record,
+                "loss": math.nan,
+                "log_loss": math.nan,
+                "validation": math.nan,
+                "test": math.nan,
+                "diverged": 1,
+            }
+            return
+        # Losses differ by factors, so they are compared by their logarithms.
+        logarithm = math.log10(max(loss, 1e-30))
+        yield {**record, "log_loss": logarithm, "validation": accuracy(lab, model, data.validation)}
+    yield {"test": accuracy(lab, model, data.test), "diverged": 0}
+
+
+def _pass(lab: Lab, net: nn.Module, optimizer: Stepper, batches: Batches) -> bool:
+    """One pass over the batches; False, and at once, where a loss or a gradient is not finite."""
+    net.train()
+    with warnings.catch_warnings():
+        # ProxProp would skip such steps for ever; here the first one ends the run.
+        warnings.filterwarnings("error", message="ProxProp skips this step", category=RuntimeWarning)
+        for images, labels in lab.track(batches):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(net(images), labels)
+            if not math.isfinite(float(lab.total(loss.detach().clone()))):
+                return False
+            loss.backward()
+            try:
+                optimizer.step()
+            except RuntimeWarning:
+                return False
+    return True
+
+
+@torch.no_grad()
+def _loss(lab: Lab, model: nn.Module, batches: Batches) -> float:
+    """The mean cross-entropy in evaluation mode, over all processes."""
+    model.eval()
+    sums = torch.zeros(2, device=lab.device, dtype=torch.float64)
+    for images, labels in batches:
+        if len(labels):
+            loss = nn.functional.cross_entropy(model(images), labels, reduction="sum")
+            sums += torch.stack([loss.double(), loss.new_tensor(len(labels)).double()])
+    total, count = lab.total(sums).tolist()
+    return float(total / count)
+
+
+def figures(results: Results[Any], parts: list[str]) -> list[Plot]:
+    """The three panels of Figures 2 and 3, and the accuracy over time."""
+    seconds = "seconds of training"
+    loss, right = "full-batch loss", "accuracy, %"
+    return [
+        curves(results, parts, key="loss", title="Training loss per epoch", y=loss, log=True),
+        curves(
+            results, parts, key="loss", over="training", title="Training loss over time", y=loss, x=seconds, log=True
+        ),
+        curves(results, parts, key="validation", title="Validation accuracy per epoch", y=right),
+        curves(
+            results, parts, key="validation", over="training", title="Validation accuracy over time", y=right, x=seconds
+        ),
+    ]
+
+
+def lower(results: Results[Any], ours: str, other: str) -> str:
+    """A sentence on the full-batch losses of two parts, by the difference of their logarithms."""
+    return f"Full-batch loss, log₁₀: {verdict(results, ours, other, 'log_loss', unit='', higher=False)}"
+
+
+def scaled(results: Results[Any], epochs: int, width: float = 1.0) -> str:
+    """How far the run is from the paper's 50 epochs on 45,000 images at full width, as a note."""
+    options = results.options
+    if options.dataset != "cifar10":
+        return ""
+    changes = [f"{epochs} epochs"] if epochs != 50 else []
+    changes += [f"widths × {width:g}"] if width != 1 else []
+    changes += [f"{options.limit} images"] if options.limit else []
+    return f"the paper's is for 50 epochs, full width, all images; here {', '.join(changes)}" if changes else ""

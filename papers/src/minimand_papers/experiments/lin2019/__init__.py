@@ -1,0 +1,1 @@
+"""Experiments of Lin, *Optimization and Deep Neural Networks*, 2019."""

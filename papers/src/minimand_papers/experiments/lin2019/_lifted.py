@@ -1,0 +1,331 @@
+"""What the experiments on training without backpropagation share: rows of data, networks, and one loop for all."""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minimand.errors import NonFiniteError, OptionError
+from minimand.train.lifted import LPOM, MAC, BlockPenalty, Epoch, LiftedReLU, Recipe, SplitADMM, ridge_control
+
+from ...clock import Stopwatch
+from ...context import Lab
+from ...data import Batches
+from ...drawing import curves, dots
+from ...experiment import Comparison, Metrics, Plot, Results
+from ...training import loaders
+
+__all__ = [
+    "ACTIVATIONS",
+    "CONTROL",
+    "LIFTED",
+    "Chains",
+    "Data",
+    "Networks",
+    "Rows",
+    "chosen_curve",
+    "error_curves",
+    "error_dots",
+    "lifted",
+    "network",
+    "relative_time",
+    "tuned",
+]
+
+CONTROL = "ridge control"
+LIFTED: Mapping[str, Callable[..., Any]] = {
+    "LPOM": LPOM,
+    "MAC": MAC,
+    "BlockPenalty": BlockPenalty,
+    "SplitADMM output": SplitADMM,
+    "SplitADMM all": SplitADMM,
+    "LiftedReLU": LiftedReLU,
+}
+ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU,
+    "leaky_relu": nn.LeakyReLU,
+    "elu": nn.ELU,
+    "softplus": nn.Softplus,
+    "tanh": nn.Tanh,
+    "sigmoid": nn.Sigmoid,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Samples as rows with their labels; every ``for`` is an epoch of shuffled full batches."""
+
+    x: Tensor
+    y: Tensor
+    batch: int = 500
+    generator: torch.Generator | None = None
+
+    def __len__(self) -> int:
+        return len(self.x) // self.batch
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.randperm(len(self.x), generator=self.generator).to(self.x.device)
+        for index in order[: len(self) * self.batch].split(self.batch):
+            yield self.x[index], self.y[index]
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """The three splits as rows, and the number of classes."""
+
+    train: Rows
+    validation: Rows
+    test: Rows
+    classes: int
+
+    def restarted(self, lab: Lab) -> Rows:
+        """The training batches from their first epoch on: every candidate sees the same."""
+        return dataclasses.replace(self.train, generator=lab.generator())
+
+
+@dataclasses.dataclass(frozen=True)
+class Chains:
+    """Fully connected networks, and two candidates for each method: the better on the validation split is tested.
+
+    Args:
+        batch: Samples in a batch.
+        limit: Use only this many samples of each split; 0: all.
+        enlarge: Repeat each pixel this many times in both directions.
+        epochs: Of every method and candidate.
+        losses: Candidates of the lifted methods: squared, cross_entropy; a damping may follow, as in "squared 1".
+        sgd_rates: Candidates of SGD with momentum 0.9 on the cross-entropy: first learning rates.
+        adam_rates: Candidates of Adam on the cross-entropy: first learning rates.
+        ridges: Candidates of the control.
+    """
+
+    batch: int = 128
+    limit: int = 0
+    enlarge: int = 1
+    epochs: int = 6
+    losses: tuple[str, ...] = ("squared", "cross_entropy")
+    sgd_rates: tuple[float, ...] = (0.1, 0.03)
+    adam_rates: tuple[float, ...] = (1e-3, 3e-3)
+    ridges: tuple[float, ...] = (1.0, 100.0)
+
+    def data(self, lab: Lab, dataset: str) -> Data:
+        """The splits, standardised and flattened."""
+        if lab.world > 1:
+            raise OptionError("the lifted experiments train in one process; start them without torchrun")
+        found = loaders(lab, dataset, self.batch, limit=self.limit or None, enlarge=self.enlarge)
+        ordered = lab.batches(found.train.split, 500, train=False, normalise=found.train.normalise)
+        x, y = rows(ordered)
+        train = Rows(x, y, min(self.batch, len(x)), lab.generator())
+        return Data(train, Rows(*rows(found.validation)), Rows(*rows(found.test)), found.classes)
+
+    def candidates(self, method: str) -> Sequence[str | float]:
+        """What is tried for a method."""
+        if method in LIFTED:
+            return self.losses
+        return {"SGD": self.sgd_rates, "Adam": self.adam_rates, CONTROL: self.ridges}[method]
+
+
+@dataclasses.dataclass(frozen=True)
+class Networks(Chains):
+    """As :class:`Chains`, with one network a dataset.
+
+    Args:
+        datasets: Names of ``minimand_papers.data.registry``.
+        nets: Hidden widths, one entry a dataset.
+    """
+
+    datasets: tuple[str, ...] = ("mnist",)
+    nets: tuple[str, ...] = ("300-100",)
+
+    def networks(self) -> list[tuple[str, str]]:
+        """Every dataset with its network."""
+        if len(self.datasets) != len(self.nets):
+            raise OptionError(f"give one network for each of the datasets {self.datasets}, got nets={self.nets}")
+        return list(zip(self.datasets, self.nets, strict=True))
+
+
+def rows(batches: Batches) -> tuple[Tensor, Tensor]:
+    """All samples of a split, flat, and their labels."""
+    count, width = len(batches.split), batches.split.images[0].numel()
+    x = torch.empty(count, width, device=batches.device)
+    y = torch.empty(count, dtype=torch.long, device=batches.device)
+    start = 0
+    for images, labels in batches:
+        stop = start + len(labels)
+        x[start:stop], y[start:stop] = images.flatten(1), labels
+        start = stop
+    return x, y
+
+
+def network(hidden: str, inputs: int, classes: int, activation: str = "relu") -> nn.Sequential:
+    """Layers of the widths in ``hidden``, such as 300-100, with PyTorch's initial weights."""
+    try:
+        widths = [inputs, *(int(width) for width in hidden.split("-")), classes]
+    except ValueError:
+        raise OptionError(f"a network is given by its hidden widths, such as 300-100, got {hidden!r}") from None
+    if activation not in ACTIVATIONS:
+        raise OptionError(f"there is no activation {activation!r} here; there are {', '.join(ACTIVATIONS)}")
+    modules: list[nn.Module] = []
+    for below, above in pairwise(widths):
+        modules += [nn.Linear(below, above), ACTIVATIONS[activation]()]
+    return nn.Sequential(*modules[:-1])
+
+
+def lifted(method: str, model: nn.Module, loss: str, damping: float | None = None) -> Any:
+    """A method of the family on a network."""
+    extra = {"splitting": method.split()[1]} if method.startswith("SplitADMM") else {}
+    return LIFTED[method](model, loss=loss, recipe=Recipe(damping=damping), **extra)
+
+
+@torch.no_grad()
+def correct(model: nn.Module, data: Rows) -> float:
+    """The percentage of right answers."""
+    right = sum(
+        int((model(x).argmax(1) == y).sum()) for x, y in zip(data.x.split(2000), data.y.split(2000), strict=True)
+    )
+    return round(100 * right / len(data.y), 4)
+
+
+def trained(method: str, candidate: str | float, model: nn.Module, data: Rows, epochs: int) -> Iterator[Epoch]:
+    """Train in place by any of the methods; yields after every epoch."""
+    if method in LIFTED:
+        loss, _, damping = str(candidate).partition(" ")
+        training = lifted(method, model, loss, float(damping) if damping else None).training(data, epochs)
+        losses: Iterator[float] = (epoch.energy for epoch in training)
+    else:
+        losses = _backpropagated(method, float(candidate), model, data, epochs)
+    watch = Stopwatch()
+    for number, mean in enumerate(losses, 1):
+        yield Epoch(number, mean, watch.seconds)
+        watch = Stopwatch()
+
+
+def _backpropagated(method: str, rate: float, model: nn.Module, data: Rows, epochs: int) -> Iterator[float]:
+    """The mean loss of every epoch of SGD or Adam, with the falling rate that the lifted methods have."""
+    optimizer: torch.optim.Optimizer
+    if method == "SGD":
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    else:
+        optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    schedule = Recipe(rate=rate)
+    for number in range(1, epochs + 1):
+        total = 0.0
+        for index, (x, y) in enumerate(data):
+            optimizer.param_groups[0]["lr"] = schedule.rate_at((number - 1 + index / len(data)) / epochs)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            total += float(loss.detach())
+        yield total / len(data)
+
+
+def tuned(options: Chains, method: str, build: Callable[[], nn.Module], data: Data, lab: Lab) -> Iterator[Metrics]:
+    """Every candidate from the same weights on the same batches; the best by validation is tested, once."""
+    candidates = options.candidates(method)
+    best: dict[str, Any] = {"validation": -1.0}
+    for number, candidate in enumerate(candidates):
+        torch.manual_seed(lab.seed)
+        model, times = build().to(lab.device), []
+        if method == CONTROL:
+            model = ridge_control(model, data.train.x, data.train.y, float(candidate))
+        else:
+            try:
+                for epoch in trained(method, candidate, model, data.restarted(lab), options.epochs):
+                    times.append(epoch.seconds)
+                    lab.notify(number * options.epochs + epoch.number, len(candidates) * options.epochs)
+                    yield {
+                        "candidate": str(candidate),
+                        "epoch": epoch.number,
+                        "loss": round(epoch.energy, 6),
+                        "validation": correct(model, data.validation),
+                    }
+            except NonFiniteError as error:
+                yield {"candidate": str(candidate), "diverged": str(error)}
+        reached = correct(model, data.validation)
+        if reached > best["validation"]:
+            best = {"chosen": str(candidate), "validation": reached, "model": model, "times": times}
+    model, times = best.pop("model"), best.pop("times")
+    pace = {"epoch_seconds": round(statistics.median(times), 5)} if times else {}
+    yield {**best, **pace, "test": correct(model, data.test)}
+
+
+def chosen_curve(
+    options: Chains, method: str, build: Callable[[], nn.Module], data: Data, lab: Lab
+) -> Iterator[Metrics]:
+    """The accuracies after every epoch, of the candidate that ends best on the validation split."""
+    candidates = options.candidates(method)
+    curves: list[list[dict[str, Any]]] = []
+    for number, candidate in enumerate(candidates):
+        torch.manual_seed(lab.seed)
+        model = build().to(lab.device)
+        if method == CONTROL:
+            model = ridge_control(model, data.train.x, data.train.y, float(candidate))
+            curves.append([{"chosen": str(candidate), **accuracies(model, data)}])
+            continue
+        curve: list[dict[str, Any]] = [{"epoch": 0, "spent": 0.0, **accuracies(model, data)}]
+        try:
+            for epoch in trained(method, candidate, model, data.restarted(lab), options.epochs):
+                spent = round(curve[-1]["spent"] + epoch.seconds, 5)
+                pace = {"epoch": epoch.number, "spent": spent, "epoch_seconds": round(spent / epoch.number, 5)}
+                curve.append({**pace, "loss": round(epoch.energy, 6), **accuracies(model, data)})
+                lab.notify(number * options.epochs + epoch.number, len(candidates) * options.epochs)
+        except NonFiniteError as error:
+            curve[-1] = {**curve[-1], "diverged": str(error)}
+        curve[-1] = {**curve[-1], "chosen": str(candidate)}
+        curves.append(curve)
+    yield from max(curves, key=lambda curve: float(curve[-1]["validation"]))
+
+
+def accuracies(model: nn.Module, data: Data) -> dict[str, float]:
+    """On all three splits."""
+    splits = {"train": data.train, "validation": data.validation, "test": data.test}
+    return {name: correct(model, part) for name, part in splits.items()}
+
+
+def wrong(accuracy: float) -> float:
+    """The percentage of wrong answers; a hundredth at least, for logarithmic axes."""
+    return max(100 - accuracy, 0.01)
+
+
+def error_curves(
+    results: Results[Any], dataset: str, methods: Sequence[str], key: str, *, over: str = "epoch", x: str | None = None
+) -> Plot:
+    """The error on a split over epochs or seconds, a line a method; those that backpropagate are dashed."""
+    parts = [f"{dataset} {method}" for method in methods]
+    dashed = [part for part, method in zip(parts, methods, strict=True) if method not in LIFTED]
+    title = f"{dataset}: {key} error" + (f" over {x}" if x else "")
+    return curves(
+        results, parts, key=key, over=over, title=title, y="error, %", x=x, log=True, dashed=dashed, shown=wrong
+    )
+
+
+def error_dots(
+    results: Results[Any],
+    rows: Mapping[str, Mapping[str, str]],
+    *,
+    title: str,
+    sources: Mapping[str, Mapping[str, float]] | None = None,
+) -> Plot:
+    """Test errors: a row a label, in it a dot for the part of each series; ``sources`` has accuracies of the paper."""
+    table = {
+        label: {series: [wrong(value) for value in results.final(part, "test")] for series, part in row.items()}
+        for label, row in rows.items()
+    }
+    for label, given in (sources or {}).items():
+        if label in table:
+            table[label] |= {f"{series}, the source": [wrong(value)] for series, value in given.items()}
+    return dots(table, title=title, x="test error, %", log=True)
+
+
+def relative_time(results: Results[Any], ours: str, other: str, label: str) -> Comparison:
+    """The time of an epoch of one part relative to that of another, seed by seed."""
+    mine, theirs = results.curve(ours, "epoch_seconds"), results.curve(other, "epoch_seconds")
+    ratios = [mine[seed][-1] / max(theirs[seed][-1], 1e-9) for seed in mine if mine[seed] and theirs.get(seed)]
+    return Comparison(
+        label, None, ratios, "×", note="median epoch, evaluation left out; other load on the machine shows"
+    )

@@ -1,0 +1,163 @@
+"""What a phase is worth: reconstruction over the number of phases, inside one network, and over training time."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from minimand.nn import UnrolledNet
+
+from ...comparing import verdict
+from ...context import Lab
+from ...data import psnr
+from ...drawing import COLOURS, curves, figure, style
+from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from .._reconstruction import (
+    Images,
+    Learning,
+    assembled,
+    build,
+    crops,
+    mean_scores,
+    measurement,
+    train,
+    training_images,
+    verdicts,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(Learning):
+    """One kind of network in several lengths.
+
+    Args:
+        ratio: Measurements per pixel.
+        net: The kind of network.
+        lengths: Numbers of phases.
+    """
+
+    ratio: float = 0.25
+    net: str = "ISTA-Net plus constrained"
+    lengths: tuple[int, ...] = (1, 2, 4, 8)
+
+
+def name(length: int) -> str:
+    """A part's name."""
+    return f"{length} phases" if length > 1 else "1 phase"
+
+
+def parts(options: Options) -> list[Part]:
+    """One network a length."""
+    return [Part(name(length)) for length in options.lengths]
+
+
+def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+    """Train one length; then the PSNR after each of its phases."""
+    options = dataclasses.replace(options, phases=int(part.split()[0]))
+    images = training_images(options, lab)
+    phi, start = measurement(options.ratio, images, lab)
+    net = build(options.net, phi, options, start)
+
+    def reconstruct(image: Tensor) -> Tensor:
+        return assembled(lambda op, y: net(y), phi, image)
+
+    draw = crops(images, options, phi)
+    yield from train(lab, net, draw, options, lambda: mean_scores(reconstruct, images.validation).psnr)
+    net.eval()
+    test, pictures = next(iter(images.tests.items()))
+    scores = mean_scores(reconstruct, pictures)
+    y, _ = draw()
+    yield {
+        "epoch": options.epochs,
+        "data": images.source,
+        test: scores.psnr,
+        f"{test}_ssim": scores.ssim,
+        "test": scores.psnr,
+        "by_phase": _by_phase(net, phi, images),
+        **verdicts(net, y),
+    }
+
+
+def _by_phase(net: UnrolledNet, phi: Tensor, images: Images) -> list[float]:
+    """The mean PSNR over the validation images before the first and after every phase."""
+    totals = torch.zeros(net.phases + 1)
+    for image in images.validation:
+        found: list[Tensor] = []
+
+        def record(operator: object, y: Tensor, found: list[Tensor] = found) -> Tensor:
+            found += [net.start(net.problem(y)), *(result.x for result in net.trajectory(y))]
+            return found[-1]
+
+        assembled(record, phi, image)
+        cut = [x[0, :, : image.shape[-2], : image.shape[-1]].clamp(0, 1).cpu() for x in found]
+        totals += torch.tensor([float(psnr(x, image)) for x in cut])
+    return [round(float(value), 3) for value in totals / len(images.validation)]
+
+
+def compare(results: Results[Options]) -> list[Comparison]:
+    """PSNR on the test set, by length."""
+    return [
+        Comparison(name(length), None, results.final(name(length), "test"), " dB") for length in results.options.lengths
+    ]
+
+
+def plots(results: Results[Options]) -> list[Plot]:
+    """Over training time, and inside the networks."""
+    time = curves(
+        results, key="validation", over="seconds", x="seconds of training", title="Over training time", y="PSNR, dB"
+    )
+    drawn = figure()
+    axes = drawn.subplots()
+    said = []
+    for number, length in enumerate(results.options.lengths):
+        for values in results.curve(name(length), "by_phase").values():
+            if values:
+                axes.plot(range(length + 1), values[-1], "o-", color=COLOURS[number], label=name(length))
+                said.append(f"{name(length)} ends at {values[-1][-1]:.2f}")
+    style(axes, "phase", "PSNR on validation images, dB", "Inside the networks")
+    if said:
+        axes.legend(frameon=False)
+    return [
+        time,
+        Plot("Inside the networks", f"PSNR after each phase: {', '.join(said) or 'nothing measured yet'}", drawn),
+    ]
+
+
+def findings(results: Results[Options]) -> Sequence[str]:
+    """Whether more phases are better, and whether each phase of a network helps."""
+    lengths = results.options.lengths
+    said = [
+        verdict(results, name(longer), name(shorter), unit=" dB") for shorter, longer in itertools.pairwise(lengths)
+    ]
+    for values in results.curve(name(lengths[-1]), "by_phase").values():
+        if values:
+            rises = sum(after > before for before, after in itertools.pairwise(values[-1]))
+            said.append(
+                f"In the longest network {rises} of {lengths[-1]} phases raise the PSNR; only the last is trained."
+            )
+    return said
+
+
+experiment = Experiment(
+    name="cs-phases",
+    title="What a phase is worth",
+    source="002, optimisation-inspired networks for image reconstruction",
+    about=(
+        "One kind of unrolled network with 1, 2, 4, … phases at 25% of the measurements: test PSNR over the number of "
+        "phases, validation PSNR over training time, and the PSNR after every phase inside a trained network."
+    ),
+    presets={
+        "smoke": Preset(
+            Options("photographs", 2, 2, 6, epochs=2, steps=4, batch=2, crop=66, lengths=(1, 2)), (0,), 0.1
+        ),
+        "laptop": Preset(Options(epochs=6), (0,), 20),
+        "paper": Preset(Options(channels=32, epochs=200, lengths=(1, 3, 5, 7, 9, 11)), (0,), 100000),
+    },
+    parts=parts,
+    run=run,
+    compare=compare,
+    plots=plots,
+    findings=findings,
+)

@@ -1,0 +1,281 @@
+"""Block compressive sensing of Set11 and BSD68: unrolled networks, free and constrained, beside classical controls."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from minimand.nn import UnrolledNet, sparse_reconstruction
+from minimand.operators import BlockDCT, BlockSensing, Frame, Wavelet
+from minimand.solvers import FISTA
+
+from ...comparing import verdict
+from ...context import Lab
+from ...drawing import curves, dots
+from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from .._reconstruction import (
+    Images,
+    Learning,
+    assembled,
+    build,
+    crops,
+    gallery,
+    mean_scores,
+    measurement,
+    picture,
+    reference,
+    sizes,
+    standing,
+    train,
+    training_images,
+    tuned,
+    verdicts,
+)
+
+CONSTRAINED = " constrained"
+LINEAR, CLASSICAL = "linear start", "classical"
+NETS = (
+    "ISTA-Net plus",
+    "ISTA-Net plus constrained",
+    "ISTA-Net",
+    "ISTA-Net constrained",
+    "FISTA-Net",
+    "FISTA-Net constrained",
+    "ADMM-Net",
+    "ADMM-Net constrained",
+)
+# Set11, measured here before: the public checkpoints of ISTA-Net and ISTA-Net+, at 10% and 25%.
+PUBLIC = {
+    ("ISTA-Net", 0.1): 26.26,
+    ("ISTA-Net", 0.25): 31.84,
+    ("ISTA-Net plus", 0.1): 26.48,
+    ("ISTA-Net plus", 0.25): 32.42,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(Learning):
+    """Ratios, and what the classical control may try.
+
+    Args:
+        ratios: Measurements per pixel.
+        nets: The networks.
+        weights: First candidates for the control's penalty, tuned on the validation images.
+        iters: Iterations of the control.
+        shifts: Positions of its cycle-spinning, a square number.
+        tuning: Validation images that the control is tuned on.
+    """
+
+    ratios: tuple[float, ...] = (0.1, 0.25)
+    nets: tuple[str, ...] = NETS
+    weights: tuple[float, ...] = (0.0015, 0.003, 0.006, 0.012)
+    iters: int = 150
+    shifts: int = 9
+    tuning: int = 5
+
+
+def name(method: str, ratio: float) -> str:
+    """A part's name."""
+    return f"{method}, {ratio:.0%}"
+
+
+def parts(options: Options) -> list[Part]:
+    """Every method at every ratio."""
+    return [Part(name(method, ratio)) for method in (LINEAR, CLASSICAL, *options.nets) for ratio in options.ratios]
+
+
+def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+    """Train or tune one method at one ratio, then score it on the test sets."""
+    method, _, share = part.rpartition(", ")
+    ratio = float(share.rstrip("%")) / 100
+    images = training_images(options, lab)
+    phi, start = measurement(ratio, images, lab)
+    if method == LINEAR:
+        yield {"epoch": 0, **_tested(images, phi, lambda op, y: _linear(start, op, y)), **_reference(images)}
+    elif method == CLASSICAL:
+        label, best, scores = _tuned(options, images, phi, start)
+        yield {"epoch": 0, "chosen": label, "tuning": scores, **_tested(images, phi, best)}
+    else:
+        net = build(method, phi, options, start)
+        yield from _learned(options, images, phi, net, lab)
+
+
+def _linear(start: Tensor, operator: BlockSensing, y: Tensor) -> Tensor:
+    return BlockSensing(start.mT.contiguous(), (operator.input_shape[1], operator.input_shape[2])).adjoint(y)
+
+
+def _learned(options: Options, images: Images, phi: Tensor, net: UnrolledNet, lab: Lab) -> Iterator[Metrics]:
+    def reconstruct(image: Tensor) -> Tensor:
+        return assembled(lambda op, y: net(y), phi, image)
+
+    yield from train(
+        lab, net, crops(images, options, phi), options, lambda: mean_scores(reconstruct, images.validation).psnr
+    )
+    net.eval()
+    with torch.no_grad():
+        y, _ = crops(images, options, phi)()
+    yield {"epoch": options.epochs, **_tested(images, phi, lambda op, y: net(y)), **verdicts(net, y)}
+
+
+def _tuned(
+    options: Options, images: Images, phi: Tensor, start: Tensor
+) -> tuple[str, Callable[[BlockSensing, Tensor], Tensor], dict[str, float]]:
+    """The best of cosines and wavelets and their weights on a few validation images, and the scores of all."""
+
+    def control(kind: str, weight: float) -> Callable[[BlockSensing, Tensor], Tensor]:
+        def reconstruct(operator: BlockSensing, y: Tensor) -> Tensor:
+            size = (operator.input_shape[1], operator.input_shape[2])
+            frame: Frame = BlockDCT(size, block=11, count=options.shifts)
+            if kind == "wavelets":
+                frame = Wavelet(size, levels=2, family="db4", count=4)
+            solver = FISTA(options.iters)
+            return sparse_reconstruction(y, operator, frame, weight, solver, start=_linear(start, operator, y))
+
+        return reconstruct
+
+    def score(kind: str, weight: float) -> float:
+        reconstruct = functools.partial(assembled, control(kind, weight), phi)
+        return mean_scores(reconstruct, images.validation[: options.tuning]).psnr
+
+    scores = {
+        (kind, weight): value
+        for kind in ("cosines", "wavelets")
+        for weight, value in tuned(functools.partial(score, kind), options.weights).items()
+    }
+    kind, weight = max(scores, key=lambda key: scores[key])
+    said = {f"{some}, weight {candidate:g}": round(value, 3) for (some, candidate), value in scores.items()}
+    return f"{kind}, weight {weight:g}", control(kind, weight), said
+
+
+def _tested(images: Images, phi: Tensor, reconstruct: Callable[[BlockSensing, Tensor], Tensor]) -> dict[str, object]:
+    found: dict[str, object] = {"data": images.source}
+    for test, pictures in images.tests.items():
+        scores = mean_scores(functools.partial(assembled, reconstruct, phi), pictures)
+        found |= {test: scores.psnr, f"{test}_ssim": scores.ssim}
+    first = next(iter(images.tests.values()))[0]
+    found["test"] = found[next(iter(images.tests))]
+    return {**found, "crop": picture(assembled(reconstruct, phi, first))}
+
+
+def _reference(images: Images) -> dict[str, str]:
+    return reference(next(iter(images.tests.values()))[0])
+
+
+def compare(results: Results[Options]) -> list[Comparison]:
+    """PSNR of each method on each test set."""
+    rows = []
+    for ratio in results.options.ratios:
+        for method in (LINEAR, CLASSICAL, *results.options.nets):
+            found = {test: results.final(name(method, ratio), test) for test in ("set11", "bsd68", "photographs")}
+            known = {test: values for test, values in found.items() if values}
+            for test, measured in (known or {"set11": []}).items():
+                public = PUBLIC.get((method, ratio)) if test == "set11" else None
+                note = (
+                    "beside it a public checkpoint, trained longer, with another Φ and network"
+                    if public is not None
+                    else ""
+                )
+                rows.append(Comparison(f"{test}: {name(method, ratio)}", public, measured, " dB", note=note))
+    return rows
+
+
+def plots(results: Results[Options]) -> list[Plot]:
+    """For each ratio the learning curves, the table as dots, and crops with their errors."""
+    pictures = []
+    for ratio in results.options.ratios:
+        trained = [name(net, ratio) for net in results.options.nets]
+        dashed = [part for net, part in zip(results.options.nets, trained, strict=True) if net.endswith(CONSTRAINED)]
+        title = f"Validation at {ratio:.0%}"
+        pictures.append(curves(results, trained, key="validation", title=title, y="PSNR, dB", dashed=dashed))
+        pictures.append(_dots(results, ratio))
+        shown = {name(method, ratio): method for method in (LINEAR, CLASSICAL, *results.options.nets)}
+        title = f"Crops at {ratio:.0%}, errors below"
+        if (drawn := gallery(results, shown, name(LINEAR, ratio), title)) is not None:
+            pictures.append(drawn)
+    return pictures
+
+
+def _dots(results: Results[Options], ratio: float) -> Plot:
+    """A row a method, on the first test set that was measured; free, constrained, and the public checkpoints."""
+    methods = (LINEAR, CLASSICAL, *results.options.nets)
+    tests = [t for t in ("set11", "photographs") if any(results.final(name(m, ratio), t) for m in methods)]
+    test = tests[0] if tests else "set11"
+    rows: dict[str, dict[str, Sequence[float]]] = {}
+    for method in methods:
+        free = method.removesuffix(CONSTRAINED)
+        series = "constrained" if free != method else "free" if method in results.options.nets else "control"
+        rows.setdefault(free, {})[series] = results.final(name(method, ratio), test)
+        if test == "set11" and (method, ratio) in PUBLIC:
+            rows[free]["public checkpoint"] = [PUBLIC[method, ratio]]
+    return dots(rows, title=f"{test} at {ratio:.0%}", x="PSNR, dB")
+
+
+def findings(results: Results[Options]) -> Sequence[str]:
+    """Against the control, free against constrained, and who is still a solver."""
+    said = [f"The networks: {sizes(results.options)}."]
+    for ratio in results.options.ratios:
+        for net in results.options.nets:
+            part = name(net, ratio)
+            said.append(verdict(results, part, name(CLASSICAL, ratio), unit=" dB"))
+            free = net.removesuffix(CONSTRAINED)
+            if free != net and free in results.options.nets:
+                said.append(verdict(results, part, name(free, ratio), unit=" dB"))
+            said += standing(results, part)
+    return said
+
+
+SMOKE = Options(
+    "photographs",
+    1,
+    2,
+    6,
+    epochs=2,
+    steps=2,
+    batch=2,
+    crop=66,
+    ratios=(0.25,),
+    weights=(0.01,),
+    iters=5,
+    shifts=4,
+    tuning=1,
+)
+
+experiment = Experiment(
+    name="cs-set11",
+    title="Compressive sensing by unrolled solvers",
+    source="002, optimisation-inspired networks for image reconstruction (ISTA-Net, FISTA-Net, ADMM-Net)",
+    about=(
+        "Blocks of 33 × 33 pixels are measured by a random Φ with orthonormal rows and reconstructed: by the best "
+        "linear map, by FISTA on cosines or wavelets with cycle-spinning (tuned on validation images), and by unrolled "
+        "networks with free or constrained steps and thresholds, which work on whole images across the blocks' "
+        "borders. Training: Train400 and T91, the last 20 of Train400 for validation; Set11 and BSD68 are only tested "
+        "on. Without these files, scikit-image's photographs."
+    ),
+    presets={
+        "smoke": Preset(SMOKE, (0,), 0.1),
+        "laptop": Preset(Options(), (0,), 280),
+        "paper": Preset(
+            Options(
+                phases=9,
+                channels=32,
+                crop=33,
+                batch=64,
+                steps=1390,
+                epochs=200,
+                rate=1e-4,
+                symmetry=0.01,
+                start="xavier",
+                shared=True,
+            ),
+            (0,),
+            200000,
+        ),
+    },
+    parts=parts,
+    run=run,
+    compare=compare,
+    plots=plots,
+    findings=findings,
+)

@@ -1,0 +1,126 @@
+"""Convolutions without backpropagation: LPOM against random convolutional features, and against SGD."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from minimand.errors import OptionError
+
+from ...comparing import verdict
+from ...context import Lab
+from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ._lifted import CONTROL, Chains, Data, Rows, error_dots, relative_time, tuned
+
+METHODS = ("LPOM", "SGD", CONTROL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(Chains):
+    """Two convolutions with stride and ReLU, and a linear layer.
+
+    Args:
+        datasets: Names of ``minimand_papers.data.registry``.
+        channels: Of the two convolutions, 5 × 5 and 3 × 3.
+    """
+
+    losses: tuple[str, ...] = ("cross_entropy 0.05", "cross_entropy 0.2", "cross_entropy 0.5")
+    sgd_rates: tuple[float, ...] = (0.1, 0.03, 0.01)
+    ridges: tuple[float, ...] = (1.0, 10.0, 100.0)
+    datasets: tuple[str, ...] = ("mnist", "cifar10")
+    channels: tuple[int, int] = (8, 16)
+
+
+def convolutional(channels: tuple[int, int], shape: tuple[int, ...], classes: int) -> nn.Sequential:
+    """The network for images of a shape, with PyTorch's initial weights.
+
+    >>> convolutional((8, 16), (1, 28, 28), 10)[-1]
+    Linear(in_features=784, out_features=10, bias=True)
+    """
+    first, second = channels
+    sides = [((side + 1) // 2 + 1) // 2 for side in shape[1:]]
+    return nn.Sequential(
+        nn.Conv2d(shape[0], first, 5, stride=2, padding=2),
+        nn.ReLU(),
+        nn.Conv2d(first, second, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(second * sides[0] * sides[1], classes),
+    )
+
+
+def images(options: Options, dataset: str, lab: Lab) -> Data:
+    """The splits as images again."""
+    data = options.data(lab, dataset)
+    shape = tuple(lab.load(dataset).shape)
+    shape = (shape[0], *(side * options.enlarge for side in shape[1:]))
+
+    def shaped(part: Rows) -> Rows:
+        return dataclasses.replace(part, x=part.x.unflatten(1, shape))
+
+    return Data(shaped(data.train), shaped(data.validation), shaped(data.test), data.classes)
+
+
+def parts(options: Options) -> list[Part]:
+    """Every method on every dataset."""
+    if len(options.channels) != 2:
+        raise OptionError(f"channels must be two numbers, got {options.channels}")
+    return [Part(f"{dataset} {method}") for dataset in options.datasets for method in METHODS]
+
+
+def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+    """Try a method's candidates."""
+    dataset, _, method = part.partition(" ")
+    data = images(options, dataset, lab)
+    shape = tuple(data.train.x.shape[1:])
+    yield from tuned(options, method, lambda: convolutional(options.channels, shape, data.classes), data, lab)
+
+
+def accuracies(results: Results[Options]) -> list[Comparison]:
+    """Test accuracy of every method."""
+    return [Comparison(part.name, None, results.final(part.name, "test"), "%") for part in parts(results.options)]
+
+
+def compare(results: Results[Options]) -> list[Comparison]:
+    """Accuracies, and the time of an epoch."""
+    times = [
+        relative_time(results, f"{dataset} LPOM", f"{dataset} SGD", f"{dataset}: an epoch of LPOM in SGD's time")
+        for dataset in results.options.datasets
+    ]
+    return [*accuracies(results), *times]
+
+
+def plots(results: Results[Options]) -> list[Plot]:
+    """The errors, a row a dataset."""
+    rows = {name: {method: f"{name} {method}" for method in METHODS} for name in results.options.datasets}
+    return [error_dots(results, rows, title="Convolutions without backpropagation")]
+
+
+def findings(results: Results[Options]) -> Sequence[str]:
+    """LPOM against its control, and against SGD."""
+    others = METHODS[:0:-1]
+    return [verdict(results, f"{d} LPOM", f"{d} {other}") for d in results.options.datasets for other in others]
+
+
+experiment = Experiment(
+    name="lifted-conv",
+    title="Convolutions without backpropagation",
+    source="002, future work",
+    about=(
+        "Two convolutions with stride 2 and ReLU and a linear layer, trained by LPOM (experimental for convolutions) "
+        "and by SGD; the control keeps the convolutions random and fits the linear layer by a ridge regression. All "
+        "have the same epochs, initial weights and batches, and three candidates: dampings for LPOM, learning rates "
+        "for SGD, ridges for the control. A tenth of the training images chooses the candidate; only the chosen one "
+        "is tested."
+    ),
+    presets={
+        "smoke": Preset(Options(32, 300, epochs=2, datasets=("digits",)), (0, 1), 0.2),
+        "laptop": Preset(Options(batch=64, limit=30_000), (0, 1, 2), 17),
+        "paper": Preset(Options(batch=64, epochs=50, channels=(32, 64)), (0, 1, 2), 5000),
+    },
+    parts=parts,
+    run=run,
+    compare=compare,
+    plots=plots,
+    findings=findings,
+)

@@ -1,0 +1,154 @@
+"""The relatives of LPOM on the same networks: the energy of a fixed batch, and accuracy over epochs and seconds."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from minimand.errors import NonFiniteError
+
+from ...comparing import verdict
+from ...context import Lab
+from ...drawing import curves
+from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ._lifted import (
+    CONTROL,
+    LIFTED,
+    Data,
+    Networks,
+    chosen_curve,
+    error_curves,
+    error_dots,
+    lifted,
+    network,
+    relative_time,
+)
+
+OTHERS = ("SGD", "Adam", CONTROL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(Networks):
+    """All methods on one network a dataset.
+
+    Args:
+        datasets: Names of ``minimand_papers.data.registry``.
+        nets: Hidden widths, one entry a dataset.
+        steps: Sweeps over all blocks on the fixed batch, weights included.
+        fixed: Samples of the fixed batch.
+    """
+
+    datasets: tuple[str, ...] = ("mnist", "digits")
+    nets: tuple[str, ...] = ("100-50", "30-30")
+    steps: int = 30
+    fixed: int = 500
+
+
+def parts(options: Options) -> list[Part]:
+    """The family and what it has to stand against, on every dataset."""
+    return [Part(f"{dataset} {method}") for dataset, _ in options.networks() for method in (*LIFTED, *OTHERS)]
+
+
+def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+    """The energy of a fixed batch first, then mini-batches from the same initial weights."""
+    dataset, _, method = part.partition(" ")
+    data, net = options.data(lab, dataset), dict(options.networks())[dataset]
+
+    def build() -> nn.Module:
+        return network(net, data.train.x.shape[1], data.classes)
+
+    if method in LIFTED:
+        yield from _energies(options, method, build, data, lab)
+    yield from chosen_curve(options, method, build, data, lab)
+
+
+def _energies(options: Options, method: str, build: Callable[[], nn.Module], data: Data, lab: Lab) -> Iterator[Metrics]:
+    """Energy per sample over steps on one batch, in double precision, and how often it rose."""
+    torch.manual_seed(lab.seed)
+    model = build().to(lab.device, torch.float64)
+    trainer = lifted(method, model, "squared")
+    x, y = data.train.x[: options.fixed].double(), data.train.y[: options.fixed]
+    before, rises = trainer.energy(x, y) / len(x), 0
+    yield {"step": 0, "energy": before, "rises": rises}
+    for step in range(1, options.steps + 1):
+        try:
+            energy = trainer.step(x, y) / len(x)
+        except NonFiniteError as error:
+            yield {"stopped": str(error)}
+            return
+        rises += energy > before * (1 + 1e-10)
+        before = energy
+        yield {"step": step, "energy": energy, "rises": rises}
+
+
+def accuracies(results: Results[Options], dataset: str) -> list[Comparison]:
+    """Test accuracy of every method."""
+    names = [f"{dataset} {method}" for method in (*LIFTED, *OTHERS)]
+    return [Comparison(part, None, results.final(part, "test"), "%") for part in names]
+
+
+def compare(results: Results[Options]) -> list[Comparison]:
+    """Accuracies, times, and the steps in which the energy rose."""
+    rows, steps = [], results.options.steps
+    for dataset in results.options.datasets:
+        rows += accuracies(results, dataset)
+        for part in (f"{dataset} {method}" for method in LIFTED):
+            rows.append(relative_time(results, part, f"{dataset} SGD", f"{part}: an epoch in SGD's time"))
+        for part in (f"{dataset} {method}" for method in LIFTED):
+            note = "multipliers ascend: nothing is claimed" if "SplitADMM" in part else ""
+            label = f"{part}: rises of the energy in {steps} steps"
+            rows.append(Comparison(label, None, results.final(part, "rises"), digits=1, note=note))
+    return rows
+
+
+def plots(results: Results[Options]) -> list[Plot]:
+    """Energies, errors over epochs and seconds, and the test errors."""
+    drawn = []
+    trained = [method for method in (*LIFTED, *OTHERS) if method != CONTROL]
+    for dataset in results.options.datasets:
+        family = [f"{dataset} {method}" for method in LIFTED]
+        title = f"{dataset}: energy of a fixed batch"
+        drawn.append(curves(results, family, key="energy", over="step", title=title, y="energy per sample", log=True))
+        drawn.append(error_curves(results, dataset, trained, "validation"))
+        drawn.append(error_curves(results, dataset, trained, "validation", over="spent", x="seconds of training"))
+    rows = {method: {name: f"{name} {method}" for name in results.options.datasets} for method in (*LIFTED, *OTHERS)}
+    return [*drawn, error_dots(results, rows, title="Test errors")]
+
+
+def findings(results: Results[Options]) -> Sequence[str]:
+    """Each relative against the control and against SGD, and LPOM against each relative."""
+    said = []
+    for dataset in results.options.datasets:
+        family = [f"{dataset} {method}" for method in LIFTED]
+        said += [verdict(results, part, f"{dataset} {other}") for other in (CONTROL, "SGD") for part in family]
+        said += [verdict(results, family[0], part) for part in family[1:]]
+    return said
+
+
+experiment = Experiment(
+    name="lifted-family",
+    title="Training without backpropagation: the family side by side",
+    source="002, the methods before LPOM",
+    about=(
+        "LPOM, MAC, the block penalty of Zeng et al., ADMM with the splittings of Taylor et al. (“output”) and of "
+        "Zhang, Chen & Saligrama (“all”), and Lifted ReLU, with SGD, Adam and the control (random hidden layers, ridge "
+        "regression on top). First full steps on one fixed batch, for the energy; each method has an energy of its "
+        "own, so the curves' shapes compare, their heights do not. Then mini-batches with momentum, in which all "
+        "methods share the recipe, two candidates each, chosen on a tenth of the training images."
+    ),
+    presets={
+        "smoke": Preset(
+            Options(32, 200, epochs=2, losses=("squared",), datasets=("digits",), nets=("20-20",), steps=4, fixed=60),
+            (0, 1),
+            0.1,
+        ),
+        "laptop": Preset(Options(batch=64, epochs=10), (0, 1, 2), 45),
+        "paper": Preset(Options(batch=64, epochs=50, steps=100), (0, 1, 2), 350),
+    },
+    parts=parts,
+    run=run,
+    compare=compare,
+    plots=plots,
+    findings=findings,
+)

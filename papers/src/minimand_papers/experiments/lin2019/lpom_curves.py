@@ -1,0 +1,106 @@
+"""Figure 1 of the slides on LPOM: training and test accuracy on MNIST and CIFAR-10, over epochs and seconds."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+from ...comparing import verdict
+from ...context import Lab
+from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ._lifted import CONTROL, Networks, chosen_curve, error_curves, network, relative_time
+
+METHODS = ("LPOM", "SGD", "Adam")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(Networks):
+    """One network a dataset."""
+
+    datasets: tuple[str, ...] = ("mnist", "cifar10")
+    nets: tuple[str, ...] = ("300-100", "500-200")
+
+
+def parts(options: Options) -> list[Part]:
+    """Every method on every dataset."""
+    return [Part(f"{dataset} {method}") for dataset, _ in options.networks() for method in (*METHODS, CONTROL)]
+
+
+def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+    """Train by one method, and evaluate after every epoch."""
+    dataset, _, method = part.partition(" ")
+    data, net = options.data(lab, dataset), dict(options.networks())[dataset]
+    yield from chosen_curve(options, method, lambda: network(net, data.train.x.shape[1], data.classes), data, lab)
+
+
+def compare(results: Results[Options]) -> list[Comparison]:
+    """Accuracies at the end, and the time of an epoch."""
+    rows = []
+    for dataset in results.options.datasets:
+        for method in (*METHODS, CONTROL):
+            part = f"{dataset} {method}"
+            for key in ("train", "test"):
+                rows.append(Comparison(f"{part}, {key} accuracy", None, results.final(part, key), "%"))
+        label = f"{dataset}: an epoch of LPOM in SGD's time"
+        rows.append(relative_time(results, f"{dataset} LPOM", f"{dataset} SGD", label))
+        rows.append(_time_to(results, dataset))
+    return rows
+
+
+def _time_to(results: Results[Options], dataset: str) -> Comparison:
+    """The seconds in which LPOM reaches the validation accuracy with which SGD ends, in SGD's whole time."""
+    ours, theirs = (results.curve(f"{dataset} {method}", "validation") for method in ("LPOM", "SGD"))
+    spent, whole = (results.curve(f"{dataset} {method}", "spent") for method in ("LPOM", "SGD"))
+    ratios, missed = [], 0
+    for seed in (seed for seed in ours if ours[seed] and theirs.get(seed)):
+        reached = [second for second, value in zip(spent[seed], ours[seed], strict=True) if value >= theirs[seed][-1]]
+        missed += not reached
+        ratios.append(reached[0] / max(whole[seed][-1], 1e-9) if reached else math.inf)
+    label = f"{dataset}: LPOM's time to SGD's last validation accuracy, in SGD's time"
+    return Comparison(
+        label, None, ratios, "×", note=f"never reached in {missed} of {len(ratios)} seeds" if missed else ""
+    )
+
+
+def plots(results: Results[Options]) -> list[Plot]:
+    """Both errors over epochs, and the test error over the seconds of training."""
+    drawn = []
+    for dataset in results.options.datasets:
+        drawn += [error_curves(results, dataset, METHODS, key) for key in ("train", "test")]
+        drawn.append(error_curves(results, dataset, METHODS, "test", over="spent", x="seconds of training"))
+    return drawn
+
+
+def findings(results: Results[Options]) -> Sequence[str]:
+    """LPOM against each of the others, by both accuracies; the control by the test accuracy."""
+    said = []
+    for dataset in results.options.datasets:
+        for other in METHODS[1:]:
+            for key in ("train", "test"):
+                sentence = verdict(results, f"{dataset} LPOM", f"{dataset} {other}", key)
+                said.append(f"In {key} accuracy: {sentence}")
+        said.append(verdict(results, f"{dataset} LPOM", f"{dataset} {CONTROL}"))
+    return said
+
+
+experiment = Experiment(
+    name="lpom-curves",
+    title="LPOM and SGD over epochs and seconds",
+    source="002, Figure 1",
+    about=(
+        "Training and test accuracy after every epoch on MNIST and CIFAR-10, from the same initial weights and with "
+        "the same batches. The source shows curves without numbers and does not name the networks; ours are options. "
+        "Each method has two candidates (the loss for LPOM, the learning rate for SGD and Adam on the cross-entropy); "
+        "the one that ends best on a tenth of the training images is shown. The seconds are those of training alone. "
+        "The control has random hidden layers and a ridge regression on top."
+    ),
+    presets={
+        "smoke": Preset(Options(32, 600, epochs=4, datasets=("digits",), nets=("30-30",)), (0, 1), 0.05),
+        "laptop": Preset(Options(), (0, 1, 2), 20),
+        "paper": Preset(Options(epochs=100, nets=("2048-2048-2048", "4000-1000-4000")), (0, 1, 2), 20000),
+    },
+    parts=parts,
+    run=run,
+    compare=compare,
+    plots=plots,
+    findings=findings,
+)

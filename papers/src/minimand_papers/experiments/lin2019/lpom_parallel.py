@@ -1,0 +1,170 @@
+"""Layers on several processes: what synchronous and asynchronous exchange cost in accuracy and gain in time."""
+
+import dataclasses
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from minimand.train.lifted import LPOM, Epoch, LayerParallel
+
+from ...comparing import verdict
+from ...context import Lab
+from ...drawing import bars, curves
+from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ._lifted import Chains, Rows, correct, network, relative_time
+
+SEIDEL, JACOBI = "one process, Gauss–Seidel", "one process, Jacobi"
+MODES = ("synchronous", "asynchronous")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(Chains):
+    """One network, its layers on one process and on several.
+
+    Args:
+        dataset: A name of ``minimand_papers.data.registry``.
+        net: Hidden widths.
+        processes: How many share the layers.
+        staleness: Batches in flight at most, where they do not wait.
+    """
+
+    dataset: str = "mnist"
+    net: str = "1500-1500-1500-1500"
+    processes: tuple[int, ...] = (2,)
+    staleness: int = 2
+    epochs: int = 3
+
+
+def name(mode: str, processes: int) -> str:
+    """A part's name."""
+    return f"{processes} processes, {mode}"
+
+
+def parts(options: Options) -> list[Part]:
+    """One process with both sweeps, then several in both modes."""
+    several = [Part(name(mode, count)) for count in options.processes for mode in MODES]
+    return [Part(SEIDEL), Part(JACOBI), *several]
+
+
+def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+    """Train from the same weights on the same batches."""
+    data = options.data(lab, options.dataset)
+    model = network(options.net, data.train.x.shape[1], data.classes)
+    batches = data.restarted(lab)
+    history: list[Epoch] = []
+    if part in (SEIDEL, JACOBI):
+        sweep = "jacobi" if part == JACOBI else "gauss_seidel"
+        for epoch in LPOM(model, sweep=sweep).training(batches, options.epochs):
+            history.append(epoch)
+            lab.notify(epoch.number, options.epochs)
+    else:
+        history = _spread(options, part, model, batches)
+    for epoch in history:
+        yield {"epoch": epoch.number, "loss": epoch.energy, "epoch_seconds": epoch.seconds}
+    pace = statistics.median(epoch.seconds for epoch in history)
+    yield {"epoch_seconds": pace, "validation": correct(model, data.validation), "test": correct(model, data.test)}
+
+
+def _spread(options: Options, part: str, model: torch.nn.Module, batches: Rows) -> list[Epoch]:
+    """The layers of ``model`` on processes of their own; its weights are what they end with."""
+    count, mode = int(part.split()[0]), part.rpartition(", ")[2]
+    assert batches.generator is not None
+    seed = batches.generator.initial_seed()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (count, folder, options, mode == "asynchronous", model, batches.x, batches.y, batches.batch, seed)
+        spawn(_work, args=arguments, nprocs=count)
+        found = torch.load(Path(folder) / "trained.pt", weights_only=True)
+    model.load_state_dict(found["model"])
+    return [Epoch(*numbers) for numbers in found["history"]]
+
+
+def _work(
+    rank: int,
+    count: int,
+    folder: str,
+    options: Options,
+    asynchronous: bool,
+    model: torch.nn.Module,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    batch: int,
+    seed: int,
+) -> None:
+    """One process; all iterate the batches that one process alone has."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=count)
+    batches = Rows(x, y, batch, torch.Generator().manual_seed(seed))
+    method = LPOM(model, sweep="jacobi")
+    parallel = LayerParallel(method, asynchronous=asynchronous, staleness=options.staleness)
+    history = parallel.fit(batches, options.epochs)
+    if rank == 0:
+        numbers = [dataclasses.astuple(epoch) for epoch in history]
+        torch.save({"model": model.state_dict(), "history": numbers}, Path(folder) / "trained.pt")
+    dist.destroy_process_group()
+
+
+def compare(results: Results[Options]) -> list[Comparison]:
+    """Accuracies, and times relative to one process."""
+    names = [part.name for part in parts(results.options)]
+    rows = [Comparison(part, None, results.final(part, "test"), "%") for part in names]
+    rows += [relative_time(results, part, JACOBI, f"{part}: an epoch in Jacobi's time") for part in names[2:]]
+    return [*rows, relative_time(results, JACOBI, SEIDEL, "Jacobi: an epoch in Gauss–Seidel's time")]
+
+
+def plots(results: Results[Options]) -> list[Plot]:
+    """Losses, and the table."""
+    rows = compare(results)
+    count = len(parts(results.options))
+    return [
+        curves(results, key="loss", title="Loss", y="mean squared error", log=True),
+        bars(rows[:count], title="Accuracy", y="test accuracy, %"),
+        bars(rows[count:], title="Time of an epoch, relative", y="ratio"),
+    ]
+
+
+def findings(results: Results[Options]) -> Sequence[str]:
+    """Each mode against one process, in accuracy and in time."""
+    several = [part.name for part in parts(results.options)[2:]]
+    said = [verdict(results, part, JACOBI) for part in several] + [verdict(results, JACOBI, SEIDEL)]
+    for other in (JACOBI, SEIDEL):
+        said += [_speed_up(results, part, other) for part in several]
+    return said
+
+
+def _speed_up(results: Results[Options], part: str, other: str) -> str:
+    """By how much an epoch is faster, with the range over the seeds."""
+    ratios = [1 / max(ratio, 1e-9) for ratio in relative_time(results, part, other, "").measured]
+    if not ratios:
+        return f"The times of {part} and {other} have not been measured together yet."
+    span = f"{min(ratios):.2f} to {max(ratios):.2f} over {len(ratios)} seeds" if len(ratios) > 1 else "one seed"
+    return f"{part}: {statistics.fmean(ratios):.2f} times as fast an epoch as {other} ({span})."
+
+
+experiment = Experiment(
+    name="lpom-parallel",
+    title="Layers on several processes",
+    source="002, Parallelizing LPOM",
+    about=(
+        "The layers of one network are spread over processes that exchange only the activations at their ends. "
+        "Synchronous, they make the Jacobi sweeps of one process; asynchronous, they go on with the next batch while "
+        "the pull for the last ones is under way. The control is one process with the same sweeps; Gauss–Seidel, which "
+        "one process can do and several cannot, is beside it. Run it with --jobs 1 on a machine with nothing else to "
+        "do: times are the point. Each process has one thread."
+    ),
+    presets={
+        "smoke": Preset(Options(batch=50, limit=200, epochs=1, dataset="digits", net="20-15"), (0,), 0.3),
+        "laptop": Preset(Options(limit=10_000), (0, 1, 2), 25),
+        "paper": Preset(Options(net="4000-4000-4000-4000-4000", processes=(2, 3), epochs=20), (0, 1, 2), 2000),
+    },
+    parts=parts,
+    run=run,
+    compare=compare,
+    plots=plots,
+    findings=findings,
+    columns=("loss",),
+)

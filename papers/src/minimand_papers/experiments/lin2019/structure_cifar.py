@@ -1,0 +1,163 @@
+"""The CIFAR table of "Optimization and Deep Neural Networks": HB-Net, AGD-Net and DMRNet against their baselines."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from ...comparing import verdict
+from ...context import Lab
+from ...drawing import curves, dots
+from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ._structure import Structures, error_row, network, trained
+
+#: Error in per cent on CIFAR-10, CIFAR-100, CIFAR-10 (+), CIFAR-100 (+).
+PAPER = {
+    "ResNet (n = 9)": (10.05, 39.65, 5.32, 26.03),
+    "HB-Net (n = 9)": (10.17, 38.52, 5.46, 26.0),
+    "ResNet (n = 18)": (9.17, 38.13, 5.06, 24.71),
+    "HB-Net (n = 18)": (8.66, 36.4, 5.04, 23.93),
+    "DenseNet (k = 12, L = 40)": (7.0, 27.55, 5.24, 24.42),
+    "AGD-Net (k = 12, L = 40)": (6.44, 26.33, 5.2, 24.87),
+    "DenseNet (k = 12, L = 52)": (6.05, 26.3, 5.09, 24.33),
+    "AGD-Net (k = 12, L = 52)": (5.75, 24.92, 4.94, 23.84),
+}
+COLUMNS = {("cifar10", False): 0, ("cifar100", False): 1, ("cifar10", True): 2, ("cifar100", True): 3}
+RESIDUAL, DENSE = ("ResNet", "HB-Net", "DMRNet"), ("DenseNet", "AGD-Net")
+AUGMENTED = ", augmented"
+PAIRS = (("HB-Net", "ResNet"), ("DMRNet", "ResNet"), ("AGD-Net", "DenseNet"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(Structures):
+    """The table at a scale of one's choice.
+
+    Args:
+        augment: Run every network with augmentation, too; False: without it only.
+        blocks: n of the residual networks, which have 6n + 2 layers. Momentum needs two updates a stage, so n > 1.
+        dense: Growth and depth of the dense networks.
+        dropout: Of the dense networks where images are not augmented; Huang et al. have 0.2 there.
+    """
+
+    augment: bool = True
+    blocks: tuple[int, ...] = (2,)
+    dense: tuple[tuple[int, int], ...] = ((14, 16),)
+    dropout: float = 0.0
+
+    @property
+    def columns(self) -> tuple[bool, ...]:
+        """Without augmentation, and with it."""
+        return (False, True) if self.augment else (False,)
+
+
+def _rows(options: Options) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Every network by the label of its row."""
+    rows: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for n in options.blocks:
+        rows |= {f"{family} (n = {n})": (family, (n,)) for family in RESIDUAL}
+    for growth, depth in options.dense:
+        rows |= {f"{family} (k = {growth}, L = {depth})": (family, (growth, depth)) for family in DENSE}
+    return rows
+
+
+def _part(label: str, augmented: bool) -> str:
+    return label + AUGMENTED if augmented else label
+
+
+def parts(options: Options) -> list[Part]:
+    """Every row, without and with augmentation."""
+    return [Part(_part(label, augmented)) for augmented in options.columns for label in _rows(options)]
+
+
+def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+    """Train one network."""
+    label, augmented = part.removesuffix(AUGMENTED), part.endswith(AUGMENTED)
+    family, size = _rows(options)[label]
+    data = dataclasses.replace(options, augment=augmented).loaders(lab)
+    model = network(family, size, data, options.width, 0.0 if augmented else options.dropout)
+    yield from trained(options, lab, data, model)
+
+
+def _paper(options: Options, label: str, augmented: bool) -> float | None:
+    column = COLUMNS.get((options.dataset, augmented))
+    return PAPER[label][column] if label in PAPER and column is not None else None
+
+
+def compare(results: Results[Options]) -> list[Comparison]:
+    """Errors beside the paper's."""
+    options, rows = results.options, []
+    for augmented in options.columns:
+        for label in _rows(options):
+            part = _part(label, augmented)
+            rows.append(error_row(results, part, part, _paper(options, label, augmented)))
+    return rows
+
+
+def plots(results: Results[Options]) -> list[Plot]:
+    """Learning curves without and with augmentation, and the table as dots."""
+    options, drawn = results.options, []
+    table: dict[str, dict[str, Sequence[float]]] = {label: {} for label in _rows(options)}
+    for augmented in options.columns:
+        parts = [_part(label, augmented) for label in table]
+        title = "Validation accuracy" + (AUGMENTED if augmented else "")
+        drawn.append(curves(results, parts, key="validation", title=title, y="accuracy, %"))
+        series = "augmented" if augmented else "not augmented"
+        for label, row in table.items():
+            row[series] = results.final(_part(label, augmented), "error")
+            paper = _paper(options, label, augmented)
+            row[f"002, {series}"] = [] if paper is None else [paper]
+    return [*drawn, dots(table, title="Errors", x="test error, %")]
+
+
+def findings(results: Results[Options]) -> Sequence[str]:
+    """Each algorithm against the baseline that it contains, with the sign as it is."""
+    said = []
+    for augmented in results.options.columns:
+        rows = _rows(results.options)
+        for label, (family, size) in rows.items():
+            for ours, other in PAIRS:
+                if family == ours:
+                    rival = next(name for name, kind in rows.items() if kind == (other, size))
+                    pair = _part(label, augmented), _part(rival, augmented)
+                    said.append(verdict(results, *pair, "error", higher=False))
+    return said
+
+
+_SMALL = Options(
+    "digits", batch=50, augment=False, limit=100, enlarge=2, width=0.25, epochs=1, dense=((4, 10),), peak=0.05
+)
+_LAPTOP = Options(batch=64, limit=8_000, width=0.5, epochs=5, dense=((13, 10),))
+experiment = Experiment(
+    name="structure-cifar",
+    title="Networks of faster algorithms",
+    source="002, the CIFAR table",
+    about=(
+        "ResNet is the heavy ball with β₁ = 1, β₂ = 0; HB-Net learns both (16). DenseNet is Nesterov's method in all "
+        "past terms with α = 1, β = 0; AGD-Net learns β (18), leaving out the input of a stage, which has other "
+        "channels. DMRNet is the relaxed ADMM (20) at ½, narrowed to ResNet's parameters. HB-Net and AGD-Net start at "
+        "their baseline's function; all have the same blocks, schedule and seeds. Momentum starts anew where the map "
+        "is halved, so a stage needs two blocks for β₂ to matter: n = 2 is the smallest HB-Net. The coefficients have "
+        "no weight decay. The laptop preset has half the width, 8,000 images and 5 epochs, with parameters equal to "
+        "four per cent; the paper's has Huang et al.'s dropout of 0.2 in dense networks without augmentation. In 002 "
+        "itself HB-Net loses in two of eight cells and AGD-Net in one."
+    ),
+    presets={
+        "smoke": Preset(_SMALL, (0, 1), 0.1),
+        "laptop": Preset(_LAPTOP, (0, 1, 2, 3, 4), 130),
+        "paper": Preset(
+            Options(
+                epochs=200,
+                schedule="paper",
+                decay=1e-4,
+                blocks=(9, 18),
+                dense=((12, 40), (12, 52)),
+                dropout=0.2,
+            ),
+            (0, 1, 2),
+            600_000,
+        ),
+    },
+    parts=parts,
+    run=run,
+    compare=compare,
+    plots=plots,
+    findings=findings,
+)

@@ -1,0 +1,1 @@
+"""Experiments of Vidal, *Mathematics of Deep Learning*, 2018."""

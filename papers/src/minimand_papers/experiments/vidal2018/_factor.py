@@ -1,0 +1,133 @@
+"""What the factorisation experiments share: where their data lie, certificates as numbers, and lines."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from minimand.errors import DataError, MissingExtra
+from minimand.factor import Certificate
+
+from ...context import Lab
+from ...data import data_directory
+from ...drawing import COLOURS, figure, logarithmic, style
+from ...experiment import Comparison, Metrics, Plot, Results
+
+__all__ = [
+    "certified",
+    "file_of",
+    "last",
+    "lines",
+    "measured",
+    "recorded",
+    "resized",
+    "statuses",
+    "thinned",
+]
+
+
+def file_of(lab: Lab, *names: str, required: bool = False) -> Path | None:
+    """The first of these files that the data directory holds, or None."""
+    try:
+        root = data_directory(lab.data_dir)
+    except MissingExtra:
+        if required:
+            raise
+        return None
+    for name in names:
+        if (root / name).is_file():
+            return root / name
+    if required:
+        raise DataError(f"none of {', '.join(names)} is in {root}; put it there, or choose the bundled data")
+    return None
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[None]:
+    """Fits whose certificates go into the records need no warning of where they stopped."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* stopped before its certificate")
+        yield
+
+
+def resized(images: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Images, number × height × width, shrunk to this size without aliasing."""
+    if images.shape[1:] == (height, width):
+        return images.astype(np.float32)
+    pixels = torch.as_tensor(images.astype(np.float32))[:, None]
+    small = F.interpolate(pixels, (height, width), mode="bilinear", antialias=True)
+    return np.asarray(small[:, 0].numpy())
+
+
+def certified(certificate: Certificate) -> dict[str, float | str]:
+    """A certificate as entries of a record; the gap in per cent of the objective."""
+    return {
+        "status": str(certificate.status),
+        "gap": 100 * min(certificate.relative_gap, 1e6),
+        "polar": certificate.polar_lower,
+        "method": certificate.method,
+    }
+
+
+def thinned(history: Sequence[float], least: float, count: int = 60) -> list[Metrics]:
+    """Records of an objective's distance to its minimum, in at most ``count`` places."""
+    places = sorted({round(i) for i in np.geomspace(1, max(len(history), 1), count)}) if history else []
+    scale = max(abs(least), 1e-300)
+    return [{"sweep": i, "excess": max((history[i - 1] - least) / scale, 1e-12)} for i in places]
+
+
+def last(results: Results[Any], part: str, key: str) -> Any:
+    """What the first seed that has it recorded last, of any type; None before it is measured."""
+    return next((values[-1] for values in results.curve(part, key).values() if values), None)
+
+
+def statuses(results: Results[Any], parts: Sequence[str]) -> list[str]:
+    """A sentence for every part that has a certificate."""
+    said = []
+    for part in parts:
+        found = [values[-1] for values in results.curve(part, "status").values() if values]
+        gaps = results.final(part, "gap")
+        if found and gaps:
+            counts = {status: found.count(status) for status in sorted(set(found))}
+            which = ", ".join(f"{name} in {n} of {len(found)} seeds" for name, n in counts.items())
+            which = which if len(counts) > 1 else found[0]
+            said.append(f"{part}: {which}, at most {max(gaps):.3g} % of the objective above the global minimum.")
+    return said
+
+
+def lines(
+    drawn: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    *,
+    title: str,
+    x: str,
+    y: str,
+    log: str = "",
+    marks: Mapping[str, str] | None = None,
+) -> Plot:
+    """Lines of one seed with their labels; ``marks`` are matplotlib's styles by label."""
+    page = figure()
+    axes = page.subplots()
+    said = []
+    for number, (label, (places, values)) in enumerate(drawn.items()):
+        if not len(values):
+            continue
+        mark = (marks or {}).get(label, "o-")
+        axes.plot(places, values, mark, color=COLOURS[number % len(COLOURS)], label=label, markersize=4)
+        said.append(f"{label} from {values[0]:.3g} to {values[-1]:.3g}")
+    for axis in log:
+        logarithmic(axes, axis)
+    style(axes, x, y, title)
+    if said:
+        axes.legend(frameon=False)
+    return Plot(title, f"{y} over {x}: {'; '.join(said) or 'nothing measured yet'}", page)
+
+
+def measured(rows: Sequence[Comparison]) -> list[Comparison]:
+    """Rows without those that this data has no truth for; all of them before anything is measured."""
+    found = [row for row in rows if len(row.measured)]
+    return found or list(rows)

@@ -1,0 +1,132 @@
+"""Weight decay traps deep chains at zero; a regulariser of the network's own degree does not."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from minimand.homogeneous import product_of_norms, smooth_surrogate, weight_decay
+
+from ...context import Lab
+from ...drawing import bars
+from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+
+REGULARISERS: dict[str, Callable[[nn.Module], Tensor]] = {
+    "weight decay": weight_decay,
+    "product of norms": product_of_norms,
+    "smooth surrogate": smooth_surrogate,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """A chain of linear layers that learns a linear map, from many starts.
+
+    Args:
+        depths: Numbers of layers K.
+        width: Of the layers.
+        samples: Of the data.
+        starts: How many runs are counted.
+        scale: Of the start: each layer's norm.
+        lam: The weight of the regulariser.
+        iterations: Of gradient descent.
+        rate: Its step.
+    """
+
+    depths: tuple[int, ...] = (2, 3, 4)
+    width: int = 4
+    samples: int = 30
+    starts: int = 20
+    scale: float = 0.5
+    lam: float = 5.0
+    iterations: int = 3000
+    rate: float = 1e-3
+
+
+def parts(options: Options) -> list[Part]:
+    """Every regulariser at every depth."""
+    return [Part(f"{name}, K = {depth}") for depth in options.depths for name in REGULARISERS]
+
+
+def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+    """Count the starts that end at zero, and at the lowest objective found."""
+    name, _, depth = part.partition(", K = ")
+    x = torch.randn(options.samples, options.width, generator=lab.generator(), dtype=torch.float64)
+    trapped, outputs = 0, []
+    for start in range(options.starts):
+        torch.manual_seed(1000 * lab.seed + start)
+        sizes = [options.width] * int(depth) + [1]
+        net = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(sizes))).double()
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.mul_(options.scale / parameter.norm())
+        norm = descend(net, x, x[:, :1], options, REGULARISERS[name])
+        outputs.append(norm / float(x[:, 0].norm()))
+        trapped += outputs[-1] < 1e-2
+    yield {"trapped": 100 * trapped / options.starts, "output": sum(outputs) / len(outputs)}
+
+
+def descend(
+    net: nn.Module, x: Tensor, y: Tensor, options: Options, regulariser: Callable[[nn.Module], Tensor]
+) -> float:
+    """Gradient descent; the norm of the outputs at its end."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=options.rate)
+    for _ in range(options.iterations):
+        optimizer.zero_grad()
+        (0.5 * (y - net(x)).square().sum() + options.lam * regulariser(net)).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return float(net(x).norm())
+
+
+def compare(results: Results[Options]) -> list[Comparison]:
+    """Shares of trapped runs."""
+    return [
+        Comparison(f"{part.name}: runs that end at zero", None, results.final(part.name, "trapped"), "%", 0)
+        for part in parts(results.options)
+    ]
+
+
+def plots(results: Results[Options]) -> list[Plot]:
+    """The shares as bars."""
+    return [bars(compare(results), title="Runs that end at zero", y="share, %")]
+
+
+def findings(results: Results[Options]) -> Sequence[str]:
+    """Depth by depth."""
+    said = []
+    for depth in results.options.depths:
+        shares = {name: results.final(f"{name}, K = {depth}", "trapped") for name in REGULARISERS}
+        if all(shares.values()):
+            listed = ", ".join(f"{name} {max(values):.0f}%" for name, values in shares.items())
+            said.append(f"With {depth} layers the share of runs that end at zero is: {listed}.")
+    return said
+
+
+experiment = Experiment(
+    name="degree-mismatch",
+    title="A regulariser of the wrong degree can trap descent at zero",
+    source="003, Key Ingredient: Proper Regularization; Basic Regularization: Weight Decay",
+    about=(
+        "Near zero a chain of K linear layers is of order K, and weight decay is of order 2: for K > 2 zero is a "
+        "local minimum whatever "
+        "the data. The product of norms and its smooth surrogate have order K. Gradient descent from small "
+        "random starts; the share that "
+        "ends at the zero network. The slides have no numbers."
+    ),
+    presets={
+        "smoke": Preset(
+            Options(depths=(2, 3), samples=10, starts=2, scale=0.2, iterations=150, rate=1e-2, lam=2.0), (0,), 0.05
+        ),
+        "laptop": Preset(Options(), (0,), 6),
+        "paper": Preset(Options(starts=50), (0, 1), 30),
+    },
+    parts=parts,
+    run=run,
+    compare=compare,
+    plots=plots,
+    findings=findings,
+    columns=("trapped", "output"),
+)

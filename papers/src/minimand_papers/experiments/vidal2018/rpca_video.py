@@ -1,0 +1,199 @@
+"""Background and people: video frames as low rank plus sparse."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from minimand.errors import OptionError
+from minimand.factor import RobustPCA
+
+from ...context import Lab
+from ...data import psnr
+from ...drawing import curves
+from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ...pictures import encoded, pictures
+from .._reconstruction import photographs
+from ._factor import certified, file_of, last, measured, recorded, resized, statuses, thinned
+
+PURSUIT = "principal component pursuit"
+NOISY = "with a noise term"
+MEDIAN = "median over time"
+VIDEOS = ("auto", "escalator", "shop", "synthetic")
+THRESHOLD = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Frames as rows of a matrix.
+
+    Args:
+        video: "escalator" or "shop": video/ of the data directory; "synthetic": a square that crosses a photograph
+            under changing light; "auto": the escalator where it is, else synthetic.
+        frames: At most this many.
+        shrink: Frames are made smaller by this factor; of the synthetic video, 128 pixels high.
+        noise: Residuals up to this are noise where there is a noise term, in 0 … 1.
+        iterations: Of ADMM at most.
+        tol: The relative gap to certify.
+    """
+
+    video: str = "auto"
+    frames: int = 100
+    shrink: int = 2
+    noise: float = 0.02
+    iterations: int = 500
+    tol: float = 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Clip:
+    """Frames × height × width in 0 … 1, and what is known of the background and of where things move."""
+
+    frames: np.ndarray
+    name: str
+    background: np.ndarray | None = None
+    moving: np.ndarray | None = None
+
+
+def clip(options: Options, lab: Lab) -> Clip:
+    """The video."""
+    if options.video not in VIDEOS:
+        raise OptionError(f"video is one of {', '.join(VIDEOS)}, got {options.video!r}")
+    if options.video != "synthetic":
+        name = "escalator" if options.video == "auto" else options.video
+        path = file_of(lab, f"video/{name}_gray.npz", required=options.video != "auto")
+        if path is not None:
+            frames = np.load(path)["frames"][: options.frames] / 255.0
+            height, width = (side // options.shrink for side in frames.shape[1:])
+            return Clip(resized(frames, height, width), name)
+    return synthetic(options.frames, 128 // options.shrink, lab.seed)
+
+
+def synthetic(frames: int, side: int, seed: int) -> Clip:
+    """A bright square crosses a photograph whose light fades in and out, with noise of 0.01."""
+    rng = np.random.default_rng(seed)
+    scene = photographs(["coffee"], side)[0][0].numpy()
+    lamp = np.linspace(0, 1, side)[None, :] * np.ones((side, 1))
+    background, moving = np.empty((frames, side, side)), np.zeros((frames, side, side), dtype=bool)
+    size = max(2, side // 6)
+    for i in range(frames):
+        phase = i / max(frames - 1, 1)
+        background[i] = scene * (0.5 + 0.35 * lamp * np.sin(2 * np.pi * phase))
+        top, left = round((side - size) * (0.5 + 0.4 * np.sin(5 * phase))), round((side - size) * phase)
+        moving[i, top : top + size, left : left + size] = True
+    seen = np.where(moving, 0.95, background) + 0.01 * rng.normal(size=background.shape)
+    return Clip(seen.clip(0, 1).astype(np.float32), "synthetic", background, moving)
+
+
+def parts(options: Options) -> list[Part]:
+    """Both formulations, and the control."""
+    return [Part(PURSUIT), Part(NOISY), Part(MEDIAN)]
+
+
+def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+    """One decomposition."""
+    video = clip(options, lab)
+    Y = video.frames.reshape(len(video.frames), -1)
+    if part == MEDIAN:
+        low = np.repeat(np.median(Y, axis=0, keepdims=True), len(Y), axis=0)
+        yield {"rank": 1, **_scores(video, low, Y - low)}
+        return
+    gamma = None if part == PURSUIT else 1 / options.noise
+    weight = max(Y.shape) ** 0.5
+    model = RobustPCA(weight, gamma, tol=options.tol, max_iter=options.iterations, random_state=lab.seed)
+    with recorded():
+        model.fit(Y)
+    least = model.objective_ - model.certificate_.gap
+    yield from thinned(model.history_, least)
+    yield {
+        "rank": model.n_components_,
+        "objective": model.objective_,
+        **certified(model.certificate_),
+        **_scores(video, model.low_rank_, model.sparse_),
+    }
+
+
+def _scores(video: Clip, low: np.ndarray, sparse: np.ndarray) -> dict[str, float | str]:
+    """How much moves; against the truth where there is one; and one frame taken apart."""
+    shape = video.frames.shape
+    low, moved = low.reshape(shape), np.abs(sparse.reshape(shape)) > THRESHOLD
+    scores: dict[str, float | str] = {"moving": 100 * float(moved.mean()), "video": video.name}
+    if video.background is not None and video.moving is not None:
+        clean = torch.as_tensor(video.background, dtype=torch.float32)
+        scores["psnr"] = float(psnr(torch.as_tensor(low, dtype=torch.float32).clamp(0, 1), clean))
+        both = float((moved & video.moving).sum())
+        scores["f1"] = 100 * 2 * both / max(float(moved.sum() + video.moving.sum()), 1.0)
+    frame = shape[0] // 4
+    scores["frame"] = encoded(video.frames[frame])
+    scores["background"] = encoded(low[frame])
+    scores["foreground"] = encoded(np.abs(sparse.reshape(shape)[frame]), high=0.5)
+    return scores
+
+
+def compare(results: Results[Options]) -> list[Comparison]:
+    """Ranks, gaps and, for the synthetic video, distances to the truth."""
+    rows = []
+    for part in (PURSUIT, NOISY, MEDIAN):
+        rows.append(Comparison(f"{part}: rank of the background", None, results.final(part, "rank"), "", 0))
+        if part != MEDIAN:
+            rows.append(Comparison(f"{part}: gap at most", None, results.final(part, "gap"), "%", 3))
+        note = f"pixels whose sparse part exceeds {THRESHOLD:g}"
+        rows.append(Comparison(f"{part}: moving", None, results.final(part, "moving"), "%", 2, note))
+        rows.append(Comparison(f"{part}: background", None, results.final(part, "psnr"), " dB", 2))
+        rows.append(Comparison(f"{part}: F1 of what moves", None, results.final(part, "f1"), "%", 1))
+    return measured(rows)
+
+
+def plots(results: Results[Options]) -> list[Plot]:
+    """A frame taken apart by each method, and the descent."""
+    grid = []
+    for part in (PURSUIT, NOISY, MEDIAN):
+        keys = {"frame": "a frame", "background": f"background:\n{part}", "foreground": "what moves"}
+        grid.append({label: last(results, part, key) for key, label in keys.items()})
+    shown = pictures(grid, "One frame, its background and what moves")
+    title = "Descent"
+    y = "objective / lower bound − 1"
+    descent = curves(results, [PURSUIT, NOISY], key="excess", over="sweep", title=title, y=y, x="iteration", log=True)
+    return [*([shown] if shown else []), descent]
+
+
+def findings(results: Results[Options]) -> Sequence[str]:
+    """Ranks, certificates, and who is closer to the truth."""
+    said = []
+    name = last(results, PURSUIT, "video")
+    for part in (PURSUIT, NOISY):
+        ranks, moving = results.final(part, "rank"), results.final(part, "moving")
+        if ranks and name:
+            said.append(
+                f"{part} on {name}: a background of rank {ranks[0]:.0f}, and {moving[0]:.1f} % of the pixels move."
+            )
+        gains = results.paired(part, MEDIAN, "psnr")
+        if gains:
+            word = "above" if gains[0] > 0 else "below"
+            said.append(f"{part}: background {abs(gains[0]):.1f} dB {word} the {MEDIAN}, on the synthetic video.")
+    return [*said, *statuses(results, (PURSUIT, NOISY))]
+
+
+experiment = Experiment(
+    name="rpca-video",
+    title="Robust principal components of a video",
+    source="003, robust PCA",
+    about=(
+        "The frames of a video with a resting camera are the rows of Y. The background is of low rank even when the "
+        "light changes; people are sparse. λ‖X‖* + ‖Y − X‖₁ with λ the root of the longer side, and the same with a "
+        "noise term, are compared with the median over time. The synthetic video knows the truth: a square crosses a "
+        "photograph whose light comes and goes."
+    ),
+    presets={
+        "smoke": Preset(Options("synthetic", frames=16, shrink=6, iterations=150), (0,), 0.04),
+        "laptop": Preset(Options(), (0,), 1),
+        "paper": Preset(Options(frames=200, shrink=1, iterations=2000, tol=1e-3), (0,), 40),
+    },
+    parts=parts,
+    run=run,
+    compare=compare,
+    plots=plots,
+    findings=findings,
+    columns=("excess", "gap"),
+)

@@ -1,0 +1,74 @@
+"""Finding experiments: every module of a source's folder in ``experiments``, or a file of the user's."""
+
+import difflib
+import importlib
+import importlib.util
+import pkgutil
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+from minimand.errors import OptionError
+
+from .experiment import Experiment
+
+__all__ = ["SOURCES", "experiments", "find"]
+
+#: The folders of ``experiments``, one a source.
+SOURCES = ("bibi2019", "lin2019", "vidal2018", "frerix2018")
+
+
+def _modules() -> dict[str, str]:
+    from . import experiments as package
+
+    found = {}
+    for source in SOURCES:
+        folder = importlib.import_module(f"{package.__name__}.{source}")
+        names = (module.name for module in pkgutil.iter_modules(folder.__path__) if not module.name.startswith("_"))
+        found.update({name.replace("_", "-"): f"{folder.__name__}.{name}" for name in names})
+    return found
+
+
+def experiments() -> list[Experiment[Any]]:
+    """All experiments that come with the library, by name."""
+    return [find(name) for name in sorted(_modules())]
+
+
+def find(name: str) -> Experiment[Any]:
+    """The experiment of a name, or the one that a Python file of the user's defines as ``experiment``."""
+    if name.endswith(".py"):
+        return _from_file(Path(name))
+    modules = _modules()
+    if name not in modules:
+        near = difflib.get_close_matches(name, modules, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(modules))}"
+        raise OptionError(f"there is no experiment named {name!r}; {hint}")
+    return _checked(importlib.import_module(modules[name]), name)
+
+
+def _from_file(path: Path) -> Experiment[Any]:
+    if not path.is_file():
+        raise OptionError(f"there is no file {path}; give an experiment's name (minimand list) or the path of its file")
+    name = f"minimand_experiment_{path.stem}_{zlib.crc32(str(path.absolute()).encode()):08x}"
+    if name in sys.modules:
+        return _checked(sys.modules[name], str(path))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up by name.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        del sys.modules[name]
+        raise OptionError(f"{error.filename}, line {error.lineno}: {error.msg}; mend the file") from None
+    return _checked(module, str(path))
+
+
+def _checked(module: Any, where: str) -> Experiment[Any]:
+    experiment = getattr(module, "experiment", None)
+    if not isinstance(experiment, Experiment):
+        raise OptionError(f"{where} defines no experiment = Experiment(…); see CONTRIBUTING, “An experiment”")
+    return experiment

@@ -1,0 +1,39 @@
+"""The page: everything inside one file, no network."""
+
+from importlib import resources
+from pathlib import Path
+
+from ..experiment import PRESETS
+from ..store import atomically
+from .sections import Section, sections
+
+__all__ = ["page", "write_report"]
+
+
+def page(found: list[Section], problems: list[str]) -> str:
+    """The HTML text of sections."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("minimand_papers.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    folder = resources.files("minimand_papers.report")
+    return environment.get_template("page.html").render(
+        presets=[preset for preset in PRESETS if any(section.preset == preset for section in found)],
+        sections=found,
+        problems=problems,
+        style=(folder / "page.css").read_text(encoding="utf-8"),
+        script=(folder / "page.js").read_text(encoding="utf-8"),
+    )
+
+
+def write_report(out: Path, path: Path | None = None) -> Path:
+    """Write the page of all results below ``out``, by default to ``out/report.html``."""
+    path = path or out / "report.html"
+    with atomically(path) as file:
+        file.write(page(*sections(out)).encode())
+    return path

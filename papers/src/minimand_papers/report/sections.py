@@ -1,0 +1,198 @@
+"""What a page shows of one experiment: rows with their spread, pictures as SVG, and the protocol."""
+
+import dataclasses
+import io
+import math
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+from minimand.errors import MinimandError
+
+from ..comparing import mean_std
+from ..experiment import PRESETS, Comparison, Plot
+from ..runner import read_results
+
+__all__ = ["Picture", "Row", "Section", "section", "sections"]
+
+# Drawn in this colour, shown in the page's own: dark on light or light on dark.
+_INK = "#123456"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A comparison as text; ``order`` is what a column is sorted by."""
+
+    label: str
+    paper: str
+    measured: str
+    order: float
+    paper_order: float
+    seeds: int
+    note: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """An SVG with its title and the text that stands for it."""
+
+    title: str
+    alt: str
+    svg: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """One experiment at one scale."""
+
+    name: str
+    title: str
+    source: str
+    about: str
+    preset: str
+    changed: dict[str, Any]
+    complete: bool
+    rows: list[Row]
+    findings: list[str]
+    pictures: list[Picture]
+    protocol: list[tuple[str, str]]
+    command: str
+
+    @property
+    def anchor(self) -> str:
+        """The section's id in the page."""
+        return f"{self.name}-{self.preset}" + (f"-{self.changed['dataset']}" if "dataset" in self.changed else "")
+
+    @property
+    def scale(self) -> str:
+        """The preset, and what differs from it."""
+        return ", ".join([self.preset, *(f"{key} = {_plain(value)}" for key, value in self.changed.items())])
+
+
+def sections(out: Path, *, pictures: bool = True) -> tuple[list[Section], list[str]]:
+    """A section for every result below ``out``, and a sentence for every one that cannot be read."""
+    found, problems = [], []
+    for path in sorted(out.glob("*/*/result.json")):
+        if path.parent.name.split("-")[0] not in PRESETS or ".old" in path.parent.name:
+            continue
+        try:
+            found.append(section(path.parent, pictures=pictures))
+        except (MinimandError, AttributeError, KeyError, TypeError, ValueError) as error:
+            problems.append(f"{path} is left out: {error}")
+    return found, problems
+
+
+def section(directory: Path, *, pictures: bool = True) -> Section:
+    """The section of one result file."""
+    experiment, results, stored = read_results(directory)
+    place = f"{experiment.name}-{directory.name}"
+    preset = experiment.preset(results.preset)
+    usual = dataclasses.asdict(preset.options)
+    changed = {key: value for key, value in dataclasses.asdict(results.options).items() if value != usual[key]}
+    again = ["minimand", "run", stored.get("file") or experiment.name, "--preset", results.preset]
+    again += [word for key, value in changed.items() for word in _flag(key, value)]
+    if tuple(stored["seeds"]) != preset.seeds:
+        again += ["--seed", *map(str, stored["seeds"])]
+    plots = experiment.plots(results) if pictures else ()
+    drawn = [_picture(plot, f"{place}-{number}-") for number, plot in enumerate(plots, 1)]
+    return Section(
+        experiment.name,
+        experiment.title,
+        experiment.citation,
+        experiment.about,
+        results.preset,
+        changed,
+        stored["complete"],
+        [_row(comparison) for comparison in experiment.compare(results)],
+        list(experiment.findings(results)),
+        drawn,
+        _protocol(stored),
+        shlex.join(again),
+    )
+
+
+def _flag(key: str, value: Any) -> list[str]:
+    """An option as on the command line."""
+    name = key.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    return [f"--{name}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
+
+
+def _number(value: float, digits: int, unit: str) -> str:
+    if not math.isfinite(value):
+        # An infinite time is one that was never reached.
+        return "never" if value == math.inf else "diverged"
+    return f"{value:.{digits}f}{unit}"
+
+
+def _row(comparison: Comparison) -> Row:
+    measured, order = "not measured", -math.inf
+    values = list(comparison.measured)
+    if values:
+        mean, spread = mean_std(values)
+        order = mean if math.isfinite(mean) else -math.inf
+        measured = _number(mean, comparison.digits, comparison.unit)
+        if math.isfinite(mean) and len(values) > 1:
+            measured += f" ± {spread:.{comparison.digits}f}"
+    paper = comparison.paper
+    shown = "–" if paper is None else _number(paper, comparison.digits, comparison.unit)
+    return Row(
+        comparison.label, shown, measured, order, -math.inf if paper is None else paper, len(values), comparison.note
+    )
+
+
+def _protocol(stored: dict[str, Any]) -> list[tuple[str, str]]:
+    minutes = stored["seconds"] / 60
+    options = ", ".join(f"{key} = {_plain(value)}" for key, value in stored["options"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
+    time = f"{minutes:.1f} minutes" if minutes >= 1 else f"{stored['seconds']:.0f} seconds"
+    return [
+        ("options", options),
+        ("seeds", ", ".join(map(str, stored["seeds"]))),
+        ("time", f"{time} on {stored['device']}, {stored['threads']} thread(s) a part, all parts and seeds together"),
+        ("versions", versions),
+    ]
+
+
+def _plain(value: Any) -> str:
+    return " / ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _picture(plot: Plot, prefix: str) -> Picture:
+    """Text stays text, and what is drawn in ink takes the page's colour."""
+    import matplotlib as mpl
+
+    for axes in plot.figure.axes:
+        _recolour(axes)
+    for text in plot.figure.texts:
+        text.set_color(_INK)
+    buffer = io.StringIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": plot.title}):
+        plot.figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
+    # The picture shrinks with the page; the alt text is on the element that wraps it.
+    svg = re.sub(r'width="[\d.]+pt" height="[\d.]+pt" ', 'aria-hidden="true" ', svg, count=1)
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    return Picture(plot.title, plot.alt, _own_ids(svg, prefix))
+
+
+def _recolour(axes: Any) -> None:
+    for text in (axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts):
+        text.set_color(_INK)
+    axes.tick_params(colors=_INK, which="both")
+    for spine in axes.spines.values():
+        spine.set_edgecolor(_INK)
+    legend = axes.get_legend()
+    if legend is not None:
+        for text in legend.get_texts():
+            text.set_color(_INK)
+
+
+def _own_ids(svg: str, prefix: str) -> str:
+    """Ids made unique, since all pictures are in one page."""
+    for pattern in (r'id="', r'href="#', r"url\(#"):
+        svg = re.sub(pattern, lambda match: match.group(0) + prefix, svg)
+    return svg

@@ -1,0 +1,180 @@
+"""Running an experiment: its parts for every seed, in parallel processes, resumable, one result file at the end."""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from minimand.errors import OptionError
+from minimand.solvers.base import require_count
+
+from .data.locks import locked
+from .experiment import Experiment, Part
+from .jobs import in_parallel, in_turn
+from .progress import Display, Event
+from .registry import find
+from .results import RESULT, read_results, write_result
+from .setting import Job, Setting, default_jobs, directory_of, is_done, options_of
+from .store import read_json, slug, sweep, write_json
+
+__all__ = ["Setting", "directory_of", "read_results", "run"]
+
+
+def run(setting: Setting, display: Display | None = None) -> Path:
+    """Run what is not there yet, and return the path of the result file."""
+    experiment = find(setting.name)
+    preset = experiment.preset(setting.preset)
+    setting = dataclasses.replace(
+        setting,
+        options=preset.options if setting.options is None else setting.options,
+        seeds=tuple(dict.fromkeys(setting.seeds or preset.seeds)),
+    )
+    assert setting.seeds is not None
+    _check(setting)
+    display = display or Display(quiet=True)
+    directory = directory_of(setting.out, experiment, setting)
+    parts = list(experiment.parts(setting.options))
+    _check_parts(experiment, parts)
+    with _processes() as (rank, world), _locked(directory, rank), _swept(directory, world):
+        if rank == 0:
+            setting = _prepare(experiment, setting, directory)
+        if world > 1:
+            everyone = [setting.seeds]
+            dist.broadcast_object_list(everyone)
+            setting = dataclasses.replace(setting, seeds=everyone[0])
+        assert setting.seeds is not None
+        jobs = [Job(part, seed) for seed in setting.seeds for part in parts]
+        with display.of(experiment, len(jobs)):
+            for job in _undone(jobs, directory, display):
+                _forget_unresumable(directory / job.folder)
+            waiting = [job for job in jobs if not is_done(directory, job)]
+            workers = min(setting.jobs or default_jobs(setting.preset), len(waiting))
+            if workers > 1 and world == 1:
+                finished = in_parallel(setting, directory, waiting, workers, display)
+            else:
+                finished = in_turn(setting, directory, waiting, display)
+            for _ in finished:
+                if rank == 0:
+                    write_result(experiment, setting, directory, jobs)
+            if rank == 0:
+                write_result(experiment, setting, directory, jobs)
+    return directory / RESULT
+
+
+def _check(setting: Setting) -> None:
+    require_count("threads", setting.threads)
+    if setting.jobs is not None:
+        require_count("jobs", setting.jobs)
+    if min(setting.seeds or (0,)) < 0:
+        raise OptionError(f"a seed is a whole number ≥ 0, got {min(setting.seeds or (0,))}")
+
+
+def _check_parts(experiment: Experiment[Any], parts: list[Part]) -> None:
+    names = [part.name for part in parts]
+    if not names:
+        raise OptionError(f"{experiment.name} has nothing to run with these options")
+    if len({slug(name) for name in names}) < len(names):
+        raise OptionError(f"{experiment.name} has two parts of one name among {', '.join(names)}")
+    missing = {need for part in parts for need in part.needs} - set(names)
+    if missing:
+        raise OptionError(f"{experiment.name} has no part {', '.join(sorted(missing))}, which others need")
+
+
+def _prepare(experiment: Experiment[Any], setting: Setting, directory: Path) -> Setting:
+    """Make the directory; on resuming check that it is the same protocol, else move aside what was measured there."""
+    options = options_of(setting)
+    path = directory / "protocol.json"
+    assert setting.seeds is not None
+    if path.is_file() and setting.resume:
+        stored = read_json(path)
+        if stored["options"] != options:
+            different = [
+                f"{key}={stored['options'].get(key)!r} there, {value!r} now"
+                for key, value in options.items()
+                if stored["options"].get(key) != value
+            ]
+            raise OptionError(
+                f"the run in {directory} has other options ({'; '.join(different)}): give the same, or leave out "
+                f"--resume to start anew"
+            )
+        seeds = tuple(dict.fromkeys((*stored["seeds"], *setting.seeds)))
+        setting = dataclasses.replace(setting, seeds=seeds)
+    elif any(file.is_file() and file != path for file in directory.rglob("*")):
+        directory.rename(_aside(directory))
+    protocol = {"experiment": experiment.name, "preset": setting.preset, "options": options, "seeds": setting.seeds}
+    write_json(path, protocol)
+    return setting
+
+
+def _aside(directory: Path) -> Path:
+    number = 1
+    while (path := directory.with_name(f"{directory.name}.old-{number}")).exists():
+        number += 1
+    return path
+
+
+def _undone(jobs: Iterable[Job], directory: Path, display: Display) -> Iterator[Job]:
+    for job in jobs:
+        if is_done(directory, job):
+            display(Event(job.part.name, job.seed, finished=True))
+        else:
+            yield job
+
+
+def _forget_unresumable(folder: Path) -> None:
+    """Records of a part that had no checkpoint yet: the part starts anew."""
+    if not (folder / "checkpoint.pt").is_file():
+        (folder / "metrics.jsonl").unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _processes() -> Iterator[tuple[int, int]]:
+    """(rank, world); under ``torchrun`` the process group is made here."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ and not dist.is_initialized():
+        yield 0, 1
+        return
+    own = not dist.is_initialized()
+    if own:
+        dist.init_process_group()
+    try:
+        yield dist.get_rank(), dist.get_world_size()
+    finally:
+        if own:
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _swept(directory: Path, world: int) -> Iterator[None]:
+    """Leave no half-written files, however it ends; processes of other ranks may still be writing theirs."""
+    try:
+        yield
+    finally:
+        if world == 1:
+            sweep(directory)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path, rank: int) -> Iterator[None]:
+    """Two runs in one directory would write over each other."""
+    from filelock import Timeout
+
+    if rank:
+        yield
+        return
+    # Beside the directory, which may be moved aside.
+    held = locked(directory.with_name(f".{directory.name}.lock"), wait=False)
+    with contextlib.ExitStack() as stack:
+        try:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(held)
+        except Timeout:
+            raise OptionError(
+                f"another process is running in {directory}; wait for it, or give another --out"
+            ) from None
+        except OSError as error:
+            raise OptionError(f"cannot write to {directory.parent}: {error.strerror}; give another --out") from None
+        yield

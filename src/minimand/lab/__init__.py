@@ -1,1 +1,0 @@
-"""What a user runs: the command line, the demo, and (one file each) the experiments."""
