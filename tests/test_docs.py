@@ -80,7 +80,7 @@ def _functions(path: Path) -> set[str]:
 def test_named_files_and_tests_exist(path: Path) -> None:
     missing = []
     named = re.findall(
-        r"`((?:src|papers|tests|examples|docs|benchmarks)/[\w./]*\w/?)(?:::(\w+))?[ `]", path.read_text()
+        r"`((?:src|papers|tests|examples|docs|benchmarks)/[\w./]*(?:\.\w+|/))(?:::(\w+))?[ `]", path.read_text()
     )
     for file, test in named:
         target = ROOT / file

@@ -25,7 +25,7 @@ def test_every_name_is_found_where_it_lives():
         _ = minimand.Solver
 
 
-@pytest.mark.parametrize("part", ["adjoints", "operators", "solvers", "train", "zoo"])
+@pytest.mark.parametrize("part", ["adjoints", "operators", "solvers", "train", "factor", "homogeneous", "nn"])
 def test_every_part_may_be_imported_first(part):
     """In a process of its own: in this one others have been loaded before."""
     code = f"from minimand.{part} import *"
