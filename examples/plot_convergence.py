@@ -21,12 +21,12 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
-from minimand.lab.experiments import layer_convergence
-from minimand.lab.runner import Setting, read_results, run
+from minimand_papers.experiments.bibi2019 import layer_convergence
+from minimand_papers.runner import RunSetting, read_results, run
 
-options = layer_convergence.Options(iters=40)
+options = layer_convergence.LayerConvergenceOptions(iters=40)
 with tempfile.TemporaryDirectory() as folder:
-    path = run(Setting("layer-convergence", options=options, seeds=(0, 1, 2), jobs=1, out=Path(folder)))
+    path = run(RunSetting("layer-convergence", options=options, seeds=(0, 1, 2), jobs=1, out=Path(folder)))
     _, results, _ = read_results(path.parent)
 
 methods = layer_convergence.solvers(40)

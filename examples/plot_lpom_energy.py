@@ -19,7 +19,7 @@ taken. Here is its energy on scikit-learn's digits, and what mini-batches of it 
 
 import matplotlib.pyplot as plt
 import torch
-from minimand.data import load
+from minimand_papers.data import load
 from torch import nn
 
 from minimand.train import LPOM

@@ -17,7 +17,7 @@ import time
 
 import matplotlib.pyplot as plt
 import torch
-from minimand.data import psnr, random_crops, ssim
+from minimand_papers.data import psnr, random_crops, ssim
 from skimage import color, data, transform
 
 from minimand.nn import Architecture, ISTANet, diagnose, least_squares_start, sparse_reconstruction

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from minimand.errors import OptionError, ShapeError
 from minimand_papers.data import (
     CropFlip,
-    Normalisation,
-    Split,
+    DataSplit,
+    Normalization,
     batches,
     registry,
 )
@@ -22,11 +22,11 @@ from minimand_papers.data import (
 # Splits
 
 
-def numbered(count: int, classes: int = 3, size: int = 6) -> Split:
+def numbered(count: int, classes: int = 3, size: int = 6) -> DataSplit:
     """Images whose pixels tell their number."""
     images = torch.randint(256, (count, 3, size, size), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     images[:, 0, 0, 0], images[:, 0, 0, 1] = torch.arange(count) % 256, torch.arange(count) // 256
-    return Split(images, torch.arange(count) * 7919 % classes)
+    return DataSplit(images, torch.arange(count) * 7919 % classes)
 
 
 def numbers(images: torch.Tensor) -> list[int]:
@@ -60,31 +60,31 @@ def test_split_refuses_an_empty_part(fraction: float) -> None:
         numbered(100).split(fraction)
 
 
-# Normalisation and augmentation
+# Normalization and augmentation
 
 
-def test_normalisation_is_mean_zero_and_variance_one() -> None:
+def test_normalization_is_mean_zero_and_variance_one() -> None:
     split = numbered(100)
-    x = Normalisation.of(split)(split.images).double()
+    x = Normalization.of(split)(split.images).double()
     assert torch.allclose(x.mean((0, 2, 3)), torch.zeros(3, dtype=torch.float64), atol=1e-5)
     assert torch.allclose(x.std((0, 2, 3), correction=0), torch.ones(3, dtype=torch.float64), atol=1e-5)
 
 
-def test_normalisation_inverts() -> None:
+def test_normalization_inverts() -> None:
     split = numbered(20)
-    normalise = Normalisation.of(split)
-    assert torch.allclose(normalise.inverse(normalise(split.images)), split.images / 255, atol=1e-6)
+    normalize = Normalization.of(split)
+    assert torch.allclose(normalize.inverse(normalize(split.images)), split.images / 255, atol=1e-6)
 
 
 def test_a_constant_channel_stays_finite_and_bad_fits_are_refused() -> None:
-    black = Split(torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64))
-    assert torch.equal(Normalisation.of(black)(black.images), torch.zeros(4, 1, 2, 2))
+    black = DataSplit(torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64))
+    assert torch.equal(Normalization.of(black)(black.images), torch.zeros(4, 1, 2, 2))
     with pytest.raises(ShapeError, match="1 channels does not fit"):
-        Normalisation.of(black)(torch.zeros(4, 3, 2, 2, dtype=torch.uint8))
+        Normalization.of(black)(torch.zeros(4, 3, 2, 2, dtype=torch.uint8))
     with pytest.raises(OptionError, match="> 0"):
-        Normalisation((0.5,), (0.0,))
+        Normalization((0.5,), (0.0,))
     with pytest.raises(ShapeError, match="without images"):
-        Normalisation.of(black.subset(torch.zeros(0, dtype=torch.int64)))
+        Normalization.of(black.subset(torch.zeros(0, dtype=torch.int64)))
 
 
 @given(
@@ -182,7 +182,7 @@ def test_an_interrupted_loader_resumes_to_the_same_numbers(stop: int, tmp_path: 
     split = numbered(200)  # 7 batches an epoch
 
     def loader(seed: int):
-        return batches(split, 32, generator=seeded(seed), augment=CropFlip(2), normalise=Normalisation.of(split))
+        return batches(split, 32, generator=seeded(seed), augment=CropFlip(2), normalize=Normalization.of(split))
 
     def run(source, epochs: int):
         for epoch in range(epochs):
@@ -222,7 +222,7 @@ def test_breaking_out_of_an_epoch_begins_a_new_one() -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_together_see_what_one_process_sees(world: int) -> None:
     split = numbered(200)
-    options = {"augment": CropFlip(2), "normalise": Normalisation.of(split)}
+    options = {"augment": CropFlip(2), "normalize": Normalization.of(split)}
     one = batches(split, 32, generator=seeded(), **options)
     ranks = [batches(split, 32, generator=seeded(), shard=(rank, world), **options) for rank in range(world)]
     for _ in range(2):

@@ -41,7 +41,7 @@ def test_list_names_everything(capsys: pytest.CaptureFixture[str], monkeypatch: 
     monkeypatch.setenv("COLUMNS", "400")
     call("list")
     text = capsys.readouterr().out
-    assert all(experiment.name in text and experiment.citation in text for experiment in experiments())
+    assert all(experiment.name in text and experiment.source in text for experiment in experiments())
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -53,9 +53,9 @@ def test_list_shows_the_sources_on_narrow_terminals(
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns
     # The middle column alone, its lines joined: what stands in the others is not between the words of a source.
-    begin, end = lines[2].index("what"), lines[2].index("laptop")
+    begin, end = lines[2].index("title"), lines[2].index("laptop")
     text = " ".join(" ".join(line[begin:end] for line in lines[4:]).split())
-    assert all(experiment.citation in text for experiment in experiments())
+    assert all(experiment.source in text for experiment in experiments())
 
 
 @pytest.mark.parametrize(
@@ -75,6 +75,7 @@ def test_list_shows_the_sources_on_narrow_terminals(
         (("run", "solvers-dropout-rates", "--preset", "smoke", "--networks", "resnet"), "resnet"),
         (("run", "solvers-dropout-rates", "--preset", "smoke", "--p", "0.0", "1.0"), "1.0"),
         (("report", "--out", "nowhere"), "there is no directory nowhere"),
+        (("report", "--out", ".", "--markdown", __file__), "--markdown takes a directory"),
         (("bench",), "there is no folder benchmarks here"),
     ],
 )
@@ -125,7 +126,7 @@ def test_a_run_by_path_ends_in_a_result_and_a_report(capsys: pytest.CaptureFixtu
     call("run", FILE, "--preset", "smoke", "--out", str(tmp_path), *short)
     assert (tmp_path / "user-made" / "smoke" / "result.json").is_file()
     assert list(tmp_path.glob("**/events.out.tfevents*"))
-    call("report", "--out", str(tmp_path), "--markdown", str(tmp_path / "R.md"))
-    assert "user-made" in (tmp_path / "R.md").read_text()
+    call("report", "--out", str(tmp_path), "--markdown", str(tmp_path / "pages"))
+    assert "user-made" in (tmp_path / "pages" / "other.md").read_text()
     assert "A user" in (tmp_path / "report.html").read_text()
     assert "Report:" in capsys.readouterr().out

@@ -12,7 +12,7 @@ import torch
 
 from minimand.errors import DataError, MissingExtra, OptionError, ShapeError
 from minimand_papers.data import (
-    Split,
+    DataSplit,
     data_directory,
     load,
     load_images,
@@ -138,16 +138,16 @@ def test_images(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     folder = tmp_path / "images" / "set3"
     folder.mkdir(parents=True)
-    grey, colour = pixels(9, 7), pixels(5, 6, 3)
-    image.fromarray(colour).save(folder / "b.png")
-    image.fromarray(grey).save(folder / "a.png")
+    gray, color = pixels(9, 7), pixels(5, 6, 3)
+    image.fromarray(color).save(folder / "b.png")
+    image.fromarray(gray).save(folder / "a.png")
     (folder / "notes.txt").write_text("not an image")
     images = load_images("set3", tmp_path)
     assert images.files == ("a.png", "b.png")
-    assert np.array_equal(images[0][0].numpy(), grey)
-    luma = colour @ np.array([0.299, 0.587, 0.114])
+    assert np.array_equal(images[0][0].numpy(), gray)
+    luma = color @ np.array([0.299, 0.587, 0.114])
     assert np.abs(images[1][0].numpy() - luma).max() < 1
-    assert np.array_equal(load_images(folder, mode="RGB")[1].permute(1, 2, 0).numpy(), colour)
+    assert np.array_equal(load_images(folder, mode="RGB")[1].permute(1, 2, 0).numpy(), color)
     assert [image.dtype for image in images] == [torch.uint8] * 2
 
 
@@ -182,7 +182,7 @@ def test_a_missing_part_is_named(tmp_path: Path) -> None:
 
 
 def test_an_unknown_name_lists_the_known() -> None:
-    with pytest.raises(OptionError, match="there are digits, mnist5k, mnist, fashion-mnist, cifar10, cifar100, svhn"):
+    with pytest.raises(OptionError, match="available: digits, mnist5k, mnist, fashion-mnist, cifar10, cifar100, svhn"):
         load("imagenet")
 
 
@@ -278,6 +278,6 @@ def test_bad_images(tmp_path: Path) -> None:
 
 def test_split_checks_its_tensors() -> None:
     with pytest.raises(ShapeError, match=r"N × C × H × W bytes.*float32"):
-        Split(torch.zeros(2, 1, 4, 4), torch.zeros(2, dtype=torch.int64))
+        DataSplit(torch.zeros(2, 1, 4, 4), torch.zeros(2, dtype=torch.int64))
     with pytest.raises(ShapeError, match="2 integers"):
-        Split(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.zeros(3, dtype=torch.int64))
+        DataSplit(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.zeros(3, dtype=torch.int64))

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minimand.errors import DataError, MissingExtra
-from minimand_papers.data import Record, Remote, load, registry
+from minimand.errors import DataError
+from minimand_papers.data import DatasetRecord, Remote, load, registry
 from test_data import idx, pixels
 
 pytest.importorskip("pooch")
@@ -83,7 +83,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     served.server_close()
 
 
-def at(record: Record, server: Server, contents: dict[str, bytes], *, md5: str | None = None) -> Record:
+def at(record: DatasetRecord, server: Server, contents: dict[str, bytes], *, md5: str | None = None) -> DatasetRecord:
     """The dataset as if its publisher were the server."""
     remotes = tuple(
         Remote(name, (f"{server.address}/{name}",), md5 or hashlib.md5(content).hexdigest(), len(content))
@@ -93,7 +93,7 @@ def at(record: Record, server: Server, contents: dict[str, bytes], *, md5: str |
     return dataclasses.replace(record, source=dataclasses.replace(record.source, remotes=remotes))
 
 
-def mnist(server: Server, **options: str) -> Record:
+def mnist(server: Server, **options: str) -> DatasetRecord:
     contents = {}
     for remote in registry["mnist"].source.remotes:
         array = pixels(400, 28, 28) if "images" in remote.name else np.zeros(400, np.uint8)
@@ -116,7 +116,7 @@ def cifar_members() -> dict[str, bytes]:
     return {f"{source.folder}/{name}": b"\3" * 3073 * 2 for name in (*source.train, *source.test)}
 
 
-def cifar(server: Server, members: dict[str, bytes]) -> Record:
+def cifar(server: Server, members: dict[str, bytes]) -> DatasetRecord:
     return at(registry["cifar10"], server, {"cifar-10-binary.tar.gz": archive(members)})
 
 
@@ -379,13 +379,3 @@ def test_a_directory_that_cannot_be_written(server: Server, tmp_path: Path) -> N
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match=r"could not be written to .*file.*data_dir="):
         load(mnist(server), tmp_path / "file", download=True, progress=False)
-
-
-def test_without_pooch(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pooch", None)
-    with pytest.raises(MissingExtra, match=r'pooch, which is not installed: pip install "minimand\[lab\]"'):
-        load(mnist(server), tmp_path, download=True)
-    monkeypatch.delenv("MINIMAND_DATA", raising=False)
-    with pytest.raises(MissingExtra, match="MINIMAND_DATA"):
-        load("mnist")
-    assert load("digits").complete

@@ -10,7 +10,7 @@ from minimand.factor import DropoutFactorization
 from minimand_papers.experiment import Experiment, Results
 from minimand_papers.experiments.vidal2018._dropout import followed
 from minimand_papers.progress import Display
-from minimand_papers.runner import Setting, read_results, run
+from minimand_papers.runner import RunSetting, read_results, run
 
 NAMES = [
     "dropout-factorization",
@@ -48,7 +48,7 @@ def _variable_rate_ignores_the_size(results: Results[Any]) -> None:
     assert ranks["fixed"] > ranks["variable"] >= results.options.rank
 
 
-def _dropout_equalises(results: Results[Any]) -> None:
+def _dropout_equalizes(results: Results[Any]) -> None:
     for size in results.options.sizes:
         ours, expected, control = (
             results.final(f"{m}, r = {size}", "unequal")[0] for m in ("dropout", "dropout's expectation", "no dropout")
@@ -58,7 +58,7 @@ def _dropout_equalises(results: Results[Any]) -> None:
         assert ours < control
 
 
-def _minima_are_equalised(results: Results[Any]) -> None:
+def _minima_are_equalized(results: Results[Any]) -> None:
     for p in results.options.rates:
         assert results.final(f"p = {p:g}", "worst")[0] <= 1e-5
         if p > 0:
@@ -99,8 +99,8 @@ LAWS = dict(
             _excess_is_small,
             _variable_rate_ignores_the_size,
             _closed_form_is_exact,
-            _dropout_equalises,
-            _minima_are_equalised,
+            _dropout_equalizes,
+            _minima_are_equalized,
             _accuracies_are_percentages,
             _growth_is_certified_and_below_random_starts,
             _growth_is_no_certificate_in_many_dimensions,
@@ -114,14 +114,14 @@ LAWS = dict(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_smoke(name: str, tmp_path: Path) -> None:
-    run(Setting(name, "smoke", out=tmp_path, jobs=1), Display())
+    run(RunSetting(name, "smoke", out=tmp_path, jobs=1), Display())
     experiment, results, _ = read_results(tmp_path / name / "smoke")
     LAWS[name](results)
     rows = experiment.compare(results)
     assert rows
     assert all(row.measured for row in rows)
     assert all(plot.alt and plot.figure.axes for plot in experiment.plots(results))
-    assert all(isinstance(sentence, str) for sentence in experiment.findings(results))
+    assert all(str(finding) for finding in experiment.findings(results))
     _works_with_nothing_measured(experiment, results)
 
 

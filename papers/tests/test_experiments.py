@@ -1,4 +1,4 @@
-"""Law: every experiment runs at smoke scale from bundled data, and its table, pictures and sentences follow."""
+"""Law: every experiment runs at smoke scale from bundled data, and its table, pictures, findings and claims follow."""
 
 import dataclasses
 from pathlib import Path
@@ -14,7 +14,7 @@ from minimand_papers.experiments.bibi2019 import solvers_lenet
 from minimand_papers.experiments.vidal2018.dropout_mnist import clip, penalty
 from minimand_papers.experiments.vidal2018.jacobian_regularizer import jacobian_norm
 from minimand_papers.registry import experiments, find
-from minimand_papers.runner import Setting, read_results, run
+from minimand_papers.runner import RunSetting, read_results, run
 from minimand_papers.training import stages
 from test_data import write_cifar, write_svhn
 
@@ -23,14 +23,16 @@ NAMES = [experiment.name for experiment in experiments()]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_smoke(name: str, tmp_path: Path) -> None:
-    path = run(Setting(name, "smoke", out=tmp_path, jobs=1))
+    path = run(RunSetting(name, "smoke", out=tmp_path, jobs=1))
     experiment, results, stored = read_results(path.parent)
     assert stored["complete"]
     assert path.stat().st_size < 400_000
     rows = experiment.compare(results)
     assert rows
     assert all(len(row.measured) for row in rows), [row.label for row in rows if not len(row.measured)]
-    assert all(isinstance(sentence, str) and sentence for sentence in experiment.findings(results))
+    assert all(str(finding) for finding in experiment.findings(results))
+    claims = experiment.claims(results)
+    assert all(claim.text and claim.paper and claim.measured for claim in claims)
     plots = experiment.plots(results)
     assert plots
     assert all(plot.alt and plot.title for plot in plots)
@@ -39,6 +41,8 @@ def test_smoke(name: str, tmp_path: Path) -> None:
     assert not any(len(row.measured) for row in experiment.compare(nothing))
     experiment.plots(nothing)
     experiment.findings(nothing)
+    assert [claim.text for claim in experiment.claims(nothing)] == [claim.text for claim in claims]
+    assert {claim.verdict for claim in experiment.claims(nothing)} <= {"not run"}
 
 
 @pytest.mark.parametrize("name", ["solvers-alexnet", "solvers-vgg", "solvers-dropout-rates"])
@@ -46,7 +50,7 @@ def test_cifar_100_columns_run_on_a_file_in_its_format(name: str, tmp_path: Path
     write_cifar(tmp_path / "data", "cifar100", 60)
     preset = find(name).presets["smoke"]
     options = dataclasses.replace(preset.options, dataset="cifar100", enlarge=1, batch=20, limit=40)
-    path = run(Setting(name, "smoke", options, (0,), tmp_path / "out", tmp_path / "data", jobs=1))
+    path = run(RunSetting(name, "smoke", options, (0,), tmp_path / "out", tmp_path / "data", jobs=1))
     experiment, results, _ = read_results(path.parent)
     papers = [row.paper for row in experiment.compare(results) if row.paper is not None]
     assert papers
@@ -77,7 +81,7 @@ def test_learning_rates_have_equal_stages() -> None:
     ],
 )
 def test_table_2_replaces_the_blocks_it_names(part: str, solver: type | None, blocks: tuple, dropout: tuple) -> None:
-    net = solvers_lenet.network(solvers_lenet.Options(), part, 10, (3, 32, 32))
+    net = solvers_lenet.network(solvers_lenet.SolversLeNetOptions(), part, 10, (3, 32, 32))
     layers = {i: layer for i, layer in enumerate(net.classifier) if isinstance(layer, SolverLinear)}
     assert tuple(layers) == blocks
     assert all(type(layer.solver) is solver and layer.solver.iters == 10 for layer in layers.values())
@@ -98,7 +102,7 @@ def test_the_jacobian_of_a_linear_network_is_its_weight() -> None:
     )
 
 
-def test_regularisers_of_the_digits_are_what_they_say() -> None:
+def test_regularizers_of_the_digits_are_what_they_say() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double()
     x = torch.randn(8, 4, dtype=torch.float64)
@@ -122,7 +126,7 @@ def test_house_numbers_run_on_a_file_in_their_format(tmp_path: Path) -> None:
     write_svhn(tmp_path / "data")
     preset = find("lpom-svhn").presets["smoke"]
     options = dataclasses.replace(preset.options, dataset="svhn", enlarge=1, batch=4, epochs=1, digits=())
-    path = run(Setting("lpom-svhn", "smoke", options, (0,), tmp_path / "out", tmp_path / "data", jobs=1))
+    path = run(RunSetting("lpom-svhn", "smoke", options, (0,), tmp_path / "out", tmp_path / "data", jobs=1))
     experiment, results, stored = read_results(path.parent)
     assert stored["complete"]
     assert [row.paper for row in experiment.compare(results)[:3]] == [98.3, 95.0, 96.5]

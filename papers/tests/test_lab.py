@@ -14,12 +14,12 @@ import torch
 
 from minimand.errors import DataError, OptionError
 from minimand_papers.clock import Stopwatch
-from minimand_papers.comparing import verdict
+from minimand_papers.comparing import difference
 from minimand_papers.experiment import PRESETS, Results
 from minimand_papers.jobs import in_parallel
 from minimand_papers.progress import Display
 from minimand_papers.registry import experiments, find
-from minimand_papers.runner import Setting, read_results, run
+from minimand_papers.runner import RunSetting, read_results, run
 from minimand_papers.setting import Job
 from minimand_papers.store import Records, atomically, read_json, sweep, write_json
 
@@ -43,7 +43,7 @@ def command(out: Path, *more: str, launcher: tuple[str, ...] = ()) -> list[str]:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("whole")
-    return run(Setting(FILE, "smoke", out=out, jobs=1)).parent
+    return run(RunSetting(FILE, "smoke", out=out, jobs=1)).parent
 
 
 def test_a_killed_run_resumes_to_the_same_numbers(tmp_path: Path, uninterrupted: Path) -> None:
@@ -65,14 +65,14 @@ def test_a_killed_run_resumes_to_the_same_numbers(tmp_path: Path, uninterrupted:
 
 
 def test_parallel_processes_give_the_same_numbers(tmp_path: Path, uninterrupted: Path) -> None:
-    run(Setting(FILE, "smoke", out=tmp_path, jobs=2))
+    run(RunSetting(FILE, "smoke", out=tmp_path, jobs=2))
     assert numbers(tmp_path / "user-made" / "smoke") == numbers(uninterrupted)
 
 
 def test_a_seed_is_finished_before_the_next_is_begun(tmp_path: Path) -> None:
     """So that a run that is stopped leaves whole seeds, also where parts wait for others."""
     small = find(FILE).presets["smoke"].options.__class__(epochs=1, limit=80)
-    setting = Setting(FILE, "smoke", small, (0, 1), tmp_path)
+    setting = RunSetting(FILE, "smoke", small, (0, 1), tmp_path)
     jobs = [Job(part, seed) for seed in (0, 1) for part in find(FILE).parts(small)]
     done = in_parallel(setting, tmp_path, jobs, 1, Display(quiet=True))
     assert [(job.seed, job.part.name) for job in done] == [(0, "first"), (0, "second"), (1, "first"), (1, "second")]
@@ -98,14 +98,14 @@ def test_two_ranks_end_in_the_numbers_of_one_process(tmp_path: Path) -> None:
 
 def test_seeds_are_added_and_other_options_refused_on_resuming(tmp_path: Path) -> None:
     small = find(FILE).presets["smoke"].options.__class__(epochs=1, limit=80)
-    run(Setting(FILE, "smoke", small, (0,), tmp_path, jobs=1))
+    run(RunSetting(FILE, "smoke", small, (0,), tmp_path, jobs=1))
     first = numbers(tmp_path / "user-made" / "smoke")
-    path = run(Setting(FILE, "smoke", small, (5,), tmp_path, jobs=1, resume=True))
+    path = run(RunSetting(FILE, "smoke", small, (5,), tmp_path, jobs=1, resume=True))
     assert read_json(path)["seeds"] == [0, 5]
     assert {key: value for key, value in numbers(path.parent).items() if key in first} == first
     other = find(FILE).presets["smoke"].options.__class__(epochs=2, limit=80)
     with pytest.raises(OptionError, match="epochs=1 there, 2 now"):
-        run(Setting(FILE, "smoke", other, (0,), tmp_path, jobs=1, resume=True))
+        run(RunSetting(FILE, "smoke", other, (0,), tmp_path, jobs=1, resume=True))
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -116,7 +116,7 @@ def test_two_runs_do_not_share_a_directory(tmp_path: Path, resume: bool) -> None
         assert process.poll() is None
         time.sleep(0.01)
     with pytest.raises(OptionError, match="another process is running"):
-        run(Setting(FILE, "smoke", out=tmp_path, resume=resume))
+        run(RunSetting(FILE, "smoke", out=tmp_path, resume=resume))
     assert [path.name for path in directory.parent.iterdir() if not path.name.startswith(".")] == ["smoke"]
     process.kill()
     process.wait()
@@ -149,7 +149,7 @@ def _runs(number: int) -> bool:
 
 def test_an_earlier_run_is_moved_aside_not_lost(tmp_path: Path) -> None:
     small = find(FILE).presets["smoke"].options.__class__(epochs=1, limit=80)
-    setting = Setting(FILE, "smoke", small, (0,), tmp_path, jobs=1)
+    setting = RunSetting(FILE, "smoke", small, (0,), tmp_path, jobs=1)
     path = run(setting)
     before = path.read_bytes()
     run(setting)
@@ -175,7 +175,7 @@ def test_a_failed_run_leaves_no_lock_and_is_not_moved_aside(tmp_path: Path) -> N
     small = find(FILE).presets["smoke"].options.__class__(epochs=1, limit=0)
     for _ in range(2):
         with pytest.raises(ValueError):
-            run(Setting(FILE, "smoke", small, (3,), tmp_path, jobs=1))
+            run(RunSetting(FILE, "smoke", small, (3,), tmp_path, jobs=1))
     files = [str(path.relative_to(tmp_path)) for path in tmp_path.glob("**/*") if path.is_file()]
     assert files == ["user-made/smoke/protocol.json"]
     assert os.listdir(tmp_path / "user-made") == ["smoke"]
@@ -192,7 +192,7 @@ def test_what_a_killed_process_had_begun_to_write_is_swept(tmp_path: Path) -> No
 def test_an_error_says_in_which_part(tmp_path: Path) -> None:
     small = find(FILE).presets["smoke"].options.__class__(epochs=1, limit=0)
     with pytest.raises(ValueError) as error:
-        run(Setting(FILE, "smoke", small, (3,), tmp_path, jobs=1))
+        run(RunSetting(FILE, "smoke", small, (3,), tmp_path, jobs=1))
     assert error.value.__notes__ == ["in the part 'first', seed 3"]
 
 
@@ -241,26 +241,28 @@ def test_a_line_cut_off_was_never_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "says"),
+    ("ours", "theirs", "outcome", "says"),
     [
-        ((90.0, 91.0, 92.0), (80.0, 81.5, 82.0), "beats"),
-        ((90.0, 91.0), (80.0, 81.0), "too few seeds"),
-        ((90.0, 95.0), (80.0, 81.0), "too few seeds"),
-        ((90.0, 92.0, 94.0), (88.0, 91.0, 90.0), "too few seeds"),
-        ((80.0, 81.5, 82.0), (90.0, 91.0, 92.0), "loses to"),
-        ((80.0, 90.0, 82.0), (81.0, 81.0, 84.0), "no claim"),
-        ((90.0,), (80.0,), "no claim"),
-        ((90.0, math.nan), (80.0, 80.0), "diverged"),
-        ((), (80.0,), "not been measured"),
-        ((7.0, 7.0), (7.0, 7.0), "equals"),
+        ((90.0, 91.0, 92.0), (80.0, 81.5, 82.0), "better", "beats"),
+        ((90.0, 91.0), (80.0, 81.0), "open", "2 seeds): open"),
+        ((90.0, 95.0), (80.0, 81.0), "open", "2 seeds): open"),
+        ((90.0, 92.0, 94.0), (88.0, 91.0, 90.0), "open", "3 seeds): open"),
+        ((80.0, 81.5, 82.0), (90.0, 91.0, 92.0), "worse", "loses to"),
+        ((80.0, 90.0, 82.0), (81.0, 81.0, 84.0), "open", "open"),
+        ((90.0,), (80.0,), "open", "1 seed): open"),
+        ((90.0, math.nan), (80.0, 80.0), "diverged", "diverged"),
+        ((), (80.0,), "not measured", "no seed in common"),
+        ((7.0, 7.0), (7.0, 7.0), "equal", "equals"),
     ],
 )
-def test_no_claim_beyond_the_spread(ours: tuple, theirs: tuple, says: str) -> None:
+def test_no_claim_beyond_the_spread(ours: tuple, theirs: tuple, outcome: str, says: str) -> None:
     records = {
         name: {seed: [{"test": value}] for seed, value in enumerate(values)}
         for name, values in (("a", ours), ("b", theirs))
     }
-    assert says in verdict(Results(None, "smoke", records), "a", "b")
+    found = difference(Results(None, "smoke", records), "a", "b")
+    assert found.outcome == outcome
+    assert says in str(found)
 
 
 def test_a_tuned_method_is_the_candidate_that_validation_chose_in_each_seed() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from minimand_papers.registry import find
-from minimand_papers.report import markdown, write_report
-from minimand_papers.runner import Setting, run
+from minimand_papers.report import write_pages, write_report
+from minimand_papers.runner import RunSetting, run
 from minimand_papers.store import read_json, write_json
 
 CHROMIUM = next(
@@ -24,8 +24,8 @@ in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debi
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs")
-    run(Setting("layer-convergence", "smoke", out=out, jobs=1))
-    run(Setting("dropout-digits", "smoke", out=out, jobs=1))
+    run(RunSetting("layer-convergence", "smoke", out=out, jobs=1))
+    run(RunSetting("dropout-digits", "smoke", out=out, jobs=1))
     # The same results as if of another preset: they must not be mixed.
     stored = read_json(out / "dropout-digits" / "smoke" / "result.json")
     write_json(out / "dropout-digits" / "laptop" / "result.json", {**stored, "preset": "laptop", "complete": False})
@@ -57,7 +57,7 @@ def test_the_page_needs_no_network_and_names_everything(runs: Path) -> None:
     assert len(set(ids)) == len(ids)
     assert "Summary, smoke" in text
     assert "Summary, laptop" in text
-    assert text.count("Not complete") == 1
+    assert text.count("Incomplete") == 1
 
 
 @in_a_browser
@@ -67,12 +67,12 @@ def test_a_browser_shows_it(runs: Path, tmp_path: Path, width: int) -> None:
     <script>
     window.addEventListener("load", () => {
       const found = {};
-      const table = document.querySelector("table.sortable");
-      const column = () => [...table.tBodies[0].rows].map((row) => Number(row.cells[3].dataset.order));
-      const button = table.tHead.rows[0].cells[3].querySelector("button");
+      const table = document.querySelector("section[id] table.sortable");
+      const column = () => [...table.tBodies[0].rows].map((row) => Number(row.cells[2].dataset.order));
+      const button = table.tHead.rows[0].cells[2].querySelector("button");
       button.click();
       found.up = column();
-      found.sort = table.tHead.rows[0].cells[3].getAttribute("aria-sort");
+      found.sort = table.tHead.rows[0].cells[2].getAttribute("aria-sort");
       button.click();
       found.down = column();
       found.pictures = [...document.querySelectorAll("figure svg")].map((svg) => svg.getBoundingClientRect().width);
@@ -115,8 +115,8 @@ def test_contrast_of_text_in_both_schemes() -> None:
     schemes = [dict(re.findall(r"--(\w+): (#\w{6})", block)) for block in re.findall(r":root \{(.*?)\}", css)]
     assert len(schemes) == 2
 
-    def light(colour: str) -> float:
-        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    def light(color: str) -> float:
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
         return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
@@ -127,17 +127,21 @@ def test_contrast_of_text_in_both_schemes() -> None:
                 assert (high + 0.05) / (low + 0.05) >= 4.5, (text, back)
 
 
-def test_markdown_has_the_same_rows(runs: Path) -> None:
-    text = markdown(runs)
-    assert "## dropout-digits (smoke)" in text
-    assert "`minimand run dropout-digits --preset smoke`;" in text
+def test_markdown_has_the_same_rows(runs: Path, tmp_path: Path) -> None:
+    names = {path.name for path in write_pages(runs, tmp_path)}
+    assert names == {"bibi2019.md", "README.md"}
+    text = (tmp_path / "bibi2019.md").read_text()
+    assert "\n## dropout-digits-smoke\n" in text
+    assert "    minimand run dropout-digits --preset smoke\n" in text
     # What differs from the preset is said, and is part of how to run it again.
     options, usual = (find("dropout-digits").presets[name].options for name in ("smoke", "laptop"))
     assert options.epochs != usual.epochs
-    assert re.search(rf"## dropout-digits \(laptop, .*epochs = {options.epochs}", text)
+    assert re.search(rf"## dropout-digits-digits\n\n.* Scale: laptop, .*epochs = {options.epochs}", text)
     assert re.search(rf"minimand run dropout-digits --preset laptop .*--epochs {options.epochs}", text)
-    assert "**Not complete:**" in text
+    assert "Incomplete: some parts or seeds have not been run." in text
     assert re.search(r"\| no dropout \| – \| [\d.]+% ± [\d.]+ \| 2 \| control \|", text)
+    # A smoke run supports no verdict.
+    assert re.search(r"\| \[§3: .* \| no result yet \| not run \|", text)
 
 
 def test_a_damaged_result_is_named_and_the_rest_shown(runs: Path, tmp_path: Path) -> None:

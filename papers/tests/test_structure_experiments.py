@@ -1,4 +1,4 @@
-"""Laws of the experiments on structure: theorems hold, pairs have equal sizes and equal starts, tables are 002's."""
+"""Laws of the experiments on structure: theorems hold, pairs have equal sizes and starts, tables as in [Lin2019]."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from minimand_papers.experiment import Results
 from minimand_papers.experiments.lin2019 import structure_cifar
 from minimand_papers.experiments.lin2019._structure import network, one_cycle
 from minimand_papers.registry import find
-from minimand_papers.runner import Setting, read_results, run
+from minimand_papers.runner import RunSetting, read_results, run
 from minimand_papers.store import slug
 from minimand_papers.training import Loaders
 
@@ -24,7 +24,7 @@ DATA = Loaders(None, None, None, 10, (3, 32, 32))  # type: ignore[arg-type]
 
 
 def _smoke(name: str, out: Path) -> Results:
-    return read_results(run(Setting(name, "smoke", out=out, jobs=1)).parent)[1]
+    return read_results(run(RunSetting(name, "smoke", out=out, jobs=1)).parent)[1]
 
 
 def test_rates_hold_and_are_used(tmp_path: Path) -> None:
@@ -60,8 +60,8 @@ def test_depth_names_the_layers(tmp_path: Path) -> None:
     # Depth alone; each algorithm at each depth; against the deeper ResNet only where that is the better one.
     shallow, deep = (results.final(f"ResNet, {layers} layers", "error")[0] for layers in (14, 20))
     assert len(said) == (7 if deep < shallow else 6)
-    assert any("cannot be seen here" in sentence for sentence in said) == (deep >= shallow)
-    assert not any("beats" in sentence or "loses" in sentence for sentence in said)  # there is one seed
+    assert any("cannot be seen here" in str(finding) for finding in said) == (deep >= shallow)
+    assert not any("beats" in str(finding) or "loses" in str(finding) for finding in said)  # there is one seed
 
 
 def test_laptop_networks_have_the_same_parameters_to_four_per_cent() -> None:
@@ -107,7 +107,7 @@ def test_dense_networks_have_dropout_only_without_augmentation(tmp_path: Path, m
     options = dataclasses.replace(
         find("structure-cifar").presets["paper"].options, dataset="digits", enlarge=2, dense=((4, 10),), blocks=(2,)
     )
-    results = read_results(run(Setting("structure-cifar", "paper", options, (0,), tmp_path, jobs=1)).parent)[1]
+    results = read_results(run(RunSetting("structure-cifar", "paper", options, (0,), tmp_path, jobs=1)).parent)[1]
     seen = {part: results.final(part, "dropout")[0] for part in results.parts()}
     assert len(seen) == 10
     assert {part for part, rate in seen.items() if rate} == {"DenseNet (k = 4, L = 10)", "AGD-Net (k = 4, L = 10)"}

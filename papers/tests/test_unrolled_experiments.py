@@ -15,7 +15,7 @@ from minimand.operators import pad_to_blocks, to_blocks
 from minimand_papers.context import Lab
 from minimand_papers.experiment import Experiment, Results
 from minimand_papers.experiments._reconstruction import (
-    Images,
+    ImageSplits,
     bordered,
     build,
     crops,
@@ -25,7 +25,7 @@ from minimand_papers.experiments._reconstruction import (
 )
 from minimand_papers.experiments.lin2019 import cs_phases, cs_set11, mri_brain
 from minimand_papers.progress import Display
-from minimand_papers.runner import Setting, read_results, run
+from minimand_papers.runner import RunSetting, read_results, run
 
 EXPERIMENTS = {"cs-set11": cs_set11, "cs-phases": cs_phases, "mri-brain": mri_brain}
 
@@ -35,7 +35,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Experimen
     out = tmp_path_factory.mktemp("runs")
     found = {}
     for name in EXPERIMENTS:
-        run(Setting(name, "smoke", out=out, jobs=1), Display())
+        run(RunSetting(name, "smoke", out=out, jobs=1), Display())
         experiment, results, _ = read_results(out / name / "smoke")
         found[name] = experiment, results
     return found
@@ -64,7 +64,7 @@ def test_nothing_measured_is_no_error(name: str) -> None:
     empty = Results(experiment.preset("smoke").options, "smoke", {})
     assert not any(row.measured for row in experiment.compare(empty))
     assert experiment.plots(empty)
-    assert all("not been measured" in said or "networks:" in said for said in experiment.findings(empty))
+    assert all("no seed in common" in said or "networks:" in said for said in map(str, experiment.findings(empty)))
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -161,7 +161,7 @@ def test_the_start_knows_the_borders_of_whole_images(tmp_path: Path) -> None:
     """Better on padded images than the start of inner blocks alone, by which their zeros were never seen."""
     torch.manual_seed(0)
     images = [torch.rand(1, 50, 50).cumsum(-1) / 50 for _ in range(12)]
-    phi, start = measurement(0.25, Images(images, [], {}, ""), Lab(tmp_path, 0))
+    phi, start = measurement(0.25, ImageSplits(images, [], {}, ""), Lab(tmp_path, 0))
     inner = torch.cat([to_blocks(image[:, k : k + 33, k : k + 33], 33) for image in images for k in (0, 16)])
     whole = torch.cat([to_blocks(pad_to_blocks(image), 33) for image in images])
     alone = least_squares_start(phi, inner, ridge=1e-5)

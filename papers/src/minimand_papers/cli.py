@@ -1,4 +1,4 @@
-"""Deep networks as optimisation: run the experiments of the papers, and see their numbers beside yours."""
+"""Run the experiments behind minimand and see the papers' numbers beside yours."""
 
 import argparse
 import dataclasses
@@ -16,34 +16,35 @@ from minimand.errors import MinimandError, OptionError
 
 from .progress import Display
 from .registry import experiments, find
-from .runner import Setting
+from .runner import RunSetting
 from .runner import run as run_setting
-from .store import atomically
+from .sources import SOURCES
 
 __all__ = ["main"]
 
 PresetName = Literal["smoke", "laptop", "paper"]
-# Presets that take more than seconds.
+# The presets whose time is listed; smoke takes seconds.
 _LONG = ("laptop", "paper")
-# Columns of a terminal that has room for a column of sources; in a narrower one they stand below the titles.
+# From this many columns on a terminal has room for a column with the place in the source.
 _WIDE = 140
 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """How to run it.
+    """How to run an experiment.
 
     Args:
-        preset: The scale. smoke takes seconds and only shows that it runs; laptop uses real data and a couple of cores;
-            paper follows the source's protocol.
-        data_dir: Where datasets lie in their publishers' layouts (default: MINIMAND_DATA, else the user's cache).
+        preset: The scale. smoke takes seconds and only tests that the code runs; laptop uses real data and a couple of
+            cores; paper follows the source's protocol.
+        data_dir: The directory with the datasets (default: MINIMAND_DATA, else the user's cache directory).
         out: The directory of all runs.
-        seed: One seed or several.
-        resume: Go on with an interrupted run, to the same numbers. Without it an earlier run is moved aside.
-        jobs: Parallel processes; by default one a core.
+        seed: One or more seeds.
+        resume: Continue an interrupted run; the numbers are those of an uninterrupted one. Without this option an
+            earlier run is moved aside.
+        jobs: Number of parallel processes (default: one per core).
         threads: Threads of each process.
-        download: Download datasets that are missing.
-        tensorboard: Write TensorBoard logs, too.
+        download: Download missing datasets.
+        tensorboard: Also write TensorBoard logs.
     """
 
     preset: PresetName = "laptop"
@@ -58,7 +59,7 @@ class Arguments:
 
 
 def list_() -> None:
-    """The experiments, their source, and about how long each preset takes on one core.
+    """List the experiments by source, with the approximate time of each preset on one core.
 
     Example: minimand list
     """
@@ -70,33 +71,36 @@ def list_() -> None:
 
     console = Console()
     wide = console.width >= _WIDE
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Experiments, and their time on one core")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Experiments by source, with their time on one core")
     table.add_column("experiment", no_wrap=True, style="bold")
-    table.add_column("what" if wide else "what, and its source")
+    table.add_column("title" if wide else "title and place in the source")
     if wide:
-        table.add_column("source")
+        table.add_column("place in the source")
     for preset in _LONG:
         table.add_column(preset, justify="right", no_wrap=True)
-    for experiment in experiments():
-        known = experiment.presets
-        times = (_duration(known[preset].minutes) if preset in known else "–" for preset in _LONG)
-        source = Text(experiment.citation, style="dim")
-        about = [experiment.title, source] if wide else [Group(experiment.title, Padding(source, (0, 0, 0, 2)))]
-        table.add_row(experiment.name, *about, *times)
+    for source in SOURCES.values():
+        table.add_section()
+        empty = [""] * (len(table.columns) - 2)
+        table.add_row(Text(source.key, style="bold cyan"), Text(source.short, style="cyan"), *empty)
+        for experiment in experiments(source):
+            times = (_duration(experiment.presets[preset].minutes) for preset in _LONG)
+            place = Text(experiment.source, style="dim")
+            about = [experiment.title, place] if wide else [Group(experiment.title, Padding(place, (0, 0, 0, 2)))]
+            table.add_row(experiment.name, *about, *times)
     console.print(table)
-    console.print("The preset smoke takes seconds. More of one: minimand run NAME --help", highlight=False)
+    console.print("The preset smoke takes seconds. Options of an experiment: minimand run NAME --help", highlight=False)
 
 
 def run(
     name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")],
     arguments: tyro.conf.OmitArgPrefixes[Arguments] = Arguments(),  # noqa: B008
 ) -> None:
-    """Run an experiment; its own options are shown by minimand run NAME --help.
+    """Run an experiment. minimand run NAME --help shows its own options.
 
     Example: minimand run solvers-lenet --preset laptop --data-dir ~/data --seed 0 1 2
 
     Args:
-        name: As in minimand list, or the path of a Python file that defines one.
+        name: A name from minimand list, or the path of a Python file that defines an experiment.
         arguments: How to run it.
     """
     _run([name])
@@ -108,30 +112,31 @@ def report(
     file: Path | None = None,
     markdown: Path | None = None,
 ) -> None:
-    """One self-contained HTML page of all results: paper and measured side by side, with plots.
+    """Write one self-contained HTML page of all results: the paper's numbers beside ours, with plots.
 
     Example: minimand report --open
 
     Args:
         out: The directory of all runs.
         open: Open the page in a browser.
-        file: Where the page goes; by default report.html in the directory of all runs.
-        markdown: Write the tables as Markdown to this file, too.
+        file: The path of the page (default: report.html in the directory of all runs).
+        markdown: Also write one Markdown page per source into this directory.
     """
     from rich.console import Console
 
-    from .report import markdown as as_markdown
-    from .report import write_report
+    from .report import write_pages, write_report
 
     if not out.is_dir():
         raise OptionError(
             f"there is no directory {out}: run an experiment first (minimand list), or give another --out"
         )
+    if markdown is not None and markdown.is_file():
+        raise OptionError(f"--markdown takes a directory, and {markdown} is a file")
     path = write_report(out, file)
-    if markdown is not None:
-        with atomically(markdown) as written:
-            written.write(as_markdown(out).encode())
     Console().print(f"Report: {path}", soft_wrap=True)
+    if markdown is not None:
+        names = ", ".join(page.name for page in write_pages(out, markdown))
+        Console().print(f"Pages:  {names} in {markdown}", soft_wrap=True)
     if open:
         import webbrowser
 
@@ -139,13 +144,13 @@ def report(
 
 
 def demo(out: Path = Path("runs"), jobs: int | None = None, preset: PresetName = "laptop") -> None:
-    """The main job on bundled data: a network with heavy dropout, plain and converted; ends with the report.
+    """Train a network with heavy dropout, plain and converted, on bundled data, and write the report.
 
     Example: minimand demo
 
     Args:
         out: The directory of all runs.
-        jobs: Parallel processes; by default one a core.
+        jobs: Number of parallel processes (default: one per core).
         preset: The scale; laptop takes one to two minutes.
     """
     from rich.console import Console
@@ -154,20 +159,20 @@ def demo(out: Path = Path("runs"), jobs: int | None = None, preset: PresetName =
 
     console = Console()
     for name in ("layer-convergence", "dropout-digits"):
-        path = run_setting(Setting(name, preset, out=out, jobs=jobs), Display(console))
+        path = run_setting(RunSetting(name, preset, out=out, jobs=jobs), Display(console))
         _summary(path, console)
     console.print(f"Report: {write_report(out)}", soft_wrap=True)
 
 
 def bench(names: tyro.conf.Positional[tuple[str, ...]] = (), save: bool = False, label: str = "") -> None:
-    """Ratios to peers and to the plain block; needs a checkout of the repository, whose benchmarks it runs.
+    """Measure run time against peers and the plain block. Run it in a checkout of the repository.
 
     Example: minimand bench layers
 
     Args:
-        names: The benchmarks to run; by default all.
+        names: The benchmarks to run (default: all).
         save: Also write the results to benchmarks/results.
-        label: Write them beside those of another processor, as NAME-LABEL.json.
+        label: Write them as NAME-LABEL.json, to keep results of several processors side by side.
     """
     sys.path.insert(0, str(Path.cwd()))
     try:
@@ -202,13 +207,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         again = shlex.join(["minimand", *given, *([] if "--resume" in given else ["--resume"])])
-        hint = f"; go on with: {again}" if given[:1] == ["run"] else ""
+        hint = f"; continue with: {again}" if given[:1] == ["run"] else ""
         _complain(f"interrupted{hint}")
         raise SystemExit(130) from None
 
 
 def _name_first(given: list[str]) -> list[str] | None:
-    """The experiment's name, wherever it stands, before its options; None where there is none."""
+    """The arguments with the experiment's name moved to the front; None if no name is among them."""
     if given and not given[0].startswith("-"):
         return given
     known = {experiment.name for experiment in experiments()}
@@ -222,11 +227,11 @@ def _complain(what: object) -> None:
 
 
 def _run(given: list[str]) -> None:
-    """Options of the experiment, with the defaults of the chosen preset, and how to run it: one command line."""
+    """Parse the options of the run and of the experiment, with the defaults of the chosen preset, and run it."""
     from rich.console import Console
 
     experiment = find(given[0])
-    # The preset decides what the defaults of all other options are, so it is read first.
+    # The preset decides the defaults of all other options, so it is read first.
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--preset", default=Arguments.preset)
     name = early.parse_known_args(given[1:])[0].preset
@@ -243,13 +248,13 @@ def _run(given: list[str]) -> None:
         whole,
         args=given[1:],
         prog=f"minimand run {given[0]}",
-        description=f"{experiment.title} ({experiment.citation}). {experiment.about}\n\n"
+        description=f"{experiment.title} ({experiment.source}). {experiment.about}\n\n"
         f"Example: minimand run {given[0]} --preset smoke",
         config=(tyro.conf.OmitArgPrefixes,),
     )
     common = {field.name: getattr(parsed.run, field.name) for field in dataclasses.fields(Arguments)}
     seeds = common.pop("seed")
-    setting = Setting(given[0], options=parsed.experiment, seeds=seeds, **common)
+    setting = RunSetting(given[0], options=parsed.experiment, seeds=seeds, **common)
     main_process = int(os.environ.get("RANK", "0")) == 0
     console = Console()
     path = run_setting(setting, Display(console, quiet=not main_process))
@@ -260,7 +265,7 @@ def _run(given: list[str]) -> None:
 
 
 def _summary(path: Path, console: Any) -> None:
-    """The experiment's table and what it says."""
+    """Print the experiment's table and findings."""
     from rich.table import Table
 
     from .report.sections import section
@@ -272,15 +277,17 @@ def _summary(path: Path, console: Any) -> None:
     for row in found.rows:
         table.add_row(row.label, row.paper, row.measured)
     notes = list(dict.fromkeys(row.note for row in found.rows if row.note))
-    # One note for all is what was measured; many are for the page, which has a column for them.
+    # A single note describes the whole table. Several are left to the page, which has a column for them.
     table.caption = notes[0] if len(notes) == 1 else None
     console.print(table)
-    for finding in found.findings:
+    for finding in [*found.differences, *found.findings]:
         console.print(f"- {finding}", highlight=False)
+    if any(difference.outcome == "open" for difference in found.differences):
+        console.print("open: one or two seeds, or a 95 % interval that includes zero", style="dim", highlight=False)
 
 
 def _duration(minutes: float) -> str:
-    """Of about how long it takes, in the unit that a person would use.
+    """A time in a readable unit.
 
     >>> _duration(0.2), _duration(90), _duration(280), _duration(100_000)
     ('< 1 min', '90 min', '4.7 h', '69 days')

@@ -16,7 +16,7 @@ from minimand.errors import DataError, OptionError
 from minimand.operators.tracker import LipschitzTracker
 
 from .clock import Stopwatch
-from .data import Augmentation, Batches, Dataset, Normalisation, Split, batches, load
+from .data import Augmentation, Batches, Dataset, DataSplit, Normalization, batches, load
 from .experiment import Metrics
 from .store import Records, atomically, slug
 
@@ -107,11 +107,11 @@ class Lab:
 
     def batches(
         self,
-        split: Split,
+        split: DataSplit,
         size: int,
         *,
         train: bool = True,
-        normalise: Normalisation | None = None,
+        normalize: Normalization | None = None,
         augment: Augmentation | None = None,
     ) -> Batches:
         """This process's share of shuffled training batches, all full, or of a split in its own order."""
@@ -119,7 +119,7 @@ class Lab:
             split,
             min(size, len(split)) if train else size,
             generator=self.generator() if train else None,
-            normalise=normalise,
+            normalize=normalize,
             augment=augment if train else None,
             device=self.device,
             drop_last=train,

@@ -6,10 +6,10 @@ from typing import Any
 from .comparing import mean_std
 from .experiment import Comparison, Plot, Results
 
-__all__ = ["COLOURS", "bars", "curves", "dots", "figure", "logarithmic", "style"]
+__all__ = ["COLORS", "bars", "curves", "dots", "figure", "logarithmic", "style"]
 
 # Okabe–Ito without its yellow, which vanishes on white, and its black, which vanishes on a dark page.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#999999", "#B15928", "#6A9F3C")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#999999", "#B15928", "#6A9F3C")
 
 
 def figure(width: float = 7.0, height: float = 4.0) -> Any:
@@ -69,13 +69,13 @@ def curves(
         at = [sum(where[i] for where, _ in runs) / len(runs) for i in range(length)]
         columns = [[shown(values[i]) for _, values in runs] for i in range(length)]
         mean = [sum(column) / len(column) for column in columns]
-        colour = COLOURS[number % len(COLOURS)]
+        color = COLORS[number % len(COLORS)]
         line = "--" if part in dashed else "-"
         marker = "o" if length == 1 else None
-        axes.plot(at, mean, line, color=colour, label=part, linewidth=1.6, marker=marker)
+        axes.plot(at, mean, line, color=color, label=part, linewidth=1.6, marker=marker)
         if len(runs) > 1:
             low, high = [min(column) for column in columns], [max(column) for column in columns]
-            axes.fill_between(at, low, high, color=colour, alpha=0.18, linewidth=0)
+            axes.fill_between(at, low, high, color=color, alpha=0.18, linewidth=0)
         ends.append(f"{part} {mean[-1]:.4g}")
     if log:
         logarithmic(axes, "y")
@@ -93,8 +93,8 @@ def bars(rows: Sequence[Comparison], *, title: str, y: str, groups: Mapping[str,
     for number, row in enumerate(rows):
         if row.measured:
             mean, spread = mean_std(row.measured)
-            colour = COLOURS[number % 2] if groups is None else groups.get(row.label, COLOURS[7])
-            axes.barh(number, mean, color=colour, height=0.6, xerr=None if spread != spread else spread)
+            color = COLORS[number % 2] if groups is None else groups.get(row.label, COLORS[7])
+            axes.barh(number, mean, color=color, height=0.6, xerr=None if spread != spread else spread)
             said.append(f"{row.label} {mean:.{row.digits}f}{row.unit}")
         if row.paper is not None:
             axes.plot([row.paper] * 2, [number - 0.42, number + 0.42], color="#CC79A7", linewidth=2.5)
@@ -111,11 +111,11 @@ def dots(rows: Mapping[str, Mapping[str, Sequence[float]]], *, title: str, x: st
     axes = drawn.subplots()
     names = list(dict.fromkeys(name for row in rows.values() for name, values in row.items() if values))
     said = []
-    for name, colour, marker in zip(names, COLOURS, "osD^v<>pP*", strict=False):
+    for name, color, marker in zip(names, COLORS, "osD^v<>pP*", strict=False):
         at = [(number, *mean_std(row[name])) for number, row in enumerate(rows.values()) if row.get(name)]
         places, means, spreads = zip(*at, strict=True)
         error = [0.0 if spread != spread else spread for spread in spreads]
-        axes.errorbar(means, places, xerr=error, color=colour, marker=marker, linestyle="", label=name, alpha=0.85)
+        axes.errorbar(means, places, xerr=error, color=color, marker=marker, linestyle="", label=name, alpha=0.85)
         said += [f"{list(rows)[number]}, {name}: {mean:.2f}" for number, mean, _ in at]
     axes.set_yticks(range(len(rows)), list(rows))
     axes.invert_yaxis()

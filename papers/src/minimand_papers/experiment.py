@@ -1,31 +1,30 @@
-"""What an experiment is: options with presets, parts that yield metrics, the source's numbers, and pictures."""
+"""The parts of an experiment: options with presets, runs that yield metrics, the source's numbers, claims, plots."""
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from minimand.errors import OptionError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from .comparing import Difference
     from .context import Lab
 
-__all__ = ["PRESETS", "Comparison", "Experiment", "Metrics", "Part", "Plot", "Preset", "Results"]
+__all__ = ["PRESETS", "Claim", "Comparison", "Experiment", "Metrics", "Part", "Plot", "Preset", "Results", "Verdict"]
 
 O = TypeVar("O")  # noqa: E741
 Metrics = Mapping[str, Any]
 
 PRESETS = ("smoke", "laptop", "paper")
 
-# What the numbers of the bibliography stand for.
-_SOURCES = {"000": "Bibi et al. 2019", "002": "Lin 2019", "003": "Vidal", "004": "Frerix et al. 2018"}
+Verdict = Literal["reproduced", "partly", "not", "not run"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One run of an experiment: a row of its table, for one seed. It may need what other parts have kept."""
+    """One run of an experiment for one seed, usually a row of its table. ``needs`` names parts that run before it."""
 
     name: str
     needs: tuple[str, ...] = ()
@@ -33,7 +32,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Preset(Generic[O]):
-    """The options at one scale, the seeds, and about how many minutes all of it takes on one core."""
+    """The options at one scale, the seeds, and the approximate time on one core in minutes."""
 
     options: O
     seeds: tuple[int, ...] = (0,)
@@ -42,15 +41,15 @@ class Preset(Generic[O]):
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A row of the report: the source's number beside ours, one measurement a seed.
+    """A row of the report: the source's number beside ours.
 
     Args:
-        label: What was measured.
-        paper: The source's number, None where it has none.
-        measured: One number a seed.
-        unit: Behind the numbers, for example "%".
+        label: The quantity.
+        paper: The source's number; None: the source gives none.
+        measured: One number per seed.
+        unit: Written behind the numbers, for example "%".
         digits: Decimals shown.
-        note: What a reader has to know of this row.
+        note: A remark on this row.
     """
 
     label: str
@@ -62,8 +61,28 @@ class Comparison:
 
 
 @dataclasses.dataclass(frozen=True)
+class Claim:
+    """A claim of the source beside our measurement; the rules for the verdict are those of ``minimand_papers.claims``.
+
+    Args:
+        text: The claim, beginning with its place in the source.
+        paper: The source's number.
+        measured: Our number with its spread.
+        scale: Preset, data, what is smaller than in the source, and the number of seeds; for a claim that was not run,
+            the reason.
+        verdict: ``reproduced``, ``partly``, ``not`` or ``not run``.
+    """
+
+    text: str
+    paper: str
+    measured: str
+    scale: str
+    verdict: Verdict
+
+
+@dataclasses.dataclass(frozen=True)
 class Plot:
-    """A picture of the report, with the text that stands for it."""
+    """A picture of the report with its text alternative."""
 
     title: str
     alt: str
@@ -72,7 +91,7 @@ class Plot:
 
 @dataclasses.dataclass(frozen=True)
 class Results(Generic[O]):
-    """What was measured: for every part and seed the records that its run yielded, in order."""
+    """The records that each part yielded for each seed, in order."""
 
     options: O
     preset: str
@@ -97,10 +116,10 @@ class Results(Generic[O]):
         return [ours[seed][-1] - theirs[seed][-1] for seed in ours if ours[seed] and theirs.get(seed)]
 
     def chosen(self, groups: Mapping[str, Sequence[str]], key: str = "validation") -> "Results[O]":
-        """A part a group: for every seed the records of the candidate that ended with the largest ``key``.
+        """One part per group: for each seed the records of the candidate that ended with the largest ``key``.
 
-        So is a method tuned: its candidates are parts, and what is reported of it is one of them, picked by a
-        measurement that is not the one reported. Seeds for which a candidate is missing are left out.
+        This is how a method is tuned. Its candidates are parts; one of them is chosen by ``key``, and another number
+        of the chosen one is reported. Seeds for which a candidate is missing are left out.
         """
         records: dict[str, dict[int, Sequence[Metrics]]] = {}
         for group, names in groups.items():
@@ -118,21 +137,23 @@ def _nothing(results: Results[Any]) -> Sequence[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Experiment(Generic[O]):
-    """A claim of a source that one command runs.
+    """An experiment that one command runs.
 
     Args:
-        name: As on the command line.
-        title: A line for the report.
-        source: Paper, by its number in the bibliography, and table or figure.
-        about: What is claimed, what is measured, and against which control; a paragraph.
-        presets: ``smoke``, ``laptop`` and ``paper``, each with frozen-dataclass options of plain values.
-        parts: The parts for given options; independent of each other but for ``needs``.
-        run: Runs one part and yields its records. Whatever it draws at random comes from torch's seeded default
-            generator or from ``lab.generator()``; a loop over ``lab.epochs`` makes it resumable.
-        compare: The rows of the table, from what has been measured so far.
+        name: The name on the command line.
+        title: One line for the report.
+        source: Citation key and place, for example "[Bibi2019], Table 2".
+        about: A paragraph: the claim, the measurement and the control.
+        presets: ``smoke``, ``laptop`` and ``paper``, each with options in a frozen dataclass of plain values.
+        parts: The parts for given options. They are independent except for ``needs``.
+        run: Runs one part and yields its records. Random numbers come from torch's seeded default generator or from
+            ``lab.generator()``. A loop over ``lab.epochs`` makes the part resumable.
+        compare: The rows of the table.
         plots: The pictures.
-        findings: What the numbers say, in sentences, losses included.
-        columns: The records' keys that the progress bar shows.
+        findings: Differences between parts and sentences, losses included.
+        claims: The source's claims with a verdict on each.
+        needs_data: The dataset without which the ``laptop`` and ``paper`` presets cannot run, if it is hard to get.
+        columns: The keys of the records that the progress bar shows.
     """
 
     name: str
@@ -144,13 +165,10 @@ class Experiment(Generic[O]):
     run: "Callable[[O, str, Lab], Iterator[Metrics]]"
     compare: Callable[[Results[O]], Sequence[Comparison]]
     plots: Callable[[Results[O]], Sequence[Plot]] = _nothing
-    findings: Callable[[Results[O]], Sequence[str]] = _nothing
+    findings: "Callable[[Results[O]], Sequence[str | Difference]]" = _nothing
+    claims: Callable[[Results[O]], Sequence[Claim]] = _nothing
+    needs_data: str = ""
     columns: tuple[str, ...] = ("loss", "validation")
-
-    @property
-    def citation(self) -> str:
-        """The source with its authors in the place of its number."""
-        return re.sub(r"\b00\d\b", lambda number: _SOURCES.get(number[0], number[0]), self.source)
 
     def preset(self, name: str) -> Preset[O]:
         """The preset of this name."""
@@ -159,15 +177,15 @@ class Experiment(Generic[O]):
         return self.presets[name]
 
     def restore(self, preset: str, options: Mapping[str, Any]) -> O:
-        """Options as they were stored; what a stored file does not name is as in the preset."""
+        """Options from a result file; an option that the file lacks has the preset's value."""
         default = self.preset(preset).options
         known = {field.name for field in dataclasses.fields(default)}  # type: ignore[arg-type]
         unknown = sorted(set(options) - known)
         if unknown:
-            raise OptionError(f"{self.name} has no option {', '.join(unknown)}: the results are of another version")
+            raise OptionError(f"{self.name} has no option {', '.join(unknown)}: the results are from another version")
         return dataclasses.replace(default, **{key: _tuples(value) for key, value in options.items()})  # type: ignore[type-var]
 
 
 def _tuples(value: Any) -> Any:
-    """JSON's lists as the tuples they were."""
+    """Lists, as JSON has them, become tuples again."""
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

@@ -25,7 +25,7 @@ from .context import Lab
 from .experiment import Metrics
 from .progress import Display, Event
 from .registry import find
-from .setting import Job, Setting, device_of, options_of
+from .setting import Job, RunSetting, device_of, options_of
 from .store import write_json
 
 __all__ = ["execute", "in_parallel", "in_turn"]
@@ -34,7 +34,7 @@ __all__ = ["execute", "in_parallel", "in_turn"]
 _GRACE = 5.0
 
 
-def execute(setting: Setting, directory: Path, job: Job, notify: Callable[[Event], None]) -> None:
+def execute(setting: RunSetting, directory: Path, job: Job, notify: Callable[[Event], None]) -> None:
     """Run one part for one seed in this process, to its end."""
     experiment = find(setting.name)
     torch.set_num_threads(setting.threads)
@@ -64,7 +64,7 @@ def execute(setting: Setting, directory: Path, job: Job, notify: Callable[[Event
     notify(Event(job.part.name, job.seed, finished=True))
 
 
-def in_turn(setting: Setting, directory: Path, jobs: list[Job], display: Display) -> Iterator[Job]:
+def in_turn(setting: RunSetting, directory: Path, jobs: list[Job], display: Display) -> Iterator[Job]:
     """One job after the other; yields each when it is done."""
     for job in _ordered(jobs):
         with _named(job):
@@ -87,7 +87,7 @@ def _blocked(job: Job, pending: Iterable[Job]) -> bool:
     return any(other.seed == job.seed and other.part.name in job.part.needs for other in pending)
 
 
-def in_parallel(setting: Setting, directory: Path, jobs: list[Job], workers: int, display: Display) -> Iterator[Job]:
+def in_parallel(setting: RunSetting, directory: Path, jobs: list[Job], workers: int, display: Display) -> Iterator[Job]:
     """Jobs in ``workers`` processes, each when those it needs are done; yields each when it is done."""
     list(_ordered(jobs))
     # As plain values: a worker may not be able to import the user's file by which they would be unpickled.
@@ -150,7 +150,7 @@ def _follow_parent() -> None:
         os._exit(1)
 
 
-def _work(setting: Setting, options: dict[str, Any], directory: Path, job: Job) -> None:
+def _work(setting: RunSetting, options: dict[str, Any], directory: Path, job: Job) -> None:
     restored = find(setting.name).restore(setting.preset, options)
     execute(dataclasses.replace(setting, options=restored), directory, job, _events.put)
 
@@ -172,7 +172,7 @@ def _named(job: Job) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _tensorboard(setting: Setting, lab: Lab) -> Iterator[Callable[[Metrics], None]]:
+def _tensorboard(setting: RunSetting, lab: Lab) -> Iterator[Callable[[Metrics], None]]:
     if not setting.tensorboard or lab.rank:
         yield lambda record: None
         return

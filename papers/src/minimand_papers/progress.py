@@ -1,4 +1,4 @@
-"""What a person sees while an experiment runs: a bar a running part, with its epoch, its metrics and the time left."""
+"""Progress bars: one per running part, with its epoch, metrics and remaining time."""
 
 import contextlib
 import dataclasses
@@ -12,7 +12,7 @@ __all__ = ["Display", "Event"]
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """A part's news: epochs done, a record, or its end."""
+    """A message from a part: epochs done, a record, or its end."""
 
     part: str
     seed: int
@@ -23,7 +23,7 @@ class Event:
 
 
 class Display:
-    """Bars in a terminal; elsewhere a line for each finished part; nothing at all if ``quiet``."""
+    """Bars in a terminal, a line per finished part elsewhere, nothing if ``quiet``."""
 
     def __init__(self, console: Any = None, *, quiet: bool = False) -> None:
         self.quiet = quiet
@@ -55,7 +55,7 @@ class Display:
             transient=True,
             disable=not self.console.is_terminal,
         )
-        self.console.print(f"[bold]{experiment.name}[/bold]  {experiment.title} ({experiment.citation})")
+        self.console.print(f"[bold]{experiment.name}[/bold]  {experiment.title} ({experiment.source})")
         with self._progress:
             fields = {"metrics": "", "count": f"0/{jobs}"}
             self._all = self._progress.add_task("[bold]all parts", total=jobs, **fields)
@@ -65,7 +65,7 @@ class Display:
         self._last.clear()
 
     def __call__(self, event: Event) -> None:
-        """Take in a part's news."""
+        """Show a message from a part."""
         if self.quiet:
             return
         key = (event.part, event.seed)

@@ -1,4 +1,4 @@
-"""Finding experiments: every module of a source's folder in ``experiments``, or a file of the user's."""
+"""Finding experiments by name: the modules in the sources' folders of ``experiments``, or a Python file."""
 
 import difflib
 import importlib
@@ -12,11 +12,9 @@ from typing import Any
 from minimand.errors import OptionError
 
 from .experiment import Experiment
+from .sources import SOURCES, Publication
 
-__all__ = ["SOURCES", "experiments", "find"]
-
-#: The folders of ``experiments``, one a source.
-SOURCES = ("bibi2019", "lin2019", "vidal2018", "frerix2018")
+__all__ = ["experiments", "find", "source_of"]
 
 
 def _modules() -> dict[str, str]:
@@ -30,19 +28,25 @@ def _modules() -> dict[str, str]:
     return found
 
 
-def experiments() -> list[Experiment[Any]]:
-    """All experiments that come with the library, by name."""
-    return [find(name) for name in sorted(_modules())]
+def experiments(source: Publication | None = None) -> list[Experiment[Any]]:
+    """The experiments of a source, or of all sources, in the sources' order."""
+    sources = SOURCES.values() if source is None else (source,)
+    return [find(name) for listed in sources for name in listed.experiments]
+
+
+def source_of(name: str) -> Publication | None:
+    """The source whose experiment this is; None for a user's own."""
+    return next((source for source in SOURCES.values() if name in source.experiments), None)
 
 
 def find(name: str) -> Experiment[Any]:
-    """The experiment of a name, or the one that a Python file of the user's defines as ``experiment``."""
+    """The experiment of this name, or the one that a Python file defines as ``experiment``."""
     if name.endswith(".py"):
         return _from_file(Path(name))
     modules = _modules()
     if name not in modules:
         near = difflib.get_close_matches(name, modules, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(modules))}"
+        hint = f"did you mean {' or '.join(near)}?" if near else f"available: {', '.join(sorted(modules))}"
         raise OptionError(f"there is no experiment named {name!r}; {hint}")
     return _checked(importlib.import_module(modules[name]), name)
 

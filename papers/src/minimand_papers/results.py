@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from .experiment import Experiment, Results
 from .registry import find
-from .setting import Job, Setting, device_of, options_of
+from .setting import Job, RunSetting, device_of, options_of
 from .store import Records, read_json, versions, write_json
 
 __all__ = ["RESULT", "read_results", "write_result"]
@@ -27,7 +27,7 @@ def read_results(directory: Path) -> tuple[Experiment[Any], Results[Any], dict[s
     return experiment, Results(options, stored["preset"], records), stored
 
 
-def write_result(experiment: Experiment[Any], setting: Setting, directory: Path, jobs: list[Job]) -> None:
+def write_result(experiment: Experiment[Any], setting: RunSetting, directory: Path, jobs: list[Job]) -> None:
     """Everything the report needs, in one file; written after every part, so that a report can be had meanwhile."""
     records: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
     seconds = 0.0

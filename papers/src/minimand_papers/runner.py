@@ -18,13 +18,13 @@ from .jobs import in_parallel, in_turn
 from .progress import Display, Event
 from .registry import find
 from .results import RESULT, read_results, write_result
-from .setting import Job, Setting, default_jobs, directory_of, is_done, options_of
+from .setting import Job, RunSetting, default_jobs, directory_of, is_done, options_of
 from .store import read_json, slug, sweep, write_json
 
-__all__ = ["Setting", "directory_of", "read_results", "run"]
+__all__ = ["RunSetting", "directory_of", "read_results", "run"]
 
 
-def run(setting: Setting, display: Display | None = None) -> Path:
+def run(setting: RunSetting, display: Display | None = None) -> Path:
     """Run what is not there yet, and return the path of the result file."""
     experiment = find(setting.name)
     preset = experiment.preset(setting.preset)
@@ -65,7 +65,7 @@ def run(setting: Setting, display: Display | None = None) -> Path:
     return directory / RESULT
 
 
-def _check(setting: Setting) -> None:
+def _check(setting: RunSetting) -> None:
     require_count("threads", setting.threads)
     if setting.jobs is not None:
         require_count("jobs", setting.jobs)
@@ -84,7 +84,7 @@ def _check_parts(experiment: Experiment[Any], parts: list[Part]) -> None:
         raise OptionError(f"{experiment.name} has no part {', '.join(sorted(missing))}, which others need")
 
 
-def _prepare(experiment: Experiment[Any], setting: Setting, directory: Path) -> Setting:
+def _prepare(experiment: Experiment[Any], setting: RunSetting, directory: Path) -> RunSetting:
     """Make the directory; on resuming check that it is the same protocol, else move aside what was measured there."""
     options = options_of(setting)
     path = directory / "protocol.json"

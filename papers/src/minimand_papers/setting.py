@@ -10,11 +10,11 @@ import torch
 from .experiment import Experiment, Part
 from .store import slug
 
-__all__ = ["Job", "Setting", "default_jobs", "device_of", "directory_of", "is_done", "options_of"]
+__all__ = ["Job", "RunSetting", "default_jobs", "device_of", "directory_of", "is_done", "options_of"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class RunSetting:
     """How an experiment is run.
 
     Args:
@@ -56,14 +56,14 @@ class Job(NamedTuple):
         return Path(f"seed-{self.seed}") / slug(self.part.name)
 
 
-def directory_of(out: Path, experiment: Experiment[Any], setting: Setting) -> Path:
+def directory_of(out: Path, experiment: Experiment[Any], setting: RunSetting) -> Path:
     """Where the runs of an experiment at a scale lie; another dataset than the preset's has its own."""
     usual = getattr(experiment.preset(setting.preset).options, "dataset", None)
     dataset = getattr(setting.options, "dataset", usual)
     return out / slug(experiment.name) / (setting.preset if dataset == usual else f"{setting.preset}-{dataset}")
 
 
-def options_of(setting: Setting) -> dict[str, Any]:
+def options_of(setting: RunSetting) -> dict[str, Any]:
     """The experiment's options as JSON has them."""
     return {
         key: list(value) if isinstance(value, tuple) else value

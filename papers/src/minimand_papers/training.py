@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .context import Lab
-from .data import Augmentation, Batches, Normalisation, Split
+from .data import Augmentation, Batches, DataSplit, Normalization
 
 __all__ = ["Loaders", "accuracy", "evaluate", "loaders", "train"]
 
@@ -46,17 +46,17 @@ def loaders(
             part.subset(torch.arange(min(limit, len(part)))) for part in (train, validation, test)
         )
     train, validation, test = (_enlarged(part, enlarge) for part in (train, validation, test))
-    normalise = Normalisation.of(train)
+    normalize = Normalization.of(train)
     return Loaders(
-        lab.batches(train, batch, normalise=normalise, augment=augment),
-        lab.batches(validation, 500, train=False, normalise=normalise),
-        lab.batches(test, 500, train=False, normalise=normalise),
+        lab.batches(train, batch, normalize=normalize, augment=augment),
+        lab.batches(validation, 500, train=False, normalize=normalize),
+        lab.batches(test, 500, train=False, normalize=normalize),
         len(data.classes),
         tuple(train.images.shape[1:]),
     )
 
 
-def _enlarged(split: Split, factor: int) -> Split:
+def _enlarged(split: DataSplit, factor: int) -> DataSplit:
     if factor == 1:
         return split
     images = split.images.repeat_interleave(factor, -1).repeat_interleave(factor, -2)

@@ -9,18 +9,18 @@ from torch import Tensor
 
 from minimand.errors import OptionError
 
-from .dataset import Split
-from .transforms import Augmentation, Normalisation
+from .dataset import DataSplit
+from .transforms import Augmentation, Normalization
 
 __all__ = ["Batches", "batches"]
 
 
 def batches(
-    split: Split,
+    split: DataSplit,
     size: int,
     *,
     generator: torch.Generator | None = None,
-    normalise: Normalisation | None = None,
+    normalize: Normalization | None = None,
     augment: Augmentation | None = None,
     device: torch.device | str | None = None,
     drop_last: bool = False,
@@ -28,9 +28,9 @@ def batches(
 ) -> "Batches":
     """An iterable of (images, labels); every ``for`` over it is an epoch.
 
-    >>> from minimand_papers.data import Normalisation, batches, load
+    >>> from minimand_papers.data import Normalization, batches, load
     >>> train = load("digits").train
-    >>> loader = batches(train, 128, generator=torch.Generator().manual_seed(0), normalise=Normalisation.of(train))
+    >>> loader = batches(train, 128, generator=torch.Generator().manual_seed(0), normalize=Normalization.of(train))
     >>> len(loader), [len(labels) for _, labels in loader][-2:]
     (12, [128, 30])
     >>> images, labels = next(iter(loader))
@@ -42,7 +42,7 @@ def batches(
         size: Images in a batch, over all processes together.
         generator: Shuffles and augments. An epoch takes one number from it, so whatever else draws from it
             meanwhile changes nothing. None: the split's own order, for evaluation.
-        normalise: Bytes to floats; None is division by 255.
+        normalize: Bytes to floats; None is division by 255.
         augment: Applied to the bytes, on ``device``; needs a generator.
         device: Where the batches go, as bytes before they become floats; None: where the split is.
         drop_last: Leave out the last batch of an epoch if it is not full.
@@ -64,8 +64,8 @@ def batches(
         remedy = f"a multiple of {world} as size" if size % world else "drop_last=True"
         raise OptionError(f"{what} cannot be shared equally by {world} processes: give {remedy}")
     target = torch.device(device) if device is not None else split.images.device
-    normalise = normalise or Normalisation.unit(split.images.shape[1])
-    return Batches(split, size, generator, normalise, augment, target, drop_last, shard)
+    normalize = normalize or Normalization.unit(split.images.shape[1])
+    return Batches(split, size, generator, normalize, augment, target, drop_last, shard)
 
 
 @dataclasses.dataclass
@@ -85,17 +85,17 @@ class Batches:
 
     def __init__(
         self,
-        split: Split,
+        split: DataSplit,
         size: int,
         generator: torch.Generator | None,
-        normalise: Normalisation,
+        normalize: Normalization,
         augment: Augmentation | None,
         device: torch.device,
         drop_last: bool,
         shard: tuple[int, int],
     ) -> None:
         self.split, self.size, self.generator = split, size, generator
-        self.normalise, self.augment, self.device = normalise, augment, device
+        self.normalize, self.augment, self.device = normalize, augment, device
         self.drop_last, self.shard = drop_last, shard
         self._epoch: _Epoch | None = None
         self._resume = False
@@ -149,7 +149,7 @@ class Batches:
             images = self.split.images.index_select(0, order[rows]).to(self.device)
             if self.augment is not None and draw is not None:
                 images = self.augment.apply(images, draw[rows])
-            yield self.normalise(images), labels[rows]
+            yield self.normalize(images), labels[rows]
         if self._epoch is epoch:
             self._epoch = None
 

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from minimand.errors import OptionError, ShapeError
 
-__all__ = ["Dataset", "Split"]
+__all__ = ["DataSplit", "Dataset"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Split:
+class DataSplit:
     """Images as bytes (N × C × H × W, uint8) and their labels (N, int64).
 
     >>> from minimand_papers.data import load
@@ -100,8 +100,8 @@ class Dataset:
     """
 
     name: str
-    train: Split
-    test: Split
+    train: DataSplit
+    test: DataSplit
     classes: tuple[str, ...]
     complete: bool = True
 

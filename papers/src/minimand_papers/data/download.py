@@ -13,16 +13,16 @@ import zlib
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from minimand.errors import DataError, MissingExtra
+from minimand.errors import DataError
 
 from .formats import damaged
 from .loading import missing
 from .locks import locked
-from .registry import Files, Record, Remote
+from .registry import DatasetRecord, Files, Remote
 
 __all__ = ["fetch"]
 
-# What a broken connection may cost: the chunk that was under way.
+# A broken connection loses at most one chunk.
 _CHUNK = 1 << 16
 _TRIES = 4
 _EVERYTHING = 200
@@ -62,16 +62,8 @@ class _RichBar:
         """Nothing: the display closes with its context."""
 
 
-def fetch(record: Record, source: Files, directory: Path, *, progress: bool = True) -> None:
+def fetch(record: DatasetRecord, source: Files, directory: Path, *, progress: bool = True) -> None:
     """Download what is missing of a dataset into the data directory, and unpack it."""
-    try:
-        import filelock  # noqa: F401 -- its absence is said before any work
-        import pooch  # noqa: F401
-        import rich.progress  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise MissingExtra(
-            f'downloading needs the package {error.name}, which is not installed: pip install "minimand[lab]"'
-        ) from error
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with locked(directory / f".{record.name}.lock"):

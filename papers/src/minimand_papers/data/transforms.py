@@ -10,19 +10,19 @@ from torch import Tensor
 
 from minimand.errors import OptionError, ShapeError
 
-from .dataset import Split
+from .dataset import DataSplit
 
-__all__ = ["Augmentation", "CropFlip", "Normalisation"]
+__all__ = ["Augmentation", "CropFlip", "Normalization"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Normalisation:
+class Normalization:
     """Bytes to floats, (x / 255 − mean) / std in each channel.
 
-    >>> from minimand_papers.data import Normalisation, load
+    >>> from minimand_papers.data import Normalization, load
     >>> data = load("digits")
-    >>> normalise = Normalisation.of(data.train)
-    >>> x = normalise(data.train.images)
+    >>> normalize = Normalization.of(data.train)
+    >>> x = normalize(data.train.images)
     >>> x.dtype, bool(x.mean().abs() < 1e-5), bool((x.std() - 1).abs() < 1e-4)
     (torch.float32, True, True)
     """
@@ -37,7 +37,7 @@ class Normalisation:
             raise OptionError(f"standard deviations must be finite and > 0, got {self.std}")
 
     @classmethod
-    def of(cls, split: Split) -> "Normalisation":
+    def of(cls, split: DataSplit) -> "Normalization":
         """Mean and standard deviation of each channel, exact: from the counts of the 256 values.
 
         Take them of the training part, after the validation images were held out. A constant channel keeps unit scale.
@@ -48,13 +48,13 @@ class Normalisation:
         values = torch.arange(256, dtype=torch.float64, device=split.images.device) / 255
         for channel in split.images.unbind(1):
             weight = torch.bincount(channel.flatten(), minlength=256) / channel.numel()
-            centre = (weight * values).sum()
-            mean.append(float(centre))
-            std.append(math.sqrt(float((weight * (values - centre).square()).sum())) or 1.0)
+            center = (weight * values).sum()
+            mean.append(float(center))
+            std.append(math.sqrt(float((weight * (values - center).square()).sum())) or 1.0)
         return cls(tuple(mean), tuple(std))
 
     @classmethod
-    def unit(cls, channels: int) -> "Normalisation":
+    def unit(cls, channels: int) -> "Normalization":
         """Only x / 255."""
         return cls((0.0,) * channels, (1.0,) * channels)
 
@@ -74,10 +74,10 @@ class Normalisation:
 
 
 @functools.lru_cache(maxsize=16)
-def _affine(normalise: Normalisation, device: torch.device) -> tuple[Tensor, Tensor]:
+def _affine(normalize: Normalization, device: torch.device) -> tuple[Tensor, Tensor]:
     """Scale and shift of each channel; remembered, because making them takes as long as applying them to a batch."""
-    scale = [1 / (255 * std) for std in normalise.std]
-    shift = [-mean / std for mean, std in zip(normalise.mean, normalise.std, strict=True)]
+    scale = [1 / (255 * std) for std in normalize.std]
+    shift = [-mean / std for mean, std in zip(normalize.mean, normalize.std, strict=True)]
     both = torch.tensor([scale, shift], dtype=torch.float32, device=device).view(2, 1, -1, 1, 1)
     return both[0], both[1]
 

@@ -20,9 +20,9 @@ from ..experiment import Metrics, Plot, Results
 from ..pictures import decoded, encoded
 
 __all__ = [
-    "Images",
-    "Learning",
+    "ImageSplits",
     "Scores",
+    "UnrolledOptions",
     "assembled",
     "build",
     "gallery",
@@ -45,7 +45,7 @@ BLOCK = 33
 
 
 @dataclasses.dataclass(frozen=True)
-class Learning:
+class UnrolledOptions:
     """How a network is built and trained.
 
     Args:
@@ -85,7 +85,7 @@ class Learning:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Images:
+class ImageSplits:
     """Images in [0, 1], one channel each, and where they are from."""
 
     train: list[Tensor]
@@ -124,10 +124,7 @@ def photographs(names: Sequence[str], side: int = 198) -> list[Tensor]:
 
 def has_files(lab: Lab, folders: Sequence[str]) -> bool:
     """Whether the data directory holds these folders of images."""
-    try:
-        root = data_directory(lab.data_dir) / "images"
-    except MissingExtra:
-        return False
+    root = data_directory(lab.data_dir) / "images"
     return all((root / folder).is_dir() for folder in folders)
 
 
@@ -140,7 +137,7 @@ def resolve(source: str, lab: Lab, folders: Sequence[str]) -> str:
     return source
 
 
-def training_images(options: Learning, lab: Lab) -> Images:
+def training_images(options: UnrolledOptions, lab: Lab) -> ImageSplits:
     """Train400 without its last 20 images, which validate, and T91; Set11 and BSD68 are only tested on."""
     source = resolve(options.source, lab, ("train400", "set11"))
     cut = slice(options.limit or None)
@@ -148,7 +145,7 @@ def training_images(options: Learning, lab: Lab) -> Images:
         side = 198 if options.crop > 66 else 66
         names = _PHOTOGRAPHS[:-2][cut], _PHOTOGRAPHS[-2:][cut], _UNSEEN[cut]
         train, validation, test = (photographs(some, side) for some in names)
-        return Images(train, validation, {"photographs": test}, source)
+        return ImageSplits(train, validation, {"photographs": test}, source)
 
     def folder(name: str) -> list[Tensor]:
         return [unit_interval(image) for image in load_images(name, lab.data_dir)]
@@ -156,10 +153,10 @@ def training_images(options: Learning, lab: Lab) -> Images:
     known = folder("train400")
     extra = folder("t91") if has_files(lab, ("t91",)) else []
     tests = {name: folder(name)[cut] for name in ("set11", "bsd68") if has_files(lab, (name,))}
-    return Images((known[:-20] + extra)[cut], known[-20:][cut], tests, source)
+    return ImageSplits((known[:-20] + extra)[cut], known[-20:][cut], tests, source)
 
 
-def measurement(ratio: float, images: Images, lab: Lab) -> tuple[Tensor, Tensor]:
+def measurement(ratio: float, images: ImageSplits, lab: Lab) -> tuple[Tensor, Tensor]:
     """Φ of a ratio, the same for every seed, and the least-squares start of the training images, borders included."""
     rows = round(ratio * BLOCK**2)
     phi = orthonormal_gaussian(rows, BLOCK**2, generator=torch.Generator().manual_seed(0))
@@ -178,7 +175,9 @@ def _inside(image: Tensor, shift: int) -> Tensor:
     return image[..., shift : shift + height // BLOCK * BLOCK, shift : shift + width // BLOCK * BLOCK]
 
 
-def build(kind: str, phi: Tensor | LinearOperator, options: Learning, initial: Tensor | None = None) -> UnrolledNet:
+def build(
+    kind: str, phi: Tensor | LinearOperator, options: UnrolledOptions, initial: Tensor | None = None
+) -> UnrolledNet:
     """A network by its name: ISTA-Net, ISTA-Net plus, FISTA-Net or ADMM-Net, "constrained" behind it or not."""
     name = kind.removesuffix(" constrained")
     constrained = name != kind
@@ -206,7 +205,7 @@ def train(
     lab: Lab,
     net: UnrolledNet,
     draw: Callable[[], tuple[Tensor, Tensor]],
-    options: Learning,
+    options: UnrolledOptions,
     validate: Callable[[], float],
 ) -> Iterator[Metrics]:
     """AdamW with warm-up and cosine, clipped gradients; a record each epoch with the validation's PSNR."""
@@ -295,7 +294,7 @@ def standing(results: Results[Any], part: str) -> list[str]:
     return [f"{part} {word} the steps and thresholds of a convergent solver by its diagnosis{more}."]
 
 
-def crops(images: Images, options: Learning, phi: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+def crops(images: ImageSplits, options: UnrolledOptions, phi: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
     """Random crops of the training images, some as at the borders of whole images, measured by blocks."""
     operator = BlockSensing(phi, (options.crop, options.crop))
 
@@ -371,7 +370,7 @@ def _locate(axes: Any, whole: Any, window: int) -> None:
     axes.plot([left, right, right, left, left], [top, top, bottom, bottom, top], color="#D55E00")
 
 
-def sizes(options: Learning) -> str:
+def sizes(options: UnrolledOptions) -> str:
     """The architecture in words."""
     kind = "" if options.shuffle == 1 else f", pixel squares of {options.shuffle} as channels"
     return f"{options.phases} phases, {options.channels} channels{kind}"

@@ -16,11 +16,11 @@ from ..data import Augmentation, CropFlip, registry
 from ..experiment import Results
 from ..training import Loaders, loaders
 
-__all__ = ["Images", "solved", "trials"]
+__all__ = ["ImageOptions", "solved", "trials"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Images:
+class ImageOptions:
     """Where the images come from and how they are fed.
 
     Args:
@@ -47,7 +47,7 @@ class Images:
         for name in sorted(own & {"width", "rate", "backprop_rate", "tau_theta"}):
             require_positive(name, getattr(self, name))
         if self.dataset not in registry:
-            raise OptionError(f"there is no dataset named {self.dataset!r}; there are {', '.join(registry)}")
+            raise OptionError(f"there is no dataset named {self.dataset!r}; available: {', '.join(registry)}")
 
     def loaders(self, lab: Lab) -> Loaders:
         """Batches of the three splits."""

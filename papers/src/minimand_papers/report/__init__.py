@@ -1,6 +1,6 @@
-"""The report: one self-contained HTML page, and the same tables as Markdown."""
+"""The report: one self-contained HTML page, and one Markdown page per source."""
 
-from .markdown import markdown
 from .page import page, write_report
+from .pages import write_pages
 
-__all__ = ["markdown", "page", "write_report"]
+__all__ = ["page", "write_pages", "write_report"]

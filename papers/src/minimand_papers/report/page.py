@@ -1,8 +1,9 @@
-"""The page: everything inside one file, no network."""
+"""The HTML page: one file that needs no network."""
 
 from importlib import resources
 from pathlib import Path
 
+from ..comparing import LEGEND
 from ..experiment import PRESETS
 from ..store import atomically
 from .sections import Section, sections
@@ -11,7 +12,7 @@ __all__ = ["page", "write_report"]
 
 
 def page(found: list[Section], problems: list[str]) -> str:
-    """The HTML text of sections."""
+    """The HTML page of these sections."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -26,13 +27,14 @@ def page(found: list[Section], problems: list[str]) -> str:
         presets=[preset for preset in PRESETS if any(section.preset == preset for section in found)],
         sections=found,
         problems=problems,
+        legend=LEGEND,
         style=(folder / "page.css").read_text(encoding="utf-8"),
         script=(folder / "page.js").read_text(encoding="utf-8"),
     )
 
 
 def write_report(out: Path, path: Path | None = None) -> Path:
-    """Write the page of all results below ``out``, by default to ``out/report.html``."""
+    """Write the page of all results below ``out``; the default path is ``out/report.html``."""
     path = path or out / "report.html"
     with atomically(path) as file:
         file.write(page(*sections(out)).encode())

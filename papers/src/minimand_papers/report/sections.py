@@ -1,4 +1,4 @@
-"""What a page shows of one experiment: rows with their spread, pictures as SVG, and the protocol."""
+"""One experiment in the report: rows with their spread, differences, claims, pictures as SVG, and the protocol."""
 
 import dataclasses
 import io
@@ -10,19 +10,19 @@ from typing import Any
 
 from minimand.errors import MinimandError
 
-from ..comparing import mean_std
-from ..experiment import PRESETS, Comparison, Plot
+from ..comparing import Difference, mean_std
+from ..experiment import PRESETS, Claim, Comparison, Plot
 from ..runner import read_results
 
 __all__ = ["Picture", "Row", "Section", "section", "sections"]
 
-# Drawn in this colour, shown in the page's own: dark on light or light on dark.
+# Plots are drawn in this colour; in the page it is replaced by the colour of the text.
 _INK = "#123456"
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A comparison as text; ``order`` is what a column is sorted by."""
+    """A comparison as text; columns are sorted by ``order`` and ``paper_order``."""
 
     label: str
     paper: str
@@ -35,7 +35,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """An SVG with its title and the text that stands for it."""
+    """An SVG with its title and text alternative."""
 
     title: str
     alt: str
@@ -44,7 +44,7 @@ class Picture:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """One experiment at one scale."""
+    """One experiment at one preset."""
 
     name: str
     title: str
@@ -54,24 +54,27 @@ class Section:
     changed: dict[str, Any]
     complete: bool
     rows: list[Row]
+    differences: list[Difference]
     findings: list[str]
+    claims: list[Claim]
     pictures: list[Picture]
     protocol: list[tuple[str, str]]
     command: str
 
     @property
     def anchor(self) -> str:
-        """The section's id in the page."""
-        return f"{self.name}-{self.preset}" + (f"-{self.changed['dataset']}" if "dataset" in self.changed else "")
+        """The section's id in a page: the experiment's name at the preset laptop, with what differs behind it."""
+        preset = "" if self.preset == "laptop" else f"-{self.preset}"
+        return self.name + preset + (f"-{self.changed['dataset']}" if "dataset" in self.changed else "")
 
     @property
     def scale(self) -> str:
-        """The preset, and what differs from it."""
+        """The preset and the options that differ from it."""
         return ", ".join([self.preset, *(f"{key} = {_plain(value)}" for key, value in self.changed.items())])
 
 
 def sections(out: Path, *, pictures: bool = True) -> tuple[list[Section], list[str]]:
-    """A section for every result below ``out``, and a sentence for every one that cannot be read."""
+    """A section for every result below ``out``, and a sentence for every file that cannot be read."""
     found, problems = [], []
     for path in sorted(out.glob("*/*/result.json")):
         if path.parent.name.split("-")[0] not in PRESETS or ".old" in path.parent.name:
@@ -79,7 +82,7 @@ def sections(out: Path, *, pictures: bool = True) -> tuple[list[Section], list[s
         try:
             found.append(section(path.parent, pictures=pictures))
         except (MinimandError, AttributeError, KeyError, TypeError, ValueError) as error:
-            problems.append(f"{path} is left out: {error}")
+            problems.append(f"{path} cannot be shown: {error}")
     return found, problems
 
 
@@ -96,16 +99,19 @@ def section(directory: Path, *, pictures: bool = True) -> Section:
         again += ["--seed", *map(str, stored["seeds"])]
     plots = experiment.plots(results) if pictures else ()
     drawn = [_picture(plot, f"{place}-{number}-") for number, plot in enumerate(plots, 1)]
+    findings = experiment.findings(results)
     return Section(
         experiment.name,
         experiment.title,
-        experiment.citation,
+        experiment.source,
         experiment.about,
         results.preset,
         changed,
         stored["complete"],
         [_row(comparison) for comparison in experiment.compare(results)],
-        list(experiment.findings(results)),
+        [finding for finding in findings if isinstance(finding, Difference)],
+        [finding for finding in findings if isinstance(finding, str)],
+        list(experiment.claims(results)),
         drawn,
         _protocol(stored),
         shlex.join(again),
@@ -113,7 +119,7 @@ def section(directory: Path, *, pictures: bool = True) -> Section:
 
 
 def _flag(key: str, value: Any) -> list[str]:
-    """An option as on the command line."""
+    """An option in the form of the command line."""
     name = key.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
@@ -122,7 +128,7 @@ def _flag(key: str, value: Any) -> list[str]:
 
 def _number(value: float, digits: int, unit: str) -> str:
     if not math.isfinite(value):
-        # An infinite time is one that was never reached.
+        # A time is infinite if the target was never reached.
         return "never" if value == math.inf else "diverged"
     return f"{value:.{digits}f}{unit}"
 
@@ -151,7 +157,7 @@ def _protocol(stored: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("options", options),
         ("seeds", ", ".join(map(str, stored["seeds"]))),
-        ("time", f"{time} on {stored['device']}, {stored['threads']} thread(s) a part, all parts and seeds together"),
+        ("time", f"{time} on {stored['device']}, {stored['threads']} thread(s) per part, summed over parts and seeds"),
         ("versions", versions),
     ]
 
@@ -161,11 +167,11 @@ def _plain(value: Any) -> str:
 
 
 def _picture(plot: Plot, prefix: str) -> Picture:
-    """Text stays text, and what is drawn in ink takes the page's colour."""
+    """A plot as SVG: text stays text, and lines in the ink colour take the page's text colour."""
     import matplotlib as mpl
 
     for axes in plot.figure.axes:
-        _recolour(axes)
+        _recolor(axes)
     for text in plot.figure.texts:
         text.set_color(_INK)
     buffer = io.StringIO()
@@ -173,13 +179,13 @@ def _picture(plot: Plot, prefix: str) -> Picture:
         plot.figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
-    # The picture shrinks with the page; the alt text is on the element that wraps it.
+    # Without a fixed size the picture shrinks with the page. The alternative text is on the enclosing element.
     svg = re.sub(r'width="[\d.]+pt" height="[\d.]+pt" ', 'aria-hidden="true" ', svg, count=1)
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     return Picture(plot.title, plot.alt, _own_ids(svg, prefix))
 
 
-def _recolour(axes: Any) -> None:
+def _recolor(axes: Any) -> None:
     for text in (axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts):
         text.set_color(_INK)
     axes.tick_params(colors=_INK, which="both")
@@ -192,7 +198,7 @@ def _recolour(axes: Any) -> None:
 
 
 def _own_ids(svg: str, prefix: str) -> str:
-    """Ids made unique, since all pictures are in one page."""
+    """Make ids unique, because all pictures are in one page."""
     for pattern in (r'id="', r'href="#', r"url\(#"):
         svg = re.sub(pattern, lambda match: match.group(0) + prefix, svg)
     return svg

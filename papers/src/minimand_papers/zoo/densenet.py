@@ -88,7 +88,7 @@ class DenseNet(_Dense):
         past: β; 0 is DenseNet.
         learnable: Whether β is learned, starting there; :class:`AGDNet` sets it.
 
-    Source: 002, eq. (18) and the CIFAR table; Huang et al., 2017.
+    Source: [Lin2019], eq. (18) and the CIFAR table; Huang et al., 2017.
 
     >>> import torch
     >>> DenseNet(4, 10)(torch.randn(2, 3, 32, 32)).shape
@@ -143,7 +143,7 @@ def AGDNet(
     value, ``start=0`` (the constraint "positive" needs another: 0 has no sign to keep). The input of a stage, which has
     other channels, is left out of the second sum; α would only scale the convolutions.
 
-    Source: 002, eq. (18) and the CIFAR table.
+    Source: [Lin2019], eq. (18) and the CIFAR table.
 
     >>> size = lambda net: sum(p.numel() for p in net.parameters())
     >>> size(AGDNet(4, 16)) - size(DenseNet(4, 16))  # 0 + 1 + 2 + 3 in each of three stages
@@ -170,7 +170,7 @@ class DenseNet121(_Dense):
         growth: Channels of every iterate.
         learnable: Whether β is learned, starting at 0; :class:`AGDNet121` sets it.
 
-    Source: 002, the ImageNet table; Huang et al., 2017, Table 1.
+    Source: [Lin2019], the ImageNet table; Huang et al., 2017, Table 1.
 
     >>> sum(p.numel() for p in DenseNet121().parameters())
     7978856
@@ -202,7 +202,7 @@ def AGDNet121(
 ) -> DenseNet121:
     """The accelerated network of the blocks of :class:`DenseNet121`.
 
-    Source: 002, the ImageNet table.
+    Source: [Lin2019], the ImageNet table.
 
     >>> sum(p.numel() for p in AGDNet121().parameters()) - 7978856  # pairs of iterates of each stage
     477

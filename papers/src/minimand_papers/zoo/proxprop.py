@@ -15,7 +15,7 @@ class ProxPropMLP(nn.Sequential):
         inputs: Entries of one sample, which is flattened.
         width: A factor on the hidden widths.
 
-    Source: 004, §5.1.
+    Source: [Frerix2018], §5.1.
 
     >>> import torch
     >>> ProxPropMLP(width=0.01)(torch.randn(2, 3, 32, 32)).shape
@@ -40,7 +40,7 @@ class ProxPropConvNet(nn.Module):
         last_pool: Whether the third convolution is pooled, as the paper prints it. The authors' code leaves that
             pool out, and its linear layer has four times the inputs.
 
-    Source: 004, §5.3.
+    Source: [Frerix2018], §5.3.
 
     >>> import torch
     >>> ProxPropConvNet()(torch.randn(2, 3, 32, 32)).shape

@@ -54,7 +54,7 @@ def _preactivated(inputs: int, outputs: int, stride: int) -> nn.Module:
     )
 
 
-def _initialise(net: nn.Module) -> None:
+def _initialize(net: nn.Module) -> None:
     for module in net.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out")
@@ -82,7 +82,7 @@ class ResNet(nn.Module):
     because of the ReLU after the addition. Shortcuts where the map is halved have no parameters.
 
     Args:
-        n: Blocks per stage; 002 has 9 and 18.
+        n: Blocks per stage; [Lin2019] has 9 and 18.
         classes: Outputs.
         channels: Input channels.
         width: A factor on all hidden widths.
@@ -91,7 +91,7 @@ class ResNet(nn.Module):
             :class:`~minimand.nn.NesterovUpdate`, the blocks keep their own skip connections.
         learnable: Whether its coefficients are learned.
 
-    Source: 002, the CIFAR experiment; He et al., 2015, §4.2.
+    Source: [Lin2019], the CIFAR experiment; He et al., 2015, §4.2.
 
     >>> import torch
     >>> net = ResNet(1, width=0.25)
@@ -125,7 +125,7 @@ class ResNet(nn.Module):
         if not preactivation:
             self.stem.extend([nn.BatchNorm2d(widths[0]), nn.ReLU()])
         self.head = nn.Sequential(*last, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], classes))
-        _initialise(self)
+        _initialize(self)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits."""
@@ -189,7 +189,7 @@ def HBNet(
     Momentum starts anew where the map is halved, so with n = 1 there is none: only :math:`\beta_1 + \beta_2` enters.
     Under the constraint "positive" a :math:`\beta_2` that starts at 0 stays there.
 
-    Source: 002, eq. (16) and the CIFAR table.
+    Source: [Lin2019], eq. (16) and the CIFAR table.
 
     >>> size = lambda net: sum(p.numel() for p in net.parameters())
     >>> size(HBNet(1)) - size(ResNet(1))
@@ -215,7 +215,7 @@ def DMRNet(
     at half its depth. ``learnable=True`` is ADMM-Net, eq. (20), started at DMRNet; ``memory=1`` starts its sums over
     all past iterates.
 
-    Source: 002, eq. (20); Zhao et al., 2016.
+    Source: [Lin2019], eq. (20); Zhao et al., 2016.
 
     >>> size = lambda net: sum(p.numel() for p in net.parameters())
     >>> size(DMRNet(2, width=0.25)) < size(ResNet(4, width=0.25))
@@ -235,7 +235,7 @@ class ResNet34(nn.Module):
         update: The algorithm of the trunk, as in :class:`ResNet`; None: ResNet's.
         learnable: Whether its coefficients are learned.
 
-    Source: 002, the ImageNet table; He et al., 2015, Table 1.
+    Source: [Lin2019], the ImageNet table; He et al., 2015, Table 1.
 
     >>> sum(p.numel() for p in ResNet34().parameters())
     21797672
@@ -264,7 +264,7 @@ class ResNet34(nn.Module):
         after = relu if update.skips else None
         self.trunk = OptimizationNet(blocks, update, learnable=learnable, channels=sizes, activation=after)
         self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], classes))
-        _initialise(self)
+        _initialize(self)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits."""
@@ -277,7 +277,7 @@ def HBNet34(
 ) -> ResNet34:
     """The heavy-ball network of the blocks of :class:`ResNet34`, with two coefficients per block more.
 
-    Source: 002, the ImageNet table.
+    Source: [Lin2019], the ImageNet table.
 
     >>> sum(p.numel() for p in HBNet34().parameters()) - 21797672
     32

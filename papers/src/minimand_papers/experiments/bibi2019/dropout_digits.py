@@ -1,24 +1,25 @@
 """The demo: a small network on real digits at ordinary and at heavy dropout, plain and converted."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from minimand.solvers import ProxSG
 
-from ...comparing import verdict
+from ...claims import ACCURACY, judge_gain, scale, signed
+from ...comparing import Difference, difference
 from ...context import Lab
 from ...drawing import bars, curves
-from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...training import train
 from ...zoo import LeNet
-from .._solvers import Images, solved
+from .._solvers import ImageOptions, solved
 
 BLOCKS = ("classifier.1", "classifier.4")
 CONTROL = "no dropout"
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(Images):
+class DropoutDigitsOptions(ImageOptions):
     """LeNet on handwritten digits with dropout before both hidden fully connected layers.
 
     Args:
@@ -38,12 +39,12 @@ class Options(Images):
     trials: int = 5
 
 
-def parts(options: Options) -> list[Part]:
+def parts(options: DropoutDigitsOptions) -> list[Part]:
     """Both networks at every rate, and the control."""
     return [*(Part(f"p = {p} {method}") for p in options.p for method in ("dropout", "solver")), Part(CONTROL)]
 
 
-def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+def run(options: DropoutDigitsOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """Train one network from scratch."""
     data = options.loaders(lab)
     p = 0.0 if part == CONTROL else float(part.split()[2])
@@ -54,7 +55,7 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
     yield from train(lab, model_, data, epochs=options.epochs, rates=options.rates, trials=trials)
 
 
-def compare(results: Results[Options]) -> list[Comparison]:
+def compare(results: Results[DropoutDigitsOptions]) -> list[Comparison]:
     """Test accuracy; the paper has no such table."""
     return [
         Comparison(
@@ -64,7 +65,7 @@ def compare(results: Results[Options]) -> list[Comparison]:
     ]
 
 
-def plots(results: Results[Options]) -> list[Plot]:
+def plots(results: Results[DropoutDigitsOptions]) -> list[Plot]:
     """Learning curves and bars."""
     names = [part.name for part in parts(results.options)]
     return [
@@ -73,10 +74,21 @@ def plots(results: Results[Options]) -> list[Plot]:
     ]
 
 
-def findings(results: Results[Options]) -> list[str]:
+def findings(results: Results[DropoutDigitsOptions]) -> Sequence[str | Difference]:
     """Who beats whom."""
-    said = [verdict(results, f"p = {p} solver", f"p = {p} dropout") for p in results.options.p]
-    return [*said, *(verdict(results, f"p = {p} solver", CONTROL) for p in results.options.p)]
+    said = [difference(results, f"p = {p} solver", f"p = {p} dropout") for p in results.options.p]
+    return [*said, *(difference(results, f"p = {p} solver", CONTROL) for p in results.options.p)]
+
+
+def claims(results: Results[DropoutDigitsOptions]) -> list[Claim]:
+    """§4, summary: high accuracy where dropout is problematic."""
+    p = max(results.options.p)
+    gains = results.paired(f"p = {p} solver", f"p = {p} dropout", "test")
+    over = results.paired(f"p = {p} solver", CONTROL, "test")
+    text = "§4, summary: solvers keep a high accuracy at dropout rates where dropout fails"
+    measured = f"{signed(gains)} at p = {p:g}; {signed(over)} from the network without dropout"
+    verdict = judge_gain(gains, single=ACCURACY)
+    return [Claim(text, "–", measured, scale(results, "LeNet on 5,000 MNIST digits"), verdict)]
 
 
 experiment = Experiment(
@@ -90,14 +102,17 @@ experiment = Experiment(
     ),
     presets={
         "smoke": Preset(
-            Options("digits", batch=50, limit=200, enlarge=4, epochs=2, p=(0.5,), iters=3, trials=2), (0, 1), 0.1
+            DropoutDigitsOptions("digits", batch=50, limit=200, enlarge=4, epochs=2, p=(0.5,), iters=3, trials=2),
+            (0, 1),
+            0.1,
         ),
-        "laptop": Preset(Options(), (0, 1, 2), 3),
-        "paper": Preset(Options("mnist", batch=128, epochs=30, trials=20), (0, 1, 2, 3, 4), 400),
+        "laptop": Preset(DropoutDigitsOptions(), (0, 1, 2), 3),
+        "paper": Preset(DropoutDigitsOptions("mnist", batch=128, epochs=30, trials=20), (0, 1, 2, 3, 4), 400),
     },
     parts=parts,
     run=run,
     compare=compare,
     plots=plots,
     findings=findings,
+    claims=claims,
 )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,18 +11,19 @@ from minimand.functions import NonNegative
 from minimand.operators import Dense
 from minimand.solvers import ADMM, FISTA, RCD, SVRG, HeavyBall, Problem, ProxGD, ProxSG, Solver, solve, trace
 
+from ...claims import combine, judge_bound, scale, span
 from ...comparing import mean_std
 from ...context import Lab
 from ...drawing import curves
-from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 
-__all__ = ["Options", "digits_problem", "experiment", "solvers"]
+__all__ = ["LayerConvergenceOptions", "digits_problem", "experiment", "solvers"]
 
 DETERMINISTIC = ("Prox-GD", "heavy ball", "FISTA", "ADMM")
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class LayerConvergenceOptions:
     """A 64 → width ReLU layer at He initialisation that sees handwritten digits.
 
     Args:
@@ -69,12 +70,12 @@ def solvers(iters: int) -> dict[str, Solver]:
 OPTIMUM = "optimum"
 
 
-def parts(options: Options) -> list[Part]:
+def parts(options: LayerConvergenceOptions) -> list[Part]:
     """The optimum, to high accuracy, then one solver each."""
     return [Part(OPTIMUM), *(Part(name, needs=(OPTIMUM,)) for name in solvers(options.iters))]
 
 
-def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+def run(options: LayerConvergenceOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """The relative gap after every iteration, and the time of one plain solve."""
     problem = digits_problem(options.rows, options.width)
     if part == OPTIMUM:
@@ -107,7 +108,7 @@ def _ends(problem: Problem) -> dict[str, Tensor]:
     return {"best": solve(double, FISTA(iters=5000), tol=1e-9).objective, "start": double.objective(zero)}
 
 
-def compare(results: Results[Options]) -> list[Comparison]:
+def compare(results: Results[LayerConvergenceOptions]) -> list[Comparison]:
     """The gap that is left at the end, in per cent."""
     note = f"relative gap left after {results.options.iters} iterations"
     return [
@@ -116,7 +117,7 @@ def compare(results: Results[Options]) -> list[Comparison]:
     ]
 
 
-def plots(results: Results[Options]) -> list[Plot]:
+def plots(results: Results[LayerConvergenceOptions]) -> list[Plot]:
     """Relative suboptimality over iterations."""
     names = list(solvers(results.options.iters))
     return [
@@ -133,7 +134,7 @@ def plots(results: Results[Options]) -> list[Plot]:
     ]
 
 
-def findings(results: Results[Options]) -> list[str]:
+def findings(results: Results[LayerConvergenceOptions]) -> Sequence[str]:
     """The fastest, and what a single iteration, the ordinary layer, leaves."""
     ends = {part: mean_std(gaps)[0] for part in results.parts() if (gaps := results.final(part, "gap"))}
     if not ends:
@@ -148,6 +149,21 @@ def findings(results: Results[Options]) -> list[str]:
     return said
 
 
+def claims(results: Results[LayerConvergenceOptions]) -> list[Claim]:
+    """A layer is one step of a solver, and more steps come closer to the optimum."""
+    first = [100 * values[0] for values in results.curve("Prox-GD", "gap").values() if values]
+    ends = {part: [100 * gap for gap in results.final(part, "gap")] for part in solvers(results.options.iters)}
+    text = "§3: more iterations than one bring a layer closer to the optimum of its problem"
+    measured = (
+        f"gap left: {first[0]:.0f} % after one step, {span([mean_std(gaps)[0] for gaps in ends.values()], ' %')} after "
+        f"{results.options.iters}"
+        if first
+        else "–"
+    )
+    verdict = combine([judge_bound(gaps, min(first)) for gaps in ends.values() if gaps])
+    return [Claim(text, "–", measured, scale(results, "one layer on digits"), verdict)]
+
+
 experiment = Experiment(
     name="layer-convergence",
     title="One layer's problem, every solver",
@@ -158,14 +174,15 @@ experiment = Experiment(
         "over seeds."
     ),
     presets={
-        "smoke": Preset(Options(iters=8, rows=32, width=32), (0, 1), 0.05),
-        "laptop": Preset(Options(), (0, 1, 2), 0.5),
-        "paper": Preset(Options(iters=300, rows=1024, width=512), tuple(range(20)), 10),
+        "smoke": Preset(LayerConvergenceOptions(iters=8, rows=32, width=32), (0, 1), 0.05),
+        "laptop": Preset(LayerConvergenceOptions(), (0, 1, 2), 0.5),
+        "paper": Preset(LayerConvergenceOptions(iters=300, rows=1024, width=512), tuple(range(20)), 10),
     },
     parts=parts,
     run=run,
     compare=compare,
     plots=plots,
     findings=findings,
+    claims=claims,
     columns=("gap",),
 )

@@ -1,24 +1,25 @@
 """Table 3 of "Deep Layers as Stochastic Solvers": a solver in the place of AlexNet's first convolution."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from minimand.solvers import ProxGD
 
-from ...comparing import verdict
+from ...claims import ACCURACY, judge_gain, not_run, scale, signed
+from ...comparing import Difference, difference
 from ...context import Lab
 from ...drawing import bars, curves
-from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...training import train
 from ...zoo import AlexNet
-from .._solvers import Images, solved
+from .._solvers import ImageOptions, solved
 
 PAPER = {"start": {"cifar10": 77.30, "cifar100": 44.20}, "Prox-GD": {"cifar10": 78.51, "cifar100": 45.53}}
 START, CONTROL, SOLVER = "AlexNet", "AlexNet fine-tuned", "AlexNet-Prox-GD"
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(Images):
+class SolversAlexNetOptions(ImageOptions):
     """AlexNet, and its first convolution replaced by Prox-GD and fine-tuned.
 
     Args:
@@ -38,12 +39,12 @@ class Options(Images):
     iters: int = 10
 
 
-def parts(options: Options) -> list[Part]:
+def parts(options: SolversAlexNetOptions) -> list[Part]:
     """The network, then fine-tuned without and with the solver, for the same epochs."""
     return [Part(START), Part(CONTROL, (START,)), Part(SOLVER, (START,))]
 
 
-def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+def run(options: SolversAlexNetOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """Train, or fine-tune."""
     data = options.loaders(lab)
     model = AlexNet(data.classes, data.shape[0], width=options.width, stride=options.stride)
@@ -56,7 +57,7 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
     yield from train(lab, tuned, data, epochs=options.finetune, rates=(1e-3, 1e-4))
 
 
-def compare(results: Results[Options]) -> list[Comparison]:
+def compare(results: Results[SolversAlexNetOptions]) -> list[Comparison]:
     """Test accuracy beside the paper's."""
     numbers = {START: PAPER["start"], CONTROL: {}, SOLVER: PAPER["Prox-GD"]}
     notes = {CONTROL: "the control that the paper omits"}
@@ -66,7 +67,7 @@ def compare(results: Results[Options]) -> list[Comparison]:
     ]
 
 
-def plots(results: Results[Options]) -> list[Plot]:
+def plots(results: Results[SolversAlexNetOptions]) -> list[Plot]:
     """Fine-tuning curves, and the table as bars."""
     title = "Validation accuracy while fine-tuning"
     return [
@@ -75,15 +76,37 @@ def plots(results: Results[Options]) -> list[Plot]:
     ]
 
 
-def findings(results: Results[Options]) -> list[str]:
+def findings(results: Results[SolversAlexNetOptions]) -> Sequence[str | Difference]:
     """Who beats whom."""
-    return [verdict(results, SOLVER, CONTROL), verdict(results, SOLVER, START), verdict(results, CONTROL, START)]
+    return [
+        difference(results, SOLVER, CONTROL),
+        difference(results, SOLVER, START),
+        difference(results, CONTROL, START),
+    ]
+
+
+def claims(results: Results[SolversAlexNetOptions]) -> list[Claim]:
+    """Table 3: Prox-GD above the network without it, fine-tuned equally long."""
+    listed = []
+    for dataset, title in (("cifar10", "CIFAR-10"), ("cifar100", "CIFAR-100")):
+        text = f"Table 3, {title}: Prox-GD as AlexNet's first convolution raises its accuracy"
+        size = PAPER["Prox-GD"][dataset] - PAPER["start"][dataset]
+        paper = f"{size:+.2f} points"
+        if dataset != results.options.dataset:
+            listed.append(not_run(text, paper, f"no {title} data"))
+            continue
+        gains = results.paired(SOLVER, CONTROL, "test")
+        verdict = judge_gain(gains, size, single=ACCURACY)
+        words = f"{results.options.epochs} of 300 epochs", f"width × {results.options.width:g}"
+        measured = f"{signed(gains)} over equal fine-tuning without the solver"
+        listed.append(Claim(text, paper, measured, scale(results, title, *words), verdict))
+    return listed
 
 
 experiment = Experiment(
     name="solvers-alexnet",
     title="A solver in the place of AlexNet's first convolution",
-    source="000, Table 3",
+    source="[Bibi2019], Table 3",
     about=(
         "AlexNet for small images (first convolution 11 × 11 with padding 5, pools of 2, one fully connected layer) "
         "is trained; its first convolution with ReLU is then replaced by the deterministic Prox-GD solver with the "
@@ -92,14 +115,17 @@ experiment = Experiment(
     ),
     presets={
         "smoke": Preset(
-            Options("digits", 50, limit=100, enlarge=4, epochs=1, finetune=1, width=0.1, iters=2), (0,), 0.1
+            SolversAlexNetOptions("digits", 50, limit=100, enlarge=4, epochs=1, finetune=1, width=0.1, iters=2),
+            (0,),
+            0.1,
         ),
-        "laptop": Preset(Options(), (0,), 35),
-        "paper": Preset(Options(epochs=300, finetune=200, width=1.0), (0, 1, 2), 20_000),
+        "laptop": Preset(SolversAlexNetOptions(), (0,), 35),
+        "paper": Preset(SolversAlexNetOptions(epochs=300, finetune=200, width=1.0), (0, 1, 2), 20_000),
     },
     parts=parts,
     run=run,
     compare=compare,
     plots=plots,
     findings=findings,
+    claims=claims,
 )

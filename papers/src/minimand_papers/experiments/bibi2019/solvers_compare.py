@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -12,13 +12,13 @@ from minimand.nn import SolverLinear
 from minimand.operators import Dense
 from minimand.solvers import FISTA, SVRG, HeavyBall, Problem, ProxGD, ProxSG, Solver, solve
 
-from ...comparing import verdict
+from ...comparing import Difference, difference
 from ...context import Lab
 from ...drawing import bars, curves
 from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...training import train
 from ...zoo import LeNet
-from .._solvers import Images, solved
+from .._solvers import ImageOptions, solved
 
 BLOCKS = ("classifier.1", "classifier.4")
 CALIBRATION, CONTROL, REFERENCE = "calibration", "no dropout", "Prox-GD"
@@ -26,7 +26,7 @@ BUDGETS = ("equal iterations", "equal time")
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(Images):
+class SolversCompareOptions(ImageOptions):
     """LeNet whose two hidden fully connected blocks are solvers, one kind at a time.
 
     Args:
@@ -57,7 +57,7 @@ def make(name: str, iters: int, tau: float) -> Solver:
 SOLVERS = ("Prox-GD", "heavy ball", "FISTA", "Prox-SG", "SVRG", "importance")
 
 
-def parts(options: Options) -> list[Part]:
+def parts(options: SolversCompareOptions) -> list[Part]:
     """Each solver with each budget; for the reference both are the same."""
     found = [Part(CALIBRATION), Part(CONTROL), Part(REFERENCE)]
     for budget in BUDGETS:
@@ -66,7 +66,7 @@ def parts(options: Options) -> list[Part]:
     return found
 
 
-def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+def run(options: SolversCompareOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """Time the blocks, or train one network."""
     if part == CALIBRATION:
         found = _calibrate(options, lab.device)
@@ -87,7 +87,7 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
         yield {**record, "iters": iters}
 
 
-def _calibrate(options: Options, device: torch.device) -> dict[str, int]:
+def _calibrate(options: SolversCompareOptions, device: torch.device) -> dict[str, int]:
     """How many iterations of each solver take the time of the reference, in LeNet's larger block."""
     inputs = torch.randn(options.batch, 400, device=device).relu().requires_grad_()
 
@@ -123,7 +123,7 @@ def left(iters: int, name: str, tau: float) -> float:
     return float((found - best) / (start - best))
 
 
-def compare(results: Results[Options]) -> list[Comparison]:
+def compare(results: Results[SolversCompareOptions]) -> list[Comparison]:
     """Test accuracy; the source has no such table."""
     rows = []
     for part in (part.name for part in parts(results.options) if part.name != CALIBRATION):
@@ -137,7 +137,7 @@ def compare(results: Results[Options]) -> list[Comparison]:
     return rows
 
 
-def plots(results: Results[Options]) -> list[Plot]:
+def plots(results: Results[SolversCompareOptions]) -> list[Plot]:
     """Learning curves over epochs for each budget, and the table as bars."""
     drawn = []
     for budget in BUDGETS:
@@ -146,10 +146,10 @@ def plots(results: Results[Options]) -> list[Plot]:
     return [*drawn, bars(compare(results), title="One block, six solvers", y="test accuracy, %")]
 
 
-def findings(results: Results[Options]) -> list[str]:
+def findings(results: Results[SolversCompareOptions]) -> Sequence[str | Difference]:
     """Each against the reference, and the reference against the plain network."""
     names = [part.name for part in parts(results.options)[3:]]
-    return [verdict(results, REFERENCE, CONTROL), *(verdict(results, name, REFERENCE) for name in names)]
+    return [difference(results, REFERENCE, CONTROL), *(difference(results, name, REFERENCE) for name in names)]
 
 
 experiment = Experiment(
@@ -162,9 +162,11 @@ experiment = Experiment(
         "the larger block. The control is the plain network."
     ),
     presets={
-        "smoke": Preset(Options("digits", 50, limit=100, enlarge=4, epochs=1, iters=2, trials=2), (0,), 0.1),
-        "laptop": Preset(Options(), (0,), 30),
-        "paper": Preset(Options(epochs=300), (0, 1, 2), 5000),
+        "smoke": Preset(
+            SolversCompareOptions("digits", 50, limit=100, enlarge=4, epochs=1, iters=2, trials=2), (0,), 0.1
+        ),
+        "laptop": Preset(SolversCompareOptions(), (0,), 30),
+        "paper": Preset(SolversCompareOptions(epochs=300), (0, 1, 2), 5000),
     },
     parts=parts,
     run=run,

@@ -1,7 +1,7 @@
 """Table 5 of "Deep Layers as Stochastic Solvers": dropout rates against sampling rates."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -10,13 +10,15 @@ from torch import nn
 from minimand.errors import OptionError
 from minimand.solvers import ProxSG
 
-from ...comparing import mean_std, verdict
+from ...claims import ACCURACY, combine, judge_bound, judge_gain, not_run, scale, signed, span
+from ...comparing import Difference, difference, mean_std
 from ...context import Lab
-from ...drawing import COLOURS, curves, figure, style
-from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ...data import registry
+from ...drawing import COLORS, curves, figure, style
+from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...training import Loaders, train
 from ...zoo import VGG16, LeNet
-from .._solvers import Images, solved, trials
+from .._solvers import ImageOptions, solved, trials
 
 # Baseline and Prox-SG with VGG16 on CIFAR-100.
 PAPER = {0.0: (70.57, 70.87), 0.1: (70.56, 70.51), 0.5: (70.27, 70.95), 0.9: (68.34, 69.19), 0.95: (30.61, 67.42)}
@@ -30,7 +32,7 @@ BLOCK = "classifier.4"
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(Images):
+class SolversDropoutRatesOptions(ImageOptions):
     """Dropout in the last block, at several rates; LeNet from scratch, VGG16 fine-tuned.
 
     Args:
@@ -66,7 +68,7 @@ class Options(Images):
             raise OptionError(f"a dropout rate p is in [0, 1), got {', '.join(map(str, self.p))}")
 
 
-SMOKE = Options(
+SMOKE = SolversDropoutRatesOptions(
     "digits",
     50,
     limit=100,
@@ -82,7 +84,7 @@ SMOKE = Options(
     finetune_trials=2,
     batch_norm=False,
 )
-PROTOCOL = Options(
+PROTOCOL = SolversDropoutRatesOptions(
     "cifar100",
     augment=True,
     networks=("vgg",),
@@ -94,7 +96,7 @@ PROTOCOL = Options(
 )
 
 
-def parts(options: Options) -> list[Part]:
+def parts(options: SolversDropoutRatesOptions) -> list[Part]:
     """Both methods at every rate; a fine-tuned network needs the one it starts from."""
     found = []
     for network in options.networks:
@@ -107,7 +109,7 @@ def parts(options: Options) -> list[Part]:
     return found
 
 
-def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+def run(options: SolversDropoutRatesOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """Train from scratch, or fine-tune."""
     network, _, _, rate, method = part.split()
     data = options.loaders(lab)
@@ -129,7 +131,7 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
     yield from train(lab, model, data, epochs=epochs, rates=rates, trials=count)
 
 
-def _model(options: Options, network: str, data: Loaders, p: float) -> nn.Module:
+def _model(options: SolversDropoutRatesOptions, network: str, data: Loaders, p: float) -> nn.Module:
     channels, _, size = data.shape
     if network == "lenet":
         return LeNet(data.classes, channels, size, dropout=(0.0, p))
@@ -137,7 +139,7 @@ def _model(options: Options, network: str, data: Loaders, p: float) -> nn.Module
     return net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def compare(results: Results[Options]) -> list[Comparison]:
+def compare(results: Results[SolversDropoutRatesOptions]) -> list[Comparison]:
     """Test accuracy; the paper's numbers are of the full-width VGG16 on CIFAR-100."""
     rows = []
     for network in results.options.networks:
@@ -154,7 +156,7 @@ def compare(results: Results[Options]) -> list[Comparison]:
     return rows
 
 
-def plots(results: Results[Options]) -> list[Plot]:
+def plots(results: Results[SolversDropoutRatesOptions]) -> list[Plot]:
     """Accuracy over the rate, a picture a network, and LeNet's learning curves."""
     drawn = [_over_rates(results, network) for network in results.options.networks]
     shown = [part for part in results.parts() if part.startswith("lenet") and float(part.split()[3]) >= 0.5]
@@ -164,17 +166,17 @@ def plots(results: Results[Options]) -> list[Plot]:
     return drawn
 
 
-def _over_rates(results: Results[Options], network: str) -> Plot:
+def _over_rates(results: Results[SolversDropoutRatesOptions], network: str) -> Plot:
     canvas = figure()
     axes = canvas.subplots()
     said = []
-    for colour, method in zip(COLOURS, METHODS, strict=False):
+    for color, method in zip(COLORS, METHODS, strict=False):
         values = {p: results.final(f"{network} p = {p} {method}", "test") for p in results.options.p}
         measured = {p: mean_std(found) for p, found in values.items() if found}
         if measured:
             spread = [0.0 if std != std else std for _, std in measured.values()]
             means = [mean for mean, _ in measured.values()]
-            axes.errorbar(list(measured), means, spread, color=colour, marker="o", capsize=3, label=method)
+            axes.errorbar(list(measured), means, spread, color=color, marker="o", capsize=3, label=method)
             said.append(f"{method}: " + ", ".join(f"{mean:.1f} at {p}" for p, (mean, _) in measured.items()))
     style(axes, "dropout rate p", "test accuracy, %", f"Table 5: {network}")
     if said:
@@ -182,9 +184,9 @@ def _over_rates(results: Results[Options], network: str) -> Plot:
     return Plot(f"Table 5: {network}", "; ".join(said) or "nothing measured yet", canvas)
 
 
-def findings(results: Results[Options]) -> list[str]:
+def findings(results: Results[SolversDropoutRatesOptions]) -> Sequence[str | Difference]:
     """Who beats whom at each rate, and the control; how many rows have the paper's sign."""
-    said = []
+    said: list[str | Difference] = []
     for network in results.options.networks:
         gaps = {p: results.paired(f"{network} p = {p} Prox-SG", f"{network} p = {p} baseline", "test") for p in PAPER}
         measured = {p: mean_std(gap)[0] for p, gap in gaps.items() if gap}
@@ -194,20 +196,60 @@ def findings(results: Results[Options]) -> list[str]:
             missed = f", not for p = {rest}" if rest else ""
             said.append(f"{network}: the mean has the paper's sign in {len(alike)} of {len(measured)} rows{missed}.")
         for p in results.options.p:
-            said.append(verdict(results, f"{network} p = {p} Prox-SG", f"{network} p = {p} baseline"))
+            said.append(difference(results, f"{network} p = {p} Prox-SG", f"{network} p = {p} baseline"))
         if 0.0 in results.options.p:
             said += [
-                verdict(results, f"{network} p = {p} Prox-SG", f"{network} p = 0.0 baseline")
+                difference(results, f"{network} p = {p} Prox-SG", f"{network} p = 0.0 baseline")
                 for p in results.options.p
                 if p
             ]
     return said
 
 
+def claims(results: Results[SolversDropoutRatesOptions]) -> list[Claim]:
+    """Table 5, for VGG16: gains at each rate, the collapse at the highest rate, and what the solver loses there."""
+    at_source = results.options.dataset == "cifar100"
+    data = registry[results.options.dataset].title
+    epochs = f"{results.options.start} + {results.options.finetune} epochs"
+    words = scale(results, data, epochs, f"width × {results.options.width:g}")
+    gains = {p: results.paired(f"vgg p = {p} Prox-SG", f"vgg p = {p} baseline", "test") for p in PAPER}
+    sizes = {p: solver - baseline for p, (baseline, solver) in PAPER.items()}
+    claimed = [p for p, size in sizes.items() if size > 0]
+    means = [mean_std(gains[p])[0] for p in claimed if gains[p]]
+    loss = [-gap for gap in results.paired("vgg p = 0.95 Prox-SG", "vgg p = 0.0 Prox-SG", "test")]
+    allowed = PAPER[0.0][1] - PAPER[0.95][1]
+    found = [
+        Claim(
+            f"Table 5: Prox-SG beats dropout at the rates {', '.join(f'{p:g}' for p in claimed)}",
+            span([sizes[p] for p in claimed], " points", 2, plus=True),
+            span(means, " points", 2, plus=True),
+            words,
+            combine([judge_gain(gains[p], sizes[p], single=ACCURACY) for p in claimed]),
+        ),
+        Claim(
+            "Table 5: at p = 0.95 dropout collapses and Prox-SG does not",
+            f"{sizes[0.95]:+.2f} points",
+            signed(gains[0.95]),
+            words,
+            judge_gain(gains[0.95], sizes[0.95], single=ACCURACY),
+        ),
+        Claim(
+            "Table 5: Prox-SG loses little from p = 0 to p = 0.95",
+            f"−{allowed:.2f} points",
+            signed([-value for value in loss]),
+            words,
+            judge_bound(loss, 2 * allowed),
+        ),
+    ]
+    paper = f"{PAPER[0.95][0]} → {PAPER[0.95][1]} % at p = 0.95"
+    missing = not_run("Table 5 on the source's data, CIFAR-100", paper, "no CIFAR-100 data")
+    return found if at_source else [*found, missing]
+
+
 experiment = Experiment(
     name="solvers-dropout-rates",
     title="Dropout rate against sampling rate",
-    source="000, Table 5",
+    source="[Bibi2019], Table 5",
     about=(
         "Dropout at rate p before the last hidden layer, against Prox-SG that samples a fraction 1 − p of the same "
         "inputs in each iteration. The paper fine-tunes VGG16 on CIFAR-100; here LeNet is trained from scratch, too, "
@@ -217,7 +259,7 @@ experiment = Experiment(
     ),
     presets={
         "smoke": Preset(SMOKE, (0,), 0.2),
-        "laptop": Preset(Options(), (0, 1, 2), 280),
+        "laptop": Preset(SolversDropoutRatesOptions(), (0, 1, 2), 280),
         "paper": Preset(PROTOCOL, (0, 1, 2), 60_000),
     },
     parts=parts,
@@ -225,4 +267,5 @@ experiment = Experiment(
     compare=compare,
     plots=plots,
     findings=findings,
+    claims=claims,
 )

@@ -7,13 +7,14 @@ from torch import nn
 
 from minimand.solvers import ProxGD, ProxSG, Solver
 
-from ...comparing import verdict
+from ...claims import ACCURACY, combine, judge_gain, scale, signed, span
+from ...comparing import Difference, difference, mean_std
 from ...context import Lab
 from ...drawing import bars, curves
-from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...training import train
 from ...zoo import LeNet
-from .._solvers import Images, solved, trials
+from .._solvers import ImageOptions, solved, trials
 
 VARIANTS = {"D-D": (1, 1), "D-ND": (1, 0), "ND-D": (0, 1)}
 PAPER = {"D-D": (64.39, 72.86), "D-ND": (71.72, 75.20), "ND-D": (68.54, 76.23)}
@@ -24,7 +25,7 @@ DETERMINISTIC = "no dropout, Prox-GD"
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(Images):
+class SolversLeNetOptions(ImageOptions):
     """LeNet with dropout, and with solvers, trained from scratch.
 
     Args:
@@ -42,13 +43,13 @@ class Options(Images):
     trials: int = 20
 
 
-def parts(options: Options) -> list[Part]:
+def parts(options: SolversLeNetOptions) -> list[Part]:
     """Both columns of the table, and two controls that the paper does not have."""
     table = [Part(f"{variant} {method}") for variant in VARIANTS for method in ("baseline", "Prox-SG")]
     return [*table, Part(CONTROL), Part(DETERMINISTIC)]
 
 
-def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+def run(options: SolversLeNetOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """Train one network from scratch."""
     data = options.loaders(lab)
     model = network(options, part, data.classes, data.shape)
@@ -56,7 +57,7 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
     yield from train(lab, model, data, epochs=options.epochs, rates=options.rates, trials=count)
 
 
-def network(options: Options, part: str, classes: int, shape: tuple[int, ...]) -> nn.Module:
+def network(options: SolversLeNetOptions, part: str, classes: int, shape: tuple[int, ...]) -> nn.Module:
     """LeNet with the dropout of a part, or its blocks as solvers."""
     variant, _, method = part.rpartition(" ")
     first, second = VARIANTS.get(variant, (0, 0))
@@ -69,7 +70,7 @@ def network(options: Options, part: str, classes: int, shape: tuple[int, ...]) -
     return solved(model, rules)
 
 
-def compare(results: Results[Options]) -> list[Comparison]:
+def compare(results: Results[SolversLeNetOptions]) -> list[Comparison]:
     """Test accuracy beside the paper's."""
     rows = []
     for variant, numbers in PAPER.items():
@@ -89,7 +90,7 @@ def controls() -> tuple[str, str]:
     return CONTROL, DETERMINISTIC
 
 
-def plots(results: Results[Options]) -> list[Plot]:
+def plots(results: Results[SolversLeNetOptions]) -> list[Plot]:
     """Learning curves, and the table as bars."""
     return [
         curves(results, key="validation", title="Validation accuracy", y="accuracy, %"),
@@ -97,18 +98,36 @@ def plots(results: Results[Options]) -> list[Plot]:
     ]
 
 
-def findings(results: Results[Options]) -> Sequence[str]:
+def findings(results: Results[SolversLeNetOptions]) -> Sequence[str | Difference]:
     """Who beats whom."""
-    said = [verdict(results, f"{variant} Prox-SG", f"{variant} baseline") for variant in VARIANTS]
-    said += [verdict(results, f"{variant} Prox-SG", CONTROL) for variant in VARIANTS]
-    said += [verdict(results, f"{variant} Prox-SG", DETERMINISTIC) for variant in VARIANTS]
-    return [*said, verdict(results, DETERMINISTIC, CONTROL)]
+    said = [difference(results, f"{variant} Prox-SG", f"{variant} baseline") for variant in VARIANTS]
+    said += [difference(results, f"{variant} Prox-SG", CONTROL) for variant in VARIANTS]
+    said += [difference(results, f"{variant} Prox-SG", DETERMINISTIC) for variant in VARIANTS]
+    return [*said, difference(results, DETERMINISTIC, CONTROL)]
+
+
+def claims(results: Results[SolversLeNetOptions]) -> list[Claim]:
+    """Table 2: Prox-SG above the baseline with dropout."""
+    gains = {variant: results.paired(f"{variant} Prox-SG", f"{variant} baseline", "test") for variant in VARIANTS}
+    over = [mean_std(found)[0] for v in VARIANTS if (found := results.paired(f"{v} Prox-SG", CONTROL, "test"))]
+    measured = ", ".join(signed(found) for found in gains.values())
+    measured += f"; over the network without dropout {span(over, ' points', plus=True)}" if over else ""
+    sizes = {variant: solver - baseline for variant, (baseline, solver) in PAPER.items()}
+    return [
+        Claim(
+            "Table 2: Prox-SG instead of dropout raises LeNet's accuracy (D-D, D-ND, ND-D)",
+            ", ".join(f"{size:+.2f}" for size in sizes.values()) + " points",
+            measured,
+            scale(results, "CIFAR-10", f"{results.options.epochs} of 300 epochs"),
+            combine([judge_gain(gains[variant], sizes[variant], single=ACCURACY) for variant in VARIANTS]),
+        )
+    ]
 
 
 experiment = Experiment(
     name="solvers-lenet",
     title="Solvers in place of LeNet's fully connected blocks",
-    source="000, Table 2",
+    source="[Bibi2019], Table 2",
     about=(
         "LeNet-5 with dropout before one or both of its hidden fully connected layers, trained from scratch; in "
         "“Prox-SG” the blocks dropout → linear → ReLU are iterations of τ-nice Prox-SG with τ = (1 − p)·n₁, evaluated "
@@ -116,13 +135,16 @@ experiment = Experiment(
         "Prox-GD in the place of both blocks."
     ),
     presets={
-        "smoke": Preset(Options("digits", batch=50, limit=200, enlarge=4, epochs=2, iters=3, trials=3), (0, 1), 0.2),
-        "laptop": Preset(Options(), (0, 1, 2), 110),
-        "paper": Preset(Options(epochs=300), (0, 1, 2), 2600),
+        "smoke": Preset(
+            SolversLeNetOptions("digits", batch=50, limit=200, enlarge=4, epochs=2, iters=3, trials=3), (0, 1), 0.2
+        ),
+        "laptop": Preset(SolversLeNetOptions(), (0, 1, 2), 110),
+        "paper": Preset(SolversLeNetOptions(epochs=300), (0, 1, 2), 2600),
     },
     parts=parts,
     run=run,
     compare=compare,
     plots=plots,
     findings=findings,
+    claims=claims,
 )

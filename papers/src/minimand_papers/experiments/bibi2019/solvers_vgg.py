@@ -1,20 +1,21 @@
 """Table 4 of "Deep Layers as Stochastic Solvers": solvers in the place of VGG16's fully connected blocks."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from minimand.nn import convert
 from minimand.solvers import ProxGD, ProxSG, Solver
 
-from ...comparing import verdict
+from ...claims import ACCURACY, judge_gain, not_run, scale, signed
+from ...comparing import Difference, difference
 from ...context import Lab
 from ...drawing import bars, curves
-from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...training import train
 from ...zoo import VGG16
-from .._solvers import Images, trials
+from .._solvers import ImageOptions, trials
 
 START, CONTROL, PLAIN = "VGG16", "VGG16 fine-tuned", "VGG16 fine-tuned without dropout"
 BLOCKS = {"VGG16-Prox-SG-ND-D": (False, True), "VGG16-Prox-SG-D-D": (True, True), "VGG16-Prox-GD": (False, True)}
@@ -32,7 +33,7 @@ PAPER_SPREAD = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(Images):
+class SolversVGGOptions(ImageOptions):
     """VGG16, and its fully connected blocks replaced by solvers and fine-tuned.
 
     Args:
@@ -54,12 +55,12 @@ class Options(Images):
     trials: int = 20
 
 
-def parts(options: Options) -> list[Part]:
+def parts(options: SolversVGGOptions) -> list[Part]:
     """The network, then fine-tuned without and with the solvers, for the same epochs."""
     return [Part(START), *(Part(name, (START,)) for name in (CONTROL, PLAIN, *BLOCKS))]
 
 
-def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+def run(options: SolversVGGOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """Train, or fine-tune."""
     data = options.loaders(lab)
     dropout = (0.0, 0.0) if part == PLAIN else (0.5, 0.5)
@@ -85,7 +86,7 @@ def _converted(model: VGG16, part: str, iters: int) -> VGG16:
     return convert(model, rule, inplace=True)
 
 
-def compare(results: Results[Options]) -> list[Comparison]:
+def compare(results: Results[SolversVGGOptions]) -> list[Comparison]:
     """Test accuracy beside the paper's."""
     notes = {CONTROL: "the control that the paper omits", PLAIN: "a control: the dropout taken out"}
     notes |= {part: f"source ± {spread}" for part, spread in PAPER_SPREAD.get(results.options.dataset, {}).items()}
@@ -101,7 +102,7 @@ def compare(results: Results[Options]) -> list[Comparison]:
     ]
 
 
-def plots(results: Results[Options]) -> list[Plot]:
+def plots(results: Results[SolversVGGOptions]) -> list[Plot]:
     """Fine-tuning curves, and the table as bars."""
     title = "Validation accuracy while fine-tuning"
     return [
@@ -110,15 +111,34 @@ def plots(results: Results[Options]) -> list[Plot]:
     ]
 
 
-def findings(results: Results[Options]) -> list[str]:
+def findings(results: Results[SolversVGGOptions]) -> Sequence[str | Difference]:
     """Who beats whom."""
-    return [verdict(results, name, other) for name in BLOCKS for other in (CONTROL, PLAIN)]
+    return [difference(results, name, other) for name in BLOCKS for other in (CONTROL, PLAIN)]
+
+
+def claims(results: Results[SolversVGGOptions]) -> list[Claim]:
+    """Table 4: the best solver of each dataset above the network without it, fine-tuned equally long."""
+    listed = []
+    for dataset, title in (("cifar10", "CIFAR-10"), ("cifar100", "CIFAR-100")):
+        sizes = {part: PAPER[part][dataset] - PAPER[START][dataset] for part in BLOCKS}
+        best = max(sizes, key=lambda part: sizes[part])
+        text = f"Table 4, {title}: {best.removeprefix('VGG16-')} raises VGG16's accuracy"
+        paper = f"{sizes[best]:+.2f} points"
+        if dataset != results.options.dataset:
+            listed.append(not_run(text, paper, f"no {title} data"))
+            continue
+        gains = results.paired(best, CONTROL, "test")
+        verdict = judge_gain(gains, sizes[best], single=ACCURACY)
+        words = f"{results.options.epochs} of 300 epochs", f"width × {results.options.width:g}"
+        measured = f"{signed(gains)} over equal fine-tuning without the solver"
+        listed.append(Claim(text, paper, measured, scale(results, title, *words), verdict))
+    return listed
 
 
 experiment = Experiment(
     name="solvers-vgg",
     title="Solvers in the place of VGG16's fully connected blocks",
-    source="000, Table 4",
+    source="[Bibi2019], Table 4",
     about=(
         "VGG16 is trained with dropout ½ before its two hidden fully connected layers; the last (ND-D) or both (D-D) "
         "of these blocks are then replaced by Prox-SG with τ = n₁/2, or the last by Prox-GD, and the network is "
@@ -126,14 +146,17 @@ experiment = Experiment(
     ),
     presets={
         "smoke": Preset(
-            Options("digits", 50, limit=100, enlarge=4, epochs=1, finetune=1, width=0.05, iters=2, trials=2), (0,), 0.1
+            SolversVGGOptions("digits", 50, limit=100, enlarge=4, epochs=1, finetune=1, width=0.05, iters=2, trials=2),
+            (0,),
+            0.1,
         ),
-        "laptop": Preset(Options(), (0,), 60),
-        "paper": Preset(Options(epochs=300, finetune=200, width=1.0, batch_norm=False), (0, 1, 2), 50_000),
+        "laptop": Preset(SolversVGGOptions(), (0,), 60),
+        "paper": Preset(SolversVGGOptions(epochs=300, finetune=200, width=1.0, batch_norm=False), (0, 1, 2), 50_000),
     },
     parts=parts,
     run=run,
     compare=compare,
     plots=plots,
     findings=findings,
+    claims=claims,
 )

@@ -13,19 +13,19 @@ from torch.optim import Optimizer
 from minimand.train import ProxProp
 
 from ...clock import Stopwatch
-from ...comparing import verdict
+from ...comparing import Difference, difference
 from ...context import Lab
 from ...data import Batches
 from ...drawing import curves
 from ...experiment import Plot, Results
 from ...training import Loaders, accuracy
 from ...zoo import ProxPropMLP
-from .._solvers import Images
+from .._solvers import ImageOptions
 
 __all__ = [
     "BACKPROP",
     "METHODS",
-    "Data",
+    "ProxPropOptions",
     "Stepper",
     "figures",
     "fitted",
@@ -48,7 +48,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Data(Images):
+class ProxPropOptions(ImageOptions):
     """Where the images come from and how they are fed.
 
     Args:
@@ -114,7 +114,7 @@ def fitted(lab: Lab, model: nn.Module, optimizer: Stepper, data: Loaders, epochs
     run whose loss or gradient is no longer finite has diverged: it ends, with NaN for everything.
     """
     net = lab.distribute(model)
-    everything = lab.batches(data.train.split, 500, train=False, normalise=data.train.normalise)
+    everything = lab.batches(data.train.split, 500, train=False, normalize=data.train.normalize)
     clock = _Clock()
     states: dict[str, Any] = {"model": model, "optimizer": optimizer, "batches": data.train, "clock": clock}
     for epoch in lab.epochs(epochs, **states):
@@ -187,9 +187,9 @@ def figures(results: Results[Any], parts: list[str]) -> list[Plot]:
     ]
 
 
-def lower(results: Results[Any], ours: str, other: str) -> str:
-    """A sentence on the full-batch losses of two parts, by the difference of their logarithms."""
-    return f"Full-batch loss, log₁₀: {verdict(results, ours, other, 'log_loss', unit='', higher=False)}"
+def lower(results: Results[Any], ours: str, other: str) -> Difference:
+    """The difference of the full-batch losses of two parts, by their logarithms."""
+    return difference(results, ours, other, "log_loss", unit="", higher=False, quantity="log₁₀ of the full-batch loss")
 
 
 def scaled(results: Results[Any], epochs: int, width: float = 1.0) -> str:

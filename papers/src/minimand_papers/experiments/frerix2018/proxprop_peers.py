@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from minimand.errors import OptionError
 
-from ...comparing import mean_std, verdict
+from ...comparing import Difference, difference, mean_std
 from ...context import Lab
 from ...drawing import bars
 from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...training import accuracy
-from ._proxprop import BACKPROP, METHODS, Data, Stepper, figures, fitted, mlp, nesterov, precondition
+from ._proxprop import BACKPROP, METHODS, ProxPropOptions, Stepper, figures, fitted, mlp, nesterov, precondition
 
 SGD = "SGD"
 PROXPROP = ("ProxProp (exact)", "ProxProp (cg3)")
@@ -27,7 +27,7 @@ PEERS = (SGD, "Adam", "Muon", *PROXPROP, "SOAP", "isaac")
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(Data):
+class ProxPropPeersOptions(ProxPropOptions):
     """The fully connected network by several optimizers, each with the best step size of one grid.
 
     Args:
@@ -109,7 +109,7 @@ def _installed(method: str) -> bool:
     return method not in PACKAGES or importlib.util.find_spec(PACKAGES[method]) is not None
 
 
-def _methods(options: Options) -> list[str]:
+def _methods(options: ProxPropPeersOptions) -> list[str]:
     """Those that were asked for and whose packages are there."""
     unknown = [method for method in options.methods if method not in PEERS]
     if unknown:
@@ -121,7 +121,7 @@ def _trial(method: str, rate: float) -> str:
     return f"{method}, τ = {rate:g}"
 
 
-def parts(options: Options) -> list[Part]:
+def parts(options: ProxPropPeersOptions) -> list[Part]:
     """Every method at every step size for a short while, then at its best."""
     methods = _methods(options)
     trials = [Part(_trial(method, rate)) for method in methods for rate in options.rates]
@@ -156,13 +156,13 @@ def optimizer_of(method: str, model: nn.Sequential, rate: float, tau_theta: floa
     return optimizer
 
 
-def _chosen(options: Options, method: str, lab: Lab) -> float:
+def _chosen(options: ProxPropPeersOptions, method: str, lab: Lab) -> float:
     """The step size with the best validation accuracy; of equals the smallest."""
     found = {rate: float(lab.kept(_trial(method, rate), "tuned")["validation"]) for rate in options.rates}
     return max(found, key=lambda rate: (found[rate], -rate))
 
 
-def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+def run(options: ProxPropPeersOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """Train one network from scratch: a trial of a step size, or at the chosen one."""
     data = options.loaders(lab)
     method, trial, number = part.partition(", τ = ")
@@ -181,7 +181,7 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
         lab.keep("tuned", {"validation": torch.tensor(reached)})
 
 
-def _times(results: Results[Options], method: str) -> list[float]:
+def _times(results: Results[ProxPropPeersOptions], method: str) -> list[float]:
     """For every seed that reached the target, the seconds of training until then."""
     reached, spent = results.curve(method, "validation"), results.curve(method, "training")
     found = []
@@ -192,7 +192,7 @@ def _times(results: Results[Options], method: str) -> list[float]:
     return found
 
 
-def compare(results: Results[Options]) -> list[Comparison]:
+def compare(results: Results[ProxPropPeersOptions]) -> list[Comparison]:
     """Time to the target, test accuracy and final loss. The paper has none of them."""
     methods = [method for method in results.options.methods if method in results.records or _installed(method)]
     rows = []
@@ -212,19 +212,20 @@ def compare(results: Results[Options]) -> list[Comparison]:
     return rows
 
 
-def plots(results: Results[Options]) -> list[Plot]:
+def plots(results: Results[ProxPropPeersOptions]) -> list[Plot]:
     """Loss and accuracy of the tuned methods over epochs and time, and the test accuracies as bars."""
     tuned = [method for method in results.options.methods if method in results.records]
     shown = [row for row in compare(results) if row.label.endswith("test accuracy")]
     return [*figures(results, tuned), bars(shown, title="Test accuracy", y="accuracy, %")]
 
 
-def findings(results: Results[Options]) -> Sequence[str]:
+def findings(results: Results[ProxPropPeersOptions]) -> Sequence[str | Difference]:
     """ProxProp against each of the others, who reached the target when, and what was left out."""
     methods = [method for method in results.options.methods if results.final(method, "test")]
-    said = []
+    said: list[str | Difference] = []
     for ours in (method for method in PROXPROP if method in methods):
-        said += [f"Test accuracy: {verdict(results, ours, other)}" for other in methods if other not in PROXPROP]
+        others = [method for method in methods if method not in PROXPROP]
+        said += [difference(results, ours, other, quantity="test accuracy") for other in others]
     times = {method: _times(results, method) for method in methods}
     ordered = sorted((method for method in methods if times[method]), key=lambda m: mean_std(times[m])[0])
     if ordered:
@@ -242,7 +243,7 @@ def findings(results: Results[Options]) -> Sequence[str]:
     return [*said, *_left_out(results)]
 
 
-def _left_out(results: Results[Options]) -> list[str]:
+def _left_out(results: Results[ProxPropPeersOptions]) -> list[str]:
     """The methods without a run, and why."""
     said = []
     for method, package in PACKAGES.items():
@@ -254,18 +255,18 @@ def _left_out(results: Results[Options]) -> list[str]:
 experiment = Experiment(
     name="proxprop-peers",
     title="Proximal backpropagation beside the optimizers that users would pick instead",
-    source="004; the comparison is ours",
+    source="[Frerix2018]; the comparison is ours",
     about=(
-        "The fully connected network of 004 by SGD with Nesterov momentum 0.95, Adam, Muon (in float32, biases by "
-        "that SGD), SOAP, isaac and ProxProp, exact and by 3 conjugate gradient iterations, around that SGD. Every "
-        "method tries the same grid of step sizes for a few epochs; the one with the best validation accuracy is then "
-        "trained from scratch. Other settings are the packages' own, without weight decay. Measured are test accuracy "
-        "and the seconds of training steps until a validation accuracy; times are only comparable when nothing else "
-        "runs on the machine."
+        "The fully connected network of [Frerix2018] by SGD with Nesterov momentum 0.95, Adam, Muon (in float32, "
+        "biases by that SGD), SOAP, isaac and ProxProp, exact and by 3 conjugate gradient iterations, around that SGD. "
+        "Every method tries the same grid of step sizes for a few epochs; the one with the best validation accuracy is "
+        "then trained from scratch. Other settings are the packages' own, without weight decay. Test accuracy and "
+        "the seconds of training steps until a validation accuracy are measured; times are only comparable when "
+        "nothing else runs on the machine."
     ),
     presets={
         "smoke": Preset(
-            Options(
+            ProxPropPeersOptions(
                 "digits",
                 batch=100,
                 limit=300,
@@ -279,8 +280,8 @@ experiment = Experiment(
             0.05,
         ),
         # More than half of the time is SOAP's and Muon's.
-        "laptop": Preset(Options(limit=10_000), (0, 1), 45),
-        "paper": Preset(Options(epochs=50, width=1.0, target=52.0), (0, 1), 6000),
+        "laptop": Preset(ProxPropPeersOptions(limit=10_000), (0, 1), 45),
+        "paper": Preset(ProxPropPeersOptions(epochs=50, width=1.0, target=52.0), (0, 1), 6000),
     },
     parts=parts,
     run=run,

@@ -24,10 +24,10 @@ __all__ = [
     "ACTIVATIONS",
     "CONTROL",
     "LIFTED",
-    "Chains",
-    "Data",
-    "Networks",
-    "Rows",
+    "LiftedNetworksOptions",
+    "LiftedOptions",
+    "RowBatches",
+    "RowSplits",
     "chosen_curve",
     "error_curves",
     "error_dots",
@@ -57,7 +57,7 @@ ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class RowBatches:
     """Samples as rows with their labels; every ``for`` is an epoch of shuffled full batches."""
 
     x: Tensor
@@ -75,21 +75,21 @@ class Rows:
 
 
 @dataclasses.dataclass(frozen=True)
-class Data:
+class RowSplits:
     """The three splits as rows, and the number of classes."""
 
-    train: Rows
-    validation: Rows
-    test: Rows
+    train: RowBatches
+    validation: RowBatches
+    test: RowBatches
     classes: int
 
-    def restarted(self, lab: Lab) -> Rows:
+    def restarted(self, lab: Lab) -> RowBatches:
         """The training batches from their first epoch on: every candidate sees the same."""
         return dataclasses.replace(self.train, generator=lab.generator())
 
 
 @dataclasses.dataclass(frozen=True)
-class Chains:
+class LiftedOptions:
     """Fully connected networks, and two candidates for each method: the better on the validation split is tested.
 
     Args:
@@ -112,15 +112,15 @@ class Chains:
     adam_rates: tuple[float, ...] = (1e-3, 3e-3)
     ridges: tuple[float, ...] = (1.0, 100.0)
 
-    def data(self, lab: Lab, dataset: str) -> Data:
+    def data(self, lab: Lab, dataset: str) -> RowSplits:
         """The splits, standardised and flattened."""
         if lab.world > 1:
             raise OptionError("the lifted experiments train in one process; start them without torchrun")
         found = loaders(lab, dataset, self.batch, limit=self.limit or None, enlarge=self.enlarge)
-        ordered = lab.batches(found.train.split, 500, train=False, normalise=found.train.normalise)
+        ordered = lab.batches(found.train.split, 500, train=False, normalize=found.train.normalize)
         x, y = rows(ordered)
-        train = Rows(x, y, min(self.batch, len(x)), lab.generator())
-        return Data(train, Rows(*rows(found.validation)), Rows(*rows(found.test)), found.classes)
+        train = RowBatches(x, y, min(self.batch, len(x)), lab.generator())
+        return RowSplits(train, RowBatches(*rows(found.validation)), RowBatches(*rows(found.test)), found.classes)
 
     def candidates(self, method: str) -> Sequence[str | float]:
         """What is tried for a method."""
@@ -130,8 +130,8 @@ class Chains:
 
 
 @dataclasses.dataclass(frozen=True)
-class Networks(Chains):
-    """As :class:`Chains`, with one network a dataset.
+class LiftedNetworksOptions(LiftedOptions):
+    """As :class:`LiftedOptions`, with one network per dataset.
 
     Args:
         datasets: Names of ``minimand_papers.data.registry``.
@@ -182,7 +182,7 @@ def lifted(method: str, model: nn.Module, loss: str, damping: float | None = Non
 
 
 @torch.no_grad()
-def correct(model: nn.Module, data: Rows) -> float:
+def correct(model: nn.Module, data: RowBatches) -> float:
     """The percentage of right answers."""
     right = sum(
         int((model(x).argmax(1) == y).sum()) for x, y in zip(data.x.split(2000), data.y.split(2000), strict=True)
@@ -190,7 +190,7 @@ def correct(model: nn.Module, data: Rows) -> float:
     return round(100 * right / len(data.y), 4)
 
 
-def trained(method: str, candidate: str | float, model: nn.Module, data: Rows, epochs: int) -> Iterator[Epoch]:
+def trained(method: str, candidate: str | float, model: nn.Module, data: RowBatches, epochs: int) -> Iterator[Epoch]:
     """Train in place by any of the methods; yields after every epoch."""
     if method in LIFTED:
         loss, _, damping = str(candidate).partition(" ")
@@ -204,7 +204,7 @@ def trained(method: str, candidate: str | float, model: nn.Module, data: Rows, e
         watch = Stopwatch()
 
 
-def _backpropagated(method: str, rate: float, model: nn.Module, data: Rows, epochs: int) -> Iterator[float]:
+def _backpropagated(method: str, rate: float, model: nn.Module, data: RowBatches, epochs: int) -> Iterator[float]:
     """The mean loss of every epoch of SGD or Adam, with the falling rate that the lifted methods have."""
     optimizer: torch.optim.Optimizer
     if method == "SGD":
@@ -224,7 +224,9 @@ def _backpropagated(method: str, rate: float, model: nn.Module, data: Rows, epoc
         yield total / len(data)
 
 
-def tuned(options: Chains, method: str, build: Callable[[], nn.Module], data: Data, lab: Lab) -> Iterator[Metrics]:
+def tuned(
+    options: LiftedOptions, method: str, build: Callable[[], nn.Module], data: RowSplits, lab: Lab
+) -> Iterator[Metrics]:
     """Every candidate from the same weights on the same batches; the best by validation is tested, once."""
     candidates = options.candidates(method)
     best: dict[str, Any] = {"validation": -1.0}
@@ -255,7 +257,7 @@ def tuned(options: Chains, method: str, build: Callable[[], nn.Module], data: Da
 
 
 def chosen_curve(
-    options: Chains, method: str, build: Callable[[], nn.Module], data: Data, lab: Lab
+    options: LiftedOptions, method: str, build: Callable[[], nn.Module], data: RowSplits, lab: Lab
 ) -> Iterator[Metrics]:
     """The accuracies after every epoch, of the candidate that ends best on the validation split."""
     candidates = options.candidates(method)
@@ -281,7 +283,7 @@ def chosen_curve(
     yield from max(curves, key=lambda curve: float(curve[-1]["validation"]))
 
 
-def accuracies(model: nn.Module, data: Data) -> dict[str, float]:
+def accuracies(model: nn.Module, data: RowSplits) -> dict[str, float]:
     """On all three splits."""
     splits = {"train": data.train, "validation": data.validation, "test": data.test}
     return {name: correct(model, part) for name, part in splits.items()}
@@ -327,5 +329,5 @@ def relative_time(results: Results[Any], ours: str, other: str, label: str) -> C
     mine, theirs = results.curve(ours, "epoch_seconds"), results.curve(other, "epoch_seconds")
     ratios = [mine[seed][-1] / max(theirs[seed][-1], 1e-9) for seed in mine if mine[seed] and theirs.get(seed)]
     return Comparison(
-        label, None, ratios, "×", note="median epoch, evaluation left out; other load on the machine shows"
+        label, None, ratios, "×", note="median epoch without evaluation; depends on other load of the machine"
     )

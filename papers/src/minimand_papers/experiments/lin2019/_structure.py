@@ -13,9 +13,9 @@ from ...context import Lab
 from ...experiment import Comparison, Metrics, Results
 from ...training import Loaders, train
 from ...zoo import AGDNet, DenseNet, DMRNet, HBNet, ResNet
-from .._solvers import Images
+from .._solvers import ImageOptions
 
-__all__ = ["Structures", "error_row", "network", "one_cycle", "trained"]
+__all__ = ["StructureOptions", "error_row", "network", "one_cycle", "trained"]
 
 
 def one_cycle(peak: float, epochs: int) -> tuple[float, ...]:
@@ -31,7 +31,7 @@ def one_cycle(peak: float, epochs: int) -> tuple[float, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Structures(Images):
+class StructureOptions(ImageOptions):
     """Networks of the same blocks under several algorithms.
 
     Args:
@@ -80,7 +80,7 @@ def network(family: str, size: tuple[int, ...], data: Loaders, width: float = 1.
     raise OptionError(f"there is no family of networks named {family!r}")
 
 
-def trained(options: Structures, lab: Lab, data: Loaders, model: nn.Module) -> Iterator[Metrics]:
+def trained(options: StructureOptions, lab: Lab, data: Loaders, model: nn.Module) -> Iterator[Metrics]:
     """Train a network; the last record has its error, its parameters and what became of its coefficients."""
     free = list(coefficient_parameters(model))
     last: dict[str, object] = {}

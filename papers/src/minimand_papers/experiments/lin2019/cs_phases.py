@@ -9,14 +9,15 @@ from torch import Tensor
 
 from minimand.nn import UnrolledNet
 
-from ...comparing import verdict
+from ...claims import combine, judge_gain, scale
+from ...comparing import Difference, difference, mean_std
 from ...context import Lab
 from ...data import psnr
-from ...drawing import COLOURS, curves, figure, style
-from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ...drawing import COLORS, curves, figure, style
+from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from .._reconstruction import (
-    Images,
-    Learning,
+    ImageSplits,
+    UnrolledOptions,
     assembled,
     build,
     crops,
@@ -29,7 +30,7 @@ from .._reconstruction import (
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(Learning):
+class CSPhasesOptions(UnrolledOptions):
     """One kind of network in several lengths.
 
     Args:
@@ -48,12 +49,12 @@ def name(length: int) -> str:
     return f"{length} phases" if length > 1 else "1 phase"
 
 
-def parts(options: Options) -> list[Part]:
+def parts(options: CSPhasesOptions) -> list[Part]:
     """One network a length."""
     return [Part(name(length)) for length in options.lengths]
 
 
-def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+def run(options: CSPhasesOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """Train one length; then the PSNR after each of its phases."""
     options = dataclasses.replace(options, phases=int(part.split()[0]))
     images = training_images(options, lab)
@@ -80,7 +81,7 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
     }
 
 
-def _by_phase(net: UnrolledNet, phi: Tensor, images: Images) -> list[float]:
+def _by_phase(net: UnrolledNet, phi: Tensor, images: ImageSplits) -> list[float]:
     """The mean PSNR over the validation images before the first and after every phase."""
     totals = torch.zeros(net.phases + 1)
     for image in images.validation:
@@ -96,14 +97,14 @@ def _by_phase(net: UnrolledNet, phi: Tensor, images: Images) -> list[float]:
     return [round(float(value), 3) for value in totals / len(images.validation)]
 
 
-def compare(results: Results[Options]) -> list[Comparison]:
+def compare(results: Results[CSPhasesOptions]) -> list[Comparison]:
     """PSNR on the test set, by length."""
     return [
         Comparison(name(length), None, results.final(name(length), "test"), " dB") for length in results.options.lengths
     ]
 
 
-def plots(results: Results[Options]) -> list[Plot]:
+def plots(results: Results[CSPhasesOptions]) -> list[Plot]:
     """Over training time, and inside the networks."""
     time = curves(
         results, key="validation", over="seconds", x="seconds of training", title="Over training time", y="PSNR, dB"
@@ -114,7 +115,7 @@ def plots(results: Results[Options]) -> list[Plot]:
     for number, length in enumerate(results.options.lengths):
         for values in results.curve(name(length), "by_phase").values():
             if values:
-                axes.plot(range(length + 1), values[-1], "o-", color=COLOURS[number], label=name(length))
+                axes.plot(range(length + 1), values[-1], "o-", color=COLORS[number], label=name(length))
                 said.append(f"{name(length)} ends at {values[-1][-1]:.2f}")
     style(axes, "phase", "PSNR on validation images, dB", "Inside the networks")
     if said:
@@ -125,11 +126,11 @@ def plots(results: Results[Options]) -> list[Plot]:
     ]
 
 
-def findings(results: Results[Options]) -> Sequence[str]:
+def findings(results: Results[CSPhasesOptions]) -> Sequence[str | Difference]:
     """Whether more phases are better, and whether each phase of a network helps."""
     lengths = results.options.lengths
-    said = [
-        verdict(results, name(longer), name(shorter), unit=" dB") for shorter, longer in itertools.pairwise(lengths)
+    said: list[str | Difference] = [
+        difference(results, name(longer), name(shorter), unit=" dB") for shorter, longer in itertools.pairwise(lengths)
     ]
     for values in results.curve(name(lengths[-1]), "by_phase").values():
         if values:
@@ -140,24 +141,40 @@ def findings(results: Results[Options]) -> Sequence[str]:
     return said
 
 
+def claims(results: Results[CSPhasesOptions]) -> list[Claim]:
+    """Every phase is an iteration, so more phases reconstruct better."""
+    pairs = list(itertools.pairwise(results.options.lengths))
+    gains = [results.paired(name(longer), name(shorter), "test") for shorter, longer in pairs]
+    return [
+        Claim(
+            "Image reconstruction: more phases (iterations) reconstruct better",
+            "–",
+            ", ".join(f"{mean_std(values)[0]:+.2f}" for values in gains if values) + " dB for each doubling",
+            scale(results, f"{results.options.epochs * results.options.steps:,} steps"),
+            combine([judge_gain(values, single=0.5) for values in gains]),
+        )
+    ]
+
+
 experiment = Experiment(
     name="cs-phases",
     title="What a phase is worth",
-    source="002, optimisation-inspired networks for image reconstruction",
+    source="[Lin2019], optimisation-inspired networks for image reconstruction",
     about=(
         "One kind of unrolled network with 1, 2, 4, … phases at 25% of the measurements: test PSNR over the number of "
         "phases, validation PSNR over training time, and the PSNR after every phase inside a trained network."
     ),
     presets={
         "smoke": Preset(
-            Options("photographs", 2, 2, 6, epochs=2, steps=4, batch=2, crop=66, lengths=(1, 2)), (0,), 0.1
+            CSPhasesOptions("photographs", 2, 2, 6, epochs=2, steps=4, batch=2, crop=66, lengths=(1, 2)), (0,), 0.1
         ),
-        "laptop": Preset(Options(epochs=6), (0,), 20),
-        "paper": Preset(Options(channels=32, epochs=200, lengths=(1, 3, 5, 7, 9, 11)), (0,), 100000),
+        "laptop": Preset(CSPhasesOptions(epochs=6), (0,), 20),
+        "paper": Preset(CSPhasesOptions(channels=32, epochs=200, lengths=(1, 3, 5, 7, 9, 11)), (0,), 100000),
     },
     parts=parts,
     run=run,
     compare=compare,
     plots=plots,
     findings=findings,
+    claims=claims,
 )

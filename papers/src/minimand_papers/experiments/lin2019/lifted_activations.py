@@ -3,16 +3,18 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from ...comparing import verdict
+from ...claims import ACCURACY, combine, judge_gain, scale, span
+from ...comparing import Difference, difference, mean_std
 from ...context import Lab
-from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
-from ._lifted import ACTIVATIONS, CONTROL, Chains, error_dots, network, relative_time, tuned
+from ...data import registry
+from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ._lifted import ACTIVATIONS, CONTROL, LiftedOptions, error_dots, network, relative_time, tuned
 
 METHODS = ("LPOM", "SGD", CONTROL)
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(Chains):
+class LiftedActivationsOptions(LiftedOptions):
     """One network with different activations.
 
     Args:
@@ -26,12 +28,12 @@ class Options(Chains):
     activations: tuple[str, ...] = tuple(ACTIVATIONS)
 
 
-def parts(options: Options) -> list[Part]:
+def parts(options: LiftedActivationsOptions) -> list[Part]:
     """Every method with every activation."""
     return [Part(f"{activation} {method}") for activation in options.activations for method in METHODS]
 
 
-def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+def run(options: LiftedActivationsOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """Try the method's candidates with one activation."""
     activation, _, method = part.partition(" ")
     data = options.data(lab, options.dataset)
@@ -39,12 +41,12 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
     yield from tuned(options, method, lambda: network(options.net, inputs, data.classes, activation), data, lab)
 
 
-def accuracies(results: Results[Options]) -> list[Comparison]:
+def accuracies(results: Results[LiftedActivationsOptions]) -> list[Comparison]:
     """Test accuracy of every method with every activation."""
     return [Comparison(part.name, None, results.final(part.name, "test"), "%") for part in parts(results.options)]
 
 
-def compare(results: Results[Options]) -> list[Comparison]:
+def compare(results: Results[LiftedActivationsOptions]) -> list[Comparison]:
     """Accuracies, and the time of an epoch."""
     times = [
         relative_time(results, f"{name} LPOM", f"{name} SGD", f"{name}: an epoch of LPOM in SGD's time")
@@ -53,22 +55,40 @@ def compare(results: Results[Options]) -> list[Comparison]:
     return [*accuracies(results), *times]
 
 
-def plots(results: Results[Options]) -> list[Plot]:
+def plots(results: Results[LiftedActivationsOptions]) -> list[Plot]:
     """The errors, a row an activation."""
     rows = {name: {method: f"{name} {method}" for method in METHODS} for name in results.options.activations}
     return [error_dots(results, rows, title="Activations")]
 
 
-def findings(results: Results[Options]) -> Sequence[str]:
+def findings(results: Results[LiftedActivationsOptions]) -> Sequence[str | Difference]:
     """LPOM against SGD and the control, with every activation."""
     pairs = [(name, other) for name in results.options.activations for other in METHODS[1:]]
-    return [verdict(results, f"{name} LPOM", f"{name} {other}") for name, other in pairs]
+    return [difference(results, f"{name} LPOM", f"{name} {other}") for name, other in pairs]
+
+
+def claims(results: Results[LiftedActivationsOptions]) -> list[Claim]:
+    """LPOM trains with every activation: it beats random hidden layers by far."""
+    names = results.options.activations
+    ours = [mean_std(values)[0] for name in names if (values := results.final(f"{name} LPOM", "test"))]
+    gains = [results.paired(f"{name} LPOM", f"{name} {CONTROL}", "test") for name in names]
+    lost = sum(difference(results, f"{name} LPOM", f"{name} SGD").outcome == "worse" for name in names)
+    above = span([mean_std(values)[0] for values in gains if values], " points", plus=True)
+    return [
+        Claim(
+            "Advantages of LPOM: trains with any non-decreasing Lipschitz activation",
+            "–",
+            f"{span(ours, ' %')}, {above} over random hidden layers; worse than SGD with {lost} of {len(names)}",
+            scale(results, registry[results.options.dataset].title, f"{results.options.epochs} epochs"),
+            combine([judge_gain(values, single=ACCURACY) for values in gains]),
+        )
+    ]
 
 
 experiment = Experiment(
     name="lifted-activations",
     title="LPOM with monotone activations of every kind",
-    source="002, Advantages of LPOM",
+    source="[Lin2019], Advantages of LPOM",
     about=(
         "The source claims that LPOM works with any non-decreasing Lipschitz activation without numerical difficulty, "
         "saturating (tanh, sigmoid) and not differentiable (ReLU, leaky ReLU) ones included, where SGD has to tune its "
@@ -78,16 +98,19 @@ experiment = Experiment(
     ),
     presets={
         "smoke": Preset(
-            Options(32, 200, epochs=2, dataset="digits", net="20-20", activations=("relu", "softplus", "tanh")),
+            LiftedActivationsOptions(
+                32, 200, epochs=2, dataset="digits", net="20-20", activations=("relu", "softplus", "tanh")
+            ),
             (0,),
             0.1,
         ),
-        "laptop": Preset(Options(), (0, 1, 2), 12),
-        "paper": Preset(Options(epochs=50), (0, 1, 2), 100),
+        "laptop": Preset(LiftedActivationsOptions(), (0, 1, 2), 12),
+        "paper": Preset(LiftedActivationsOptions(epochs=50), (0, 1, 2), 100),
     },
     parts=parts,
     run=run,
     compare=compare,
     plots=plots,
     findings=findings,
+    claims=claims,
 )

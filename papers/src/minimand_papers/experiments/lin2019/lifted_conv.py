@@ -7,16 +7,16 @@ from torch import nn
 
 from minimand.errors import OptionError
 
-from ...comparing import verdict
+from ...comparing import Difference, difference
 from ...context import Lab
 from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
-from ._lifted import CONTROL, Chains, Data, Rows, error_dots, relative_time, tuned
+from ._lifted import CONTROL, LiftedOptions, RowBatches, RowSplits, error_dots, relative_time, tuned
 
 METHODS = ("LPOM", "SGD", CONTROL)
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(Chains):
+class LiftedConvOptions(LiftedOptions):
     """Two convolutions with stride and ReLU, and a linear layer.
 
     Args:
@@ -49,26 +49,26 @@ def convolutional(channels: tuple[int, int], shape: tuple[int, ...], classes: in
     )
 
 
-def images(options: Options, dataset: str, lab: Lab) -> Data:
+def images(options: LiftedConvOptions, dataset: str, lab: Lab) -> RowSplits:
     """The splits as images again."""
     data = options.data(lab, dataset)
     shape = tuple(lab.load(dataset).shape)
     shape = (shape[0], *(side * options.enlarge for side in shape[1:]))
 
-    def shaped(part: Rows) -> Rows:
+    def shaped(part: RowBatches) -> RowBatches:
         return dataclasses.replace(part, x=part.x.unflatten(1, shape))
 
-    return Data(shaped(data.train), shaped(data.validation), shaped(data.test), data.classes)
+    return RowSplits(shaped(data.train), shaped(data.validation), shaped(data.test), data.classes)
 
 
-def parts(options: Options) -> list[Part]:
+def parts(options: LiftedConvOptions) -> list[Part]:
     """Every method on every dataset."""
     if len(options.channels) != 2:
         raise OptionError(f"channels must be two numbers, got {options.channels}")
     return [Part(f"{dataset} {method}") for dataset in options.datasets for method in METHODS]
 
 
-def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+def run(options: LiftedConvOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """Try a method's candidates."""
     dataset, _, method = part.partition(" ")
     data = images(options, dataset, lab)
@@ -76,12 +76,12 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
     yield from tuned(options, method, lambda: convolutional(options.channels, shape, data.classes), data, lab)
 
 
-def accuracies(results: Results[Options]) -> list[Comparison]:
+def accuracies(results: Results[LiftedConvOptions]) -> list[Comparison]:
     """Test accuracy of every method."""
     return [Comparison(part.name, None, results.final(part.name, "test"), "%") for part in parts(results.options)]
 
 
-def compare(results: Results[Options]) -> list[Comparison]:
+def compare(results: Results[LiftedConvOptions]) -> list[Comparison]:
     """Accuracies, and the time of an epoch."""
     times = [
         relative_time(results, f"{dataset} LPOM", f"{dataset} SGD", f"{dataset}: an epoch of LPOM in SGD's time")
@@ -90,22 +90,22 @@ def compare(results: Results[Options]) -> list[Comparison]:
     return [*accuracies(results), *times]
 
 
-def plots(results: Results[Options]) -> list[Plot]:
+def plots(results: Results[LiftedConvOptions]) -> list[Plot]:
     """The errors, a row a dataset."""
     rows = {name: {method: f"{name} {method}" for method in METHODS} for name in results.options.datasets}
     return [error_dots(results, rows, title="Convolutions without backpropagation")]
 
 
-def findings(results: Results[Options]) -> Sequence[str]:
+def findings(results: Results[LiftedConvOptions]) -> Sequence[str | Difference]:
     """LPOM against its control, and against SGD."""
     others = METHODS[:0:-1]
-    return [verdict(results, f"{d} LPOM", f"{d} {other}") for d in results.options.datasets for other in others]
+    return [difference(results, f"{d} LPOM", f"{d} {other}") for d in results.options.datasets for other in others]
 
 
 experiment = Experiment(
     name="lifted-conv",
     title="Convolutions without backpropagation",
-    source="002, future work",
+    source="[Lin2019], future work",
     about=(
         "Two convolutions with stride 2 and ReLU and a linear layer, trained by LPOM (experimental for convolutions) "
         "and by SGD; the control keeps the convolutions random and fits the linear layer by a ridge regression. All "
@@ -114,9 +114,9 @@ experiment = Experiment(
         "is tested."
     ),
     presets={
-        "smoke": Preset(Options(32, 300, epochs=2, datasets=("digits",)), (0, 1), 0.2),
-        "laptop": Preset(Options(batch=64, limit=30_000), (0, 1, 2), 17),
-        "paper": Preset(Options(batch=64, epochs=50, channels=(32, 64)), (0, 1, 2), 5000),
+        "smoke": Preset(LiftedConvOptions(32, 300, epochs=2, datasets=("digits",)), (0, 1), 0.2),
+        "laptop": Preset(LiftedConvOptions(batch=64, limit=30_000), (0, 1, 2), 17),
+        "paper": Preset(LiftedConvOptions(batch=64, epochs=50, channels=(32, 64)), (0, 1, 2), 5000),
     },
     parts=parts,
     run=run,

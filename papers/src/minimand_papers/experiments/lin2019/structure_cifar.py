@@ -3,11 +3,13 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from ...comparing import verdict
+from ...claims import ACCURACY, combine, judge_gain, not_run, scale, span
+from ...comparing import Difference, difference, mean_std
 from ...context import Lab
+from ...data import registry
 from ...drawing import curves, dots
-from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
-from ._structure import Structures, error_row, network, trained
+from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ._structure import StructureOptions, error_row, network, trained
 
 #: Error in per cent on CIFAR-10, CIFAR-100, CIFAR-10 (+), CIFAR-100 (+).
 PAPER = {
@@ -27,7 +29,7 @@ PAIRS = (("HB-Net", "ResNet"), ("DMRNet", "ResNet"), ("AGD-Net", "DenseNet"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(Structures):
+class StructureCIFAROptions(StructureOptions):
     """The table at a scale of one's choice.
 
     Args:
@@ -48,7 +50,7 @@ class Options(Structures):
         return (False, True) if self.augment else (False,)
 
 
-def _rows(options: Options) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _rows(options: StructureCIFAROptions) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Every network by the label of its row."""
     rows: dict[str, tuple[str, tuple[int, ...]]] = {}
     for n in options.blocks:
@@ -62,12 +64,12 @@ def _part(label: str, augmented: bool) -> str:
     return label + AUGMENTED if augmented else label
 
 
-def parts(options: Options) -> list[Part]:
+def parts(options: StructureCIFAROptions) -> list[Part]:
     """Every row, without and with augmentation."""
     return [Part(_part(label, augmented)) for augmented in options.columns for label in _rows(options)]
 
 
-def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+def run(options: StructureCIFAROptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """Train one network."""
     label, augmented = part.removesuffix(AUGMENTED), part.endswith(AUGMENTED)
     family, size = _rows(options)[label]
@@ -76,12 +78,12 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
     yield from trained(options, lab, data, model)
 
 
-def _paper(options: Options, label: str, augmented: bool) -> float | None:
+def _paper(options: StructureCIFAROptions, label: str, augmented: bool) -> float | None:
     column = COLUMNS.get((options.dataset, augmented))
     return PAPER[label][column] if label in PAPER and column is not None else None
 
 
-def compare(results: Results[Options]) -> list[Comparison]:
+def compare(results: Results[StructureCIFAROptions]) -> list[Comparison]:
     """Errors beside the paper's."""
     options, rows = results.options, []
     for augmented in options.columns:
@@ -91,7 +93,7 @@ def compare(results: Results[Options]) -> list[Comparison]:
     return rows
 
 
-def plots(results: Results[Options]) -> list[Plot]:
+def plots(results: Results[StructureCIFAROptions]) -> list[Plot]:
     """Learning curves without and with augmentation, and the table as dots."""
     options, drawn = results.options, []
     table: dict[str, dict[str, Sequence[float]]] = {label: {} for label in _rows(options)}
@@ -103,11 +105,11 @@ def plots(results: Results[Options]) -> list[Plot]:
         for label, row in table.items():
             row[series] = results.final(_part(label, augmented), "error")
             paper = _paper(options, label, augmented)
-            row[f"002, {series}"] = [] if paper is None else [paper]
+            row[f"[Lin2019], {series}"] = [] if paper is None else [paper]
     return [*drawn, dots(table, title="Errors", x="test error, %")]
 
 
-def findings(results: Results[Options]) -> Sequence[str]:
+def findings(results: Results[StructureCIFAROptions]) -> Sequence[str | Difference]:
     """Each algorithm against the baseline that it contains, with the sign as it is."""
     said = []
     for augmented in results.options.columns:
@@ -117,18 +119,65 @@ def findings(results: Results[Options]) -> Sequence[str]:
                 if family == ours:
                     rival = next(name for name, kind in rows.items() if kind == (other, size))
                     pair = _part(label, augmented), _part(rival, augmented)
-                    said.append(verdict(results, *pair, "error", higher=False))
+                    said.append(difference(results, *pair, "error", higher=False))
     return said
 
 
-_SMALL = Options(
+def claims(results: Results[StructureCIFAROptions]) -> list[Claim]:
+    """HB-Net below ResNet and AGD-Net below DenseNet in test error, by dataset."""
+    options, found = results.options, []
+    words = scale(
+        results,
+        f"{options.limit or 45_000:,} {registry[options.dataset].title} images",
+        f"{options.epochs} epochs",
+        f"width × {options.width:g}",
+    )
+    for ours, other in (("HB-Net", "ResNet"), ("AGD-Net", "DenseNet")):
+        gains, sizes = _gains(results, ours, other), _sizes(options.dataset, ours, other)
+        size = sum(sizes) / len(sizes) if sizes else None
+        found.append(
+            Claim(
+                f"CIFAR table, {registry[options.dataset].title}: {ours} has a lower error than {other}",
+                span([-size for size in sizes], " points", 2, plus=True),
+                span([-mean_std(values)[0] for values in gains if values], " points", 2, plus=True),
+                words,
+                combine([judge_gain(values, size, single=ACCURACY) for values in gains]),
+            )
+        )
+    if options.dataset == "cifar10":
+        sizes = [-size for pair in PAIRS if pair[0] != "DMRNet" for size in _sizes("cifar100", *pair)]
+        text = "CIFAR table, CIFAR-100: HB-Net and AGD-Net have lower errors than ResNet and DenseNet"
+        found.append(not_run(text, span(sizes, " points", 2, plus=True), "no CIFAR-100 data"))
+    return found
+
+
+def _gains(results: Results[StructureCIFAROptions], ours: str, other: str) -> list[list[float]]:
+    """By how much the error of one family is lower, for each network and column."""
+    found, rows = [], _rows(results.options)
+    for augmented in results.options.columns:
+        for label, (family, size) in rows.items():
+            if family == ours:
+                rival = next(name for name, kind in rows.items() if kind == (other, size))
+                gaps = results.paired(_part(label, augmented), _part(rival, augmented), "error")
+                found.append([-gap for gap in gaps])
+    return found
+
+
+def _sizes(dataset: str, ours: str, other: str) -> list[float]:
+    """By how much the error is lower in the source's table, cell by cell."""
+    labels = [label for label in PAPER if label.startswith(ours)]
+    columns = [column for (name, _), column in COLUMNS.items() if name == dataset]
+    return [PAPER[label.replace(ours, other)][column] - PAPER[label][column] for label in labels for column in columns]
+
+
+_SMALL = StructureCIFAROptions(
     "digits", batch=50, augment=False, limit=100, enlarge=2, width=0.25, epochs=1, dense=((4, 10),), peak=0.05
 )
-_LAPTOP = Options(batch=64, limit=8_000, width=0.5, epochs=5, dense=((13, 10),))
+_LAPTOP = StructureCIFAROptions(batch=64, limit=8_000, width=0.5, epochs=5, dense=((13, 10),))
 experiment = Experiment(
     name="structure-cifar",
     title="Networks of faster algorithms",
-    source="002, the CIFAR table",
+    source="[Lin2019], the CIFAR table",
     about=(
         "ResNet is the heavy ball with β₁ = 1, β₂ = 0; HB-Net learns both (16). DenseNet is Nesterov's method in all "
         "past terms with α = 1, β = 0; AGD-Net learns β (18), leaving out the input of a stage, which has other "
@@ -136,14 +185,14 @@ experiment = Experiment(
         "their baseline's function; all have the same blocks, schedule and seeds. Momentum starts anew where the map "
         "is halved, so a stage needs two blocks for β₂ to matter: n = 2 is the smallest HB-Net. The coefficients have "
         "no weight decay. The laptop preset has half the width, 8,000 images and 5 epochs, with parameters equal to "
-        "four per cent; the paper's has Huang et al.'s dropout of 0.2 in dense networks without augmentation. In 002 "
-        "itself HB-Net loses in two of eight cells and AGD-Net in one."
+        "four per cent; the paper's has Huang et al.'s dropout of 0.2 in dense networks without augmentation. In "
+        "[Lin2019] itself HB-Net loses in two of eight cells and AGD-Net in one."
     ),
     presets={
         "smoke": Preset(_SMALL, (0, 1), 0.1),
         "laptop": Preset(_LAPTOP, (0, 1, 2, 3, 4), 130),
         "paper": Preset(
-            Options(
+            StructureCIFAROptions(
                 epochs=200,
                 schedule="paper",
                 decay=1e-4,
@@ -160,4 +209,5 @@ experiment = Experiment(
     compare=compare,
     plots=plots,
     findings=findings,
+    claims=claims,
 )

@@ -4,17 +4,18 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from ...comparing import mean_std, verdict
+from ...claims import ACCURACY, combine, judge_gain, scale, span
+from ...comparing import Difference, difference, mean_std
 from ...context import Lab
-from ...drawing import COLOURS, figure, style
-from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
-from ._structure import Structures, network, trained
+from ...drawing import COLORS, figure, style
+from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ._structure import StructureOptions, network, trained
 
 FAMILIES = ("ResNet", "HB-Net", "Nesterov")
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(Structures):
+class StructureDepthOptions(StructureOptions):
     """Residual networks of growing depth under three algorithms.
 
     Args:
@@ -28,20 +29,20 @@ def _part(family: str, n: int) -> str:
     return f"{family}, {6 * n + 2} layers"
 
 
-def parts(options: Options) -> list[Part]:
+def parts(options: StructureDepthOptions) -> list[Part]:
     """Every algorithm at every depth."""
     return [Part(_part(family, n)) for n in options.blocks for family in FAMILIES]
 
 
-def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+def run(options: StructureDepthOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """Train one network."""
     family, n = next((family, n) for family in FAMILIES for n in options.blocks if _part(family, n) == part)
     data = options.loaders(lab)
     yield from trained(options, lab, data, network(family, (n,), data, options.width))
 
 
-def compare(results: Results[Options]) -> list[Comparison]:
-    """Errors by depth; 002 has no such table."""
+def compare(results: Results[StructureDepthOptions]) -> list[Comparison]:
+    """Errors by depth; [Lin2019] has no such table."""
     rows = []
     for n in results.options.blocks:
         for family in FAMILIES:
@@ -52,12 +53,12 @@ def compare(results: Results[Options]) -> list[Comparison]:
     return rows
 
 
-def plots(results: Results[Options]) -> list[Plot]:
+def plots(results: Results[StructureDepthOptions]) -> list[Plot]:
     """Error over depth, with the spread over seeds."""
     drawn = figure()
     axes = drawn.subplots()
     said = []
-    for family, colour, marker in zip(FAMILIES, COLOURS, "os^", strict=False):
+    for family, color, marker in zip(FAMILIES, COLORS, "os^", strict=False):
         depths, means, spreads = [], [], []
         for n in results.options.blocks:
             values = results.final(_part(family, n), "error")
@@ -68,7 +69,7 @@ def plots(results: Results[Options]) -> list[Plot]:
                 spreads.append(0.0 if spread != spread else spread)
                 said.append(f"{_part(family, n)} {mean:.2f}%")
         if depths:
-            axes.errorbar(depths, means, spreads, color=colour, marker=marker, capsize=3, label=family)
+            axes.errorbar(depths, means, spreads, color=color, marker=marker, capsize=3, label=family)
     axes.set_xticks([6 * n + 2 for n in results.options.blocks])
     style(axes, "layers", "test error, %", "Error over depth")
     if said:
@@ -76,47 +77,65 @@ def plots(results: Results[Options]) -> list[Plot]:
     return [Plot("Error over depth", f"Test error over depth: {', '.join(said) or 'nothing measured yet'}", drawn)]
 
 
-def findings(results: Results[Options]) -> Sequence[str]:
+def findings(results: Results[StructureDepthOptions]) -> Sequence[str | Difference]:
     """What depth does for ResNet; algorithms against ResNet at their depth, and against a deeper one that is better."""
-    said: list[str] = []
+    said: list[str | Difference] = []
     gained: dict[int, bool] = {}
     blocks = sorted(results.options.blocks)
     for n, deeper in itertools.pairwise(blocks):
         shallow, deep = (results.final(_part("ResNet", m), "error") for m in (n, deeper))
         if shallow and deep:
             gained[n] = mean_std(deep)[0] < mean_std(shallow)[0]
-        said.append(verdict(results, _part("ResNet", deeper), _part("ResNet", n), "error", higher=False))
+        said.append(difference(results, _part("ResNet", deeper), _part("ResNet", n), "error", higher=False))
     if gained and not any(gained.values()):
         said.append("No deeper ResNet is better in the mean: whether an algorithm saves layers cannot be seen here.")
     for family in FAMILIES[1:]:
         for n, following in zip(blocks, [*blocks[1:], None], strict=True):
-            said.append(verdict(results, _part(family, n), _part("ResNet", n), "error", higher=False))
+            said.append(difference(results, _part(family, n), _part("ResNet", n), "error", higher=False))
             if following is not None and gained.get(n):
-                said.append(verdict(results, _part(family, n), _part("ResNet", following), "error", higher=False))
+                said.append(difference(results, _part(family, n), _part("ResNet", following), "error", higher=False))
     return said
 
 
-_SMALL = Options("digits", batch=50, limit=100, enlarge=2, width=0.25, epochs=1, blocks=(2, 3), peak=0.05)
+def claims(results: Results[StructureDepthOptions]) -> list[Claim]:
+    """At equal depth, a faster algorithm has a lower error."""
+    pairs = [(_part(family, n), _part("ResNet", n)) for family in FAMILIES[1:] for n in results.options.blocks]
+    gains = [[-gap for gap in results.paired(*pair, "error")] for pair in pairs]
+    return [
+        Claim(
+            "Hypothesis: faster algorithms compute features in fewer layers (HB-Net, Nesterov, three depths)",
+            "–",
+            f"error {span([-mean_std(values)[0] for values in gains if values], ' points', plus=True)} against ResNet",
+            scale(results, f"{results.options.limit or 45_000:,} CIFAR-10 images", f"{results.options.epochs} epochs"),
+            combine([judge_gain(values, single=ACCURACY) for values in gains]),
+        )
+    ]
+
+
+_SMALL = StructureDepthOptions("digits", batch=50, limit=100, enlarge=2, width=0.25, epochs=1, blocks=(2, 3), peak=0.05)
 experiment = Experiment(
     name="structure-depth",
     title="Accuracy over depth: does a faster algorithm need fewer layers?",
-    source="002, the hypothesis of its structure design part",
+    source="[Lin2019], the hypothesis of its structure design part",
     about=(
-        "002 supposes that a network of a faster algorithm computes features in fewer layers. Residual networks of "
-        "6n + 2 layers are trained as they are, as heavy-ball networks (16), and in Nesterov's two-term form, in which "
-        "every block is evaluated at β₁x + β₂x₋; all three start as the same function, and the coefficients are "
+        "[Lin2019] supposes that a network of a faster algorithm computes features in fewer layers. Residual networks "
+        "of 6n + 2 layers are trained as they are, as heavy-ball networks (16), and in Nesterov's two-term form, in "
+        "which every block is evaluated at β₁x + β₂x₋; all three start as the same function, and the coefficients are "
         "learned without weight decay. Momentum starts anew where the map is halved, and with one block a stage the "
         "heavy ball has none, so depth begins at n = 2. The claim would show as an error at n that a ResNet reaches "
         "only at a larger n. The laptop preset has half the width, 8,000 images and 5 epochs."
     ),
     presets={
         "smoke": Preset(_SMALL, (0,), 0.1),
-        "laptop": Preset(Options(batch=64, limit=8_000, width=0.5, epochs=5), (0, 1, 2, 3, 4), 95),
-        "paper": Preset(Options(epochs=200, schedule="paper", decay=1e-4, blocks=(2, 3, 9, 18)), (0, 1, 2), 400_000),
+        "laptop": Preset(StructureDepthOptions(batch=64, limit=8_000, width=0.5, epochs=5), (0, 1, 2, 3, 4), 95),
+        "paper": Preset(
+            StructureDepthOptions(epochs=200, schedule="paper", decay=1e-4, blocks=(2, 3, 9, 18)), (0, 1, 2), 400_000
+        ),
     },
     parts=parts,
     run=run,
     compare=compare,
     plots=plots,
     findings=findings,
+    claims=claims,
 )

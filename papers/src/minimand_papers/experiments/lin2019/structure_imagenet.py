@@ -11,14 +11,15 @@ from torch import Tensor, nn
 
 from minimand.errors import DataError
 
-from ...comparing import verdict
+from ...claims import ACCURACY, combine, judge_gain, scale, signed
+from ...comparing import Difference, difference
 from ...context import Lab
-from ...data import Batches, Normalisation
+from ...data import Batches, Normalization
 from ...drawing import bars, curves
-from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...training import Loaders
 from ...zoo import AGDNet121, DenseNet121, HBNet34, ResNet34
-from ._structure import Structures, error_row, trained
+from ._structure import StructureOptions, error_row, trained
 
 #: Top-1 and top-5 error in per cent.
 PAPER = {
@@ -29,11 +30,11 @@ PAPER = {
 }
 PAIRS = (("HB-Net-34", "ResNet-34"), ("AGD-Net-121", "DenseNet-121"))
 _ENDINGS = (".jpeg", ".jpg", ".png")
-_IMAGENET = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+_IMAGENET = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(Structures):
+class StructureImageNetOptions(StructureOptions):
     """The four networks at a width of one's choice.
 
     Args:
@@ -66,7 +67,7 @@ def _files(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 @dataclasses.dataclass
-class Pictures:
+class ImageFileBatches:
     """Batches of image files, read as they are needed: random crops and mirror images with a generator, else centres.
 
     Every process takes its share of a batch; the generator is the lab's, so a resumed run goes on with it.
@@ -124,7 +125,7 @@ def _crop(file: Path, side: int, draw: list[float] | None) -> Tensor:
     return square.flip(-1) if mirror >= 0.5 else square
 
 
-def folder_loaders(options: Options, lab: Lab) -> Loaders:
+def folder_loaders(options: StructureImageNetOptions, lab: Lab) -> Loaders:
     """A hundredth of the training images is held out, the same for all seeds."""
     folder = Path(options.folder).expanduser()
     files, classes = _files(folder / "train")
@@ -140,7 +141,7 @@ def folder_loaders(options: Options, lab: Lab) -> Loaders:
         chosen = chosen[: options.limit or None]
         labels = torch.tensor([classes.index(file.parent.name) for file in chosen])
         # All that training asks of batches: to be counted, run through, and resumed.
-        return cast(Batches, Pictures(chosen, labels, min(size, len(chosen)), options.side, lab, generator))
+        return cast(Batches, ImageFileBatches(chosen, labels, min(size, len(chosen)), options.side, lab, generator))
 
     train, validation = ([files[k] for k in part] for part in (order[held:], order[:held]))
     return Loaders(
@@ -155,7 +156,7 @@ def folder_loaders(options: Options, lab: Lab) -> Loaders:
 # The experiment ------------------------------------------------------------------------------------------------------
 
 
-def network(options: Options, part: str, data: Loaders) -> nn.Module:
+def network(options: StructureImageNetOptions, part: str, data: Loaders) -> nn.Module:
     """A network by its name."""
     classes, channels = data.classes, data.shape[0]
     match part:
@@ -168,7 +169,7 @@ def network(options: Options, part: str, data: Loaders) -> nn.Module:
     return AGDNet121(classes, channels, growth=options.growth)
 
 
-def parts(options: Options) -> list[Part]:
+def parts(options: StructureImageNetOptions) -> list[Part]:
     """The rows of the table."""
     return [Part(name) for name in PAPER]
 
@@ -188,7 +189,7 @@ def top5(lab: Lab, model: nn.Module, batches: Batches) -> float:
     return 100 * wrong / count
 
 
-def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+def run(options: StructureImageNetOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """Train one network."""
     data = options.loaders(lab)
     model = network(options, part, data)
@@ -196,7 +197,7 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
         yield {**record, "top5": top5(lab, model, data.test)} if "error" in record else record
 
 
-def compare(results: Results[Options]) -> list[Comparison]:
+def compare(results: Results[StructureImageNetOptions]) -> list[Comparison]:
     """Errors beside the paper's, which are ImageNet's."""
     rows = []
     for key, name, column in (("error", "top-1", 0), ("top5", "top-5", 1)):
@@ -206,7 +207,7 @@ def compare(results: Results[Options]) -> list[Comparison]:
     return rows
 
 
-def plots(results: Results[Options]) -> list[Plot]:
+def plots(results: Results[StructureImageNetOptions]) -> list[Plot]:
     """Learning curves and the table."""
     return [
         curves(results, key="validation", title="Validation accuracy", y="accuracy, %"),
@@ -214,21 +215,40 @@ def plots(results: Results[Options]) -> list[Plot]:
     ]
 
 
-def findings(results: Results[Options]) -> Sequence[str]:
+def findings(results: Results[StructureImageNetOptions]) -> Sequence[str | Difference]:
     """Each algorithm against its baseline, with the sign as it is."""
     columns = (("error", "Top-1"), ("top5", "Top-5"))
-    return [f"{name}: {verdict(results, *pair, key, higher=False)}" for pair in PAIRS for key, name in columns]
+    return [
+        difference(results, *pair, key, higher=False, quantity=f"{name} error")
+        for pair in PAIRS
+        for key, name in columns
+    ]
 
 
-_SMALL = Options("digits", batch=50, limit=100, enlarge=4, width=0.1, growth=4, epochs=1, peak=0.05)
-_LAPTOP = Options(batch=64, augment=True, limit=5_000, enlarge=2, width=0.25, growth=8, epochs=5)
-_PAPER = Options(
+def claims(results: Results[StructureImageNetOptions]) -> list[Claim]:
+    """Top-1 errors below those of the baselines."""
+    gains = {pair: [-gap for gap in results.paired(*pair, "error")] for pair in PAIRS}
+    sizes = {pair: PAPER[pair[1]][0] - PAPER[pair[0]][0] for pair in PAIRS}
+    return [
+        Claim(
+            "ImageNet table: HB-Net-34 and AGD-Net-121 have lower top-1 errors than their baselines",
+            ", ".join(f"−{size:.2f}" for size in sizes.values()) + " points",
+            ", ".join(signed([-gap for gap in values]) for values in gains.values()),
+            scale(results, results.options.folder or results.options.dataset),
+            combine([judge_gain(gains[pair], sizes[pair], single=ACCURACY) for pair in PAIRS]),
+        )
+    ]
+
+
+_SMALL = StructureImageNetOptions("digits", batch=50, limit=100, enlarge=4, width=0.1, growth=4, epochs=1, peak=0.05)
+_LAPTOP = StructureImageNetOptions(batch=64, augment=True, limit=5_000, enlarge=2, width=0.25, growth=8, epochs=5)
+_PAPER = StructureImageNetOptions(
     batch=256, augment=True, width=1.0, epochs=90, schedule="paper", decay=1e-4, folder="imagenet", growth=32
 )
 experiment = Experiment(
     name="structure-imagenet",
     title="Networks of faster algorithms on ImageNet",
-    source="002, the ImageNet table",
+    source="[Lin2019], the ImageNet table",
     about=(
         "HB-Net-34 is ResNet-34 with learned β₁ and β₂ (16), AGD-Net-121 is DenseNet-121 with learned weights on the "
         "past iterates of a stage (18); both start at their baseline's function. The paper preset reads a folder of "
@@ -247,4 +267,6 @@ experiment = Experiment(
     compare=compare,
     plots=plots,
     findings=findings,
+    claims=claims,
+    needs_data="ImageNet",
 )

@@ -11,9 +11,10 @@ from minimand.nn import OptimizationNet
 from minimand.operators import Dense
 from minimand.solvers import FISTA, HeavyBall, Problem, ProxGD, Solver, trace
 
+from ...claims import judge_bound, scale
 from ...context import Lab
-from ...drawing import COLOURS, figure, style
-from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ...drawing import COLORS, figure, style
+from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 
 SOLVERS = ("gradient descent", "heavy ball, growing", "heavy ball, ½", "Nesterov")
 NETWORKS = {
@@ -23,23 +24,21 @@ NETWORKS = {
     "network: admm": "admm",
 }
 THEOREM = {"gradient descent": 1, "heavy ball, growing": 2, "Nesterov": 3, "network: gd": 1, "network: nesterov": 3}
-_COLOURS = dict(
-    zip(("descent", "growing", "half", "nesterov", "admm"), zip(COLOURS, "osD^v", strict=False), strict=True)
-)
+_COLORS = dict(zip(("descent", "growing", "half", "nesterov", "admm"), zip(COLORS, "osD^v", strict=False), strict=True))
 LOOKS = {
-    "gradient descent": _COLOURS["descent"],
-    "heavy ball, growing": _COLOURS["growing"],
-    "heavy ball, ½": _COLOURS["half"],
-    "Nesterov": _COLOURS["nesterov"],
-    "network: gd": _COLOURS["descent"],
-    "network: heavy_ball": _COLOURS["half"],
-    "network: nesterov": _COLOURS["nesterov"],
-    "network: admm": _COLOURS["admm"],
+    "gradient descent": _COLORS["descent"],
+    "heavy ball, growing": _COLORS["growing"],
+    "heavy ball, ½": _COLORS["half"],
+    "Nesterov": _COLORS["nesterov"],
+    "network: gd": _COLORS["descent"],
+    "network: heavy_ball": _COLORS["half"],
+    "network: nesterov": _COLORS["nesterov"],
+    "network: admm": _COLORS["admm"],
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class StructureRatesOptions:
     """Random convex problems, a new one for every seed.
 
     Args:
@@ -55,7 +54,7 @@ class Options:
     activation: str = "tanh"
 
 
-def parts(options: Options) -> list[Part]:
+def parts(options: StructureRatesOptions) -> list[Part]:
     """The solvers on a quadratic, the networks on the objective of Lemma 4."""
     return [Part(name) for name in (*SOLVERS, *NETWORKS)]
 
@@ -64,7 +63,7 @@ def _rotation(n: int, lab: Lab) -> Tensor:
     return torch.linalg.qr(torch.randn(n, n, generator=lab.generator(), dtype=torch.float64)).Q
 
 
-def _quadratic(options: Options, lab: Lab) -> tuple[Problem, Tensor]:
+def _quadratic(options: StructureRatesOptions, lab: Lab) -> tuple[Problem, Tensor]:
     """An ill-conditioned quadratic with L = 1, and its minimiser; the start is zero."""
     n = options.dimension
     spectrum = torch.logspace(0, -torch.log10(torch.tensor(options.condition)).item(), n, dtype=torch.float64)
@@ -92,7 +91,7 @@ class _Layer(nn.Module):
         return self.objective.phi(x @ self.objective.weight)
 
 
-def _depth(options: Options, lab: Lab, algorithm: str) -> tuple[Tensor, Tensor]:
+def _depth(options: StructureRatesOptions, lab: Lab, algorithm: str) -> tuple[Tensor, Tensor]:
     """The gap of f after every layer, and the squared distance of the start; x* = 0 for odd activations."""
     n = options.dimension
     q = _rotation(n, lab)
@@ -111,7 +110,7 @@ def bound(theorem: int | None, t: Tensor, distance: Tensor) -> Tensor | None:
     return None if theorem is None else formulas[theorem]
 
 
-def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+def run(options: StructureRatesOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """One method: the gap after every step, and the theorem's bound on it."""
     with torch.no_grad():
         if part in NETWORKS:
@@ -133,7 +132,7 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
         yield record
 
 
-def compare(results: Results[Options]) -> list[Comparison]:
+def compare(results: Results[StructureRatesOptions]) -> list[Comparison]:
     """The largest share of the bound that is used; a theorem says at most 1."""
     return [
         Comparison(
@@ -143,24 +142,24 @@ def compare(results: Results[Options]) -> list[Comparison]:
     ]
 
 
-def plots(results: Results[Options]) -> list[Plot]:
+def plots(results: Results[StructureRatesOptions]) -> list[Plot]:
     """Gaps with their bounds: solvers over iterations, networks over layers."""
     drawn = figure(10.0, 4.2)
     axes = drawn.subplots(1, 2)
     said = []
     for panel, names, x in zip(axes, (SOLVERS, tuple(NETWORKS)), ("iteration", "layer"), strict=True):
         for name in names:
-            colour, mark = LOOKS[name]
+            color, mark = LOOKS[name]
             for seed, values in list(results.curve(name, "gap").items())[:1]:
                 if not values:
                     continue
                 steps = results.curve(name, "step")[seed]
                 label = name.removeprefix("network: ")
                 floored = [max(value, 1e-17) for value in values]
-                panel.loglog(steps, floored, color=colour, marker=mark, markevery=0.2, markersize=5, label=label)
+                panel.loglog(steps, floored, color=color, marker=mark, markevery=0.2, markersize=5, label=label)
                 limits = results.curve(name, "bound")[seed]
                 if limits:
-                    panel.loglog(steps, limits, "--", color=colour, linewidth=1)
+                    panel.loglog(steps, limits, "--", color=color, linewidth=1)
                 said.append(f"{name} {values[-1]:.2g}")
         style(panel, x, "(f − f*) / ‖x₀ − x*‖²")
         panel.set_ylim(bottom=1e-12)
@@ -172,7 +171,7 @@ def plots(results: Results[Options]) -> list[Plot]:
     return [Plot("Rates", alt, drawn)]
 
 
-def findings(results: Results[Options]) -> Sequence[str]:
+def findings(results: Results[StructureRatesOptions]) -> Sequence[str]:
     """Whether the bounds hold, and which method is ahead."""
     said = []
     for part, number in THEOREM.items():
@@ -192,10 +191,25 @@ def findings(results: Results[Options]) -> Sequence[str]:
     return said
 
 
+def claims(results: Results[StructureRatesOptions]) -> list[Claim]:
+    """The bounds hold for the solvers and for the networks that are the same algorithms."""
+    found = []
+    for text, names in (
+        ("Theorems 1 to 3: bounds for gradient descent, heavy ball and Nesterov", SOLVERS),
+        ("Lemma 4: networks obey the bounds of their algorithms", tuple(NETWORKS)),
+    ):
+        shares = [share for part in names for share in results.final(part, "share")]
+        measured = f"at most {max(shares):.2f} of the bound" if shares else "–"
+        found.append(
+            Claim(text, "gap ÷ bound ≤ 1", measured, scale(results, "random problems"), judge_bound(shares, 1.0))
+        )
+    return found
+
+
 experiment = Experiment(
     name="structure-rates",
     title="Rates of descent, heavy ball and Nesterov, and of the networks they are",
-    source="002, Theorems 1 to 3 and Lemma 4",
+    source="[Lin2019], Theorems 1 to 3 and Lemma 4",
     about=(
         "The solvers of the core on ill-conditioned random quadratics with L = 1, from zero, beside the bounds "
         "2β‖x₁ − x*‖²/(t − 1), ‖x₀ − x*‖²/(2α₀(t + 1)) and 2β‖x₁ − x*‖²/t². By Lemma 4 a network with a symmetric "
@@ -203,14 +217,15 @@ experiment = Experiment(
         "Theorem 2 is for shrinking steps α₀/(k + 2)."
     ),
     presets={
-        "smoke": Preset(Options(dimension=12, iterations=25, condition=100.0), (0, 1), 0.05),
-        "laptop": Preset(Options(), (0, 1, 2, 3, 4), 1.0),
-        "paper": Preset(Options(dimension=500, iterations=2000, condition=1e6), (0, 1, 2, 3, 4), 60.0),
+        "smoke": Preset(StructureRatesOptions(dimension=12, iterations=25, condition=100.0), (0, 1), 0.05),
+        "laptop": Preset(StructureRatesOptions(), (0, 1, 2, 3, 4), 1.0),
+        "paper": Preset(StructureRatesOptions(dimension=500, iterations=2000, condition=1e6), (0, 1, 2, 3, 4), 60.0),
     },
     parts=parts,
     run=run,
     compare=compare,
     plots=plots,
     findings=findings,
+    claims=claims,
     columns=("step", "gap"),
 )

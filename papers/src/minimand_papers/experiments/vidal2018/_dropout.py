@@ -10,14 +10,14 @@ import torch
 from minimand.factor import DropoutFactorization
 
 from ...context import Lab
-from ...drawing import COLOURS, figure, style
+from ...drawing import COLORS, figure, style
 from ...experiment import Metrics, Plot, Results
 
-__all__ = ["Matrix", "followed", "landmarks", "norm_plot"]
+__all__ = ["MatrixOptions", "followed", "landmarks", "norm_plot"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Matrix:
+class MatrixOptions:
     """A random matrix to factorise, drawn anew for each seed.
 
     Args:
@@ -91,8 +91,8 @@ def norm_plot(results: Results[Any], parts: Sequence[str], title: str) -> Plot:
             continue
         low, mean, high = (runs[key][seed] for key in ("low", "mean", "high"))
         at = [max(k, 0.8) for k in runs["iteration"][seed][: len(mean)]]
-        axes.plot(at, mean, color=COLOURS[number], label=part)
-        axes.fill_between(at, low, high, color=COLOURS[number], alpha=0.2, linewidth=0)
+        axes.plot(at, mean, color=COLORS[number], label=part)
+        axes.fill_between(at, low, high, color=COLORS[number], alpha=0.2, linewidth=0)
         said.append(f"{part}: from {low[-1]:.3g} to {high[-1]:.3g}")
     axes.set_xscale("log")
     style(axes, "iterations", "norm of a term: mean, least to largest", title)

@@ -10,16 +10,18 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from minimand.errors import DataError, MissingExtra
+from minimand.errors import DataError
 from minimand.factor import Certificate
 
+from ...claims import judge_certificates, scale
 from ...context import Lab
 from ...data import data_directory
-from ...drawing import COLOURS, figure, logarithmic, style
-from ...experiment import Comparison, Metrics, Plot, Results
+from ...drawing import COLORS, figure, logarithmic, style
+from ...experiment import Claim, Comparison, Metrics, Plot, Results
 
 __all__ = [
     "certified",
+    "certified_claim",
     "file_of",
     "last",
     "lines",
@@ -33,12 +35,7 @@ __all__ = [
 
 def file_of(lab: Lab, *names: str, required: bool = False) -> Path | None:
     """The first of these files that the data directory holds, or None."""
-    try:
-        root = data_directory(lab.data_dir)
-    except MissingExtra:
-        if required:
-            raise
-        return None
+    root = data_directory(lab.data_dir)
     for name in names:
         if (root / name).is_file():
             return root / name
@@ -100,6 +97,18 @@ def statuses(results: Results[Any], parts: Sequence[str]) -> list[str]:
     return said
 
 
+def certified_claim(results: Results[Any], text: str, parts: Sequence[str], *words: str) -> Claim:
+    """The claim that a fit ends at the global minimum, judged by the certificates of these parts."""
+    found = [(part, seed) for part in parts for seed, values in results.curve(part, "status").items() if values]
+    status = [results.curve(part, "status")[seed][-1] for part, seed in found]
+    gaps = [results.curve(part, "gap")[seed][-1] for part, seed in found]
+    measured = (
+        f"certified in {status.count('CERTIFIED')} of {len(found)} fits, gap at most {max(gaps, default=0):.2g} %"
+    )
+    verdict = judge_certificates(status, gaps)
+    return Claim(text, "gap 0", measured if found else "–", scale(results, *words), verdict)
+
+
 def lines(
     drawn: Mapping[str, tuple[Sequence[float], Sequence[float]]],
     *,
@@ -117,7 +126,7 @@ def lines(
         if not len(values):
             continue
         mark = (marks or {}).get(label, "o-")
-        axes.plot(places, values, mark, color=COLOURS[number % len(COLOURS)], label=label, markersize=4)
+        axes.plot(places, values, mark, color=COLORS[number % len(COLORS)], label=label, markersize=4)
         said.append(f"{label} from {values[0]:.3g} to {values[-1]:.3g}")
     for axis in log:
         logarithmic(axes, axis)

@@ -8,16 +8,16 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 from ...context import Lab
-from ...data import Normalisation, Split
+from ...data import DataSplit, Normalization
 
-__all__ = ["Candidates", "Digits", "Flat", "accuracy_of", "descent", "named", "perceptron"]
+__all__ = ["Candidates", "DigitsOptions", "FlatSplits", "accuracy_of", "descent", "named", "perceptron"]
 
 # The weights of a method that validation chooses from; None where it has none.
 Candidates = tuple[float | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Digits:
+class DigitsOptions:
     """Which digits.
 
     Args:
@@ -30,20 +30,20 @@ class Digits:
     samples: int = 0
     batch: int = 64
 
-    def draw(self, lab: Lab, samples: int | None = None) -> "Flat":
+    def draw(self, lab: Lab, samples: int | None = None) -> "FlatSplits":
         """The three splits; a random subset for each seed of the training images."""
         data = lab.load(self.dataset)
         train, validation = data.train.split(0.1, seed=0)
         count = self.samples if samples is None else samples
         if count:
             train = train.subset(torch.randperm(len(train), generator=lab.generator())[:count])
-        normalise = Normalisation.of(train)
-        splits = [rows(split, normalise, lab) for split in (train, validation, data.test)]
-        return Flat(splits[0], splits[1], splits[2], len(data.classes))
+        normalize = Normalization.of(train)
+        splits = [rows(split, normalize, lab) for split in (train, validation, data.test)]
+        return FlatSplits(splits[0], splits[1], splits[2], len(data.classes))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Flat:
+class FlatSplits:
     """Images as rows, with labels, and the number of classes."""
 
     train: tuple[Tensor, Tensor]
@@ -52,9 +52,9 @@ class Flat:
     classes: int
 
 
-def rows(split: Split, normalise: Normalisation, lab: Lab) -> tuple[Tensor, Tensor]:
+def rows(split: DataSplit, normalize: Normalization, lab: Lab) -> tuple[Tensor, Tensor]:
     """Normalised images as rows, and their labels."""
-    images, labels = next(iter(lab.batches(split, len(split), train=False, normalise=normalise)))
+    images, labels = next(iter(lab.batches(split, len(split), train=False, normalize=normalize)))
     return images.flatten(1), labels
 
 

@@ -10,14 +10,14 @@ from scipy import sparse
 
 from minimand.factor import MatrixCompletion
 
-from ...comparing import verdict
+from ...comparing import Difference, difference
 from ...context import Lab
 from ...data import psnr
 from ...drawing import curves, logarithmic
-from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...pictures import encoded, pictures
 from .._reconstruction import photographs
-from ._factor import certified, last, recorded, statuses
+from ._factor import certified, certified_claim, last, recorded, statuses
 
 IMAGE, RATINGS = "image", "ratings"
 OURS, MEANS, SMOOTH = "completion", "row and column means", "biharmonic"
@@ -27,7 +27,7 @@ HELD = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class CompletionOptions:
     """A photograph and a table of ratings, both with entries missing.
 
     Args:
@@ -59,7 +59,7 @@ class Options:
     scales: tuple[int, ...] = (1, 2, 4, 8)
 
 
-def tasks(options: Options) -> dict[str, float]:
+def tasks(options: CompletionOptions) -> dict[str, float]:
     """The fraction that is known in each task."""
     images = {f"{IMAGE}, {100 * part:g} % known": part for part in options.observed}
     return {**images, f"{RATINGS}, {100 * options.known:g} % known": options.known}
@@ -75,12 +75,12 @@ def methods(task: str) -> tuple[str, ...]:
     return (OURS, MEANS, SMOOTH) if task.startswith(IMAGE) else (OURS, MEANS)
 
 
-def parts(options: Options) -> list[Part]:
+def parts(options: CompletionOptions) -> list[Part]:
     """Every method on every task."""
     return [*(Part(name(task, method)) for task in tasks(options) for method in methods(task)), Part(COST)]
 
 
-def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+def run(options: CompletionOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """One method on one task, or the cost of a sweep."""
     if part == COST:
         yield from (_cost(scale, lab) for scale in options.scales)
@@ -109,12 +109,12 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
     yield record
 
 
-def _image(options: Options) -> tuple[np.ndarray, np.ndarray]:
+def _image(options: CompletionOptions) -> tuple[np.ndarray, np.ndarray]:
     pixels = photographs([options.photograph], options.side)[0][0].double().numpy()
     return pixels, pixels
 
 
-def _ratings(options: Options, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def _ratings(options: CompletionOptions, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Tastes times traits, and the same with noise."""
     tastes, traits = rng.normal(size=(options.users, options.rank)), rng.normal(size=(options.items, options.rank))
     truth = tastes @ traits.T / options.rank**0.5
@@ -123,20 +123,22 @@ def _ratings(options: Options, rng: np.random.Generator) -> tuple[np.ndarray, np
 
 def _means(Y: np.ndarray, seen: np.ndarray) -> np.ndarray:
     """The mean, and what rows and columns differ from it."""
-    centre = Y[seen].mean()
-    rest = np.where(seen, Y - centre, 0.0)
+    center = Y[seen].mean()
+    rest = np.where(seen, Y - center, 0.0)
     rows = rest.sum(1) / np.maximum(seen.sum(1), 1)
     rest = np.where(seen, rest - rows[:, None], 0.0)
     columns = rest.sum(0) / np.maximum(seen.sum(0), 1)
-    filled: np.ndarray = centre + rows[:, None] + columns[None, :]
+    filled: np.ndarray = center + rows[:, None] + columns[None, :]
     return filled
 
 
-def _completed(options: Options, Y: np.ndarray, seen: np.ndarray, lab: Lab) -> Generator[Metrics, None, np.ndarray]:
+def _completed(
+    options: CompletionOptions, Y: np.ndarray, seen: np.ndarray, lab: Lab
+) -> Generator[Metrics, None, np.ndarray]:
     """A path over λ, each fit from the one before; then the best λ with all that is known."""
     held = seen & (np.random.default_rng(lab.seed + 1).random(Y.shape) < HELD)
-    centre = Y[seen].mean()
-    fitted = np.where(seen & ~held, Y - centre, np.nan)
+    center = Y[seen].mean()
+    fitted = np.where(seen & ~held, Y - center, np.nan)
     top = MatrixCompletion(1.0).lambda_max(fitted)
     best, chosen, before = np.inf, max(options.fractions), None
     for fraction in sorted(options.fractions, reverse=True):
@@ -144,14 +146,14 @@ def _completed(options: Options, Y: np.ndarray, seen: np.ndarray, lab: Lab) -> G
         with recorded():
             U = model.fit_transform(fitted, start=before)
         before = (U, model.components_.T) if model.n_components_ else None
-        error = float(np.sqrt((((model.inverse_transform(U) + centre) - Y)[held] ** 2).mean()))
+        error = float(np.sqrt((((model.inverse_transform(U) + center) - Y)[held] ** 2).mean()))
         yield {"fraction": fraction, "size": model.n_components_, "held": error}
         if error < best:
             best, chosen = error, fraction
     model = _model(options, chosen * top, lab)
     with recorded():
-        U = model.fit_transform(np.where(seen, Y - centre, np.nan))
-    filled: np.ndarray = model.inverse_transform(U) + centre
+        U = model.fit_transform(np.where(seen, Y - center, np.nan))
+    filled: np.ndarray = model.inverse_transform(U) + center
     yield {"rank": model.n_components_, "chosen": chosen, **certified(model.certificate_)}
     return filled
 
@@ -182,11 +184,11 @@ def _timed(Y: sparse.csr_array, sweeps: int, lab: Lab) -> tuple[float, int]:
     return min(found), model.n_iter_
 
 
-def _model(options: Options, lam: float, lab: Lab) -> MatrixCompletion:
+def _model(options: CompletionOptions, lam: float, lab: Lab) -> MatrixCompletion:
     return MatrixCompletion(lam, tol=options.tol, max_iter=options.sweeps, random_state=lab.seed)
 
 
-def compare(results: Results[Options]) -> list[Comparison]:
+def compare(results: Results[CompletionOptions]) -> list[Comparison]:
     """Errors on what was not observed."""
     rows = []
     for task in tasks(results.options):
@@ -205,7 +207,7 @@ def compare(results: Results[Options]) -> list[Comparison]:
     return [*rows, Comparison("time of a sweep for each entry", None, costs, "×", note=note)]
 
 
-def plots(results: Results[Options]) -> list[Plot]:
+def plots(results: Results[CompletionOptions]) -> list[Plot]:
     """The images, and the error along the path."""
     grid = []
     for task in tasks(results.options):
@@ -230,23 +232,30 @@ def plots(results: Results[Options]) -> list[Plot]:
     return [*([shown] if shown else []), path, cost]
 
 
-def findings(results: Results[Options]) -> Sequence[str]:
+def findings(results: Results[CompletionOptions]) -> Sequence[str | Difference]:
     """Completion against each control, and its certificate."""
     said = []
     for task in tasks(results.options):
         for method in methods(task)[1:]:
             ours, control = name(task, OURS), name(task, method)
             if task.startswith(IMAGE):
-                said.append(verdict(results, ours, control, "psnr", unit=" dB"))
+                said.append(difference(results, ours, control, "psnr", unit=" dB"))
             else:
-                said.append(verdict(results, ours, control, "rmse", unit="", higher=False))
+                said.append(difference(results, ours, control, "rmse", unit="", higher=False))
     return [*said, *statuses(results, [name(task, OURS) for task in tasks(results.options)])]
+
+
+def claims(results: Results[CompletionOptions]) -> list[Claim]:
+    """Completion as a factorisation ends at the global minimum."""
+    parts = [name(task, OURS) for task in tasks(results.options)]
+    text = "Matrix completion: local descent with growth ends at the global minimum"
+    return [certified_claim(results, text, parts, "a photograph and synthetic ratings")]
 
 
 experiment = Experiment(
     name="completion",
     title="Completing images and ratings",
-    source="003, matrix completion",
+    source="[Vidal2018], matrix completion",
     about=(
         "The nuclear norm over what was observed, with λ chosen by a tenth of the known entries, fills pixels of a "
         "photograph and entries of a synthetic table of ratings of low rank. Controls: row and column means, and for "
@@ -256,7 +265,7 @@ experiment = Experiment(
     ),
     presets={
         "smoke": Preset(
-            Options(
+            CompletionOptions(
                 side=24,
                 observed=(0.5,),
                 users=30,
@@ -271,13 +280,14 @@ experiment = Experiment(
             (0,),
             0.05,
         ),
-        "laptop": Preset(Options(), (0, 1, 2), 3),
-        "paper": Preset(Options(side=256, users=2000, items=1500), (0, 1, 2), 40),
+        "laptop": Preset(CompletionOptions(), (0, 1, 2), 3),
+        "paper": Preset(CompletionOptions(side=256, users=2000, items=1500), (0, 1, 2), 40),
     },
     parts=parts,
     run=run,
     compare=compare,
     plots=plots,
     findings=findings,
+    claims=claims,
     columns=("size", "held", "rmse"),
 )

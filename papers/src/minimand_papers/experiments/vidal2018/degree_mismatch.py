@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from minimand.homogeneous import product_of_norms, smooth_surrogate, weight_decay
 
+from ...claims import combine, judge_bound, scale
 from ...context import Lab
 from ...drawing import bars
-from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results, Verdict
 
-REGULARISERS: dict[str, Callable[[nn.Module], Tensor]] = {
+REGULARIZERS: dict[str, Callable[[nn.Module], Tensor]] = {
     "weight decay": weight_decay,
     "product of norms": product_of_norms,
     "smooth surrogate": smooth_surrogate,
@@ -21,7 +22,7 @@ REGULARISERS: dict[str, Callable[[nn.Module], Tensor]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class DegreeMismatchOptions:
     """A chain of linear layers that learns a linear map, from many starts.
 
     Args:
@@ -45,12 +46,12 @@ class Options:
     rate: float = 1e-3
 
 
-def parts(options: Options) -> list[Part]:
+def parts(options: DegreeMismatchOptions) -> list[Part]:
     """Every regulariser at every depth."""
-    return [Part(f"{name}, K = {depth}") for depth in options.depths for name in REGULARISERS]
+    return [Part(f"{name}, K = {depth}") for depth in options.depths for name in REGULARIZERS]
 
 
-def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+def run(options: DegreeMismatchOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """Count the starts that end at zero, and at the lowest objective found."""
     name, _, depth = part.partition(", K = ")
     x = torch.randn(options.samples, options.width, generator=lab.generator(), dtype=torch.float64)
@@ -62,26 +63,26 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter.mul_(options.scale / parameter.norm())
-        norm = descend(net, x, x[:, :1], options, REGULARISERS[name])
+        norm = descend(net, x, x[:, :1], options, REGULARIZERS[name])
         outputs.append(norm / float(x[:, 0].norm()))
         trapped += outputs[-1] < 1e-2
     yield {"trapped": 100 * trapped / options.starts, "output": sum(outputs) / len(outputs)}
 
 
 def descend(
-    net: nn.Module, x: Tensor, y: Tensor, options: Options, regulariser: Callable[[nn.Module], Tensor]
+    net: nn.Module, x: Tensor, y: Tensor, options: DegreeMismatchOptions, regularizer: Callable[[nn.Module], Tensor]
 ) -> float:
     """Gradient descent; the norm of the outputs at its end."""
     optimizer = torch.optim.SGD(net.parameters(), lr=options.rate)
     for _ in range(options.iterations):
         optimizer.zero_grad()
-        (0.5 * (y - net(x)).square().sum() + options.lam * regulariser(net)).backward()
+        (0.5 * (y - net(x)).square().sum() + options.lam * regularizer(net)).backward()
         optimizer.step()
     with torch.no_grad():
         return float(net(x).norm())
 
 
-def compare(results: Results[Options]) -> list[Comparison]:
+def compare(results: Results[DegreeMismatchOptions]) -> list[Comparison]:
     """Shares of trapped runs."""
     return [
         Comparison(f"{part.name}: runs that end at zero", None, results.final(part.name, "trapped"), "%", 0)
@@ -89,26 +90,49 @@ def compare(results: Results[Options]) -> list[Comparison]:
     ]
 
 
-def plots(results: Results[Options]) -> list[Plot]:
+def plots(results: Results[DegreeMismatchOptions]) -> list[Plot]:
     """The shares as bars."""
     return [bars(compare(results), title="Runs that end at zero", y="share, %")]
 
 
-def findings(results: Results[Options]) -> Sequence[str]:
+def findings(results: Results[DegreeMismatchOptions]) -> Sequence[str]:
     """Depth by depth."""
     said = []
     for depth in results.options.depths:
-        shares = {name: results.final(f"{name}, K = {depth}", "trapped") for name in REGULARISERS}
+        shares = {name: results.final(f"{name}, K = {depth}", "trapped") for name in REGULARIZERS}
         if all(shares.values()):
             listed = ", ".join(f"{name} {max(values):.0f}%" for name, values in shares.items())
             said.append(f"With {depth} layers the share of runs that end at zero is: {listed}.")
     return said
 
 
+def claims(results: Results[DegreeMismatchOptions]) -> list[Claim]:
+    """Weight decay traps descent at zero for more than two layers; regularisers of the network's degree do not."""
+    trapped = {
+        (name, depth): results.final(f"{name}, K = {depth}", "trapped")
+        for name in REGULARIZERS
+        for depth in results.options.depths
+    }
+    deep = [depth for depth in results.options.depths if depth > 2]
+    cells: list[Verdict] = [judge_bound([-v for v in trapped["weight decay", depth]], -50) for depth in deep]
+    cells += [judge_bound(trapped[name, depth], 0) for name, depth in trapped if name != "weight decay" and depth > 2]
+    shares = ", ".join(f"{v[0]:.0f} % at K = {depth}" for depth in deep if (v := trapped["weight decay", depth]))
+    others = max((max(v) for (name, _), v in trapped.items() if name != "weight decay" and v), default=0.0)
+    return [
+        Claim(
+            "Proper regularization: for K > 2 layers weight decay traps descent at zero, products of norms do not",
+            "–",
+            f"runs that end at zero: weight decay {shares}; others {others:.0f} %" if shares else "–",
+            scale(results, f"{results.options.starts} starts, linear networks"),
+            combine(cells) if all(trapped["weight decay", depth] for depth in deep) else "not run",
+        )
+    ]
+
+
 experiment = Experiment(
     name="degree-mismatch",
     title="A regulariser of the wrong degree can trap descent at zero",
-    source="003, Key Ingredient: Proper Regularization; Basic Regularization: Weight Decay",
+    source="[Vidal2018], Key Ingredient: Proper Regularization; Basic Regularization: Weight Decay",
     about=(
         "Near zero a chain of K linear layers is of order K, and weight decay is of order 2: for K > 2 zero is a "
         "local minimum whatever "
@@ -118,15 +142,18 @@ experiment = Experiment(
     ),
     presets={
         "smoke": Preset(
-            Options(depths=(2, 3), samples=10, starts=2, scale=0.2, iterations=150, rate=1e-2, lam=2.0), (0,), 0.05
+            DegreeMismatchOptions(depths=(2, 3), samples=10, starts=2, scale=0.2, iterations=150, rate=1e-2, lam=2.0),
+            (0,),
+            0.05,
         ),
-        "laptop": Preset(Options(), (0,), 6),
-        "paper": Preset(Options(starts=50), (0, 1), 30),
+        "laptop": Preset(DegreeMismatchOptions(), (0,), 6),
+        "paper": Preset(DegreeMismatchOptions(starts=50), (0, 1), 30),
     },
     parts=parts,
     run=run,
     compare=compare,
     plots=plots,
     findings=findings,
+    claims=claims,
     columns=("trapped", "output"),
 )

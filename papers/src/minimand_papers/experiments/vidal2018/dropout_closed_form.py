@@ -5,14 +5,15 @@ from collections.abc import Iterator, Sequence
 
 from minimand.factor import DropoutFactorization
 
+from ...claims import judge_bound, scale
 from ...context import Lab
-from ...drawing import COLOURS, curves, figure, style
-from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
-from ._dropout import Matrix, followed
+from ...drawing import COLORS, curves, figure, style
+from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ._dropout import MatrixOptions, followed
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(Matrix):
+class DropoutClosedFormOptions(MatrixOptions):
     """A Gaussian matrix and a fixed number of terms.
 
     Args:
@@ -28,12 +29,12 @@ class Options(Matrix):
     iterations: int = 3000
 
 
-def parts(options: Options) -> list[Part]:
+def parts(options: DropoutClosedFormOptions) -> list[Part]:
     """Sampling and the closed form for each weight."""
     return [Part(f"{method}, λ = {lam:g}") for lam in options.weights for method in ("dropout", "closed_form")]
 
 
-def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+def run(options: DropoutClosedFormOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """One factorisation."""
     method, _, lam = part.partition(", λ = ")
     p = float(lam) / (1 + float(lam))
@@ -41,7 +42,7 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
     yield from followed(options.draw(lab), model)
 
 
-def compare(results: Results[Options]) -> list[Comparison]:
+def compare(results: Results[DropoutClosedFormOptions]) -> list[Comparison]:
     """Distances to the global minimum."""
     return [
         Comparison(
@@ -55,7 +56,7 @@ def compare(results: Results[Options]) -> list[Comparison]:
     ]
 
 
-def plots(results: Results[Options]) -> list[Plot]:
+def plots(results: Results[DropoutClosedFormOptions]) -> list[Plot]:
     """The approach, and the spectra at the end."""
     names = [f"dropout, λ = {lam:g}" for lam in results.options.weights]
     approach = curves(
@@ -72,7 +73,7 @@ def plots(results: Results[Options]) -> list[Plot]:
                 range(1, len(kept) + 1),
                 kept,
                 ".-" if part.startswith("dropout") else "--",
-                color=COLOURS[number],
+                color=COLORS[number],
                 label=part,
             )
             said.append(f"{part} {kept[0]:.3g}")
@@ -82,7 +83,7 @@ def plots(results: Results[Options]) -> list[Plot]:
     return [approach, Plot("Spectrum", f"Largest singular values: {', '.join(said) or 'nothing measured yet'}", drawn)]
 
 
-def findings(results: Results[Options]) -> Sequence[str]:
+def findings(results: Results[DropoutClosedFormOptions]) -> Sequence[str]:
     """Where sampling ended."""
     return [
         f"{row.label}: {max(row.measured):.2f}% at worst over {len(row.measured)} seed(s)."
@@ -91,24 +92,39 @@ def findings(results: Results[Options]) -> Sequence[str]:
     ]
 
 
+def claims(results: Results[DropoutClosedFormOptions]) -> list[Claim]:
+    """Dropout training reaches the closed form."""
+    above = [value for row in compare(results) for value in row.measured]
+    return [
+        Claim(
+            "Implicit bias: dropout training reaches the closed form at a fixed size (here: within 1 %)",
+            "same curve",
+            f"at most {max(above):.2f} % above" if above else "–",
+            scale(results, f"{results.options.iterations:,} iterations"),
+            judge_bound(above, 1.0),
+        )
+    ]
+
+
 experiment = Experiment(
     name="dropout-closed-form",
     title="Dropout training reaches the closed form",
-    source="003, On the Implicit Bias of Dropout, Synthetic Experiments",
+    source="[Vidal2018], On the Implicit Bias of Dropout, Synthetic Experiments",
     about=(
         "A 120 × 80 matrix is factorised with 20 terms by sampled dropout; the global minimum is singular value "
         "thresholding "
         "with a threshold in closed form. The slides show λ = 1 and λ = 0.5, without numbers."
     ),
     presets={
-        "smoke": Preset(Options(rows=14, columns=10, size=5, iterations=200), (0,), 0.03),
-        "laptop": Preset(Options(), (0, 1, 2), 2),
-        "paper": Preset(Options(iterations=10_000), (0, 1, 2), 6),
+        "smoke": Preset(DropoutClosedFormOptions(rows=14, columns=10, size=5, iterations=200), (0,), 0.03),
+        "laptop": Preset(DropoutClosedFormOptions(), (0, 1, 2), 2),
+        "paper": Preset(DropoutClosedFormOptions(iterations=10_000), (0, 1, 2), 6),
     },
     parts=parts,
     run=run,
     compare=compare,
     plots=plots,
     findings=findings,
+    claims=claims,
     columns=("objective", "excess"),
 )

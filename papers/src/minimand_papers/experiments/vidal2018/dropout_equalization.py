@@ -6,15 +6,17 @@ from collections.abc import Iterator, Sequence
 from minimand.factor import DropoutFactorization
 from minimand.solvers.steps import Harmonic
 
+from ...claims import combine, judge_bound, judge_gain, scale
+from ...comparing import mean_std
 from ...context import Lab
-from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
-from ._dropout import Matrix, followed, norm_plot
+from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results, Verdict
+from ._dropout import MatrixOptions, followed, norm_plot
 
 SAMPLED, EXPECTED, CONTROL = "dropout", "dropout's expectation", "no dropout"
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(Matrix):
+class DropoutEqualizationOptions(MatrixOptions):
     """A Gaussian matrix and two sizes.
 
     Args:
@@ -32,12 +34,12 @@ class Options(Matrix):
     horizon: float = 30.0
 
 
-def parts(options: Options) -> list[Part]:
+def parts(options: DropoutEqualizationOptions) -> list[Part]:
     """For every size dropout, descent on its expectation, and the same descent without dropout as the control."""
     return [Part(f"{name}, r = {size}") for name in (SAMPLED, EXPECTED, CONTROL) for size in options.sizes]
 
 
-def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+def run(options: DropoutEqualizationOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """One factorisation."""
     method, _, size = part.partition(", r = ")
     model = DropoutFactorization(
@@ -52,7 +54,7 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
     yield from followed(options.draw(lab), model)
 
 
-def compare(results: Results[Options]) -> list[Comparison]:
+def compare(results: Results[DropoutEqualizationOptions]) -> list[Comparison]:
     """The spread of the terms' norms."""
     return [
         Comparison(
@@ -62,12 +64,12 @@ def compare(results: Results[Options]) -> list[Comparison]:
     ]
 
 
-def plots(results: Results[Options]) -> list[Plot]:
+def plots(results: Results[DropoutEqualizationOptions]) -> list[Plot]:
     """Norms over the iterations."""
     return [norm_plot(results, [part.name for part in parts(results.options)], "Norms of the terms")]
 
 
-def findings(results: Results[Options]) -> Sequence[str]:
+def findings(results: Results[DropoutEqualizationOptions]) -> Sequence[str]:
     """How equal each made them, and whether dropout's noise hides it."""
     said = []
     for size in results.options.sizes:
@@ -81,14 +83,36 @@ def findings(results: Results[Options]) -> Sequence[str]:
                 f"{100 * min(control):.1f}% without."
             )
             if max(ours) >= min(control):
-                said.append(f"With {size} terms the noise of sampling hides the effect: no claim is made.")
+                said.append(f"With {size} terms the noise of sampling hides the effect.")
     return said
+
+
+def claims(results: Results[DropoutEqualizationOptions]) -> list[Claim]:
+    """Dropout makes the norms of all terms equal."""
+    cells: list[Verdict] = []
+    shown = []
+    for size in results.options.sizes:
+        ours, expected, control = (f"{name}, r = {size}" for name in (SAMPLED, EXPECTED, CONTROL))
+        cells.append(judge_gain([-gap for gap in results.paired(ours, control, "unequal")]))
+        cells.append(judge_bound(results.final(expected, "unequal"), 1e-3))
+        spreads = [[100 * value for value in results.final(part, "unequal")] for part in (ours, control)]
+        if all(spreads):
+            shown.append(f"{mean_std(spreads[0])[0]:.1f} % against {mean_std(spreads[1])[0]:.1f} % (r = {size})")
+    return [
+        Claim(
+            "Implicit bias: dropout equalises the norms of the terms",
+            "equal norms",
+            f"spread with and without dropout: {', '.join(shown)}" if shown else "–",
+            scale(results, f"{results.options.iterations:,} iterations"),
+            combine(cells),
+        )
+    ]
 
 
 experiment = Experiment(
     name="dropout-equalization",
     title="Dropout equalises",
-    source="003, On the Implicit Bias of Dropout, Synthetic Experiments",
+    source="[Vidal2018], On the Implicit Bias of Dropout, Synthetic Experiments",
     about=(
         "All terms of a dropout optimum have the same norm. A 120 × 80 matrix is factorised with 20 and 80 "
         "terms; the norms of the "
@@ -97,14 +121,15 @@ experiment = Experiment(
         "without numbers."
     ),
     presets={
-        "smoke": Preset(Options(rows=14, columns=10, sizes=(4, 8), iterations=250), (0,), 0.03),
-        "laptop": Preset(Options(), (0, 1), 3),
-        "paper": Preset(Options(iterations=10_000), (0, 1, 2), 12),
+        "smoke": Preset(DropoutEqualizationOptions(rows=14, columns=10, sizes=(4, 8), iterations=250), (0,), 0.03),
+        "laptop": Preset(DropoutEqualizationOptions(), (0, 1), 3),
+        "paper": Preset(DropoutEqualizationOptions(iterations=10_000), (0, 1, 2), 12),
     },
     parts=parts,
     run=run,
     compare=compare,
     plots=plots,
     findings=findings,
+    claims=claims,
     columns=("mean", "excess"),
 )

@@ -5,14 +5,15 @@ from collections.abc import Iterator, Sequence
 
 from minimand.factor import DropoutFactorization
 
+from ...claims import combine, judge_bound, scale
 from ...context import Lab
 from ...drawing import curves
-from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
-from ._dropout import Matrix, followed
+from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ._dropout import MatrixOptions, followed
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(Matrix):
+class DropoutFactorizationOptions(MatrixOptions):
     """One matrix, the same start, sampled and expected gradients.
 
     Args:
@@ -26,12 +27,12 @@ class Options(Matrix):
     iterations: int = 2000
 
 
-def parts(options: Options) -> list[Part]:
+def parts(options: DropoutFactorizationOptions) -> list[Part]:
     """Both methods for every rate."""
     return [Part(f"{method}, p = {p:g}") for p in options.rates for method in ("dropout", "gradient")]
 
 
-def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+def run(options: DropoutFactorizationOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """Factorise by one method."""
     method, _, p = part.partition(", p = ")
     model = DropoutFactorization(
@@ -40,7 +41,7 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
     yield from followed(options.draw(lab), model)
 
 
-def compare(results: Results[Options]) -> list[Comparison]:
+def compare(results: Results[DropoutFactorizationOptions]) -> list[Comparison]:
     """How far each ends above the global minimum."""
     return [
         Comparison(f"{part.name}: objective above the closed form", None, percent(results, part.name), "%", 3)
@@ -48,12 +49,12 @@ def compare(results: Results[Options]) -> list[Comparison]:
     ]
 
 
-def percent(results: Results[Options], part: str) -> list[float]:
+def percent(results: Results[DropoutFactorizationOptions], part: str) -> list[float]:
     """The excess over the global minimum in percent."""
     return [100 * value for value in results.final(part, "excess")]
 
 
-def plots(results: Results[Options]) -> list[Plot]:
+def plots(results: Results[DropoutFactorizationOptions]) -> list[Plot]:
     """The deterministic objective along both paths."""
     names = [part.name for part in parts(results.options)]
     dashed = [name for name in names if name.startswith("gradient")]
@@ -63,7 +64,7 @@ def plots(results: Results[Options]) -> list[Plot]:
     ]
 
 
-def findings(results: Results[Options]) -> Sequence[str]:
+def findings(results: Results[DropoutFactorizationOptions]) -> Sequence[str]:
     """Where both methods end."""
     said = []
     for p in results.options.rates:
@@ -77,10 +78,28 @@ def findings(results: Results[Options]) -> Sequence[str]:
     return said
 
 
+def claims(results: Results[DropoutFactorizationOptions]) -> list[Claim]:
+    """Sampled dropout and descent on its expectation reach the same minimum."""
+    methods = ("dropout", "gradient")
+    ends = {m: [v for p in results.options.rates for v in percent(results, f"{m}, p = {p:g}")] for m in methods}
+    measured = (
+        f"at most {max(ends['dropout'], default=0):.2f} %, deterministic {max(ends['gradient'], default=0):.2f} %"
+    )
+    return [
+        Claim(
+            "Dropout is SGD: stochastic and deterministic dropout reach the same minimum (here: within 1 %)",
+            "same curve",
+            f"above the minimum: {measured}" if ends["dropout"] else "–",
+            scale(results, f"{results.options.iterations:,} of 10,000 iterations"),
+            combine([judge_bound(values, 1.0) for values in ends.values()]),
+        )
+    ]
+
+
 experiment = Experiment(
     name="dropout-factorization",
     title="Dropout is SGD on a deterministic objective",
-    source="003, Synthetic Experiments for Fixed Size",
+    source="[Vidal2018], Synthetic Experiments for Fixed Size",
     about=(
         "A Gaussian matrix is factorised with many more terms than its rank, once with sampled terms, once by "
         "descent on the "
@@ -89,14 +108,15 @@ experiment = Experiment(
         "10,000 iterations, without numbers."
     ),
     presets={
-        "smoke": Preset(Options(rows=10, columns=8, size=10, iterations=80), (0,), 0.03),
-        "laptop": Preset(Options(), (0, 1), 2),
-        "paper": Preset(Options(iterations=10_000), (0, 1, 2), 15),
+        "smoke": Preset(DropoutFactorizationOptions(rows=10, columns=8, size=10, iterations=80), (0,), 0.03),
+        "laptop": Preset(DropoutFactorizationOptions(), (0, 1), 2),
+        "paper": Preset(DropoutFactorizationOptions(iterations=10_000), (0, 1, 2), 15),
     },
     parts=parts,
     run=run,
     compare=compare,
     plots=plots,
     findings=findings,
+    claims=claims,
     columns=("objective", "excess"),
 )

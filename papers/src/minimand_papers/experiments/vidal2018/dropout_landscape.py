@@ -8,13 +8,14 @@ import torch
 from minimand.factor import dropout_optimum
 from minimand.factor.dropout import dropout_objective
 
+from ...claims import combine, judge_bound, scale
 from ...context import Lab
 from ...drawing import figure
-from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class DropoutLandscapeOptions:
     """The autoencoder with tied weights.
 
     Args:
@@ -28,12 +29,12 @@ class Options:
     reach: float = 1.3
 
 
-def parts(options: Options) -> list[Part]:
+def parts(options: DropoutLandscapeOptions) -> list[Part]:
     """A surface a rate."""
     return [Part(f"p = {p:g}") for p in options.rates]
 
 
-def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+def run(options: DropoutLandscapeOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """The surface, the closed form, and descent on it from random starts."""
     p = float(part.removeprefix("p = "))
     Y = torch.ones(1, 1, dtype=torch.float64)
@@ -71,7 +72,7 @@ def value(Y: torch.Tensor, w: torch.Tensor, p: float) -> torch.Tensor:
     return dropout_objective(Y, w[None], w[None], p)
 
 
-def compare(results: Results[Options]) -> list[Comparison]:
+def compare(results: Results[DropoutLandscapeOptions]) -> list[Comparison]:
     """Minima of every surface."""
     rows = []
     for part in parts(results.options):
@@ -84,7 +85,7 @@ def compare(results: Results[Options]) -> list[Comparison]:
     return rows
 
 
-def plots(results: Results[Options]) -> list[Plot]:
+def plots(results: Results[DropoutLandscapeOptions]) -> list[Plot]:
     """Contours with the points that descent found."""
     drawn = figure(11, 3.8)
     options = results.options
@@ -103,7 +104,7 @@ def plots(results: Results[Options]) -> list[Plot]:
     return [Plot("Loss surfaces", f"Contours; {'; '.join(said) or 'nothing measured yet'}", drawn)]
 
 
-def findings(results: Results[Options]) -> Sequence[str]:
+def findings(results: Results[DropoutLandscapeOptions]) -> Sequence[str]:
     """What descent found."""
     said = []
     for part in parts(results.options):
@@ -114,24 +115,42 @@ def findings(results: Results[Options]) -> Sequence[str]:
     return said
 
 
+def claims(results: Results[DropoutLandscapeOptions]) -> list[Claim]:
+    """All local minima that descent finds are global, and with dropout they are equalised."""
+    names = [part.name for part in parts(results.options)]
+    worst = [value for name in names for value in results.final(name, "worst")]
+    unequal = [value for name in names if name != "p = 0" for value in results.final(name, "unequal")]
+    measured = f"weights differ by at most {max(unequal):.0e}; objective within {max(worst):.0e}" if unequal else "–"
+    return [
+        Claim(
+            "Landscape: with any dropout rate, descent ends at global minima with equal weights",
+            "equal weights",
+            measured,
+            scale(results, "two hidden units, 8 starts"),
+            combine([judge_bound(worst, 1e-6), judge_bound(unequal, 1e-3)]),
+        )
+    ]
+
+
 experiment = Experiment(
     name="dropout-landscape",
     title="The landscape of a linear autoencoder with dropout",
-    source="003, Effect of Dropout Rate on the Landscape",
+    source="[Vidal2018], Effect of Dropout Rate on the Landscape",
     about=(
         "One input, two hidden units, one output, tied weights. Without dropout a circle of weights is optimal; "
         "with any rate four "
         "points are, where both units weigh the same; a larger rate draws them to zero."
     ),
     presets={
-        "smoke": Preset(Options(points=15), (0,), 0.02),
-        "laptop": Preset(Options(), (0,), 0.1),
-        "paper": Preset(Options(), (0,), 0.1),
+        "smoke": Preset(DropoutLandscapeOptions(points=15), (0,), 0.02),
+        "laptop": Preset(DropoutLandscapeOptions(), (0,), 0.1),
+        "paper": Preset(DropoutLandscapeOptions(), (0,), 0.1),
     },
     parts=parts,
     run=run,
     compare=compare,
     plots=plots,
     findings=findings,
+    claims=claims,
     columns=("minimum",),
 )

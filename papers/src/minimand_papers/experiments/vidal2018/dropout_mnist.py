@@ -1,6 +1,7 @@
 """Regularisers compared on digits: errors, learning curves, filters, compactness."""
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -9,14 +10,15 @@ from torch import Tensor, nn
 
 from minimand.homogeneous import product_of_norms
 
-from ...comparing import verdict
+from ...claims import combine, judge_gain, scale, signed
+from ...comparing import Difference, difference
 from ...context import Lab
 from ...drawing import bars, curves
-from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...pictures import encoded, montage, pictures
-from ._regularized import Digits, accuracy_of, descent, named, perceptron
+from ._regularized import DigitsOptions, accuracy_of, descent, named, perceptron
 
-# 003, Table 9 of Srivastava et al.: test errors in percent.
+# [Vidal2018], Table 9 of Srivastava et al.: test errors in percent.
 PAPER: dict[str, float | None] = {
     "L2": 1.62,
     "L2 + L1": 1.60,
@@ -30,7 +32,7 @@ SHOWN = ("L2", "dropout + L2")
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(Digits):
+class DropoutMNISTOptions(DigitsOptions):
     """Networks with two hidden layers.
 
     Args:
@@ -65,12 +67,12 @@ class Options(Digits):
         return {method: [named(method, weight) for weight in self.candidates(method)] for method in PAPER}
 
 
-def parts(options: Options) -> list[Part]:
+def parts(options: DropoutMNISTOptions) -> list[Part]:
     """The rows of the table and the product of norms, each with its candidates."""
     return [Part(name) for names in options.groups().values() for name in names]
 
 
-def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+def run(options: DropoutMNISTOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """Train one network."""
     method, _, value = part.partition(" = ")
     weight = float(value)
@@ -134,7 +136,7 @@ def anatomy(model: nn.Sequential, x: Tensor, *, filters: bool) -> dict[str, obje
     return found
 
 
-def compare(results: Results[Options]) -> list[Comparison]:
+def compare(results: Results[DropoutMNISTOptions]) -> list[Comparison]:
     """Test errors beside the table's, of the candidate that validation chose."""
     real, chosen = results.options.dataset == "mnist", results.chosen(results.options.groups())
     rows = [
@@ -151,12 +153,12 @@ def compare(results: Results[Options]) -> list[Comparison]:
     ]
 
 
-def _weights(chosen: Results[Options], method: str) -> str:
+def _weights(chosen: Results[DropoutMNISTOptions], method: str) -> str:
     weights = chosen.final(method, "weight")
     return f"chosen by validation: {', '.join(f'{weight:g}' for weight in weights)}" if weights else ""
 
 
-def plots(results: Results[Options]) -> list[Plot]:
+def plots(results: Results[DropoutMNISTOptions]) -> list[Plot]:
     """Learning curves, the table, and filters with and without dropout."""
     chosen = results.chosen(results.options.groups())
     filters = {method: next((v[-1] for v in chosen.curve(method, "filters").values() if v), None) for method in SHOWN}
@@ -170,17 +172,38 @@ def plots(results: Results[Options]) -> list[Plot]:
     ]
 
 
-def findings(results: Results[Options]) -> Sequence[str]:
+def findings(results: Results[DropoutMNISTOptions]) -> Sequence[str | Difference]:
     """Every method against L2."""
     chosen = results.chosen(results.options.groups())
     others = [method for method in PAPER if method != "L2"]
-    return [verdict(chosen, method, "L2", "error", unit=" points of error", higher=False) for method in others]
+    return [difference(chosen, method, "L2", "error", higher=False, quantity="test error") for method in others]
+
+
+def claims(results: Results[DropoutMNISTOptions]) -> list[Claim]:
+    """Table 9 of Srivastava et al.: both dropout rows below the same method without dropout."""
+    chosen = results.chosen(results.options.groups())
+    pairs = {"dropout + L2": "L2", "dropout + max-norm": "max-norm"}
+    gaps = {ours: chosen.paired(ours, other, "error") for ours, other in pairs.items()}
+    sizes = {ours: _number(PAPER[ours]) - _number(PAPER[other]) for ours, other in pairs.items()}
+    return [
+        Claim(
+            "Dropout training: dropout lowers the test error of L2 and of max-norm",
+            ", ".join(f"{size:+.2f}".replace("-", "−") for size in sizes.values()) + " points",
+            ", ".join(signed(values) for values in gaps.values()),
+            scale(results, "MNIST", f"width {results.options.width}", f"{results.options.epochs} epochs"),
+            combine([judge_gain([-gap for gap in gaps[ours]], -sizes[ours]) for ours in pairs]),
+        )
+    ]
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 experiment = Experiment(
     name="dropout-mnist",
     title="Dropout among other regularisers",
-    source="003, Dropout Training (Srivastava et al. 2014, Table 9)",
+    source="[Vidal2018], Dropout Training (Srivastava et al. 2014, Table 9)",
     about=(
         "Networks with two hidden layers of ReLUs on MNIST: weight decay, with L1 towards the end, with a "
         "sparsity penalty; max-norm; dropout with "
@@ -190,14 +213,15 @@ experiment = Experiment(
         "Learning curves, first-layer filters and compactness are the slides' pictures."
     ),
     presets={
-        "smoke": Preset(Options("digits", samples=200, width=32, epochs=2), (0,), 0.05),
-        "laptop": Preset(Options(), (0, 1), 50),
-        "paper": Preset(Options(width=2048, epochs=200), (0, 1, 2), 30_000),
+        "smoke": Preset(DropoutMNISTOptions("digits", samples=200, width=32, epochs=2), (0,), 0.05),
+        "laptop": Preset(DropoutMNISTOptions(), (0, 1), 50),
+        "paper": Preset(DropoutMNISTOptions(width=2048, epochs=200), (0, 1, 2), 30_000),
     },
     parts=parts,
     run=run,
     compare=compare,
     plots=plots,
     findings=findings,
+    claims=claims,
     columns=("loss", "validation", "error"),
 )

@@ -9,10 +9,10 @@ from minimand.errors import OptionError
 from minimand.factor import NMF, certify
 
 from ...context import Lab
-from ...drawing import COLOURS, figure, style
-from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ...drawing import COLORS, figure, style
+from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...pictures import encoded, pictures
-from ._factor import certified, file_of, last, recorded, statuses
+from ._factor import certified, certified_claim, file_of, last, recorded, statuses
 
 GROWN, FIXED, STARTED = "NMF, size grown", "NMF, size given", "NMF, from successive projections"
 SKLEARN, PURE = "scikit-learn's NMF, no penalty", "successive projections"
@@ -23,7 +23,7 @@ MATERIALS = ("soil", "tree", "water")
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class HyperspectralUnmixingOptions:
     """Pixels as rows, each of norm one so that dark materials count as much as bright ones; bands as columns.
 
     Args:
@@ -62,7 +62,7 @@ class Scene:
     name: str
 
 
-def scene(options: Options, lab: Lab) -> Scene:
+def scene(options: HyperspectralUnmixingOptions, lab: Lab) -> Scene:
     """The data."""
     if options.scene not in ("auto", "samson", "synthetic"):
         raise OptionError(f'scene is "auto", "samson" or "synthetic", got {options.scene!r}')
@@ -96,7 +96,7 @@ def _samson(path: str) -> Scene:
     return _scene(file["Y"].T[order], file["M"].T, file["A"].T[order], (95, 95), "samson")
 
 
-def synthetic(options: Options, seed: int) -> Scene:
+def synthetic(options: HyperspectralUnmixingOptions, seed: int) -> Scene:
     """Three smooth spectra with peaks of their own, and abundances that vary smoothly over the picture."""
     rng = np.random.default_rng(seed)
     band = np.linspace(0, 1, options.bands)
@@ -104,19 +104,19 @@ def synthetic(options: Options, seed: int) -> Scene:
         [0.15 + 0.7 * band, 0.1 + 0.8 * np.exp(-(((band - 0.45) / 0.15) ** 2)), 0.5 * np.exp(-4 * band) + 0.02]
     )
     y, x = np.meshgrid(*[np.linspace(0, 1, options.side)] * 2, indexing="ij")
-    centres = ((0.2, 0.2), (0.8, 0.3), (0.5, 0.9))
-    heights = np.stack([np.exp(-((y - a) ** 2 + (x - b) ** 2) / 0.04) for a, b in centres], -1).reshape(-1, 3)
+    centers = ((0.2, 0.2), (0.8, 0.3), (0.5, 0.9))
+    heights = np.stack([np.exp(-((y - a) ** 2 + (x - b) ** 2) / 0.04) for a, b in centers], -1).reshape(-1, 3)
     abundances = (heights + 1e-4) / (heights + 1e-4).sum(1, keepdims=True)
     Y = (abundances @ spectra + 0.005 * rng.normal(size=(len(abundances), options.bands))).clip(0)
     return _scene(Y, spectra, abundances, (options.side, options.side), "synthetic")
 
 
-def parts(options: Options) -> list[Part]:
+def parts(options: HyperspectralUnmixingOptions) -> list[Part]:
     """Ours at a size that is found and at three, two controls at three, and what knowing the spectra would give."""
     return [Part(name) for name in (GROWN, FIXED, STARTED, SKLEARN, PURE, KNOWN)]
 
 
-def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+def run(options: HyperspectralUnmixingOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """Spectra and abundances, matched with the truth."""
     data = scene(options, lab)
     count = len(data.spectra)
@@ -218,7 +218,7 @@ def _shown(data: Scene, U: np.ndarray, V: np.ndarray, *, truth: bool) -> dict[st
     return shown
 
 
-def compare(results: Results[Options]) -> list[Comparison]:
+def compare(results: Results[HyperspectralUnmixingOptions]) -> list[Comparison]:
     """Angles and errors of the abundances."""
     rows = []
     for part in COMPARED:
@@ -230,11 +230,11 @@ def compare(results: Results[Options]) -> list[Comparison]:
     return rows
 
 
-def _materials(results: Results[Options]) -> Sequence[str]:
+def _materials(results: Results[HyperspectralUnmixingOptions]) -> Sequence[str]:
     return MATERIALS if last(results, FIXED, "scene") == "samson" else ("first", "second", "third")
 
 
-def plots(results: Results[Options]) -> list[Plot]:
+def plots(results: Results[HyperspectralUnmixingOptions]) -> list[Plot]:
     """Spectra and maps beside the truth."""
     names = _materials(results)
     drawn = figure(9.0, 3.2)
@@ -242,11 +242,11 @@ def plots(results: Results[Options]) -> list[Plot]:
     for i, axes in enumerate(drawn.subplots(1, 3, sharey=True)):
         true = last(results, FIXED, "true")
         if true:
-            axes.plot(true[i], color=COLOURS[7], linewidth=3, label="truth")
+            axes.plot(true[i], color=COLORS[7], linewidth=3, label="truth")
         for number, part in enumerate(SHOWN):
             spectra = last(results, part, "spectra")
             if spectra and i < len(spectra):
-                axes.plot(spectra[i], color=COLOURS[number], linewidth=1.2, label=part)
+                axes.plot(spectra[i], color=COLORS[number], linewidth=1.2, label=part)
                 if not i:
                     said.append(f"{part} {results.final(part, 'angle')[0]:.1f}°")
         style(axes, "band", "" if i else "reflectance, unit norm", names[i])
@@ -259,7 +259,7 @@ def plots(results: Results[Options]) -> list[Plot]:
     return [Plot("Spectra", alt, drawn), *([maps] if maps else [])]
 
 
-def findings(results: Results[Options]) -> Sequence[str]:
+def findings(results: Results[HyperspectralUnmixingOptions]) -> Sequence[str]:
     """The closest, the size that was found, and the certificates."""
     said = []
     angles = {part: values[0] for part in COMPARED if (values := results.final(part, "angle"))}
@@ -273,10 +273,16 @@ def findings(results: Results[Options]) -> Sequence[str]:
     return [*said, *statuses(results, (GROWN, FIXED, STARTED, SKLEARN))]
 
 
+def claims(results: Results[HyperspectralUnmixingOptions]) -> list[Claim]:
+    """Non-negative factors of a hyperspectral image."""
+    text = "Non-negative factorisation: local descent ends at the global minimum (hyperspectral image)"
+    return [certified_claim(results, text, (GROWN, FIXED), "Samson scene")]
+
+
 experiment = Experiment(
     name="hyperspectral-unmixing",
     title="Unmixing a hyperspectral image",
-    source="003, non-negative matrix factorisation; the Samson scene with its published ground truth",
+    source="[Vidal2018], non-negative matrix factorisation; the Samson scene with its published ground truth",
     about=(
         "Every pixel's spectrum is a non-negative mixture of the materials' spectra. Non-negative factors with the "
         "penalty λΣ‖Uᵢ‖‖Vᵢ‖, at a size that is found and at three, also from a good start, are matched with the ground "
@@ -287,14 +293,17 @@ experiment = Experiment(
         "three components come out: that number is no finding."
     ),
     presets={
-        "smoke": Preset(Options("synthetic", side=12, bands=20, sweeps=100, effort=0.02), (0,), 0.04),
-        "laptop": Preset(Options(), (0,), 0.3),
-        "paper": Preset(Options(sweeps=5000, effort=10.0), (0,), 5),
+        "smoke": Preset(
+            HyperspectralUnmixingOptions("synthetic", side=12, bands=20, sweeps=100, effort=0.02), (0,), 0.04
+        ),
+        "laptop": Preset(HyperspectralUnmixingOptions(), (0,), 0.3),
+        "paper": Preset(HyperspectralUnmixingOptions(sweeps=5000, effort=10.0), (0,), 5),
     },
     parts=parts,
     run=run,
     compare=compare,
     plots=plots,
     findings=findings,
+    claims=claims,
     columns=("rank", "angle"),
 )

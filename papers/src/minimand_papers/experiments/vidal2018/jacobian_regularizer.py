@@ -7,14 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...comparing import verdict
+from ...claims import ACCURACY, combine, judge_gain, scale, span
+from ...comparing import Difference, difference, mean_std
 from ...context import Lab
 from ...drawing import bars
-from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
-from ._regularized import Candidates, Digits, accuracy_of, descent, named, perceptron
+from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ._regularized import Candidates, DigitsOptions, accuracy_of, descent, named, perceptron
 
 METHODS = ("none", "WD", "LM")
-# 003, "Experimental Results": (loss, layers) → accuracies for 256, 512 and 1024 samples, each none, WD, LM.
+# [Vidal2018], "Experimental Results": (loss, layers) → accuracies for 256, 512 and 1024 samples, each none, WD, LM.
 PAPER = {
     ("hinge", 2): ((88.37, 89.88, 93.83), (93.99, 94.62, 95.49), (95.79, 96.57, 97.45)),
     ("hinge", 3): ((87.22, 89.31, 93.22), (93.41, 93.97, 95.76), (95.46, 96.45, 97.60)),
@@ -27,7 +28,7 @@ EVERY = 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(Digits):
+class JacobianRegularizerOptions(DigitsOptions):
     """Fully connected networks on a few digits.
 
     Args:
@@ -61,17 +62,17 @@ def name_of(loss: str, layers: int, count: int, method: str) -> str:
     return f"{loss}, {layers} layers, {count} samples, {method}"
 
 
-def cells(options: Options) -> list[tuple[str, int, int, str]]:
+def cells(options: JacobianRegularizerOptions) -> list[tuple[str, int, int, str]]:
     """All cells."""
     return [(a, b, c, m) for a in options.losses for b in options.layers for c in options.counts for m in METHODS]
 
 
-def parts(options: Options) -> list[Part]:
+def parts(options: JacobianRegularizerOptions) -> list[Part]:
     """A network for every candidate of every cell."""
     return [Part(name) for names in options.groups().values() for name in names]
 
 
-def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+def run(options: JacobianRegularizerOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """Train one network."""
     cell, _, value = part.partition(" = ")
     loss, layers, count, method = next(found for found in cells(options) if name_of(*found) == cell)
@@ -115,7 +116,7 @@ def log_product(model: nn.Module) -> float:
     return float(sum(torch.linalg.matrix_norm(layer.weight, 2).log() for layer in layers))
 
 
-def compare(results: Results[Options]) -> list[Comparison]:
+def compare(results: Results[JacobianRegularizerOptions]) -> list[Comparison]:
     """Test accuracy beside the table's, of the candidates that validation chose."""
     chosen = results.chosen(results.options.groups())
     rows = []
@@ -130,16 +131,18 @@ def compare(results: Results[Options]) -> list[Comparison]:
     return rows
 
 
-def plots(results: Results[Options]) -> list[Plot]:
+def plots(results: Results[JacobianRegularizerOptions]) -> list[Plot]:
     """The table as bars."""
     return [bars(compare(results), title="Accuracy with few samples", y="test accuracy, %")]
 
 
-def findings(results: Results[Options]) -> Sequence[str]:
+def findings(results: Results[JacobianRegularizerOptions]) -> Sequence[str | Difference]:
     """LM against both others, cell by cell."""
     chosen = results.chosen(results.options.groups())
-    said = [
-        verdict(chosen, name_of(*cell[:3], "LM"), name_of(*cell)) for cell in cells(results.options) if cell[3] != "LM"
+    said: list[str | Difference] = [
+        difference(chosen, name_of(*cell[:3], "LM"), name_of(*cell))
+        for cell in cells(results.options)
+        if cell[3] != "LM"
     ]
     weights = [
         weight
@@ -155,10 +158,34 @@ def findings(results: Results[Options]) -> Sequence[str]:
     return said
 
 
+def claims(results: Results[JacobianRegularizerOptions]) -> list[Claim]:
+    """The Jacobian regulariser above weight decay and above none, cell by cell."""
+    chosen = results.chosen(results.options.groups())
+    found = []
+    for place, (method, title) in enumerate((("none", "no regulariser"), ("WD", "weight decay"))):
+        gains, sizes = [], []
+        for loss, layers, count, other in cells(results.options):
+            if other == method and (loss, layers) in PAPER and count in COUNTS:
+                ours, theirs = (name_of(loss, layers, count, kind) for kind in ("LM", method))
+                row = PAPER[loss, layers][COUNTS.index(count)]
+                gains.append(chosen.paired(ours, theirs, "test"))
+                sizes.append(row[METHODS.index("LM")] - row[place])
+        found.append(
+            Claim(
+                f"Few samples: the Jacobian regulariser beats {title} (2 losses, 2 depths, 3 sample sizes)",
+                span(sizes, " points", plus=True),
+                span([mean_std(values)[0] for values in gains if values], " points", plus=True),
+                scale(results, "MNIST", f"{results.options.epochs} epochs"),
+                combine([judge_gain(gap, size, single=ACCURACY) for gap, size in zip(gains, sizes, strict=True)]),
+            )
+        )
+    return found
+
+
 experiment = Experiment(
     name="jacobian-regularizer",
     title="The Jacobian as a regulariser with few samples",
-    source="003, Experimental Results (Sokolić, Giryes, Sapiro and Rodrigues 2017)",
+    source="[Vidal2018], Experimental Results (Sokolić, Giryes, Sapiro and Rodrigues 2017)",
     about=(
         "Fully connected networks on 256, 512 and 1024 digits with the hinge loss and cross-entropy: no "
         "regulariser, weight decay (WD), and "
@@ -169,15 +196,20 @@ experiment = Experiment(
     ),
     presets={
         "smoke": Preset(
-            Options("digits", counts=(64,), layers=(2,), losses=("CCE",), width=24, epochs=3, batch=32), (0, 1), 0.05
+            JacobianRegularizerOptions(
+                "digits", counts=(64,), layers=(2,), losses=("CCE",), width=24, epochs=3, batch=32
+            ),
+            (0, 1),
+            0.05,
         ),
-        "laptop": Preset(Options(), (0, 1, 2), 25),
-        "paper": Preset(Options(epochs=200), (0, 1, 2, 3, 4), 150),
+        "laptop": Preset(JacobianRegularizerOptions(), (0, 1, 2), 25),
+        "paper": Preset(JacobianRegularizerOptions(epochs=200), (0, 1, 2, 3, 4), 150),
     },
     parts=parts,
     run=run,
     compare=compare,
     plots=plots,
     findings=findings,
+    claims=claims,
     columns=("loss",),
 )

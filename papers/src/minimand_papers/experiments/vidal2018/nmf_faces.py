@@ -11,10 +11,10 @@ from minimand.errors import MissingExtra, OptionError
 from minimand.factor import NMF, certify
 
 from ...context import Lab
-from ...drawing import COLOURS, figure, logarithmic, style
-from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ...drawing import COLORS, figure, logarithmic, style
+from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...pictures import encoded, montage, pictures
-from ._factor import certified, file_of, last, recorded, resized, statuses
+from ._factor import certified, certified_claim, file_of, last, recorded, resized, statuses
 
 OURS = "grown to the certificate"
 SWEEPS = 2000
@@ -22,7 +22,7 @@ SOURCES = ("auto", "orl", "yale", "lfw", "digits")
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class NMFFacesOptions:
     """Images as rows of a non-negative matrix.
 
     Args:
@@ -47,7 +47,7 @@ class Options:
     tol: float = 1e-3
 
 
-def faces(options: Options, lab: Lab) -> tuple[np.ndarray, str]:
+def faces(options: NMFFacesOptions, lab: Lab) -> tuple[np.ndarray, str]:
     """Images in 0 … 1, images × height × width, and where they are from."""
     if options.source not in SOURCES:
         raise OptionError(f"source is one of {', '.join(SOURCES)}, got {options.source!r}")
@@ -93,12 +93,12 @@ def other(size: float) -> str:
     return f"scikit-learn, {size:g} × the size"
 
 
-def parts(options: Options) -> list[Part]:
+def parts(options: NMFFacesOptions) -> list[Part]:
     """Our path over λ, then scikit-learn at its end."""
     return [Part(OURS), *(Part(other(size), needs=(OURS,)) for size in options.sizes)]
 
 
-def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+def run(options: NMFFacesOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """A path over λ with its certificates, or another library's factors at the last λ."""
     images, source = faces(options, lab)
     Y = images.reshape(len(images), -1)
@@ -126,7 +126,7 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
     }
 
 
-def _path(options: Options, Y: np.ndarray, source: str, lab: Lab) -> Iterator[Metrics]:
+def _path(options: NMFFacesOptions, Y: np.ndarray, source: str, lab: Lab) -> Iterator[Metrics]:
     model = NMF(1.0, tol=options.tol, effort=options.effort, random_state=lab.seed)
     top = model.lambda_max(Y)
     before = None
@@ -155,7 +155,7 @@ def _path(options: Options, Y: np.ndarray, source: str, lab: Lab) -> Iterator[Me
     }
 
 
-def _sheet(U: np.ndarray, V: np.ndarray, options: Options) -> str:
+def _sheet(U: np.ndarray, V: np.ndarray, options: NMFFacesOptions) -> str:
     """The heaviest parts, dark where they are large."""
     order = np.argsort(-np.linalg.norm(U, axis=0) * np.linalg.norm(V, axis=0))[:24]
     return encoded(montage(V.T[order].reshape(-1, options.height, options.width), 8))
@@ -183,7 +183,7 @@ def _sklearn(Y: np.ndarray, lam: float, size: int, seed: int) -> tuple[np.ndarra
     return W, model.components_.T, int(model.n_iter_)
 
 
-def compare(results: Results[Options]) -> list[Comparison]:
+def compare(results: Results[NMFFacesOptions]) -> list[Comparison]:
     """Sizes, objectives and gaps."""
     rows = [
         Comparison(f"{OURS}: components", None, results.final(OURS, "rank"), "", 0),
@@ -196,7 +196,7 @@ def compare(results: Results[Options]) -> list[Comparison]:
     return rows
 
 
-def plots(results: Results[Options]) -> list[Plot]:
+def plots(results: Results[NMFFacesOptions]) -> list[Plot]:
     """Size and gap over λ, the parts, and images with their reconstructions."""
     drawn = figure(8.0, 3.4)
     left, right = drawn.subplots(1, 2)
@@ -204,10 +204,10 @@ def plots(results: Results[Options]) -> list[Plot]:
     for places, sizes, gaps in zip(
         *(results.curve(OURS, key).values() for key in ("fraction", "rank", "gap")), strict=True
     ):
-        left.plot(places, sizes, "o-", color=COLOURS[0])
-        right.plot(places, np.maximum(gaps, 1e-6), "s-", color=COLOURS[1])
+        left.plot(places, sizes, "o-", color=COLORS[0])
+        right.plot(places, np.maximum(gaps, 1e-6), "s-", color=COLORS[1])
         ranks = ranks or sizes
-    right.axhline(100 * results.options.tol, color=COLOURS[7], linewidth=0.8, linestyle=":")
+    right.axhline(100 * results.options.tol, color=COLORS[7], linewidth=0.8, linestyle=":")
     for axes, which in ((left, "x"), (right, "x"), (right, "y")):
         logarithmic(axes, which)
     style(left, "λ / λmax", "components", "Size chosen")
@@ -222,7 +222,7 @@ def plots(results: Results[Options]) -> list[Plot]:
     return [Plot("Size and gap over λ", alt, drawn), *(plot for plot in found if plot)]
 
 
-def findings(results: Results[Options]) -> Sequence[str]:
+def findings(results: Results[NMFFacesOptions]) -> Sequence[str]:
     """The size, what is proved of it, and how scikit-learn's answers fare."""
     said = []
     source, ranks = last(results, OURS, "source"), results.final(OURS, "rank")
@@ -241,10 +241,16 @@ def findings(results: Results[Options]) -> Sequence[str]:
     return [*said, *statuses(results, [OURS, *(other(size) for size in results.options.sizes)])]
 
 
+def claims(results: Results[NMFFacesOptions]) -> list[Claim]:
+    """Non-negative factors grown to the certificate."""
+    text = "Non-negative factorisation, Theorems 1 and 2: growth ends at the global minimum (faces)"
+    return [certified_claim(results, text, [OURS], f"{results.options.limit or 'all'} images")]
+
+
 experiment = Experiment(
     name="nmf-faces",
     title="Parts of faces, with a certificate",
-    source="003, non-negative matrix factorisation and Theorems 1 and 2",
+    source="[Vidal2018], non-negative matrix factorisation and Theorems 1 and 2",
     about=(
         "Non-negative factors of a matrix of face images, ½‖Y − UVᵀ‖² + λΣ‖Uᵢ‖‖Vᵢ‖. The number of parts is found "
         "along a path of λ, and the doubly non-negative bound says how far each answer can be from the global "
@@ -253,13 +259,17 @@ experiment = Experiment(
     ),
     presets={
         "smoke": Preset(
-            Options("digits", limit=20, height=8, width=8, fractions=(0.4, 0.25), sizes=(0.5, 1.0), effort=0.02),
+            NMFFacesOptions(
+                "digits", limit=20, height=8, width=8, fractions=(0.4, 0.25), sizes=(0.5, 1.0), effort=0.02
+            ),
             (0,),
             0.05,
         ),
-        "laptop": Preset(Options(), (0,), 1.5),
+        "laptop": Preset(NMFFacesOptions(), (0,), 1.5),
         "paper": Preset(
-            Options(limit=400, height=28, width=23, fractions=(0.5, 0.2, 0.1, 0.05, 0.03, 0.02), effort=10.0), (0,), 30
+            NMFFacesOptions(limit=400, height=28, width=23, fractions=(0.5, 0.2, 0.1, 0.05, 0.03, 0.02), effort=10.0),
+            (0,),
+            30,
         ),
     },
     parts=parts,
@@ -267,5 +277,6 @@ experiment = Experiment(
     compare=compare,
     plots=plots,
     findings=findings,
+    claims=claims,
     columns=("fraction", "rank", "gap"),
 )

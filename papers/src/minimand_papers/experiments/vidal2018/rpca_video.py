@@ -12,10 +12,10 @@ from minimand.factor import RobustPCA
 from ...context import Lab
 from ...data import psnr
 from ...drawing import curves
-from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...pictures import encoded, pictures
 from .._reconstruction import photographs
-from ._factor import certified, file_of, last, measured, recorded, resized, statuses, thinned
+from ._factor import certified, certified_claim, file_of, last, measured, recorded, resized, statuses, thinned
 
 PURSUIT = "principal component pursuit"
 NOISY = "with a noise term"
@@ -25,7 +25,7 @@ THRESHOLD = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class RPCAVideoOptions:
     """Frames as rows of a matrix.
 
     Args:
@@ -56,7 +56,7 @@ class Clip:
     moving: np.ndarray | None = None
 
 
-def clip(options: Options, lab: Lab) -> Clip:
+def clip(options: RPCAVideoOptions, lab: Lab) -> Clip:
     """The video."""
     if options.video not in VIDEOS:
         raise OptionError(f"video is one of {', '.join(VIDEOS)}, got {options.video!r}")
@@ -86,12 +86,12 @@ def synthetic(frames: int, side: int, seed: int) -> Clip:
     return Clip(seen.clip(0, 1).astype(np.float32), "synthetic", background, moving)
 
 
-def parts(options: Options) -> list[Part]:
+def parts(options: RPCAVideoOptions) -> list[Part]:
     """Both formulations, and the control."""
     return [Part(PURSUIT), Part(NOISY), Part(MEDIAN)]
 
 
-def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
+def run(options: RPCAVideoOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """One decomposition."""
     video = clip(options, lab)
     Y = video.frames.reshape(len(video.frames), -1)
@@ -131,7 +131,7 @@ def _scores(video: Clip, low: np.ndarray, sparse: np.ndarray) -> dict[str, float
     return scores
 
 
-def compare(results: Results[Options]) -> list[Comparison]:
+def compare(results: Results[RPCAVideoOptions]) -> list[Comparison]:
     """Ranks, gaps and, for the synthetic video, distances to the truth."""
     rows = []
     for part in (PURSUIT, NOISY, MEDIAN):
@@ -145,7 +145,7 @@ def compare(results: Results[Options]) -> list[Comparison]:
     return measured(rows)
 
 
-def plots(results: Results[Options]) -> list[Plot]:
+def plots(results: Results[RPCAVideoOptions]) -> list[Plot]:
     """A frame taken apart by each method, and the descent."""
     grid = []
     for part in (PURSUIT, NOISY, MEDIAN):
@@ -158,7 +158,7 @@ def plots(results: Results[Options]) -> list[Plot]:
     return [*([shown] if shown else []), descent]
 
 
-def findings(results: Results[Options]) -> Sequence[str]:
+def findings(results: Results[RPCAVideoOptions]) -> Sequence[str]:
     """Ranks, certificates, and who is closer to the truth."""
     said = []
     name = last(results, PURSUIT, "video")
@@ -175,10 +175,16 @@ def findings(results: Results[Options]) -> Sequence[str]:
     return [*said, *statuses(results, (PURSUIT, NOISY))]
 
 
+def claims(results: Results[RPCAVideoOptions]) -> list[Claim]:
+    """Both formulations of robust PCA."""
+    text = "Robust PCA, both formulations: the global minimum"
+    return [certified_claim(results, text, (PURSUIT, NOISY), f"{results.options.frames} frames")]
+
+
 experiment = Experiment(
     name="rpca-video",
     title="Robust principal components of a video",
-    source="003, robust PCA",
+    source="[Vidal2018], robust PCA",
     about=(
         "The frames of a video with a resting camera are the rows of Y. The background is of low rank even when the "
         "light changes; people are sparse. λ‖X‖* + ‖Y − X‖₁ with λ the root of the longer side, and the same with a "
@@ -186,14 +192,15 @@ experiment = Experiment(
         "photograph whose light comes and goes."
     ),
     presets={
-        "smoke": Preset(Options("synthetic", frames=16, shrink=6, iterations=150), (0,), 0.04),
-        "laptop": Preset(Options(), (0,), 1),
-        "paper": Preset(Options(frames=200, shrink=1, iterations=2000, tol=1e-3), (0,), 40),
+        "smoke": Preset(RPCAVideoOptions("synthetic", frames=16, shrink=6, iterations=150), (0,), 0.04),
+        "laptop": Preset(RPCAVideoOptions(), (0,), 1),
+        "paper": Preset(RPCAVideoOptions(frames=200, shrink=1, iterations=2000, tol=1e-3), (0,), 40),
     },
     parts=parts,
     run=run,
     compare=compare,
     plots=plots,
     findings=findings,
+    claims=claims,
     columns=("excess", "gap"),
 )
