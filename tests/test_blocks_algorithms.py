@@ -19,7 +19,7 @@ from minimand.nn import (
     MergeUpdate,
     NesterovUpdate,
     OptimizationNet,
-    Twin,
+    TwoStreamBlock,
 )
 from minimand.operators import Dense
 from minimand.solvers import FISTA, HeavyBall, Problem, ProxGD, solve
@@ -249,7 +249,9 @@ def test_merge_is_eq_20_with_its_sums():
     """α and β that depend on the term alone, δ = 1: a running sum."""
     first, second = Blocks(5).layers, Blocks(5).layers
     x = torch.randn(3, 5, dtype=torch.float64)
-    net = OptimizationNet([Twin(a, b) for a, b in zip(first, second, strict=True)], MergeUpdate(0.4, 0.1, 1.0))
+    net = OptimizationNet(
+        [TwoStreamBlock(a, b) for a, b in zip(first, second, strict=True)], MergeUpdate(0.4, 0.1, 1.0)
+    )
     primes, plains = [x], [x]
     for a, b in zip(first, second, strict=True):
         total = sum(0.4 * p for p in primes) + sum(0.1 * q for q in plains)

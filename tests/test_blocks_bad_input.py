@@ -15,7 +15,7 @@ from minimand.nn import (
     NesterovUpdate,
     OptimizationNet,
     Transition,
-    Twin,
+    TwoStreamBlock,
 )
 
 UPDATES = [HeavyBallUpdate(), NesterovUpdate(0.3), AcceleratedUpdate(), ADMMUpdate(), MergeUpdate()]
@@ -67,7 +67,7 @@ def test_errors_of_shapes_say_what_to_do():
         (lambda: OptimizationNet([], "gd"), "empty"),
         (lambda: OptimizationNet(nn.Linear(2, 2), "gd"), "list of modules"),
         (lambda: OptimizationNet([torch.relu], "gd"), "blocks.0 is no module"),
-        (lambda: OptimizationNet([Twin(nn.Identity(), nn.Identity())], "gd"), "one stream"),
+        (lambda: OptimizationNet([TwoStreamBlock(nn.Identity(), nn.Identity())], "gd"), "one stream"),
         (lambda: OptimizationNet([Transition(nn.Linear(2, 3))], "heavy_ball"), "give it a shortcut"),
         (lambda: OptimizationNet([Transition(nn.Linear(2, 3), nn.Linear(2, 3))], "gd"), "never use"),
         (lambda: OptimizationNet([nn.Identity()], "heavy_ball", learnable="channel"), "channels="),

@@ -17,7 +17,7 @@ from minimand.nn import (
     MergeUpdate,
     NesterovUpdate,
     OptimizationNet,
-    Twin,
+    TwoStreamBlock,
     coefficient_parameters,
 )
 from minimand.nn.blocks.network import resolve
@@ -33,7 +33,7 @@ def _net(update, learnable=True, width=4, count=4):
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(count)]
     if update.streams == 2:
-        blocks = [Twin(block, copy.deepcopy(block)) for block in blocks]
+        blocks = [TwoStreamBlock(block, copy.deepcopy(block)) for block in blocks]
         for block in blocks:
             nn.init.normal_(block.second[0].weight, std=0.5)
     return OptimizationNet(blocks, update, learnable=learnable, channels=width)

@@ -11,7 +11,7 @@ from minimand.nn import (
     NesterovUpdate,
     OptimizationNet,
     Transition,
-    Twin,
+    TwoStreamBlock,
     coefficient_parameters,
 )
 from minimand.zoo import AGDNet, AGDNet121, DenseNet, DenseNet121, DMRNet, HBNet, HBNet34, ResNet, ResNet34
@@ -148,7 +148,7 @@ def test_learned_betas_of_agd_net_weight_the_iterates(kind):
 def test_halves_are_dmrnet():
     """x′ ← T′(x′) + ½(x′ + x), x ← T(x) + ½(x′ + x)."""
     first, second = ([nn.Linear(4, 4) for _ in range(3)] for _ in range(2))
-    net = OptimizationNet([Twin(a, b) for a, b in zip(first, second, strict=True)], MergeUpdate())
+    net = OptimizationNet([TwoStreamBlock(a, b) for a, b in zip(first, second, strict=True)], MergeUpdate())
     x = torch.randn(5, 4)
     left = right = x
     for a, b in zip(first, second, strict=True):

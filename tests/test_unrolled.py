@@ -147,7 +147,7 @@ def test_learned_momentum_is_fista_nets_formula() -> None:
         problem = net.problem(y)
         r = ahead + setting.step * problem.descent(ahead, problem.linear())
         transform = net.transforms[0]
-        shrunk = transform.synthesise(soft_threshold(transform.analyse(transform.features(r)), setting.threshold))
+        shrunk = transform.synthesize(soft_threshold(transform.analyze(transform.features(r)), setting.threshold))
         torch.testing.assert_close(three, transform.image(shrunk, r))
 
 

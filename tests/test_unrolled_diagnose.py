@@ -19,7 +19,7 @@ from minimand.nn import (
     UnrolledNet,
     diagnose,
 )
-from minimand.nn.unrolled.parameters import Interval, Positive, Signed, Softplus, assign, constrain
+from minimand.nn.unrolled.parameters import Interval, MonotoneSlope, Positive, Softplus, assign, constrain
 from minimand.operators import orthonormal_gaussian
 
 SMALL = Architecture(channels=3)
@@ -83,7 +83,7 @@ def test_free_and_constrained_networks_start_from_the_same_numbers(build: Callab
         (Interval(-1.0, 3.0), [-0.9, 0.0, 2.5]),
         (Positive(), [1e-4, 0.01, 5.0]),
         (Positive(0.01), [1e-4, 0.01, 5.0]),
-        (Signed(-1.0), [-3.0, -0.01]),
+        (MonotoneSlope(-1.0), [-3.0, -0.01]),
     ],
 )
 def test_parametrisations_invert(parametrisation: nn.Module, values: list[float]) -> None:
@@ -251,7 +251,7 @@ def test_the_diagnosis_is_true(build: Callable[..., UnrolledNet]) -> None:
             residual = x @ phi.mT - y
             assert phase.residual == pytest.approx(float(residual.norm() / y.norm()), rel=1e-4)
             transform = result.shrinkage.transform
-            penalty = transform.analyse(transform.features(result.x)).abs().sum()
+            penalty = transform.analyze(transform.features(result.x)).abs().sum()
             weight = result.setting.threshold / result.setting.step
             objective = (0.5 * residual.square().sum() + weight * penalty) / 3
             assert phase.objective == pytest.approx(float(objective), rel=1e-4)

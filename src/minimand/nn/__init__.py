@@ -12,7 +12,7 @@ from .blocks import (
     NesterovUpdate,
     OptimizationNet,
     Transition,
-    Twin,
+    TwoStreamBlock,
     as_algorithm,
     coefficient_parameters,
 )
@@ -59,7 +59,7 @@ __all__ = [
     "SolverLinear",
     "SolverOptions",
     "Transition",
-    "Twin",
+    "TwoStreamBlock",
     "UnrolledNet",
     "as_algorithm",
     "coefficient_parameters",

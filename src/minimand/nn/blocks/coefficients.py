@@ -13,7 +13,7 @@ from ...errors import OptionError
 from ...operators.accumulate import Weight
 from ...solvers.momentum import extrapolate
 
-__all__ = ["Coefficients", "Learning", "Momentum", "learning"]
+__all__ = ["Coefficients", "LearnedMomentum", "Learning", "parse_learnable"]
 
 Kind = Literal["scalar", "channel"]
 Constraint = Literal["positive", "sum"]
@@ -43,7 +43,7 @@ class Learning:
             raise OptionError(f'a constraint is "positive", "sum" or None, got {self.constraint!r}')
 
 
-def learning(learnable: bool | str | Learning) -> Learning | None:
+def parse_learnable(learnable: bool | str | Learning) -> Learning | None:
     """What ``learnable`` asks for; None where coefficients are fixed."""
     if isinstance(learnable, Learning):
         return learnable
@@ -54,7 +54,7 @@ def learning(learnable: bool | str | Learning) -> Learning | None:
     raise OptionError(f'learnable is False, True, "scalar", "channel" or a Learning, got {learnable!r}')
 
 
-class Signed(nn.Module):
+class FixedSign(nn.Module):
     r"""Numbers of given signs, :math:`c = \pm\operatorname{softplus}(r)`, or 0 where there is none."""
 
     sign: Tensor
@@ -136,7 +136,7 @@ class Coefficients(nn.Module):
             value = value[:, None].repeat(1, channels)
         self.weight = nn.Parameter(value.to(torch.get_default_dtype()))
         if how.constraint == "positive":
-            parametrize.register_parametrization(self, "weight", Signed(torch.sign(self.weight.detach())))
+            parametrize.register_parametrization(self, "weight", FixedSign(torch.sign(self.weight.detach())))
         elif how.constraint == "sum":
             parametrize.register_parametrization(self, "weight", FixedSum(value, groups or (len(value),)))
 
@@ -156,10 +156,10 @@ class Coefficients(nn.Module):
         return f"{values}, learned" if self.learned else values
 
 
-class Momentum(nn.Module):
+class LearnedMomentum(nn.Module):
     r"""The combination :math:`\beta_1 x + \beta_2 x_-` of the last two iterates, learned from (1, 0) on.
 
-    >>> Momentum()(torch.ones(1, 2), torch.zeros(1, 2)).detach()
+    >>> LearnedMomentum()(torch.ones(1, 2), torch.zeros(1, 2)).detach()
     tensor([[1., 1.]])
     """
 

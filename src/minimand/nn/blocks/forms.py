@@ -12,8 +12,8 @@ from ..conversion.change import Source, adopt, rewrite
 from ..conversion.clone import clone
 from ..conversion.trace import Traced
 from ..convert import check_unwrapped
-from .coefficients import Coefficients, Momentum
-from .residual import Addition, Look, Stage, look
+from .coefficients import Coefficients, LearnedMomentum
+from .residual import ResidualAddition, ResidualSearch, ResidualStage, find_stages
 
 __all__ = ["as_algorithm", "coefficient_parameters"]
 
@@ -95,7 +95,7 @@ def as_algorithm(
         raise ConversionError(f"as_algorithm takes an nn.Module, got {type(model).__name__}")
     _check_patterns(stages)
     check_unwrapped(model)
-    found = look(model)
+    found = find_stages(model)
     picked = _picked(found, stages)
     _check_names(found, picked, algorithm)
     edits = _Edits(found, algorithm)
@@ -117,7 +117,7 @@ def _check_patterns(stages: object) -> None:
         raise OptionError(f"stages is a pattern such as 'layer[12]', a list of them, or None for all, got {stages!r}")
 
 
-def _picked(found: Look, stages: str | Sequence[str] | None) -> list[Stage]:
+def _picked(found: ResidualSearch, stages: str | Sequence[str] | None) -> list[ResidualStage]:
     """The stages that the patterns pick; one that picks none is an error."""
     if not found.stages:
         seen = "\n".join(f"  {line}" for line in found.seen) or "  modules of torch's own only"
@@ -135,7 +135,7 @@ def _picked(found: Look, stages: str | Sequence[str] | None) -> list[Stage]:
     return [stage for stage in found.stages if any(fnmatch.fnmatchcase(stage.path, p) for p in patterns)]
 
 
-def _check_names(found: Look, picked: list[Stage], algorithm: str) -> None:
+def _check_names(found: ResidualSearch, picked: list[ResidualStage], algorithm: str) -> None:
     """Refuse networks that use the name of the form for something else."""
     for stage in picked:
         for owner in (stage.owner,) if stage.chain is None else stage.chain.blocks:
@@ -146,7 +146,7 @@ def _check_names(found: Look, picked: list[Stage], algorithm: str) -> None:
 
 def _attach(owner: nn.Module, name: str, count: int | None, constraint: Literal["sum"] | None) -> None:
     """Coefficients for a block, or for each addition of a forward, where its parameters are."""
-    made = [Momentum(constraint) for _ in range(count or 1)]
+    made = [LearnedMomentum(constraint) for _ in range(count or 1)]
     child: nn.Module = made[0] if count is None else nn.ModuleList(made)
     like = next(owner.parameters())
     adopt(owner, name, child.to(like.device, like.dtype))
@@ -155,14 +155,14 @@ def _attach(owner: nn.Module, name: str, count: int | None, constraint: Literal[
 class _Edits:
     """What has to change in the traced forwards of a scratch copy."""
 
-    def __init__(self, found: Look, algorithm: str) -> None:
+    def __init__(self, found: ResidualSearch, algorithm: str) -> None:
         self.found = found
         self.algorithm = algorithm
         self.touched: set[nn.Module] = set()
         #: How many coefficients a module gets, by its path; None for a block.
         self.added: dict[str, int | None] = {}
 
-    def stage(self, stage: Stage) -> None:
+    def stage(self, stage: ResidualStage) -> None:
         """Hand every update the iterate before."""
         self.touched.add(stage.owner)
         if stage.chain is None:
@@ -205,14 +205,16 @@ class _Edits:
                 previous = traced.graph.placeholder(_PREVIOUS, default_value=None)
             self._update(traced, addition, inputs[0], previous, self.algorithm)
 
-    def _additions(self, traced: Traced, additions: tuple[Addition, ...], first: int) -> None:
+    def _additions(self, traced: Traced, additions: tuple[ResidualAddition, ...], first: int) -> None:
         calls = traced.keys(traced.frames[0])
         names = {node.name: node for node in traced.graph.nodes}
         skips = [names[a.skip] if isinstance(a.skip, str) else calls[a.skip] for a in additions]
         for k, (addition, skip) in enumerate(zip(additions, skips, strict=True)):
             self._update(traced, addition, skip, skips[k - 1] if k else None, f"{self.algorithm}.{first + k}")
 
-    def _update(self, traced: Traced, addition: Addition, x: fx.Node, previous: fx.Node | None, target: str) -> None:
+    def _update(
+        self, traced: Traced, addition: ResidualAddition, x: fx.Node, previous: fx.Node | None, target: str
+    ) -> None:
         """Put β₁x + β₂x₋ in place of x: in the skip, or in the whole block."""
         add = traced.keys(traced.frames[0])[addition.key]
         args = (x,) if previous is None else (x, previous)

@@ -96,7 +96,7 @@ class AcceleratedUpdate(Update):
         return state._replace(x=prox(result), values=images, points=points)
 
 
-class Dense(NamedTuple):
+class DenseState(NamedTuple):
     """All iterates side by side, and how many channels the input has."""
 
     x: Tensor
@@ -129,23 +129,25 @@ class DenseUpdate(Update):
         """One for every iterate but the input."""
         return () if place.changes else (self.past,) * place.step
 
-    def start(self, x: tuple[Tensor, ...], learned: bool) -> Dense:
+    def start(self, x: tuple[Tensor, ...], learned: bool) -> DenseState:
         """The input alone."""
-        return Dense(x[0], x[0].shape[1])
+        return DenseState(x[0], x[0].shape[1])
 
-    def points(self, state: Dense, weights: tuple[Weight, ...]) -> tuple[Tensor, ...]:
+    def points(self, state: DenseState, weights: tuple[Weight, ...]) -> tuple[Tensor, ...]:
         """At the concatenation."""
         return (state.x,)
 
-    def combine(self, state: Dense, values: tuple[Tensor, ...], weights: tuple[Weight, ...], prox: Prox) -> Dense:
+    def combine(
+        self, state: DenseState, values: tuple[Tensor, ...], weights: tuple[Weight, ...], prox: Prox
+    ) -> DenseState:
         """A new iterate beside the others."""
         value = values[0]
         if _enter(weights):
             terms = state.x[:, state.root :].unflatten(1, (len(weights), value.shape[1]))
             value = value + _combination(weights, terms)
-        return Dense(torch.cat([state.x, prox(value)], 1), state.root)
+        return DenseState(torch.cat([state.x, prox(value)], 1), state.root)
 
-    def check(self, value: Tensor, state: Dense, weights: tuple[Weight, ...]) -> str | None:
+    def check(self, value: Tensor, state: DenseState, weights: tuple[Weight, ...]) -> str | None:
         """All sizes but the channels agree, and where iterates are added, those too."""
         x = state.x
         if value.dim() != x.dim() or value.shape[0] != x.shape[0] or value.shape[2:] != x.shape[2:]:

@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from ...errors import CapabilityError, OptionError, ShapeError, require_fitting
 from ...solvers.iterate import iterate
-from .coefficients import Coefficients, Learning, learning
+from .coefficients import Coefficients, Learning, parse_learnable
 from .splitting import ADMMUpdate
 from .updates import GradientUpdate, HeavyBallUpdate, NesterovUpdate, Place, Update
 
-__all__ = ["OptimizationNet", "Transition", "Twin", "resolve"]
+__all__ = ["OptimizationNet", "Transition", "TwoStreamBlock", "resolve"]
 
 _NAMED: dict[str, Callable[[], Update]] = {
     "gd": GradientUpdate,
@@ -31,11 +31,11 @@ def resolve(algorithm: str | Update) -> Update:
     return _NAMED[algorithm]()
 
 
-class Twin(nn.Module):
+class TwoStreamBlock(nn.Module):
     """A block of its own for each of the two streams of ADMM; a plain block is shared by both.
 
     >>> import torch
-    >>> Twin(nn.Linear(2, 2), nn.Linear(2, 2))(torch.ones(1, 2), torch.ones(1, 2))[1].shape
+    >>> TwoStreamBlock(nn.Linear(2, 2), nn.Linear(2, 2))(torch.ones(1, 2), torch.ones(1, 2))[1].shape
     torch.Size([1, 2])
     """
 
@@ -53,7 +53,7 @@ class Transition(nn.Module):
     """A block that changes the shape: the iteration goes on from the shortcut, and its momentum starts anew there.
 
     Args:
-        block: T, to the new shape; a :class:`Twin` for two streams of their own.
+        block: T, to the new shape; a :class:`TwoStreamBlock` for two streams of their own.
         shortcut: What takes iterates to the new shape, as ResNet's projections do; None for algorithms that add no
             iterates to values (gradient descent, Nesterov's two terms).
 
@@ -119,7 +119,7 @@ class OptimizationNet(nn.Module):
     ) -> None:
         super().__init__()
         self.update = resolve(algorithm)
-        how = learning(learnable)
+        how = parse_learnable(learnable)
         _check_blocks(blocks, self.update)
         widths = _widths(channels, len(blocks))
         self.blocks = nn.ModuleList(blocks)
@@ -204,7 +204,7 @@ class OptimizationNet(nn.Module):
 
 def _each(module: nn.Module, points: tuple[Tensor, ...], name: str) -> tuple[Tensor, ...]:
     """A module at every point; streams that have not parted yet share the work."""
-    if isinstance(module, Twin):
+    if isinstance(module, TwoStreamBlock):
         values: tuple[Tensor, ...] = module(*points)
     else:
         value = module(points[0])
@@ -259,8 +259,8 @@ def _check_blocks(blocks: Sequence[nn.Module], update: Update) -> None:
         inner = block.block if isinstance(block, Transition) else block
         if not isinstance(inner, nn.Module):
             problems.append(f"blocks.{k} is no module but {inner!r}")
-        if isinstance(inner, Twin) and update.streams == 1:
-            problems.append(f"blocks.{k} is a Twin, but {name} has one stream; use ADMMUpdate or MergeUpdate")
+        if isinstance(inner, TwoStreamBlock) and update.streams == 1:
+            problems.append(f"blocks.{k} is a TwoStreamBlock, but {name} has one stream; use ADMMUpdate or MergeUpdate")
         if isinstance(block, Transition) and update.skips and block.shortcut is None:
             problems.append(f"blocks.{k} changes the shape, and {name} adds iterates to it; give it a shortcut")
         if isinstance(block, Transition) and not update.skips and block.shortcut is not None:

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from ...functions.activations import is_activation
-from ..conversion.neighbours import operands_of
+from ..conversion.neighbors import operands_of
 from ..conversion.shallow import Shallow, Unfaithful, shallow
 from ..conversion.trace import Key, Traced, is_builtin, scratch
 from ..layers import SolverLayer
-from .coefficients import Momentum
+from .coefficients import LearnedMomentum
 from .network import OptimizationNet
 
-__all__ = ["Addition", "Chain", "Form", "Look", "Stage", "look"]
+__all__ = ["BlockSequence", "ForwardStructure", "ResidualAddition", "ResidualSearch", "ResidualStage", "find_stages"]
 
 _POINTWISE = (
     nn.Identity,
@@ -29,7 +29,7 @@ _POINTWISE = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Addition:
+class ResidualAddition:
     """A residual addition: the call of it, which of its operands is the skip, and where that tensor comes from."""
 
     key: Key
@@ -38,7 +38,7 @@ class Addition:
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class ForwardStructure:
     """What a module's forward does, as far as stages are concerned.
 
     Attributes:
@@ -48,14 +48,14 @@ class Form:
         others: Calls of children with other than one positional argument, which are in no run.
     """
 
-    block: Addition | None
-    chains: tuple[tuple[Addition, ...], ...]
+    block: ResidualAddition | None
+    chains: tuple[tuple[ResidualAddition, ...], ...]
     calls: tuple[tuple[Key, ...], ...]
     others: tuple[Key, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Chain:
+class BlockSequence:
     """Blocks that a forward calls one after the other."""
 
     keys: tuple[Key, ...]
@@ -63,35 +63,35 @@ class Chain:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
+class ResidualStage:
     """Residual updates in a row: the forward they are in, and either its children or its own additions."""
 
     path: str
     owner: nn.Module
-    chain: Chain | None = None
-    additions: tuple[Addition, ...] = ()
+    chain: BlockSequence | None = None
+    additions: tuple[ResidualAddition, ...] = ()
 
     def __len__(self) -> int:
         return len(self.additions) if self.chain is None else len(self.chain.blocks)
 
 
 @dataclasses.dataclass
-class Look:
+class ResidualSearch:
     """What was found in a scratch copy of a network, and what was seen on the way."""
 
     model: nn.Module
     forwards: dict[nn.Module, Shallow]
-    forms: dict[nn.Module, Form]
-    stages: list[Stage]
+    forms: dict[nn.Module, ForwardStructure]
+    stages: list[ResidualStage]
     paths: dict[nn.Module, str]
     seen: list[str]
 
 
-def look(model: nn.Module) -> Look:
+def find_stages(model: nn.Module) -> ResidualSearch:
     """Trace every forward of a scratch copy on its own, and find the stages."""
     twin = scratch(model)
     paths = {module: path for path, module in twin.named_modules()}
-    found = Look(twin, {}, {}, [], paths, [])
+    found = ResidualSearch(twin, {}, {}, [], paths, [])
     formed = {module: name for module in paths for name in _momenta(module)}
     inside = {part for module, name in formed.items() for part in module.get_submodule(name).modules()}
     for module, path in paths.items():
@@ -116,7 +116,7 @@ def look(model: nn.Module) -> Look:
     return found
 
 
-def _left_out(found: Look) -> Iterator[str]:
+def _left_out(found: ResidualSearch) -> Iterator[str]:
     """Residual blocks that are in no stage because of how they are called."""
     for owner, form in found.forms.items():
         own = found.forwards[owner].modes[0]
@@ -131,30 +131,34 @@ def _momenta(module: nn.Module) -> Iterator[str]:
     """The coefficients that a module was given when it became an algorithm."""
     for name, child in module.named_children():
         parts = child.children() if isinstance(child, nn.ModuleList) else [child]
-        if any(isinstance(part, Momentum) for part in parts):
+        if any(isinstance(part, LearnedMomentum) for part in parts):
             yield name
 
 
-def _words(form: Form) -> str:
+def _words(form: ForwardStructure) -> str:
     if form.chains:
         return f"{sum(map(len, form.chains))} residual additions in its own forward"
     return "a residual block" if form.block is not None else "adds its input to nothing"
 
 
-def _stages(found: Look) -> Iterator[Stage]:
+def _stages(found: ResidualSearch) -> Iterator[ResidualStage]:
     """Runs of at least two residual updates."""
     for owner, form in found.forms.items():
         for chain in form.chains:
-            yield Stage(found.paths[owner], owner, None, chain)
+            yield ResidualStage(found.paths[owner], owner, None, chain)
         own = found.forwards[owner].modes[0]
         nodes = own.keys(own.frames[0])
         for run in form.calls:
             for part in _residual_runs(run, found, own, nodes):
                 blocks = tuple(_called(nodes[key], own) for key in part)
-                yield Stage(_common([found.paths[block] for block in blocks]), owner, Chain(part, blocks))
+                yield ResidualStage(
+                    _common([found.paths[block] for block in blocks]), owner, BlockSequence(part, blocks)
+                )
 
 
-def _residual_runs(run: tuple[Key, ...], found: Look, own: Traced, nodes: dict[Key, fx.Node]) -> Iterator[Any]:
+def _residual_runs(
+    run: tuple[Key, ...], found: ResidualSearch, own: Traced, nodes: dict[Key, fx.Node]
+) -> Iterator[Any]:
     part: list[Key] = []
     for key in run:
         form = found.forms.get(_called(nodes[key], own))
@@ -188,14 +192,14 @@ def _common(paths: list[str]) -> str:
 # One forward ---------------------------------------------------------------------------------------------------------
 
 
-def _form(own: Shallow) -> Form:
+def _form(own: Shallow) -> ForwardStructure:
     evaluation, training = (_mode(traced) for traced in own.modes)
     if evaluation != training:
         raise Unfaithful("adds and calls other things in training than in evaluation")
     return evaluation
 
 
-def _mode(traced: Traced) -> Form:
+def _mode(traced: Traced) -> ForwardStructure:
     keys = {node: key for key, node in traced.keys(traced.frames[0]).items()}
     before = _ancestors(traced.graph)
     inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
@@ -216,9 +220,9 @@ def _mode(traced: Traced) -> Form:
         else:
             last.append(addition)
 
-    def record(addition: tuple[fx.Node, int, fx.Node]) -> Addition:
+    def record(addition: tuple[fx.Node, int, fx.Node]) -> ResidualAddition:
         node, operand, skip = addition
-        return Addition(keys[node], operand, keys.get(skip, skip.name))
+        return ResidualAddition(keys[node], operand, keys.get(skip, skip.name))
 
     block = None
     if len(additions) == 1 and inputs and additions[0][2] is inputs[0]:
@@ -227,7 +231,7 @@ def _mode(traced: Traced) -> Form:
             block = record(additions[0])
     longer = tuple(tuple(map(record, chain)) for chain in chains if len(chain) > 1)
     others = tuple(key for node, key in keys.items() if node.op == "call_module" and not _alone(node))
-    return Form(block, longer, tuple(_runs(traced, keys)), others)
+    return ForwardStructure(block, longer, tuple(_runs(traced, keys)), others)
 
 
 def _ancestors(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:

@@ -11,7 +11,7 @@ from .updates import Place, Prox, Update, require_number
 __all__ = ["ADMMUpdate", "MergeUpdate"]
 
 
-class Split(NamedTuple):
+class TwoStreamState(NamedTuple):
     """The second stream's iterate, the first's, and a running sum."""
 
     x: Tensor
@@ -44,15 +44,17 @@ class ADMMUpdate(Update):
         """One sum for each stream, and one for the multiplier: at a fixed point x' = x and S = 0."""
         return (2, 2) if place.step == 0 else (2, 2, 2)
 
-    def start(self, x: tuple[Tensor, ...], learned: bool) -> Split:
+    def start(self, x: tuple[Tensor, ...], learned: bool) -> TwoStreamState:
         """Both at the input, no multiplier."""
-        return Split(x[-1], x[0], None)
+        return TwoStreamState(x[-1], x[0], None)
 
-    def points(self, state: Split, weights: tuple[Weight, ...]) -> tuple[Tensor, ...]:
+    def points(self, state: TwoStreamState, weights: tuple[Weight, ...]) -> tuple[Tensor, ...]:
         """At both iterates."""
         return state.first, state.x
 
-    def combine(self, state: Split, values: tuple[Tensor, ...], weights: tuple[Weight, ...], prox: Prox) -> Split:
+    def combine(
+        self, state: TwoStreamState, values: tuple[Tensor, ...], weights: tuple[Weight, ...], prox: Prox
+    ) -> TwoStreamState:
         """Both iterates, then the multiplier."""
         gradient, other, second, merged = weights[:4]
         first = accumulate(gradient * values[0], other, state.x)
@@ -64,9 +66,9 @@ class ADMMUpdate(Update):
             x = accumulate(x, weights[5], state.sum)
         x = prox(x)
         gap = first - x
-        return Split(x, first, gap if state.sum is None else state.sum + gap)
+        return TwoStreamState(x, first, gap if state.sum is None else state.sum + gap)
 
-    def output(self, state: Split) -> Tensor:
+    def output(self, state: TwoStreamState) -> Tensor:
         """The mean of both."""
         return 0.5 * (state.first + state.x)
 
@@ -79,7 +81,7 @@ class MergeUpdate(Update):
 
     :math:`\delta = 1` is eq. (20) with its sums over all past iterates as one running sum; :math:`\delta = 0` and
     :math:`\alpha = \beta = \tfrac12` is DMRNet. The two streams start alike, so they need blocks of their own
-    (:class:`~minimand.nn.blocks.Twin`) to differ. The network returns :math:`\tfrac12(x' + x)`.
+    (:class:`~minimand.nn.blocks.TwoStreamBlock`) to differ. The network returns :math:`\tfrac12(x' + x)`.
 
     Args:
         first: α.
@@ -103,21 +105,23 @@ class MergeUpdate(Update):
         """The weights of both iterates, and of the sum."""
         return (self.first, self.second) if place.step == 0 else (self.first, self.second, self.memory)
 
-    def start(self, x: tuple[Tensor, ...], learned: bool) -> Split:
+    def start(self, x: tuple[Tensor, ...], learned: bool) -> TwoStreamState:
         """Both at the input."""
-        return Split(x[-1], x[0], None)
+        return TwoStreamState(x[-1], x[0], None)
 
-    def points(self, state: Split, weights: tuple[Weight, ...]) -> tuple[Tensor, ...]:
+    def points(self, state: TwoStreamState, weights: tuple[Weight, ...]) -> tuple[Tensor, ...]:
         """At both iterates."""
         return state.first, state.x
 
-    def combine(self, state: Split, values: tuple[Tensor, ...], weights: tuple[Weight, ...], prox: Prox) -> Split:
+    def combine(
+        self, state: TwoStreamState, values: tuple[Tensor, ...], weights: tuple[Weight, ...], prox: Prox
+    ) -> TwoStreamState:
         """Merge and run."""
         total = accumulate(weights[0] * state.first, weights[1], state.x)
         if state.sum is not None:
             total = accumulate(total, weights[2], state.sum)
-        return Split(prox(values[1] + total), prox(values[0] + total), total)
+        return TwoStreamState(prox(values[1] + total), prox(values[0] + total), total)
 
-    def output(self, state: Split) -> Tensor:
+    def output(self, state: TwoStreamState) -> Tensor:
         """The mean of both."""
         return 0.5 * (state.first + state.x)

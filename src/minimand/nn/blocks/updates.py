@@ -129,7 +129,7 @@ def _split(current: Weight, past: Weight) -> tuple[Weight, Weight]:
     return -past, keep
 
 
-class Pair(NamedTuple):
+class IteratePair(NamedTuple):
     """The last two iterates."""
 
     x: Tensor
@@ -159,18 +159,20 @@ class HeavyBallUpdate(Update):
         """The same two everywhere."""
         return self.current, self.past
 
-    def start(self, x: tuple[Tensor, ...], learned: bool) -> Pair:
+    def start(self, x: tuple[Tensor, ...], learned: bool) -> IteratePair:
         """At rest."""
-        return Pair(x[0], x[0])
+        return IteratePair(x[0], x[0])
 
-    def points(self, state: Pair, weights: tuple[Weight, ...]) -> tuple[Tensor, ...]:
+    def points(self, state: IteratePair, weights: tuple[Weight, ...]) -> tuple[Tensor, ...]:
         """At the last iterate."""
         return (state.x,)
 
-    def combine(self, state: Pair, values: tuple[Tensor, ...], weights: tuple[Weight, ...], prox: Prox) -> Pair:
+    def combine(
+        self, state: IteratePair, values: tuple[Tensor, ...], weights: tuple[Weight, ...], prox: Prox
+    ) -> IteratePair:
         """Polyak's update."""
         momentum, keep = _split(*weights)
-        return Pair(prox(heavy_ball(values[0], state.x, state.previous, momentum, keep)), state.x)
+        return IteratePair(prox(heavy_ball(values[0], state.x, state.previous, momentum, keep)), state.x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,18 +198,20 @@ class NesterovUpdate(Update):
         momentum = nesterov_schedule(place.steps)[place.step] if self.momentum == "auto" else self.momentum
         return 1 + momentum, -momentum
 
-    def start(self, x: tuple[Tensor, ...], learned: bool) -> Pair:
+    def start(self, x: tuple[Tensor, ...], learned: bool) -> IteratePair:
         """At rest."""
-        return Pair(x[0], x[0])
+        return IteratePair(x[0], x[0])
 
-    def points(self, state: Pair, weights: tuple[Weight, ...]) -> tuple[Tensor, ...]:
+    def points(self, state: IteratePair, weights: tuple[Weight, ...]) -> tuple[Tensor, ...]:
         """Ahead of the last iterate."""
         return (extrapolate(state.x, state.previous, *_split(*weights)),)
 
-    def combine(self, state: Pair, values: tuple[Tensor, ...], weights: tuple[Weight, ...], prox: Prox) -> Pair:
+    def combine(
+        self, state: IteratePair, values: tuple[Tensor, ...], weights: tuple[Weight, ...], prox: Prox
+    ) -> IteratePair:
         """The value itself."""
-        return Pair(prox(values[0]), state.x)
+        return IteratePair(prox(values[0]), state.x)
 
-    def check(self, value: Tensor, state: Pair, weights: tuple[Weight, ...]) -> str | None:
+    def check(self, value: Tensor, state: IteratePair, weights: tuple[Weight, ...]) -> str | None:
         """Two iterates are added, so all have one shape."""
         return differs(value, state.x)

@@ -26,10 +26,10 @@ __all__ = [
     "undo",
 ]
 
-_ORIGIN = "_minimand_origin"
+_ORIGINAL = "_minimand_original"
 
 
-class Origin(NamedTuple):
+class OriginalState(NamedTuple):
     """What a module was: its class, attributes that were written over, and the names of all that were added."""
 
     kind: type[nn.Module]
@@ -43,40 +43,40 @@ class Absorbed(nn.Identity):
 
     def extra_repr(self) -> str:
         """What it was."""
-        return vars(self)[_ORIGIN].kind.__name__
+        return vars(self)[_ORIGINAL].kind.__name__
 
 
 def is_converted(module: nn.Module) -> bool:
     """Whether the module was changed by a conversion."""
-    return _ORIGIN in vars(module) or isinstance(vars(module).get("forward"), RewrittenForward)
+    return _ORIGINAL in vars(module) or isinstance(vars(module).get("forward"), RewrittenForward)
 
 
 def become(module: nn.Module, layer: SolverLayer) -> None:
     """Turn a plain layer into a solver layer, in place."""
     state = {name: value for name, value in vars(layer).items() if name not in INTERNAL}
     replaced = {name: vars(module)[name] for name in state if name in vars(module)}
-    origin = Origin(type(module), replaced, tuple(state), tuple(layer._modules))
+    origin = OriginalState(type(module), replaced, tuple(state), tuple(layer._modules))
     vars(module).update(state)
-    vars(module)[_ORIGIN] = origin
+    vars(module)[_ORIGINAL] = origin
     module._modules.update(layer._modules)
     module.__class__ = type(layer)
 
 
 def absorb(module: nn.Module) -> None:
     """Turn an activation or a dropout into the identity, in place."""
-    vars(module)[_ORIGIN] = Origin(type(module), {}, (), ())
+    vars(module)[_ORIGINAL] = OriginalState(type(module), {}, (), ())
     module.__class__ = Absorbed
 
 
 def adopt(module: nn.Module, name: str, child: nn.Module) -> None:
     """Give a module a child that :func:`undo` takes away again, in place."""
-    vars(module)[_ORIGIN] = Origin(type(module), {}, (), (name,))
+    vars(module)[_ORIGINAL] = OriginalState(type(module), {}, (), (name,))
     module._modules[name] = child
 
 
 def undo(module: nn.Module) -> None:
     """Make a module what it was."""
-    if (origin := vars(module).pop(_ORIGIN, None)) is not None:
+    if (origin := vars(module).pop(_ORIGINAL, None)) is not None:
         for name in origin.added:
             del vars(module)[name]
         for name in origin.children:

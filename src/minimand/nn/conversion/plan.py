@@ -14,7 +14,7 @@ from ...solvers import Solver
 from ..layers import SolverConv1d, SolverConv2d, SolverLayer, SolverLinear, SolverOptions
 from .block import BlockConv1d, BlockConv2d, BlockLinear, Reference
 from .change import is_converted
-from .neighbours import (
+from .neighbors import (
     IDENTITY,
     Activation,
     After,
@@ -29,9 +29,9 @@ from .neighbours import (
 )
 from .rewriting import Edit, Rewrite, rewritten
 from .shallow import Unfaithful
-from .trace import Frame, Traced, is_builtin, scratch, survey
+from .trace import CallFrame, Traced, is_builtin, scratch, survey
 
-__all__ = ["Layer", "Plan", "Rule", "plan", "solver_layer"]
+__all__ = ["LayerPlan", "Plan", "Rule", "plan", "solver_layer"]
 
 _LAYERS: Mapping[type[nn.Module], Any] = {
     nn.Linear: (SolverLinear, BlockLinear),
@@ -65,7 +65,7 @@ class Rule:
 
 
 @dataclasses.dataclass
-class Layer:
+class LayerPlan:
     """A layer to be: what it takes in."""
 
     activation: Activation
@@ -78,12 +78,12 @@ class Layer:
 class Plan:
     """What to do, by the path of the module that it is done to."""
 
-    layers: dict[str, Layer] = dataclasses.field(default_factory=dict)
+    layers: dict[str, LayerPlan] = dataclasses.field(default_factory=dict)
     absorbed: list[str] = dataclasses.field(default_factory=list)
     rewrites: dict[str, Rewrite] = dataclasses.field(default_factory=dict)
 
 
-def solver_layer(plain: nn.Module, layer: Layer, norm: nn.Module | None) -> SolverLayer:
+def solver_layer(plain: nn.Module, layer: LayerPlan, norm: nn.Module | None) -> SolverLayer:
     """The solver form of a plain layer."""
     block = norm is not None or layer.skip
     kind = next(kinds for base, kinds in _LAYERS.items() if isinstance(plain, base))[block]
@@ -189,7 +189,7 @@ class _Planner:
 
     def _seen(
         self, calls: list[tuple[int, Traced, fx.Node]], module: nn.Module, rule: Rule, options: SolverOptions
-    ) -> tuple[Layer, float | None]:
+    ) -> tuple[LayerPlan, float | None]:
         """The neighbours of all calls of a layer, which must agree."""
         for name in ("activation", "dropout"):
             if getattr(rule, name) not in (None, "auto"):
@@ -218,7 +218,7 @@ class _Planner:
         if len(set(probabilities)) > 1:
             raise Obstacle(f"it is called {_times(calls)} with different dropouts before it ({probabilities})")
         skip = any(around.skip is not None for around in found)
-        layer = Layer(found[0].activation, options, self._norm(calls, found), skip)
+        layer = LayerPlan(found[0].activation, options, self._norm(calls, found), skip)
         return layer, probabilities[0] if probabilities else None
 
     def _is_target(self, traced: Traced) -> Callable[[fx.Node], bool]:
@@ -267,7 +267,7 @@ class _Planner:
         except Obstacle:  # another layer's, and reported there
             return False
 
-    def _named(self, path: str, rule: Rule, options: SolverOptions) -> tuple[Layer, float | None]:
+    def _named(self, path: str, rule: Rule, options: SolverOptions) -> tuple[LayerPlan, float | None]:
         """The neighbours that a rule names, for a layer whose calls were not seen."""
         if rule.activation == "auto" or (rule.dropout == "auto" and options.solver.stochastic):
             parent = self.survey.model.get_submodule(path.rpartition(".")[0])
@@ -291,7 +291,7 @@ class _Planner:
                 raise Obstacle(f"{rule.dropout} is not a dropout that can be taken in")
             p = dropout.p
             self._absorb_named(str(rule.dropout))
-        return Layer(activation, options), p
+        return LayerPlan(activation, options), p
 
     def _module(self, path: str) -> nn.Module:
         try:
@@ -333,7 +333,7 @@ class _Planner:
                     where = paths[owner] or type(owner).__name__
                     self.problem(where, f"its forward has to go on without what its layers take in, but it {reason}")
 
-    def _edits(self, traced: Traced, frame: Frame, whole: set[nn.Module]) -> set[Edit]:
+    def _edits(self, traced: Traced, frame: CallFrame, whole: set[nn.Module]) -> set[Edit]:
         """What one run of a forward has to change."""
         dropped, result = self.dropped[id(traced)], set[Edit]()
         if not any(node in dropped for node in frame.calls):

@@ -22,7 +22,7 @@ from .clone import clone
 
 __all__ = [
     "SIMPLE",
-    "Frame",
+    "CallFrame",
     "Key",
     "Region",
     "Survey",
@@ -60,7 +60,7 @@ class Untraceable(Exception):
 
 
 @dataclasses.dataclass(eq=False)
-class Frame:
+class CallFrame:
     """One run of a module's forward: the calls that it makes itself, and the arguments that are no tensors."""
 
     owner: nn.Module
@@ -75,8 +75,8 @@ class Traced:
 
     graph: fx.Graph
     root: nn.Module
-    frames: list[Frame]
-    frame: dict[fx.Node, Frame]
+    frames: list[CallFrame]
+    frame: dict[fx.Node, CallFrame]
     paths: dict[nn.Module, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class Traced:
             return f"{self.paths.get(module, node.target)} ({type(module).__name__})"
         return getattr(node.target, "__name__", str(node.target))
 
-    def keys(self, frame: Frame) -> dict[Key, fx.Node]:
+    def keys(self, frame: CallFrame) -> dict[Key, fx.Node]:
         """The calls of a frame, by what they call and the how-manieth call of it they are."""
         result: dict[Key, fx.Node] = {}
         count: dict[tuple[str, Any], int] = {}
@@ -129,9 +129,9 @@ class Tracer(fx.Tracer):
         self.plain = plain
         self.opaque = opaque
         self.deep = deep
-        self.frames: list[Frame] = []
-        self.frame: dict[fx.Node, Frame] = {}
-        self.stack: list[Frame] = []
+        self.frames: list[CallFrame] = []
+        self.frame: dict[fx.Node, CallFrame] = {}
+        self.stack: list[CallFrame] = []
         self.failed: nn.Module | None = None
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -203,7 +203,7 @@ class Tracer(fx.Tracer):
         return Traced(graph, root, self.frames, self.frame)
 
     def _open(self, module: nn.Module, plain: frozenset[str] = frozenset()) -> None:
-        frame = Frame(module, plain)
+        frame = CallFrame(module, plain)
         self.frames.append(frame)
         self.stack.append(frame)
 

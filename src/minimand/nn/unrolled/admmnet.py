@@ -10,7 +10,7 @@ from ...operators.spectral import to_float64
 from ...solvers.linear import conjugate_gradient
 from ...solvers.problem import Problem
 from ...solvers.splitting import ADMM, SplitState
-from .base import Setting, UnrolledNet
+from .base import PhaseSetting, UnrolledNet
 from .parameters import THRESHOLD, Interval, Positive, constrain
 from .transform import Architecture
 
@@ -101,16 +101,16 @@ class ADMMNet(UnrolledNet):
     def _vectors(self) -> tuple[str, ...]:
         return ("penalty", "threshold", "rate")
 
-    def settings(self) -> list[Setting]:
+    def settings(self) -> list[PhaseSetting]:
         """The prox parameter 1/ρ, threshold and multiplier's step of every phase."""
         columns = zip((1 / self.penalty).unbind(), self.threshold.unbind(), self.rate.unbind(), strict=True)
-        return [Setting(step, threshold, None, rate) for step, threshold, rate in columns]
+        return [PhaseSetting(step, threshold, None, rate) for step, threshold, rate in columns]
 
     def init(self, problem: Problem, x0: Tensor) -> SplitState:
         r"""The start for both halves, no multiplier, and :math:`\Phi^\top y`."""
         return SplitState(x0, x0, None, problem.linear(), None)
 
-    def advance(self, problem: Problem, state: SplitState, setting: Setting, k: int) -> SplitState:
+    def advance(self, problem: Problem, state: SplitState, setting: PhaseSetting, k: int) -> SplitState:
         """One iteration of ADMM, then the multiplier's own step."""
         if self.exact and state.x is not None:
             # Elsewhere the last solution is the better start: its error vanishes as the iterates settle.
@@ -121,7 +121,7 @@ class ADMMNet(UnrolledNet):
         before = torch.zeros_like(new.multiplier) if state.multiplier is None else state.multiplier
         return new._replace(multiplier=before + setting.rate * (new.multiplier - before))
 
-    def faults(self, setting: Setting) -> list[str]:
+    def faults(self, setting: PhaseSetting) -> list[str]:
         """ADMM converges for positive penalties, thresholds that are not negative, dual steps below (1+√5)/2."""
         step, threshold = float(setting.step.detach()), float(setting.threshold.detach())
         assert setting.rate is not None

@@ -19,13 +19,13 @@ from ...solvers.problem import Problem
 from .parameters import assign
 from .transform import Architecture, Shrinkage, Transform
 
-__all__ = ["PhaseResult", "Setting", "UnrolledNet"]
+__all__ = ["PhaseResult", "PhaseSetting", "UnrolledNet"]
 
 # An image of values in [0, 1] has at most the energy of a white one; noise and contrast get this much room.
 _ENERGY_SLACK = 16.0
 
 
-class Setting(NamedTuple):
+class PhaseSetting(NamedTuple):
     """The learned numbers of one phase. ``step`` is the prox parameter: 1/ρ for ADMM."""
 
     step: Tensor
@@ -39,7 +39,7 @@ class PhaseResult(NamedTuple):
 
     x: Tensor
     shrinkage: Shrinkage
-    setting: Setting
+    setting: PhaseSetting
 
 
 class UnrolledNet(nn.Module, abc.ABC):
@@ -158,7 +158,7 @@ class UnrolledNet(nn.Module, abc.ABC):
     # The phases
 
     @abc.abstractmethod
-    def settings(self) -> list[Setting]:
+    def settings(self) -> list[PhaseSetting]:
         """The learned numbers, phase by phase."""
 
     @abc.abstractmethod
@@ -166,11 +166,11 @@ class UnrolledNet(nn.Module, abc.ABC):
         """The solver's state before the first phase."""
 
     @abc.abstractmethod
-    def advance(self, problem: Problem, state: Any, setting: Setting, k: int) -> Any:
+    def advance(self, problem: Problem, state: Any, setting: PhaseSetting, k: int) -> Any:
         """One iteration of the solver, with the numbers of this phase."""
 
     @abc.abstractmethod
-    def faults(self, setting: Setting) -> list[str]:
+    def faults(self, setting: PhaseSetting) -> list[str]:
         """Why a solver with these numbers need not converge; empty where it does."""
 
     def notes(self) -> list[str]:

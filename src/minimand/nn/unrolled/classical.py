@@ -11,10 +11,10 @@ from ...functions.base import Function, Step
 from ...operators import Composed, Frame, LinearOperator, Transposed
 from ...solvers import FISTA, Problem, Solver, solve
 
-__all__ = ["CycleSpun", "sparse_reconstruction"]
+__all__ = ["CycleSpinning", "sparse_reconstruction"]
 
 
-class CycleSpun(Function):
+class CycleSpinning(Function):
     r"""The proximal average of :math:`f_k(x) = w\|D_kx\|_1`, with the details :math:`D_k` of an orthonormal transform
     in each of K positions: the convex function whose prox is the mean of theirs,
 
@@ -29,7 +29,7 @@ class CycleSpun(Function):
     average*, SIAM J. Optim. 2008.
 
     >>> from minimand.operators import BlockDCT
-    >>> g = CycleSpun(BlockDCT((8, 8), block=4, count=4), 0.1)
+    >>> g = CycleSpinning(BlockDCT((8, 8), block=4, count=4), 0.1)
     >>> flat = torch.full((1, 1, 8, 8), 0.5)
     >>> torch.allclose(g.prox(flat), flat), float(g.value(flat)) < 1e-5
     (True, True)
@@ -66,7 +66,7 @@ def sparse_reconstruction(
     r"""The classical control: a sparse image in a tight frame F, by any solver of the library (ProxGD is ISTA).
 
     With the ``prior`` "spun" it is the solution of :math:`\min_x \tfrac12\|\Phi x - y\|^2 + g(x)`, where g is
-    :class:`CycleSpun`; with "synthesis" the image :math:`F^\top c` of the coefficients
+    :class:`CycleSpinning`; with "synthesis" the image :math:`F^\top c` of the coefficients
 
     .. math:: \min_c\; \tfrac12\|\Phi F^\top c - y\|^2 + w\|c\|_1 ,
 
@@ -87,6 +87,6 @@ def sparse_reconstruction(
     if prior not in ("spun", "synthesis"):
         raise OptionError(f'prior is "spun" or "synthesis", got {prior!r}')
     if prior == "spun":
-        return solve(Problem(Transposed(phi), CycleSpun(frame, weight), y), solver, x0=start).x
+        return solve(Problem(Transposed(phi), CycleSpinning(frame, weight), y), solver, x0=start).x
     problem = Problem(Composed(frame, Transposed(phi)), L1(weight), y)
     return frame.adjoint(solve(problem, solver, x0=None if start is None else frame.apply(start)).x)

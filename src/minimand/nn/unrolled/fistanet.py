@@ -12,7 +12,7 @@ from ...solvers.gradient import FISTA, NesterovState
 from ...solvers.momentum import extrapolate
 from ...solvers.problem import Problem
 from ...solvers.steps import inertial_limit
-from .base import Setting, UnrolledNet
+from .base import PhaseSetting, UnrolledNet
 from .istanet import gradient_map
 from .parameters import Softplus
 from .transform import Architecture
@@ -77,7 +77,7 @@ class FISTANet(UnrolledNet):
         self.momentum_schedule = Softplus(slope, 0.0, monotone=rising) if momentum == "learned" else None
         self._follow_phi()
 
-    def settings(self) -> list[Setting]:
+    def settings(self) -> list[PhaseSetting]:
         """Step, threshold and momentum of every phase."""
         steps, thresholds = self.step_schedule(self.phases), self.threshold_schedule(self.phases)
         momenta: Sequence[Tensor | None] = [None] * self.phases
@@ -89,14 +89,14 @@ class FISTANet(UnrolledNet):
             learned = (rising - rising[0]) / rising * (1 - 1e-6 * self.constrained)
             steps, momenta = steps * inertial_limit(learned) if self.constrained else steps, learned.unbind()
         steps = steps / self.lipschitz
-        return [Setting(*each) for each in zip(steps.unbind(), thresholds.unbind(), momenta, strict=True)]
+        return [PhaseSetting(*each) for each in zip(steps.unbind(), thresholds.unbind(), momenta, strict=True)]
 
     def init(self, problem: Problem, x0: Tensor) -> NesterovState:
         """The start, Nesterov's weight one, and the gradient map at unit step."""
         weight = torch.ones(len(x0), 1, 1, 1, device=x0.device)
         return NesterovState(x0, x0, weight, gradient_map(problem, 1.0))
 
-    def advance(self, problem: Problem, state: NesterovState, setting: Setting, k: int) -> NesterovState:
+    def advance(self, problem: Problem, state: NesterovState, setting: PhaseSetting, k: int) -> NesterovState:
         """One iteration of FISTA, by Nesterov's momentum or the learned one."""
         move = state.move._replace(offset=setting.step * state.move.offset, step=setting.step)
         new = FISTA(self.phases, restart=False).advance(problem, state._replace(move=move), k, None)
@@ -106,7 +106,7 @@ class FISTANet(UnrolledNet):
             new = new._replace(ahead=extrapolate(new.x, state.x, setting.momentum))
         return new._replace(move=state.move)
 
-    def faults(self, setting: Setting) -> list[str]:
+    def faults(self, setting: PhaseSetting) -> list[str]:
         r"""FISTA converges for steps in :math:`(0, 1/L]`, longer ones where a learned momentum is small, thresholds
         that are not negative and momentum in [0, 1)."""
         step, threshold = float(setting.step.detach()), float(setting.threshold.detach())

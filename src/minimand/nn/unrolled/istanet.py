@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from ...operators import LinearOperator
 from ...solvers.gradient import GradientState, ProxGD
 from ...solvers.problem import GradientMap, Problem
-from .base import Setting, UnrolledNet
+from .base import PhaseSetting, UnrolledNet
 from .parameters import THRESHOLD, Interval, Positive, constrain
 from .transform import Architecture
 
@@ -67,15 +67,15 @@ class ISTANet(UnrolledNet):
     def _vectors(self) -> tuple[str, ...]:
         return ("step", "threshold")
 
-    def settings(self) -> list[Setting]:
+    def settings(self) -> list[PhaseSetting]:
         """Step and threshold of every phase."""
-        return [Setting(*pair) for pair in zip(self.step.unbind(), self.threshold.unbind(), strict=True)]
+        return [PhaseSetting(*pair) for pair in zip(self.step.unbind(), self.threshold.unbind(), strict=True)]
 
     def init(self, problem: Problem, x0: Tensor) -> GradientState:
         """The start, and the gradient map at unit step."""
         return GradientState(x0, gradient_map(problem, 1.0))
 
-    def advance(self, problem: Problem, state: GradientState, setting: Setting, k: int) -> GradientState:
+    def advance(self, problem: Problem, state: GradientState, setting: PhaseSetting, k: int) -> GradientState:
         """One iteration of proximal gradient descent."""
         move = state.move._replace(offset=setting.step * self._linear(state), step=setting.step)
         new = ProxGD(self.phases).advance(problem, GradientState(state.x, move), k, None)
@@ -85,7 +85,7 @@ class ISTANet(UnrolledNet):
         # At unit step the offset of the map is Φᵀy, computed once for all phases.
         return state.move.offset
 
-    def faults(self, setting: Setting) -> list[str]:
+    def faults(self, setting: PhaseSetting) -> list[str]:
         r"""Proximal gradient descent converges for steps in :math:`(0, 2/L)` and thresholds that are not negative."""
         step, threshold = float(setting.step.detach()), float(setting.threshold.detach())
         found = [] if 0 < step < 2 / self.lipschitz else [f"step {step:.3g} outside (0, {2 / self.lipschitz:.3g})"]

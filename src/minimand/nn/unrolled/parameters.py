@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-__all__ = ["THRESHOLD", "Interval", "Positive", "Signed", "Softplus", "assign", "constrain"]
+__all__ = ["THRESHOLD", "Interval", "MonotoneSlope", "Positive", "Softplus", "assign", "constrain"]
 
 # Where learned thresholds start, and their size: for images in [0, 1].
 THRESHOLD = 0.01
@@ -79,7 +79,7 @@ class Positive(nn.Module):
         return scale * (safe + torch.log(-torch.expm1(-safe)))
 
 
-class Signed(nn.Module):
+class MonotoneSlope(nn.Module):
     """:class:`Positive` times a sign: slopes of schedules that rise (+1) or fall (−1)."""
 
     def __init__(self, sign: float, scale: float = 1.0) -> None:
@@ -118,7 +118,7 @@ class Softplus(nn.Module):
         self.offset = nn.Parameter(torch.tensor(float(offset)))
         self.floor = 0.0 if monotone is None else _FLOOR
         if monotone is not None:
-            constrain(self, "slope", Signed(monotone, _SLOPE))
+            constrain(self, "slope", MonotoneSlope(monotone, _SLOPE))
 
     def forward(self, phases: int) -> Tensor:
         """The values of all phases."""
@@ -126,9 +126,9 @@ class Softplus(nn.Module):
         return F.softplus(self.slope * k + self.offset) + self.floor
 
 
-def constrain(module: nn.Module, name: str, parametrisation: nn.Module) -> None:
+def constrain(module: nn.Module, name: str, parametrization: nn.Module) -> None:
     """Keep a parameter inside the range of a parametrisation from here on; its value stays, if it lies inside."""
-    parametrize.register_parametrization(module, name, parametrisation)
+    parametrize.register_parametrization(module, name, parametrization)
 
 
 def assign(module: nn.Module, name: str, value: Tensor) -> None:

@@ -11,7 +11,7 @@ from ...errors import OptionError, ShapeError, is_traced, require_positive
 from ...functions import L1
 from ...functions.base import Function, Step
 from ...solvers.base import require_count
-from .thin import ToImage
+from .single_channel import SingleChannelConv2d
 
 __all__ = ["Architecture", "Shrinkage", "Transform", "soft_threshold"]
 
@@ -79,14 +79,14 @@ class Transform(nn.Module):
             for k in range(architecture.depth)
         )
         self.reduce = _convolution(channels, pixels) if residual else None
-        self._initialise()
+        self._initialize()
         for weight in self.parameters():
             # oneDNN's 3 × 3 convolutions are half as fast again in this layout. contiguous() would not do: a weight
             # with one input channel is in both layouts, keeps its strides, and the convolution answers in the other.
             weight.data = weight.data.to(memory_format=torch.channels_last)
 
     @torch.no_grad()
-    def _initialise(self) -> None:
+    def _initialize(self) -> None:
         chain = [self.expand, *self.analysis, *self.synthesis, self.reduce]
         weights = [layer.get_parameter("weight") for layer in chain if layer is not None]
         as_solver = self.architecture.start == "solver"
@@ -114,11 +114,11 @@ class Transform(nn.Module):
             image = F.pixel_unshuffle(image, side)
         return image if self.expand is None else self.expand(image)
 
-    def analyse(self, features: Tensor) -> Tensor:
+    def analyze(self, features: Tensor) -> Tensor:
         """The coefficients."""
         return _chain(self.analysis, features)
 
-    def synthesise(self, coefficients: Tensor) -> Tensor:
+    def synthesize(self, coefficients: Tensor) -> Tensor:
         """Back to features."""
         return _chain(self.synthesis, coefficients)
 
@@ -131,7 +131,7 @@ class Transform(nn.Module):
 
 
 def _convolution(inputs: int, outputs: int) -> nn.Conv2d:
-    return ToImage(inputs) if outputs == 1 else nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+    return SingleChannelConv2d(inputs) if outputs == 1 else nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
 
 
 def _carry(analysis: list[Tensor], synthesis: list[Tensor]) -> None:
@@ -205,15 +205,15 @@ class Shrinkage(Function):
 
     def value(self, x: Tensor) -> Tensor:
         """The penalty at x, summed over the batch."""
-        coefficients = self.transform.analyse(self.transform.features(x))
+        coefficients = self.transform.analyze(self.transform.features(x))
         return (self.threshold / self.step) * coefficients.abs().sum()
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """Analysis, soft threshold, synthesis."""
         features = self.transform.features(x)
-        coefficients = self.transform.analyse(features)
+        coefficients = self.transform.analyze(features)
         self._last = Shrunk(x, features, coefficients)
-        return self.transform.image(self.transform.synthesise(soft_threshold(coefficients, self.threshold)), x)
+        return self.transform.image(self.transform.synthesize(soft_threshold(coefficients, self.threshold)), x)
 
     def features(self) -> Tensor:
         """What the last prox analysed."""
@@ -222,7 +222,7 @@ class Shrinkage(Function):
     def symmetry(self) -> Tensor:
         r"""The residual :math:`\tilde{\mathcal{F}}\mathcal{F}(r) - r` of the last prox, in its features."""
         last = self._of_last_prox()
-        return self.transform.synthesise(last.coefficients) - last.features
+        return self.transform.synthesize(last.coefficients) - last.features
 
     def gain(self, rounds: int = 10) -> float:
         r"""The largest factor by which the prox stretches a small change of the last point, by power iteration on

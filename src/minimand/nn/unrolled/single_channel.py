@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from ...errors import OptionError, ShapeError, is_traced
 
-__all__ = ["ToImage"]
+__all__ = ["SingleChannelConv2d"]
 
 
-class ToImage(nn.Conv2d):
+class SingleChannelConv2d(nn.Conv2d):
     r"""A convolution to one channel with an odd square kernel, zero padding and no bias; the image keeps its sides.
 
     With taps k, counted from the centre of the kernel,
@@ -28,7 +28,7 @@ class ToImage(nn.Conv2d):
     The parameter is :class:`torch.nn.Conv2d`'s. Features are read with the channels last; others are copied.
 
     >>> _ = torch.manual_seed(0)
-    >>> layer, x = ToImage(8), torch.randn(2, 8, 5, 6)
+    >>> layer, x = SingleChannelConv2d(8), torch.randn(2, 8, 5, 6)
     >>> torch.allclose(layer(x), nn.functional.conv2d(x, layer.weight, padding=1), atol=1e-5)
     True
     """
@@ -47,12 +47,12 @@ class ToImage(nn.Conv2d):
         batch, channels, height, width = x.shape
         pixels, size = x.permute(0, 2, 3, 1).reshape(-1, channels), self.kernel_size[0]
         taps = self.weight.reshape(channels, -1).mT @ pixels.mT
-        image: Tensor = _Gather.apply(taps.reshape(size, size, batch, height, width))
+        image: Tensor = _GatherTaps.apply(taps.reshape(size, size, batch, height, width))
         return image[:, None]
 
 
-class _Gather(torch.autograd.Function):
-    """Taps (k, k, batch, height, width), summed where the kernel puts them; the transpose of :class:`_Spread`."""
+class _GatherTaps(torch.autograd.Function):
+    """Taps (k, k, batch, height, width), summed where the kernel puts them; the transpose of :class:`_ScatterTaps`."""
 
     @staticmethod
     def forward(taps: Tensor) -> Tensor:
@@ -75,15 +75,15 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Spread.apply(grad, ctx.size)
+        return _ScatterTaps.apply(grad, ctx.size)
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor) -> Any:
-        return _Gather.apply(tangent)
+        return _GatherTaps.apply(tangent)
 
 
-class _Spread(torch.autograd.Function):
-    """Images (batch, height, width), one shifted copy for every tap; the transpose of :class:`_Gather`."""
+class _ScatterTaps(torch.autograd.Function):
+    """Images (batch, height, width), one shifted copy for every tap; the transpose of :class:`_GatherTaps`."""
 
     @staticmethod
     def forward(image: Tensor, size: int) -> Tensor:
@@ -100,11 +100,11 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, None]:
-        return _Gather.apply(grad), None
+        return _GatherTaps.apply(grad), None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Any:
-        return _Spread.apply(tangent, ctx.size)
+        return _ScatterTaps.apply(tangent, ctx.size)
 
 
 def _places(size: int) -> Iterator[tuple[int, int]]:
