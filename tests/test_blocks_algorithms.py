@@ -12,15 +12,8 @@ from torch import nn
 
 from minimand.errors import OptionError, ShapeError
 from minimand.functions import LayerObjective, NonNegative, curves
-from minimand.nn import (
-    AcceleratedUpdate,
-    ADMMUpdate,
-    HeavyBallUpdate,
-    MergeUpdate,
-    NesterovUpdate,
-    OptimizationNet,
-    TwoStreamBlock,
-)
+from minimand.nn import HeavyBallUpdate, NesterovUpdate, OptimizationNet
+from minimand.nn.blocks import AcceleratedUpdate, ADMMUpdate, MergeUpdate, TwoStreamBlock
 from minimand.operators import Dense
 from minimand.solvers import FISTA, HeavyBall, Problem, ProxGD, solve
 

@@ -5,18 +5,8 @@ import torch
 from torch import nn
 
 from minimand.errors import MinimandError, OptionError, ShapeError
-from minimand.nn import (
-    AcceleratedUpdate,
-    ADMMUpdate,
-    DenseUpdate,
-    HeavyBallUpdate,
-    Learning,
-    MergeUpdate,
-    NesterovUpdate,
-    OptimizationNet,
-    Transition,
-    TwoStreamBlock,
-)
+from minimand.nn import HeavyBallUpdate, Learning, NesterovUpdate, OptimizationNet, Transition
+from minimand.nn.blocks import AcceleratedUpdate, ADMMUpdate, DenseUpdate, MergeUpdate, TwoStreamBlock
 
 UPDATES = [HeavyBallUpdate(), NesterovUpdate(0.3), AcceleratedUpdate(), ADMMUpdate(), MergeUpdate()]
 

@@ -7,19 +7,8 @@ import torch
 from torch import nn
 
 from minimand.errors import OptionError
-from minimand.nn import (
-    AcceleratedUpdate,
-    ADMMUpdate,
-    DenseUpdate,
-    GradientUpdate,
-    HeavyBallUpdate,
-    Learning,
-    MergeUpdate,
-    NesterovUpdate,
-    OptimizationNet,
-    TwoStreamBlock,
-    coefficient_parameters,
-)
+from minimand.nn import HeavyBallUpdate, Learning, NesterovUpdate, OptimizationNet, coefficient_parameters
+from minimand.nn.blocks import AcceleratedUpdate, ADMMUpdate, DenseUpdate, GradientUpdate, MergeUpdate, TwoStreamBlock
 from minimand.nn.blocks.network import resolve
 from minimand.zoo import AGDNet, DMRNet, HBNet
 

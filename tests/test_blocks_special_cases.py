@@ -4,16 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from minimand.nn import (
-    DenseUpdate,
-    HeavyBallUpdate,
-    MergeUpdate,
-    NesterovUpdate,
-    OptimizationNet,
-    Transition,
-    TwoStreamBlock,
-    coefficient_parameters,
-)
+from minimand.nn import HeavyBallUpdate, NesterovUpdate, OptimizationNet, Transition, coefficient_parameters
+from minimand.nn.blocks import DenseUpdate, MergeUpdate, TwoStreamBlock
 from minimand.zoo import AGDNet, AGDNet121, DenseNet, DenseNet121, DMRNet, HBNet, HBNet34, ResNet, ResNet34
 
 
