@@ -1,5 +1,4 @@
-"""What a conversion does to a module, and how it is undone. The objects stay, whoever holds them; so do hooks,
-attributes and places in the ``state_dict``."""
+"""Changes to modules in place, and their reversal. Objects, hooks, attributes and ``state_dict`` keys stay."""
 
 import importlib
 import inspect
@@ -30,7 +29,7 @@ _ORIGINAL = "_minimand_original"
 
 
 class OriginalState(NamedTuple):
-    """What a module was: its class, attributes that were written over, and the names of all that were added."""
+    """The original state of a module: class, overwritten attributes, and names of added attributes and children."""
 
     kind: type[nn.Module]
     replaced: dict[str, Any]
@@ -39,10 +38,10 @@ class OriginalState(NamedTuple):
 
 
 class Absorbed(nn.Identity):
-    """An activation or a dropout that a solver layer has taken in."""
+    """An activation or a dropout that a solver layer has absorbed."""
 
     def extra_repr(self) -> str:
-        """What it was."""
+        """The original class."""
         return vars(self)[_ORIGINAL].kind.__name__
 
 
@@ -69,13 +68,13 @@ def absorb(module: nn.Module) -> None:
 
 
 def adopt(module: nn.Module, name: str, child: nn.Module) -> None:
-    """Give a module a child that :func:`undo` takes away again, in place."""
+    """Add a child to a module, in place; :func:`undo` removes it."""
     vars(module)[_ORIGINAL] = OriginalState(type(module), {}, (), (name,))
     module._modules[name] = child
 
 
 def undo(module: nn.Module) -> None:
-    """Make a module what it was."""
+    """Restore the original module."""
     if (origin := vars(module).pop(_ORIGINAL, None)) is not None:
         for name in origin.added:
             del vars(module)[name]
@@ -92,7 +91,7 @@ def undo(module: nn.Module) -> None:
 
 
 class Source(NamedTuple):
-    """A function as text with the names it uses, which can be stored where the function cannot."""
+    """The source text of a function with the names it uses. Unlike the function it can be pickled."""
 
     text: str
     names: dict[str, Any]
@@ -100,7 +99,7 @@ class Source(NamedTuple):
 
     @classmethod
     def of(cls, graph: torch.fx.Graph) -> "Source":
-        """The ``forward`` that a graph stands for."""
+        """The ``forward`` of a graph."""
         code = graph.python_code("self")
         modules = {name: value.__name__ for name, value in code.globals.items() if _is_namespace(value)}
         names = {name: value for name, value in code.globals.items() if name not in modules}
@@ -110,7 +109,7 @@ class Source(NamedTuple):
         """The function."""
         space: dict[str, Any] = {name: importlib.import_module(module) for name, module in self.modules.items()}
         space.update(self.names)
-        exec(compile(self.text, "<minimand: a forward without what its solver layers took in>", "exec"), space)
+        exec(compile(self.text, "<minimand: the rewritten forward>", "exec"), space)
         return space["forward"]
 
 
@@ -119,16 +118,16 @@ def _is_namespace(value: object) -> bool:
 
 
 class RewrittenForward:
-    """A module's ``forward`` without the calls that its solver layers have taken in.
+    """A module's ``forward`` without the calls that its solver layers have absorbed.
 
-    There is one for training and one for evaluation, as the user's code may ask ``self.training``. Attributes that
-    the code read while it was traced are constants in it; one that has changed since is an error, not a surprise.
+    There is one version for training and one for evaluation, since the user's code may branch on ``self.training``.
+    Attributes that the code read during tracing are constants. Changing one later raises an error.
 
     Args:
-        module: Whose forward it is.
+        module: The owner of the forward.
         sources: For evaluation and for training.
         constants: The attributes that were read, with their values.
-        previous: The ``forward`` that the instance had before, if it had one of its own.
+        previous: The ``forward`` attribute that the instance had before, if any.
     """
 
     def __init__(
@@ -147,12 +146,12 @@ class RewrittenForward:
     def _compile(self) -> None:
         evaluation, training = (source.compile() for source in self.sources)
         self.evaluation, self.training = evaluation, training
-        # What torch.export asks of a forward: where it is written, and its arguments, the same in both modes.
+        # torch.export reads the code and the signature of a forward.
         self.__code__ = evaluation.__code__
         self.__signature__ = inspect.signature(types.MethodType(evaluation, self.module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward pass of the present mode."""
+        """Run the forward pass of the current mode."""
         module = self.module
         for name, value in self.constants.items():
             if getattr(module, name) != value:
