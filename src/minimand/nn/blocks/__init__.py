@@ -1,4 +1,4 @@
-"""Networks whose layers are the iterations of an algorithm."""
+"""Networks whose layers are the iterations of an optimisation algorithm."""
 
 from .coefficients import Coefficients, Learning
 from .forms import as_algorithm, coefficient_parameters
