@@ -79,7 +79,7 @@ def test_low_precision_rounds_no_more_than_torchs(dtype: torch.dtype) -> None:
 
 
 def test_an_even_kernel_and_other_features_are_refused() -> None:
-    with pytest.raises(OptionError, match="no centre"):
+    with pytest.raises(OptionError, match="must be odd"):
         SingleChannelConv2d(4, 2)
     for shape in ((2, 8, 5, 5), (4, 5, 5)):
         with pytest.raises(ShapeError, match="expected features N × 4 × H × W"):

@@ -114,9 +114,7 @@ def _check_patterns(stages: object) -> None:
     """Check that ``stages`` is a pattern or a list of patterns that is not empty."""
     many = list(stages) if isinstance(stages, list | tuple | set | frozenset) else [stages]
     if stages is not None and not (many and all(isinstance(pattern, str) for pattern in many)):
-        raise OptionError(
-            f"stages must be a pattern such as 'layer[12]', a list of them, or None for all, got {stages!r}"
-        )
+        raise OptionError(f"stages must be a pattern such as 'layer[12]', a list of them, or None, got {stages!r}")
 
 
 def _picked(found: ResidualSearch, stages: str | Sequence[str] | None) -> list[ResidualStage]:

@@ -136,9 +136,7 @@ class OptimizationNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The last iterate, the mean of two streams, or the concatenation of dense iterates."""
         if not isinstance(x, Tensor):
-            raise CapabilityError(
-                f"an OptimizationNet takes a tensor, got a {type(x).__name__}; convert it to a tensor"
-            )
+            raise CapabilityError(f"an OptimizationNet takes a tensor, got a {type(x).__name__}; convert it first")
         if x.dim() < 2:
             raise ShapeError(
                 f"an OptimizationNet takes a batch, got an input of shape {tuple(x.shape)}; add a dimension"

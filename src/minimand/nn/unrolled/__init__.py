@@ -1,4 +1,4 @@
-"""Unrolled reconstruction: solvers of fixed length whose transforms, steps and thresholds are learned."""
+"""Unrolled networks for image reconstruction, with learned transforms, steps and thresholds."""
 
 from .admmnet import ADMMNet
 from .base import PhaseResult, PhaseSetting, UnrolledNet

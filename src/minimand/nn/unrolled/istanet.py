@@ -14,25 +14,26 @@ __all__ = ["ISTANet", "gradient_map"]
 
 
 class ISTANet(UnrolledNet):
-    r"""Proximal gradient descent of fixed length with learned numbers and transforms: phase k is
+    r"""Proximal gradient descent with learned parameters and transforms. Phase k is
 
     .. math:: r = x - \rho_k \Phi^\top(\Phi x - y), \qquad
               x \leftarrow \tilde{\mathcal{F}}_k(S_{\theta_k}(\mathcal{F}_k(r))),
 
-    which is :class:`~minimand.solvers.ProxGD` with the learned prox. ``plus`` is the residual form, ISTA-Net+.
+    which is :class:`~minimand.solvers.ProxGD` with a learned prox. ``plus`` is the residual form, ISTA-Net+.
 
     Args:
         phi: The measurement matrix m × b² of square blocks, or an operator on images.
-        phases: How many iterations.
+        phases: The number of iterations.
         plus: Whether the transform learns a residual of the image (ISTA-Net+).
         architecture: The size of the transforms; the default is the papers'.
-        constrained: Whether the steps stay in :math:`(0, 2/\|\Phi\|^2)` and the thresholds above zero whatever is
-            learned, so that every phase is a step of a convergent solver. Free parameters, the papers', may leave both.
+        constrained: Whether the steps are kept in :math:`(0, 2/\|\Phi\|^2)` and the thresholds positive, so that every
+            phase has the parameters of a convergent solver. Unconstrained parameters, as in the papers, may leave these
+            ranges.
         shared: Whether all phases share one transform.
-        initial: The matrix Q of the first image :math:`Qy`; see :func:`least_squares_start`. Without it
+        initial: The matrix Q of the initial image :math:`Qy`; see :func:`least_squares_start`. Default:
             :math:`\Phi^\top y`.
 
-    Source: Zhang & Ghanem, *ISTA-Net*, CVPR 2018; 002, image reconstruction.
+    Source: Zhang & Ghanem, *ISTA-Net*, CVPR 2018; [Lin2019], image reconstruction.
 
     >>> from minimand.operators import orthonormal_gaussian
     >>> phi = orthonormal_gaussian(4, 16, generator=torch.Generator().manual_seed(0))
