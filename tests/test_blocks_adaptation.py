@@ -1,4 +1,4 @@
-"""Laws: a user's residual network becomes another algorithm without a change of its function, and learns from there."""
+"""Laws: a residual network becomes another algorithm, initially computes the same function, and can be trained."""
 
 import copy
 import io
@@ -127,7 +127,7 @@ def _set(net, current, past):
 
 
 def test_heavy_ball_is_inside_the_block():
-    """relu(F(x) + β₁x + β₂x₋), where x₋ is what the block before was given; a stage starts at rest."""
+    """relu(F(x) + β₁x + β₂x₋), where x₋ is the input of the previous block; each stage starts with x₋ = x."""
     net, other, x = _pair("usual", "heavy_ball")
     for module in (net, other):
         module.eval()
@@ -248,7 +248,7 @@ def test_dtype_and_learning_follow_the_model():
 
 
 class Scaled(nn.Module):
-    """A block with arguments of its own that have defaults, and a bare Parameter for a branch."""
+    """A block with optional arguments, whose branch is a bare Parameter."""
 
     def __init__(self):
         super().__init__()

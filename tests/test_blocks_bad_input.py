@@ -1,4 +1,4 @@
-"""Law: blocks, shapes, coefficients and options that do not fit are refused in one sentence that names them."""
+"""Law: blocks, shapes, coefficients and options that do not fit raise an error of one sentence that names them."""
 
 import pytest
 import torch

@@ -21,7 +21,7 @@ def _images(count=2, side=32):
 
 
 def _plain_resnet(net, images, *, preactivation):
-    """He's forward pass, written down, with the parameters of one of ours."""
+    """The forward pass of He et al., with the parameters of one of our networks."""
     x = net.stem(images)
     for block in net.trunk.blocks:
         if isinstance(block, Transition):
@@ -71,7 +71,7 @@ def test_nesterov_without_momentum_is_resnet_to_the_bit():
 
 
 def test_the_second_coefficient_reaches_two_blocks_back():
-    """Turn β₂ on: the change is β₂ times the iterate before, and nothing at the start of a stage but x itself."""
+    """A nonzero β₂ adds β₂ times the previous iterate, which is x at the start of a stage."""
     blocks = [nn.Linear(3, 3) for _ in range(2)]
     x = torch.randn(4, 3)
     net = OptimizationNet(blocks, HeavyBallUpdate(1.0, 0.25))

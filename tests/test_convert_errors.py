@@ -1,4 +1,4 @@
-"""What a conversion refuses: every problem at once, with its path, and nothing changed."""
+"""A conversion that fails lists every problem with its path and leaves the model unchanged."""
 
 import pytest
 import torch

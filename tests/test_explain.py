@@ -1,4 +1,4 @@
-"""Law: ``explain`` names every solver layer, tells the truth about it, and leaves the model as it was."""
+"""Law: ``explain`` names every solver layer, reports correct numbers, and leaves the model unchanged."""
 
 import pytest
 import torch

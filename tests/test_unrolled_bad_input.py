@@ -1,4 +1,4 @@
-"""Unrolled networks refuse what they cannot reconstruct from, in one sentence."""
+"""Unrolled networks reject bad input with an error of one sentence."""
 
 from collections.abc import Callable
 

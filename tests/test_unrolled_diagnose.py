@@ -1,4 +1,4 @@
-"""Constrained networks stay convergent solvers whatever is learned; free ones are told when they leave."""
+"""Constrained networks keep the parameters of convergent solvers; the diagnosis reports when free ones do not."""
 
 import copy
 import itertools
@@ -49,7 +49,7 @@ def _numbers(net: UnrolledNet) -> list[nn.Parameter]:
 def test_constrained_numbers_are_those_of_a_convergent_solver(
     build: Callable[..., UnrolledNet], seed: int, spread: float
 ) -> None:
-    """Whatever values an optimizer gives the parameters."""
+    """For all values of the parameters."""
     net = build(_phi(), 4, architecture=SMALL, constrained=True)
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -165,7 +165,7 @@ def test_a_threshold_that_is_no_number_is_a_fault(build: Callable[..., UnrolledN
 
 @every_net
 def test_a_state_brings_the_norm_of_its_own_phi(build: Callable[..., UnrolledNet]) -> None:
-    """Steps are judged by the Φ that the network has, not by the one that it was built with."""
+    """Steps are compared with the norm of the current Φ, not of the one at construction."""
     net = build(_phi(), 2, architecture=SMALL)
     with pytest.warns(UserWarning, match="not orthonormal"):
         other = build(_phi(3.0), 2, architecture=SMALL)
@@ -197,7 +197,7 @@ def test_the_gain_is_the_norm_of_the_jacobian(plus: bool) -> None:
 
 
 def test_numbers_alone_make_no_solver() -> None:
-    """A residual transform of identities doubles its input: its numbers are a solver's, and repeating it diverges."""
+    """A residual transform of identities doubles its input: its parameters are those of a solver, but it diverges."""
     phi = _phi()
     net = ISTANet(phi, 60, plus=True, architecture=Architecture(channels=1, depth=1), constrained=True)
     with torch.no_grad():

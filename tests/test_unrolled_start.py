@@ -1,4 +1,4 @@
-"""Unrolled networks begin as their solver and learn from there."""
+"""Unrolled networks start as their solver and improve by training."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from minimand.operators import BlockSensing, orthonormal_gaussian
 
 
 def _images(count: int, side: int) -> Tensor:
-    """Rectangles of constant brightness over each other."""
+    """Overlapping rectangles of constant brightness."""
     g = torch.Generator().manual_seed(3)
     images = torch.rand(count, 1, 1, 1, generator=g).expand(count, 1, side, side).clone()
     for image in images:

@@ -75,7 +75,7 @@ def test_the_gradient_of_the_value_is_the_residual_of_the_prox(case: FunctionCas
 
 
 def test_values_of_the_table() -> None:
-    """Lin (2019), Table 1, up to the constants that the Fenchel–Young equality fixes."""
+    """[Lin2019], Table 1, up to the constants that the Fenchel–Young equality fixes."""
     x = torch.tensor([0.2, 0.5, 0.9], dtype=torch.float64)
     half = 0.5 * x * x
     entropy = x * x.log() + (1 - x) * (1 - x).log()

@@ -16,7 +16,7 @@ __all__ = ["ACTIVATIONS", "ALL", "CONJUGATE", "SEPARABLE", "SMOOTH", "FunctionCa
 
 @dataclass(frozen=True)
 class FunctionCase:
-    """A function, the shape of the points it acts on, and what the laws may ask of it."""
+    """A function, the shape of its points, and the laws that apply to it."""
 
     name: str
     function: mf.Function

@@ -83,7 +83,7 @@ class Transform(nn.Module):
         self._initialize()
         for weight in self.parameters():
             # oneDNN's 3 × 3 convolutions are 1.5 times as fast in this layout. contiguous() is not enough: a weight
-            # with one input channel is in both layouts and keeps its strides, so the output would have the other layout.
+            # with one input channel is in both layouts and keeps its strides, and the output would get the other one.
             weight.data = weight.data.to(memory_format=torch.channels_last)
 
     @torch.no_grad()
