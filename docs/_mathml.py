@@ -8,19 +8,13 @@ from sphinx.errors import ExtensionError
 
 # Sizes of delimiters are left to the browser.
 _SIZES = re.compile(r"\\(?:bigl|bigr|Bigl|Bigr|big|Big)(?![a-zA-Z])\s*")
-# latex2mathml does not know this operator, and prints commands that it does not know as text.
-_OPERATORS = re.compile(r"\\(arg)(?![a-zA-Z])")
-_UNKNOWN = re.compile(r">(\\[a-zA-Z]+)<")
 
 
 def _mathml(latex: str, *, display: str) -> str:
     try:
-        mathml = convert(_OPERATORS.sub(r"\\operatorname{\1}", _SIZES.sub("", latex)), display=display)
+        return convert(_SIZES.sub("", latex), display=display)
     except Exception as error:
         raise ExtensionError(f"latex2mathml cannot read {latex!r}: {type(error).__name__}") from error
-    if (unknown := _UNKNOWN.search(mathml)) is not None:
-        raise ExtensionError(f"latex2mathml does not know {unknown[1]} in {latex!r}")
-    return mathml
 
 
 def _inline(writer, node) -> None:
