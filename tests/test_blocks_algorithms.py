@@ -17,7 +17,7 @@ from minimand.nn.blocks import AcceleratedUpdate, ADMMUpdate, MergeUpdate, TwoSt
 from minimand.operators import Dense
 from minimand.solvers import FISTA, HeavyBall, Problem, ProxGD, solve
 
-# The table of objectives of [Lin2019], each with the activation and its integral as printed (errata mended, up to a constant).
+# The table of objectives of [Lin2019]: each activation with its integral, errata corrected, up to a constant.
 LI2 = curves.dilogarithm
 TABLE = {
     "sigmoid": ("sigmoid", torch.sigmoid, lambda t: t + torch.log(torch.exp(-t) + 1)),
