@@ -9,16 +9,16 @@ The layer :math:`\varphi(Wx)` with a symmetric positive definite :math:`W` is a 
     f(z) = \tfrac12\|z\|^2 - \sum_i \tilde\varphi\bigl((W^{1/2}z)_i\bigr), \qquad
     z = W^{1/2}x,\quad \tilde\varphi' = \varphi .
 
-So a feed-forward network is gradient descent, and a skip connection is a momentum term. Here four algorithms run as
-networks: first on the objective that they minimise, then trained on digits, and last as a new form of a network that
-exists already.
+So a feed-forward network is gradient descent, and a skip connection is a momentum term. This example runs four
+algorithms as networks: first on the objective that they minimise, then trained on digits. Last it gives an existing
+residual network momentum.
 """
 
 # %%
 # Layers are iterations
 # ---------------------
-# One weight for all layers, so that there is one objective. ``iterates`` returns what the network would return after
-# each of its blocks.
+# All layers share one weight, so that there is one objective. ``iterates`` returns the output of the network after each
+# of its blocks.
 
 import matplotlib.pyplot as plt
 import torch
@@ -60,14 +60,14 @@ axis.spines[["top", "right"]].set_visible(False)
 axis.legend(frameon=False)
 
 # %%
-# Momentum gets further in the same number of layers. ADMM splits the work between two streams that have to agree, and
-# its steps are half as long.
+# With momentum the objective is lower after the same number of layers. ADMM has two streams that have to agree, and its
+# steps are half as long.
 #
-# Trained
-# -------
-# With weights of their own the blocks have no objective in common any more; what stays is the structure. Four networks
-# with the same blocks, started alike, on scikit-learn's digits. The coefficients of heavy ball, Nesterov and ADMM are
-# learned, from the algorithm's values on.
+# Training
+# --------
+# Blocks with different weights have no common objective; only the structure of the algorithm remains. Four networks
+# with the same blocks and the same initial weights are trained on scikit-learn's digits. The coefficients of heavy ball,
+# Nesterov and ADMM are learned, starting from the algorithm's values.
 
 images, labels = load_digits(return_X_y=True)
 images = torch.tensor(images, dtype=torch.float32) / 16 - 0.3
@@ -113,12 +113,12 @@ axis.spines[["top", "right"]].set_visible(False)
 axis.legend(frameon=False)
 
 # %%
-# One seed says nothing about which is better; ``minimand run structure-cifar`` compares them over several seeds.
+# One seed does not show which is better; ``minimand run structure-cifar`` compares them over several seeds.
 #
-# A network that exists
-# ---------------------
-# ``as_algorithm`` finds the residual blocks of a network and adds the past iterate to their skip connections, with a
-# coefficient that starts at zero. The function is the same, to the bit, until training moves it.
+# An existing network
+# -------------------
+# ``as_algorithm`` finds the residual blocks of a network and adds the previous iterate to their skip connections, with
+# a coefficient that starts at zero. The function is the same to the bit until training changes the coefficients.
 
 
 class Block(nn.Module):
