@@ -66,8 +66,8 @@ axis.legend(frameon=False)
 # Training
 # --------
 # Blocks with different weights have no common objective; only the structure of the algorithm remains. Four networks
-# with the same blocks and the same initial weights are trained on scikit-learn's digits. The coefficients of heavy ball,
-# Nesterov and ADMM are learned, starting from the algorithm's values.
+# with the same blocks and the same initial weights are trained on scikit-learn's digits. The coefficients of the heavy
+# ball, Nesterov's method and ADMM are learned, starting from the algorithm's values.
 
 images, labels = load_digits(return_X_y=True)
 images = torch.tensor(images, dtype=torch.float32) / 16 - 0.3

@@ -85,7 +85,7 @@ class Separable(Function):
         r"""The Fenchel–Young gap :math:`\tilde f(x) + \tilde g(z) - xz \ge 0`, entry by entry.
 
         It vanishes exactly where :math:`x = \varphi(z)`. The equality holds at :math:`p = \varphi(z)`, so the gap is
-        :math:`\tilde f(x) - \tilde f(p) - z(x - p)`, which is exactly zero at ``p`` in floating point, too.
+        :math:`\tilde f(x) - \tilde f(p) - z(x - p)`, which is exactly zero at ``p``, even in floating point.
 
         >>> from minimand.functions import NonNegative
         >>> NonNegative().gap(torch.tensor([0.0, 3.0, 3.0]), torch.tensor([-1.0, 3.0, 1.0]))
