@@ -54,10 +54,10 @@ with torch.no_grad():
             if size == 32:
                 clouds[iters] = draws
 
-colours = ["#0072B2", "#E69F00", "#D55E00"]  # Okabe–Ito
+colors = ["#0072B2", "#E69F00", "#D55E00"]  # Okabe–Ito
 figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4.4), layout="constrained")
-for (name, values), colour, marker in zip(spread.items(), colours, "os^", strict=True):
-    left.loglog(counts, values, color=colour, marker=marker, label=name)
+for (name, values), color, marker in zip(spread.items(), colors, "os^", strict=True):
+    left.loglog(counts, values, color=color, marker=marker, label=name)
 left.set(xlabel="iterations", ylabel="spread of the output / norm of its mean", title="All outputs")
 left.set_xticks(counts, [str(c) for c in counts])
 left.grid(alpha=0.3, which="both")

@@ -47,11 +47,11 @@ for algorithm in algorithms:
     points = OptimizationNet([Layer()] * 100, algorithm).iterates(x)
     gaps[algorithm] = [float(objective.value(objective.lift(point)) - best) for point in points]
 
-colours = dict(zip(algorithms, ["#000000", "#0072B2", "#D55E00", "#009E73"], strict=True))  # Okabe–Ito
+colors = dict(zip(algorithms, ["#000000", "#0072B2", "#D55E00", "#009E73"], strict=True))  # Okabe–Ito
 styles = dict(zip(algorithms, ["-", "--", "-.", ":"], strict=True))
 figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
 for algorithm, name in algorithms.items():
-    axis.semilogy(gaps[algorithm], color=colours[algorithm], linestyle=styles[algorithm], linewidth=2, label=name)
+    axis.semilogy(gaps[algorithm], color=colors[algorithm], linestyle=styles[algorithm], linewidth=2, label=name)
 t = torch.arange(2, 101)
 axis.semilogy(t, 2 * objective.lift(x).square().sum() / t**2, color="#999999", linewidth=1, label="bound of Theorem 3")
 axis.set(xlabel="layer", ylabel="f − f*", xlim=(0, 100))
@@ -105,7 +105,7 @@ def fit(net, epochs=12):
 figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
 for algorithm, name in algorithms.items():
     losses, accuracy = fit(network(algorithm))
-    axis.semilogy(range(1, 13), losses, color=colours[algorithm], linestyle=styles[algorithm], linewidth=2, label=name)
+    axis.semilogy(range(1, 13), losses, color=colors[algorithm], linestyle=styles[algorithm], linewidth=2, label=name)
     print(f"{name:18s} test accuracy {accuracy:.1f} %")
 axis.set(xlabel="epoch", ylabel="training loss", xlim=(1, 12))
 axis.grid(alpha=0.3)
