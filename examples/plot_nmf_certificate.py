@@ -65,7 +65,7 @@ for size in sizes:
     )
     W = other.fit_transform(Y)
     H = other.components_
-    found = certify(Y, W, H.T, lam=lam, regulariser="nonnegative", effort=0.1)
+    found = certify(Y, W, H.T, lam=lam, regularizer="nonnegative", effort=0.1)
     gaps.append(found.gap)
     fit = 0.5 * np.square(Y - W @ H).sum()
     objectives.append(fit + lam * (np.linalg.norm(W, axis=0) * np.linalg.norm(H, axis=1)).sum())

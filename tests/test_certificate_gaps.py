@@ -8,15 +8,14 @@ import pytest
 import torch
 
 from minimand.factor import CPTensor, Huber, NonNegativeL2, RobustPCA, SparseL2, Status, certify, certify_tensor
-from minimand.factor.descent import Pair
-from minimand.factor.duals import Dense
-from minimand.factor.gap import certificate_of
-from minimand.factor.regularisers import L2
-from minimand.factor.rows import Rows
+from minimand.factor.certificate import FactorProblem, certify_factors
+from minimand.factor.descent import Components
+from minimand.factor.matrices import DenseDual, RowSharding
+from minimand.factor.regularizers import L2
 
 from .test_certificate import adversaries, nuclear_minimum, objective
 
-HERE = Rows()
+HERE = RowSharding()
 # Clarabel's own tolerances, 1e-8: at tighter ones it gives up on some of these programs.
 SOLVER = {"solver": cp.CLARABEL}
 
@@ -36,7 +35,7 @@ def test_sparse_codes_where_the_minimum_is_known(gamma, s, generator):
     best = nuclear_minimum(Y, lam * (1 + gamma))
     root = (sizes - lam * (1 + gamma)).clamp_min(0).sqrt()
     for U, V in adversaries(Y, torch.diag(root), Q * root, generator):
-        found = certify(Y, U, V, lam=lam, regulariser="sparse", gamma=gamma)
+        found = certify(Y, U, V, lam=lam, regularizer="sparse", gamma=gamma)
         assert found.gap >= objective(Y, U, V, lam, theta) - best - 1e-12
 
 
@@ -50,7 +49,7 @@ def test_sparse_codes_of_one_feature(generator):
         best = cp.Problem(cp.Minimize(0.5 * cp.sum_squares(Y.numpy()[:, 0] - x) + charge)).solve(**SOLVER)
         point = torch.from_numpy(x.value).unsqueeze(1)
         for U, V in adversaries(Y, point, torch.ones(1, 1, dtype=torch.float64), generator):
-            found = certify(Y, U, V, lam=0.2, regulariser="sparse", gamma=0.3)
+            found = certify(Y, U, V, lam=0.2, regularizer="sparse", gamma=0.3)
             assert found.gap >= objective(Y, U, V, 0.2, theta) - best - 1e-6
 
 
@@ -70,7 +69,7 @@ def test_robust_principal_components(gamma, generator):
         loss = Huber(scale * data, None if gamma is None else gamma / scale)
         for u, v in adversaries(data, U, V, generator):
             u, v = u * scale**0.5, v * scale**0.5
-            found = certificate_of(loss, L2(), u, v, 1.5).certificate
+            found = certify_factors(FactorProblem(loss, L2(), 1.5), u, v).certificate
             value = loss.value(u, v) + 1.5 * float((u.norm(dim=0) * v.norm(dim=0)).sum())
             assert found.gap >= value - scale * best - 1e-6 * scale
             assert found.status is not Status.IMPROVABLE or value > scale * (best - 1e-6)
@@ -98,7 +97,7 @@ def test_masked_entries_with_any_regulariser(generator):
         points = [(u.clamp_min(0), v.clamp_min(0)) for u, v in adversaries(Y, U, V, generator)]
         values = [objective(Y, u, v, 0.3, theta, seen) for u, v in points]
         for (u, v), value in zip(points, values, strict=True):
-            found = certify(masked, u, v, lam=0.3, regulariser=name, **options)
+            found = certify(masked, u, v, lam=0.3, regularizer=name, **options)
             assert found.gap >= value - min(values) - 1e-12
 
 
@@ -142,7 +141,7 @@ def test_factors_of_tensorly_start_a_fit_and_are_checked(generator):
     ):
         with pytest.raises(ValueError, match=message):
             CPTensor(1.0).fit(Y, start=bad)
-    with pytest.raises(ValueError, match="factors are"):
+    with pytest.raises(ValueError, match="factors must be"):
         certify_tensor(Y, A, lam=1.0)
     with pytest.raises(ValueError, match="three dimensions"):
         certify_tensor(Y[0], (A, B, C), lam=1.0)
@@ -159,12 +158,12 @@ def induced(X):
 
 @pytest.mark.parametrize("shape", [(2, 2), (1, 3), (3, 3)])
 def test_the_induced_penalty_of_nonnegative_factors_is_convex_and_dual_to_the_polar(shape, generator):
-    """003: convex on segments, below what any factors are charged, and ⟨Z, X⟩ ≤ Ω(X) · polar(Z)."""
+    """[Vidal2018]: convex on segments, below what any factors are charged, and ⟨Z, X⟩ ≤ Ω(X) · polar(Z)."""
     theta = NonNegativeL2()
     for _ in range(3):
-        pairs = [Pair(*(torch.rand(k, n, generator=generator).double() for n in shape)) for k in (2, 3)]
+        pairs = [Components(*(torch.rand(k, n, generator=generator).double() for n in shape)) for k in (2, 3)]
         t = float(torch.rand((), generator=generator))
-        joined = Pair(*(torch.cat([t**0.5 * a, (1 - t) ** 0.5 * b]) for a, b in zip(*pairs, strict=True)))
+        joined = Components(*(torch.cat([t**0.5 * a, (1 - t) ** 0.5 * b]) for a, b in zip(*pairs, strict=True)))
         X = [p.U.mT @ p.V for p in (*pairs, joined)]
         first, second, between = (induced(x) for x in X)
         assert between <= t * first + (1 - t) * second + 1e-6
@@ -172,4 +171,4 @@ def test_the_induced_penalty_of_nonnegative_factors_is_convex_and_dual_to_the_po
             assert float(theta.values(pair.U, pair.V, HERE).sum()) >= omega - 1e-6
             Z = normal(generator, *shape)
             product = float((Z * (pair.U.mT @ pair.V)).sum())
-            assert product <= theta.upper(Dense(Z), 0.1).value * omega + 1e-6
+            assert product <= theta.upper(DenseDual(Z), 0.1).value * omega + 1e-6
