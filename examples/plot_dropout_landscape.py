@@ -7,9 +7,9 @@ A linear autoencoder with one input, two hidden units and one output has four we
 
 .. math:: f(w) = (1 - w_1^2 - w_2^2)^2 + \\lambda(w_1^4 + w_2^4), \\qquad \\lambda = \\frac{p}{1-p} .
 
-Without dropout a whole circle of weights is optimal. With any rate four minima remain, at which both units have the same
-weight: the minima are *equalised*. A large rate also moves them towards zero ([Vidal2018], "Effect of Dropout Rate on
-the Landscape").
+Without dropout a whole circle of weights is optimal. With any rate four minima remain, at which both units have the
+same weight: the minima are *equalised*. A large rate also moves them towards zero ([Vidal2018], "Effect of Dropout Rate
+on the Landscape").
 """
 
 import matplotlib.pyplot as plt

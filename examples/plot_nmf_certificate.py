@@ -52,8 +52,8 @@ plt.show()
 # %%
 # Other libraries' factors
 # ------------------------
-# scikit-learn minimises the same objective at a given size. ``certify`` bounds the distance of each result to the global
-# minimum: the gap stays large until there are enough components.
+# scikit-learn minimises the same objective at a given size. ``certify`` bounds the distance of each result to the
+# global minimum: the gap stays large until there are enough components.
 
 lam = path[3].lam
 sizes = [1, 2, 3, 4, 6, 8, 12]

@@ -1,4 +1,4 @@
-"""Law: a certificate never understates the gap, whatever point it is asked about."""
+"""Law: a certificate never understates the gap, at any point."""
 
 import cvxpy as cp
 import numpy as np
@@ -103,7 +103,7 @@ def test_the_gap_is_never_understated_for_masked_data(generator):
 
 
 def doubly_nonnegative_minimum(Y, lam):
-    """A lower bound on the minimum over all sizes; exact where rows + columns ≤ 4, where the cones coincide."""
+    """A lower bound on the minimum over all sizes; exact for rows + columns ≤ 4, because the cones coincide."""
     n, m = Y.shape
     W = cp.Variable((n + m, n + m), PSD=True)
     fit = 0.5 * cp.sum_squares(Y.numpy() - W[:n, n:])
@@ -183,7 +183,7 @@ def test_the_statuses():
 
 
 def test_a_zero_column_pair_proves_nothing():
-    """[Vidal2018], Theorem 1 asks for a local minimum: at U = V = 0 every gradient vanishes, and the polar tells."""
+    """[Vidal2018], Theorem 1 needs a local minimum. At U = V = 0 the gradient vanishes, but the polar exceeds λ."""
     found = certify(np.diag([3.0, 2.0]), np.zeros((2, 1)), np.zeros((2, 1)), lam=1.0)
     assert found.status is Status.IMPROVABLE
     assert found.polar_lower == pytest.approx(3)
@@ -200,7 +200,7 @@ def test_factors_of_other_libraries_are_certified():
     W = model.fit_transform(Y)
     assert certify(Y, W, model.components_.T, lam=lam, regularizer="nonnegative").relative_gap < 0.01
     assert certify(torch.from_numpy(Y), torch.from_numpy(W), model.components_.T, lam=lam).gap >= 0
-    # Principal components fit too well for this objective: the certificate says by how much.
+    # Principal components are not penalised, so they are not optimal for this objective.
     pca = PCA(2).fit(Y)
     found = certify(Y, pca.transform(Y), pca.components_.T, lam=lam)
     assert found.status is not Status.CERTIFIED

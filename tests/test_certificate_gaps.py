@@ -16,7 +16,7 @@ from minimand.factor.regularizers import L2
 from .test_certificate import adversaries, nuclear_minimum, objective
 
 HERE = RowSharding()
-# Clarabel's own tolerances, 1e-8: at tighter ones it gives up on some of these programs.
+# Clarabel's default tolerances, 1e-8: with tighter ones it fails on some of these programs.
 SOLVER = {"solver": cp.CLARABEL}
 
 
@@ -26,7 +26,7 @@ def normal(generator, *shape):
 
 @pytest.mark.parametrize(("gamma", "s"), [(0.1, [3.0, 2.0, 1.0, 0.2]), (1.0, [1.0, 1.0, 1.0, 0.0])])
 def test_sparse_codes_where_the_minimum_is_known(gamma, s, generator):
-    """Y = diag(s)Qᵀ: codes of one entry cost 1 + γ, and none cost less, so that it is the nuclear norm's minimum."""
+    """Y = diag(s)Qᵀ: codes of one entry cost 1 + γ, none cost less, so the minimum is that of the nuclear norm."""
     theta = SparseL2(gamma)
     Q = torch.linalg.qr(normal(generator, 6, 4)).Q
     sizes = torch.tensor(s, dtype=torch.float64)
@@ -40,7 +40,7 @@ def test_sparse_codes_where_the_minimum_is_known(gamma, s, generator):
 
 
 def test_sparse_codes_of_one_feature(generator):
-    """One column: the induced norm is ‖x‖₂ + γ‖x‖₁ itself, and cvxpy has its minimum."""
+    """One column: the induced norm is ‖x‖₂ + γ‖x‖₁, and cvxpy computes the minimum."""
     theta = SparseL2(0.3)
     for _ in range(2):
         Y = normal(generator, 7, 1)
@@ -56,7 +56,7 @@ def test_sparse_codes_of_one_feature(generator):
 @pytest.mark.filterwarnings("ignore:.*stopped before its certificate")
 @pytest.mark.parametrize("gamma", [None, 0.5, 4.0])
 def test_robust_principal_components(gamma, generator):
-    """The loss in both formulations, and IMPROVABLE only where the convex minimum is below."""
+    """Both formulations of the loss; IMPROVABLE only above the convex minimum."""
     rng = np.random.default_rng(0)
     Y = rng.normal(size=(6, 2)) @ rng.normal(size=(2, 5)) + np.where(rng.random((6, 5)) < 0.1, 5.0, 0.0)
     X = cp.Variable(Y.shape)
@@ -80,11 +80,11 @@ def test_robust_principal_components(gamma, generator):
         model = RobustPCA(1.5, gamma, max_iter=sweeps, random_state=0).fit(Y)
         assert model.certificate_.gap >= model.objective_ - best - 1e-6
         assert model.certificate_.status is not Status.IMPROVABLE or model.objective_ > best - 1e-6
-        assert "zero" not in model.certificate_.method  # also where one sweep has found nothing yet
+        assert "zero" not in model.certificate_.method  # also if one sweep has no component yet
 
 
-def test_masked_entries_with_any_regulariser(generator):
-    """Against the best point known, which the minimum does not exceed; masked arrays as well as masks."""
+def test_masked_entries_with_any_regularizer(generator):
+    """The best known value is at least the minimum; masked arrays and masks."""
     Y = normal(generator, 5, 4).abs()
     seen = torch.rand(5, 4, generator=generator) < 0.6
     masked = np.ma.MaskedArray(np.where(seen, Y, np.nan), ~seen.numpy())
@@ -150,7 +150,7 @@ def test_factors_of_tensorly_start_a_fit_and_are_checked(generator):
 
 
 def induced(X):
-    """Ω of the non-negative regulariser by the doubly non-negative program: exact where rows + columns ≤ 4."""
+    """Ω of the non-negative regularizer by the doubly non-negative program; exact for rows + columns ≤ 4."""
     n, m = X.shape
     W = cp.Variable((n + m, n + m), PSD=True)
     return cp.Problem(cp.Minimize(0.5 * cp.trace(W)), [W >= 0, W[:n, n:] == X.numpy()]).solve(**SOLVER)
@@ -158,7 +158,7 @@ def induced(X):
 
 @pytest.mark.parametrize("shape", [(2, 2), (1, 3), (3, 3)])
 def test_the_induced_penalty_of_nonnegative_factors_is_convex_and_dual_to_the_polar(shape, generator):
-    """[Vidal2018]: convex on segments, below what any factors are charged, and ⟨Z, X⟩ ≤ Ω(X) · polar(Z)."""
+    """[Vidal2018]: convex on segments, at most the penalty of any factors, and ⟨Z, X⟩ ≤ Ω(X) · polar(Z)."""
     theta = NonNegativeL2()
     for _ in range(3):
         pairs = [Components(*(torch.rand(k, n, generator=generator).double() for n in shape)) for k in (2, 3)]

@@ -1,4 +1,4 @@
-"""Law: the factorised problems reach the minimum of their convex counterparts, and know it."""
+"""Law: the factorised problems reach the minimum of their convex counterparts and certify it."""
 
 import cvxpy as cp
 import numpy as np
@@ -60,7 +60,7 @@ def test_lowrank_is_the_closed_form(shape):
 
 
 def test_lowrank_finds_singular_values_next_to_the_threshold():
-    """The edge of the noise is where a randomised SVD misses some: the certificate notices."""
+    """A randomised SVD can miss singular values at the edge of the noise. The certificate detects it."""
     Y = torch.from_numpy(low_rank(200, 150, 3, noise=1.0))
     s = torch.linalg.svdvals(Y)
     lam = float(s[3] + s[4]) / 2

@@ -1,4 +1,4 @@
-"""Law: a fit ends where it can prove its answer, where nothing improves it, or where it may not go on."""
+"""Law: a fit ends certified, without an improving direction, or out of sweeps or components."""
 
 import numpy as np
 import pytest
@@ -18,14 +18,14 @@ def test_no_fit_ends_improvable_with_sweeps_and_room_left():
     model = SparseDictionary(0.4, 0.1, random_state=1).fit(Y)
     assert model.certificate_.status is not Status.IMPROVABLE or model.n_iter_ >= 500 or model.n_components_ == 100
     assert np.diff(model.history_).max(initial=0) <= 1e-3 * model.objective_
-    # BoundOptions again, with other directions, it is the same.
+    # A second certificate, from other random starts, agrees.
     again = certify(Y, model.transform(Y), model.components_.T, lam=0.4, regularizer="sparse", gamma=0.1)
     assert again.polar_lower <= 0.4 * (1 + 1e-3)
 
 
 @pytest.mark.parametrize("theta", [L2(), SparseL2(0.3)], ids=str)
 def test_a_direction_like_a_pair_in_hand_is_not_discarded(theta, generator):
-    """From a start at which every direction looks familiar, the fit goes on to the end."""
+    """The fit continues from a start that is parallel to every direction."""
     Y = torch.randn(5, 4, generator=generator, dtype=torch.float64)
     found = theta.directions(Squared(Y).zero(), 1, generator)
     problem, options = FactorProblem(Squared(Y), theta, 0.5), GrowthOptions(None, 30, 200, 1e-3)
@@ -35,24 +35,24 @@ def test_a_direction_like_a_pair_in_hand_is_not_discarded(theta, generator):
 
 
 def test_improvable_means_that_the_direction_lowers_the_objective(generator):
-    """At points an inch from the minimum: what is in hand, appended at its best size, goes down visibly."""
+    """Near the minimum: appending the direction at its best size lowers the objective."""
     Y = torch.randn(6, 5, generator=generator, dtype=torch.float64)
     lam = 0.7
     left, s, right = torch.linalg.svd(Y, full_matrices=False)
     root = (s - lam).clamp_min(0).sqrt()
-    said = 0
+    improvable = 0
     for size in (1e-10, 1e-8, 1e-7, 1e-6, 1e-5, 1e-3, 1e-1):
         U, V = left * root * (1 - size), right.mT * root
         certificate, objective, found = certify_factors(FactorProblem(Squared(Y), L2(), lam), U, V, tol=1e-14)
         if certificate.status is not Status.IMPROVABLE:
             assert size < 1e-5
             continue
-        said += 1
+        improvable += 1
         step = float(found.values[0]) - lam
         new = 0.5 * (Y - U @ V.mT - step * torch.outer(found.left[0], found.right[0])).square().sum()
         new = float(new + lam * ((U.norm(dim=0) * V.norm(dim=0)).sum() + step))
         assert new < objective
-    assert said >= 3
+    assert improvable >= 3
 
 
 MODELS = [NMF(1.0, effort=0), NMF(1.0, effort=0, n_components=2), SparseDictionary(1.0, 0.2, n_components=2)]
@@ -98,7 +98,7 @@ def test_a_fit_that_stops_before_its_certificate_warns_with_the_remedy(model, sa
 @pytest.mark.parametrize("verb", ["fit", "fit_transform"])
 @pytest.mark.parametrize("lam", [0.5, 100.0])
 def test_warnings_point_at_the_caller(verb, lam):
-    """Not into scikit-learn, whose set_output wraps fit_transform."""
+    """The warning's location is not in scikit-learn, whose set_output wraps fit_transform."""
     model = SparseDictionary(lam, 0.2, r_max=3, random_state=0)
     with pytest.warns(UserWarning, match=r"(no component|stopped before)") as caught:
         getattr(model, verb)(np.random.default_rng(1).normal(size=(10, 6)))

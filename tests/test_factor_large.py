@@ -1,4 +1,4 @@
-"""Law: what is larger than memory is read in blocks, and bounded as sharply without a Gram matrix."""
+"""Law: data larger than memory are read in blocks, and bounds without a Gram matrix are as sharp."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ MODELS = [
 @pytest.mark.parametrize("shape", [(30, 10), (10, 30)])
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_a_memory_mapped_file_is_read_in_blocks(tmp_path, monkeypatch, model, shape):
-    """The estimators read the file itself; no bound holds all of it in float64, whichever side is shorter."""
+    """The estimators read the file itself, and no bound forms the whole matrix in float64, for either shape."""
     Y = noisy(*shape).astype(np.float32)
     model = model.set_params(random_state=0)
     X = model.inverse_transform(model.fit_transform(Y))
@@ -34,7 +34,7 @@ def test_a_memory_mapped_file_is_read_in_blocks(tmp_path, monkeypatch, model, sh
     monkeypatch.setattr(matrices, "BLOCK", 100)
     monkeypatch.setattr(matrices.DenseDual, "dense", lambda self: pytest.fail("the whole matrix was formed"))
     mapped = np.load(tmp_path / "Y.npy", mmap_mode="r")
-    # Single precision does not settle the factors along the objective's flat directions, but their product.
+    # In single precision the product converges, but not the factors along flat directions of the objective.
     np.testing.assert_allclose(model.inverse_transform(model.fit_transform(mapped)), X, rtol=1e-4, atol=1e-4)
     assert (model.objective_, model.certificate_.status) == (pytest.approx(expected[0], rel=1e-6), expected[1])
     assert model.lambda_max(mapped) == pytest.approx(top, rel=1e-9)
@@ -68,7 +68,7 @@ def test_products_by_blocks_are_the_products(monkeypatch, generator, shape):
 
 
 def test_lanczos_is_as_accurate_as_asked_as_far_as_its_basis_fits(monkeypatch, generator):
-    """A spectrum whose top is a continuum: nothing converges early."""
+    """The spectrum is dense at its top, so Lanczos does not converge early."""
     n = 2000
     values = torch.linspace(0, 1, n, dtype=torch.float64).sqrt()
     needed = {}

@@ -46,7 +46,7 @@ LOSSES = {
 
 @pytest.fixture(params=LOSSES)
 def problem(request):
-    """A loss, its data, λ, and what cvxpy makes of them."""
+    """A loss, its data, λ, and the minimum and minimiser that cvxpy finds."""
     loss, data, convex, lam = LOSSES[request.param]
     X = cp.Variable(data.shape)
     best = cp.Problem(cp.Minimize(convex(X) + lam * cp.normNuc(X))).solve(**SOLVER)
@@ -90,7 +90,7 @@ def test_on_squares_a_proximal_gradient_step_is_the_exact_update(theta, generato
 
 
 def test_a_loss_knows_its_gradient_and_conjugate(generator):
-    """Differences of the value; and Fenchel's inequality, with equality at the gradient."""
+    """The gradient is autograd's, and Fenchel's inequality holds, with equality at the gradient."""
     data = torch.rand(5, 4, generator=generator, dtype=torch.float64)
     X = torch.randn(5, 4, generator=generator, dtype=torch.float64, requires_grad=True)
     for loss in (Logistic(data), Quartered(data)):

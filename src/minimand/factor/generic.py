@@ -72,7 +72,7 @@ def factorize(
         raise ShapeError(f"Y must be a real matrix with entries, got shape {tuple(data.shape)}")
     require_finite("Y", data)
     problem = FactorProblem(loss_from(loss, data), theta, float(lam))
-    options = GrowthOptions(n_components, r_max, int(max_iter), float(tol), bound=data.numel())
+    options = GrowthOptions(n_components, r_max, max(int(max_iter), 1), float(tol), bound=data.numel())
     found = grow(problem, options, like=data, generator=seeded_generator(random_state))
     return FactorizeResult(
         same_kind(found.U, Y), same_kind(found.V, Y), found.objective, found.certificate, list(found.history)

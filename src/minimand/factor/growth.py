@@ -197,7 +197,7 @@ def _tolerances(options: GrowthOptions) -> list[float]:
     if options.fixed:
         return [options.tol * FIXED_SIZE]
     levels, finest = [options.tol * FINE], options.tol * FINEST
-    for _ in range(round(math.log10(FINE / FINEST)) + 1):
+    for _ in range(4):  # three powers of ten, and one more if rounding leaves the third above the finest
         if levels[-1] > finest:
             levels.append(max(0.1 * levels[-1], finest))
     return levels
