@@ -149,7 +149,7 @@ def grow(
     """
     descent = _local_descent(problem)
     pairs = _first_pairs(problem, options, like, generator) if start is None else _given(start, like, problem, options)
-    growth = _Growth(problem, descent, options, generator, report, pairs)
+    growth = _FactorGrowth(problem, descent, options, generator, report, pairs)
     certificate = _run(growth)
     pairs = padded(growth.pairs, options.n_components or 0)
     objective = problem.objective(pairs.U.mT, pairs.V.mT)
@@ -165,7 +165,7 @@ def grow(
     )
 
 
-def _run(growth: "_Growth") -> Certificate:
+def _run(growth: "_FactorGrowth") -> Certificate:
     """The rounds of the meta-algorithm, from coarse to fine descent; returns the last certificate.
 
     Coarse descent finds the size. The bound of a certificate is expensive, so it is computed only where the descent
@@ -219,7 +219,7 @@ def _local_descent(problem: FactorProblem) -> LocalDescent:
 
 
 @dataclass
-class _Growth:
+class _FactorGrowth:
     """The state of the meta-algorithm; its methods are the stages."""
 
     problem: FactorProblem
