@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from ...errors import CapabilityError, MinimandError, NonFiniteError, OptionError, ShapeError, require_finite
 from .chain import parse
 from .losses import LOSSES, Loss, encode_targets
-from .maps import AffineMap, record
-from .options import NO_BATCH, Epoch, Recipe, check_loader, pairs, weights_per_layer
+from .maps import AffineMap, update_running_statistics
+from .options import NO_BATCH, Epoch, Recipe, batches, check_loader, weights_per_layer
 from .progress import track
-from .weights import Direction, Momentum, toward_all
+from .weights import Direction, MomentumUpdate, weight_directions
 
 __all__ = ["Lifted", "Variables"]
 
 MODES = ("fast", "monotone")
 #: The ridge of a full weight step, relative to the Gram's mean eigenvalue.
-TINY = 1e-6
+RELATIVE_RIDGE = 1e-6
 
 
 @dataclasses.dataclass
@@ -98,7 +98,7 @@ class Lifted(abc.ABC, Generic[V]):
     ) -> list[Direction]:
         """In which directions the weights of layers move, each given with its x and its residual; the damping as in
         :func:`~.weights.ridge_shift`."""
-        return toward_all(layers, damping, block=block)
+        return weight_directions(layers, damping, block=block)
 
     def _directions(self, v: V, damping: float, block: int | None) -> list[Direction | None]:
         """The direction of each layer, None for those that are frozen."""
@@ -110,7 +110,7 @@ class Lifted(abc.ABC, Generic[V]):
 
     def _move_weights(self, v: V) -> None:
         """Minimise the energy over the weights of every layer, or a majoriser of it."""
-        for affine, direction in zip(v.maps, self._directions(v, TINY, None), strict=True):
+        for affine, direction in zip(v.maps, self._directions(v, RELATIVE_RIDGE, None), strict=True):
             if direction is not None:
                 affine.layer.assign(affine.layer.parameters() + direction.dense())
 
@@ -141,8 +141,8 @@ class Lifted(abc.ABC, Generic[V]):
             NonFiniteError: If the energy is no longer finite; the weights are those from before the step.
         """
         self.chain.require_trained()
-        fresh = not self._continues(x, y)
-        v = self._fresh(x, y) if fresh or self._variables is None else self._variables
+        fresh = not self._is_same_batch(x, y)
+        v = self._forward_variables(x, y) if fresh or self._variables is None else self._variables
         self._variables = None
         kept = [layer.parameters() for layer in self.chain.layers]
         try:
@@ -152,24 +152,24 @@ class Lifted(abc.ABC, Generic[V]):
             self._multipliers(v)
             energy = self._energy(v)
             if not math.isfinite(energy):
-                self._blame(v, energy)
+                self._raise_nonfinite(v, energy)
         except (MinimandError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
             for layer, parameters in zip(self.chain.layers, kept, strict=True):
                 layer.assign(parameters)
             raise NonFiniteError(f"step stopped, the weights are those from before it: {error}") from None
         if fresh:
-            record(v.maps)
+            update_running_statistics(v.maps)
         self._variables = v
         self._batch = (weakref.ref(x), x._version, weakref.ref(y), y._version)
-        self._weights = self._versions()
+        self._weights = self._parameter_versions()
         return energy
 
     @torch.no_grad()
     def energy(self, x: Tensor, y: Tensor) -> float:
         """The energy at the auxiliary variables of the batch, or at the forward pass of a new one."""
-        if self._variables is not None and self._continues(x, y):
+        if self._variables is not None and self._is_same_batch(x, y):
             return self._energy(self._variables)
-        return self._energy(self._fresh(x, y))
+        return self._energy(self._forward_variables(x, y))
 
     def fit(
         self, loader: Iterable[tuple[Tensor, Tensor]], epochs: int, mode: str = "fast", *, progress: bool = False
@@ -191,11 +191,11 @@ class Lifted(abc.ABC, Generic[V]):
         check_loader(loader, epochs)
         self.chain.require_trained()
         self._before_fit()
-        run = _Fast(self) if mode == "fast" else None
+        run = _MiniBatchRun(self) if mode == "fast" else None
         for number in range(1, epochs + 1):
             begin, total, samples = time.perf_counter(), 0.0, 0
             size = len(loader) if isinstance(loader, Sized) else None
-            for index, (x, y) in enumerate(pairs(loader)):
+            for index, (x, y) in enumerate(batches(loader)):
                 share = (number - 1 + (index / size if size else 0.5)) / epochs
                 total += self.step(x, y) if run is None else run.batch(x, y, share)
                 samples += x.shape[0]
@@ -206,7 +206,7 @@ class Lifted(abc.ABC, Generic[V]):
             self._after_epoch()
             yield Epoch(number, total / samples, time.perf_counter() - begin)
 
-    def _mini_mu(self) -> tuple[float, ...]:
+    def _minibatch_mu(self) -> tuple[float, ...]:
         """The penalty weights of the mini-batch mode: the given ones, or geometric towards the output."""
         top = len(self.chain) - 1
         return self._given_mu or tuple(self.recipe.ratio ** (k - top) for k in range(top + 1))
@@ -215,18 +215,18 @@ class Lifted(abc.ABC, Generic[V]):
         default = 5.0 if self.loss == "squared" else 20.0
         return default if self.recipe.damping is None else self.recipe.damping
 
-    def _continues(self, x: Tensor, y: Tensor) -> bool:
+    def _is_same_batch(self, x: Tensor, y: Tensor) -> bool:
         if self._variables is None or self._batch is None:
             return False
         first, first_version, second, second_version = self._batch
-        same = first() is x and second() is y and self._weights == self._versions()
+        same = first() is x and second() is y and self._weights == self._parameter_versions()
         return same and (x._version, y._version) == (first_version, second_version)
 
-    def _versions(self) -> list[tuple[int, int]]:
+    def _parameter_versions(self) -> list[tuple[int, int]]:
         """What changes when a parameter does."""
         return [(parameter.data_ptr(), parameter._version) for parameter in self.model.parameters()]
 
-    def _fresh(self, x: Tensor, y: Tensor, check: bool = True) -> V:
+    def _forward_variables(self, x: Tensor, y: Tensor, check: bool = True) -> V:
         """The variables at the forward pass; whoever trains with them records its statistics."""
         if not isinstance(x, Tensor) or not x.numel():
             found = f"one of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}; convert it"
@@ -251,7 +251,7 @@ class Lifted(abc.ABC, Generic[V]):
         for layer, x in zip(self.chain.layers, v.xs[1:], strict=True):
             require_finite(f"the activation update of {layer.path}", x)
 
-    def _blame(self, v: V, energy: float) -> None:
+    def _raise_nonfinite(self, v: V, energy: float) -> None:
         """Name the layer and the update for which the energy is not finite."""
         for layer in self.chain.layers:
             require_finite(f"the weight update of {layer.path}", layer.parameters())
@@ -263,19 +263,19 @@ class Lifted(abc.ABC, Generic[V]):
         )
 
 
-class _Fast:
+class _MiniBatchRun:
     """The mini-batch mode: directions from each batch, momentum, a falling rate."""
 
     def __init__(self, method: Lifted[Any]) -> None:
         self.method = method
         self.layers = method.chain.layers
-        self.momentum = Momentum(self.layers, method.recipe.momentum)
+        self.momentum = MomentumUpdate(self.layers, method.recipe.momentum)
         self.updated = False
 
     def batch(self, x: Tensor, y: Tensor, share: float) -> float:
         """One update; the loss before it."""
         method = self.method
-        kept, method.mu = method.mu, method._mini_mu()
+        kept, method.mu = method.mu, method._minibatch_mu()
         try:
             with torch.no_grad():
                 return self._update(x, y, method.recipe.rate_at(share))
@@ -291,7 +291,7 @@ class _Fast:
         except (MinimandError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
             self._stop(error, v)
         self.updated = True
-        record(v.maps)
+        update_running_statistics(v.maps)
         return value
 
     @torch.no_grad()
@@ -301,7 +301,7 @@ class _Fast:
 
     def _forward(self, x: Tensor, y: Tensor) -> tuple[Variables, float]:
         """The variables of a batch and its loss; an update that made it overflow is taken back."""
-        v = self.method._fresh(x, y, check=False)
+        v = self.method._forward_variables(x, y, check=False)
         value = float(v.loss.value(v.output))
         if not math.isfinite(value):
             require_finite("the input x", x)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from .chain import parse
 from .losses import encode_targets
-from .maps import record
+from .maps import update_running_statistics
 from .weights import regress
 
 __all__ = ["ridge_control"]
@@ -31,7 +31,7 @@ def ridge_control(model: nn.Module, x: Tensor, y: Tensor, ridge: float = 1.0) ->
     model = copy.deepcopy(model)
     xs, _, maps = parse(model).forward(x)
     last = maps[-1].layer
-    record(maps)
+    update_running_statistics(maps)
     direction = regress(maps[-1].rows(xs[-2]), encode_targets(y, xs[-1], "squared"), ridge, bias=last.bias is not None)
     last.assign(direction.dense())
     return model

@@ -34,7 +34,7 @@ class SquaredError(Function):
         step = check_step(step, x)
         return (x + step * self.target) / (1 + step)
 
-    def quick(self, x: Tensor, step: float) -> Tensor:
+    def approximate_prox(self, x: Tensor, step: float) -> Tensor:
         """The same: it costs nothing."""
         return torch.add(x, self.target, alpha=step).div_(1 + step)
 
@@ -98,7 +98,7 @@ class CrossEntropy(Function):
     def _residual(self, point: Tensor, x: Tensor, step: Step) -> Tensor:
         return point - x + step * self.gradient(point)
 
-    def quick(self, x: Tensor, step: float) -> Tensor:
+    def approximate_prox(self, x: Tensor, step: float) -> Tensor:
         """Three proximal steps with the gradient's Lipschitz constant ½ from ``x``, for noisy mini-batches."""
         share = 1.0 / (1.0 / step + 0.5)
         # Samples last: few classes in a row are too short for the vectors of a processor.

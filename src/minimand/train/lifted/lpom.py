@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 
 from ...errors import OptionError
-from .base import TINY, Lifted, Variables
+from .base import RELATIVE_RIDGE, Lifted, Variables
 from .losses import Loss
 from .maps import AffineMap
 from .options import Recipe
 from .sweeps import DualSweep
-from .weights import Direction, toward
+from .weights import Direction, weight_direction
 
 __all__ = ["LPOM", "LPOMVariables"]
 
@@ -115,20 +115,20 @@ class LPOM(Lifted[LPOMVariables]):
         if self.sweep == "jacobi":
             old = list(v.xs)
             v.xs[-1] = self._output(v, extra=1.0)
-            v.xs[1:-1] = [self._majorised(v, k, old[k + 1], 1.0, 1.0) for k in range(1, len(v.maps))]
+            v.xs[1:-1] = [self._majorized(v, k, old[k + 1], 1.0, 1.0) for k in range(1, len(v.maps))]
             v.zs[1:] = [affine.apply(x) for affine, x in zip(v.maps[1:], v.xs[1:-1], strict=True)]
             return
         v.xs[-1] = self._output(v)
         for k in range(len(v.maps) - 1, 0, -1):
-            v.xs[k] = self._majorised(v, k, v.xs[k + 1])
+            v.xs[k] = self._majorized(v, k, v.xs[k + 1])
             v.zs[k] = v.maps[k].apply(v.xs[k])
 
     def _output(self, v: LPOMVariables, extra: float = 0.0) -> Tensor:
         """The minimiser over the output, with ``extra`` times μ as the weight of its present value."""
-        centre = (v.zs[-1] + extra * v.output) / (1 + extra)
-        return v.loss.prox(centre, 1.0 / (self.mu[-1] * (1 + extra)))
+        center = (v.zs[-1] + extra * v.output) / (1 + extra)
+        return v.loss.prox(center, 1.0 / (self.mu[-1] * (1 + extra)))
 
-    def _majorised(self, v: LPOMVariables, k: int, above: Tensor, coupling: float = 0.0, extra: float = 0.0) -> Tensor:
+    def _majorized(self, v: LPOMVariables, k: int, above: Tensor, coupling: float = 0.0, extra: float = 0.0) -> Tensor:
         r"""The minimiser over :math:`X_k` of the majoriser with :math:`c = r(\beta + coupling)\|A\|^2 + extra`."""
         affine, lower = v.maps[k], v.maps[k - 1].layer.unit
         upper = affine.layer.unit
@@ -170,7 +170,7 @@ class LPOM(Lifted[LPOMVariables]):
         affine = v.maps[k]
         unit = affine.layer.unit
         residual = unit.residual(v.xs[k + 1], z) / unit.slope
-        direction = toward(affine, v.xs[k], residual, TINY)
+        direction = weight_direction(affine, v.xs[k], residual, RELATIVE_RIDGE)
         affine.layer.assign(affine.layer.parameters() + direction.dense())
 
     def _minibatch(self, v: LPOMVariables, damping: float) -> list[Direction | None]:

@@ -104,5 +104,5 @@ class MAC(Lifted[Variables]):
         self.mu = tuple(m / self._scale * scale for m in self.mu)
         self._scale = scale
 
-    def _mini_mu(self) -> tuple[float, ...]:
-        return tuple(self._scale * m for m in super()._mini_mu())
+    def _minibatch_mu(self) -> tuple[float, ...]:
+        return tuple(self._scale * m for m in super()._minibatch_mu())

@@ -12,11 +12,11 @@ from ...errors import ShapeError
 from ...operators import Conv2d, Dense, LinearOperator
 from .units import Unit
 
-__all__ = ["AffineMap", "Layer", "Stage", "record"]
+__all__ = ["AffineMap", "FixedMap", "LiftedLayer", "update_running_statistics"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
+class FixedMap:
     """A linear map without parameters before a layer's weight: a reshaping or a pooling of inputs ``like`` this.
 
     Its entries are never negative.
@@ -33,7 +33,7 @@ class Stage:
 
 
 @dataclasses.dataclass(frozen=True)
-class Moments:
+class BatchStatistics:
     """The statistics with which a batch was normalised, and by which the running ones follow."""
 
     norm: nn.BatchNorm1d | nn.BatchNorm2d
@@ -41,7 +41,7 @@ class Moments:
     variance: Tensor
     count: int
 
-    def record(self) -> None:
+    def update_running(self) -> None:
         """Move the running statistics, as a forward pass in training does."""
         norm = self.norm
         if norm.running_mean is None or norm.running_var is None or norm.num_batches_tracked is None:
@@ -58,26 +58,26 @@ class AffineMap:
 
     ``A`` is the weight after reshapings, average poolings and max poolings, these with the switches of the forward
     pass. ``s`` and ``t`` are batch normalisation with the statistics of the forward pass; without it they are missing.
-    ``moments`` are these statistics where they are the batch's own.
+    ``statistics`` are these statistics where they are the batch's own.
     """
 
-    layer: "Layer"
-    stages: tuple[Stage, ...]
+    layer: "LiftedLayer"
+    before: tuple[FixedMap, ...]
     operator: LinearOperator
     bias: Tensor | None
     scale: Tensor | None = None
     shift: Tensor | None = None
-    moments: Moments | None = None
+    statistics: BatchStatistics | None = None
 
     @property
     def matrix(self) -> Tensor | None:
         """The weight, where it is all there is to the linear part."""
-        plain = not self.stages and self.scale is None
+        plain = not self.before and self.scale is None
         return self.operator.weight if plain and isinstance(self.operator, Dense) else None
 
     def inputs(self, x: Tensor) -> Tensor:
         """What the weight multiplies."""
-        for stage in self.stages:
+        for stage in self.before:
             x = stage.apply(x)
         return x
 
@@ -98,11 +98,11 @@ class AffineMap:
         if self.scale is not None:
             e = e * self.operator.per_feature(self.scale)
         e = self.operator.adjoint(e)
-        for stage in reversed(self.stages):
+        for stage in reversed(self.before):
             e = stage.adjoint(e)
         return e
 
-    def pull(self, x: Tensor, e: Tensor, weight: float) -> Tensor:
+    def add_adjoint(self, x: Tensor, e: Tensor, weight: float) -> Tensor:
         """``x`` plus ``weight`` times the transpose of ``e``, in new memory."""
         matrix = self.matrix
         if matrix is None:
@@ -112,7 +112,7 @@ class AffineMap:
     def norm_sq(self) -> float:
         """A bound on the squared norm of the linear part, never below the truth."""
         bound = float(self.operator.norm_sq())
-        for stage in self.stages:
+        for stage in self.before:
             bound *= stage.norm_sq()
         return bound if self.scale is None else bound * float(self.scale.abs().max()) ** 2
 
@@ -132,7 +132,7 @@ class AffineMap:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Layer:
+class LiftedLayer:
     """A linear layer of the chain with what comes before and after it."""
 
     path: str
@@ -157,11 +157,11 @@ class Layer:
         """Whether the user keeps the parameters as they are (``requires_grad=False``)."""
         return not self.module.weight.requires_grad
 
-    def freeze(self, x: Tensor) -> AffineMap:
+    def affine_map(self, x: Tensor) -> AffineMap:
         """The layer's map for a batch whose forward pass arrives here with ``x``."""
         stages = []
         for module in self.before:
-            stage = _stage(module, x)
+            stage = _fixed_map(module, x)
             stages.append(stage)
             x = stage.apply(x)
         self._check(x)
@@ -173,7 +173,7 @@ class Layer:
         bias = self.bias
         if self.norm is None:
             return AffineMap(self, tuple(stages), operator, bias)
-        return AffineMap(self, tuple(stages), operator, bias, *_normalise(self.norm, operator.apply(x, bias)))
+        return AffineMap(self, tuple(stages), operator, bias, *_normalize(self.norm, operator.apply(x, bias)))
 
     def parameters(self) -> Tensor:
         """The weight as outputs × inputs, with the bias as its last column."""
@@ -201,24 +201,24 @@ class Layer:
             )
 
 
-def record(maps: Iterable[AffineMap]) -> None:
+def update_running_statistics(maps: Iterable[AffineMap]) -> None:
     """Move the running statistics of the batch's normalisations, which a forward pass alone leaves as they are."""
     for affine in maps:
-        if affine.moments is not None:
-            affine.moments.record()
+        if affine.statistics is not None:
+            affine.statistics.update_running()
 
 
-def _stage(module: nn.Module, x: Tensor) -> Stage:
+def _fixed_map(module: nn.Module, x: Tensor) -> FixedMap:
     # A shape and a type without the memory.
     like = x.new_empty(()).expand(x.shape)
     if isinstance(module, nn.AvgPool2d):
         return _average(module, like)
     if isinstance(module, nn.MaxPool2d):
         return _maximum(module, x, like)
-    return Stage(lambda v: v.flatten(1), lambda e: e.reshape(-1, *like.shape[1:]), like)
+    return FixedMap(lambda v: v.flatten(1), lambda e: e.reshape(-1, *like.shape[1:]), like)
 
 
-def _average(module: nn.AvgPool2d, like: Tensor) -> Stage:
+def _average(module: nn.AvgPool2d, like: Tensor) -> FixedMap:
     options: Any = (_pair(module.kernel_size), _pair(module.stride), _pair(module.padding))
     options = (*options, module.ceil_mode, module.count_include_pad)
 
@@ -226,10 +226,10 @@ def _average(module: nn.AvgPool2d, like: Tensor) -> Stage:
         empty = e.new_empty((e.shape[0], *like.shape[1:]))
         return torch.ops.aten.avg_pool2d_backward(e.contiguous(), empty, *options, None)
 
-    return Stage(lambda v: F.avg_pool2d(v, *options), adjoint, like)
+    return FixedMap(lambda v: F.avg_pool2d(v, *options), adjoint, like)
 
 
-def _maximum(module: nn.MaxPool2d, x: Tensor, like: Tensor) -> Stage:
+def _maximum(module: nn.MaxPool2d, x: Tensor, like: Tensor) -> FixedMap:
     options: Any = (module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode)
     pooled, switches = F.max_pool2d(x, *options, return_indices=True)
     flat, shape = switches.flatten(2), pooled.shape
@@ -241,23 +241,23 @@ def _maximum(module: nn.MaxPool2d, x: Tensor, like: Tensor) -> Stage:
         zeros = e.new_zeros((*like.shape[:2], like.shape[2] * like.shape[3]))
         return zeros.scatter_add_(2, flat, e.flatten(2)).reshape(like.shape)
 
-    return Stage(apply, adjoint, like)
+    return FixedMap(apply, adjoint, like)
 
 
 def _pair(value: int | tuple[int, ...]) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else (value[0], value[-1])
 
 
-def _normalise(norm: nn.BatchNorm1d | nn.BatchNorm2d, z: Tensor) -> tuple[Tensor, Tensor, Moments | None]:
+def _normalize(norm: nn.BatchNorm1d | nn.BatchNorm2d, z: Tensor) -> tuple[Tensor, Tensor, BatchStatistics | None]:
     """Scale and shift of a batch normalisation for this batch, and the batch's statistics where they are used."""
-    moments = None
+    statistics = None
     if norm.training or norm.running_mean is None or norm.running_var is None:
         dims = [d for d in range(z.dim()) if d != 1]
         mean, variance = z.mean(dims), z.var(dims, unbiased=False)
-        moments = Moments(norm, mean, variance, z.numel() // z.shape[1])
+        statistics = BatchStatistics(norm, mean, variance, z.numel() // z.shape[1])
     else:
         mean, variance = norm.running_mean, norm.running_var
     scale = torch.rsqrt(variance + norm.eps)
     if norm.affine:
         scale = scale * norm.weight.detach()
-    return scale, -mean * scale + (norm.bias.detach() if norm.affine else 0.0), moments
+    return scale, -mean * scale + (norm.bias.detach() if norm.affine else 0.0), statistics

@@ -80,7 +80,7 @@ def ridge_activation(affine: AffineMap, x: Tensor, anchor: Tensor, target: Tenso
     r"""The minimiser of :math:`\tfrac{s}{2}\|x - a\|^2 + \tfrac12\|Ax + b - t\|^2`; conjugate gradients from ``x`` for
     convolutions."""
     right = s * anchor + affine.adjoint(target - affine.apply(torch.zeros_like(x)))
-    if isinstance(affine.operator, Dense) and not affine.stages and affine.scale is None:
+    if isinstance(affine.operator, Dense) and not affine.before and affine.scale is None:
         return ridge_factor(affine.operator.weight.mT, s).solve(right)
 
     def normal(d: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def ridge_activation(affine: AffineMap, x: Tensor, anchor: Tensor, target: Tenso
     return conjugate_gradient(normal, right, CG_ITERATIONS, x0=x, sample_dims=x.dim() - 1)
 
 
-def pre_activation(unit: Unit, u: Tensor, centre: Tensor, x: Tensor) -> Tensor:
+def pre_activation(unit: Unit, u: Tensor, center: Tensor, x: Tensor) -> Tensor:
     r"""A minimiser of :math:`\tfrac12(u - c)^2 + \tfrac12(x - \varphi(u))^2` in each entry, never worse than ``u``.
 
     In closed form for the identity, ReLU and leaky ReLU: the better of the two branches. Otherwise the minimiser
@@ -97,28 +97,28 @@ def pre_activation(unit: Unit, u: Tensor, centre: Tensor, x: Tensor) -> Tensor:
     five times looks for it.
     """
     if unit.linear:
-        return 0.5 * (centre + x)
+        return 0.5 * (center + x)
     if isinstance(unit.function, NonNegative | LeakyHinge) and unit.slope == 1:
         slope = unit.function.slope if isinstance(unit.function, LeakyHinge) else 0.0
-        above, below = (0.5 * (centre + x)).clamp(min=0), ((centre + slope * x) / (1 + slope**2)).clamp(max=0)
-        return _best(unit, above, [below], centre, x)
-    width = unit.slope * (x - unit.phi(centre))
+        above, below = (0.5 * (center + x)).clamp(min=0), ((center + slope * x) / (1 + slope**2)).clamp(max=0)
+        return _best(unit, above, [below], center, x)
+    width = unit.slope * (x - unit.phi(center))
     safe = torch.where(width == 0, torch.ones_like(width), width)
     # A steep activation reaches x within a share 1/β² of the interval.
     count = 32 * math.ceil(unit.slope**2)
-    best = _best(unit, u, (centre + step / count * width for step in range(count + 1)), centre, x)
+    best = _best(unit, u, (center + step / count * width for step in range(count + 1)), center, x)
     half = 1 / count
     for _ in range(5):
-        middle = ((best - centre) / safe).clamp(0, 1)
+        middle = ((best - center) / safe).clamp(0, 1)
         shares = [(middle + half * step / 4).clamp(0, 1) for step in range(-4, 5)]
-        best = _best(unit, best, (centre + share * width for share in shares), centre, x)
+        best = _best(unit, best, (center + share * width for share in shares), center, x)
         half /= 4
     return best
 
 
-def _best(unit: Unit, first: Tensor, others: Iterable[Tensor], centre: Tensor, x: Tensor) -> Tensor:
+def _best(unit: Unit, first: Tensor, others: Iterable[Tensor], center: Tensor, x: Tensor) -> Tensor:
     def value(u: Tensor) -> Tensor:
-        return (u - centre).square() + (x - unit.phi(u)).square()
+        return (u - center).square() + (x - unit.phi(u)).square()
 
     best, least = first, value(first)
     for candidate in others:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import OptionError
 
-__all__ = ["NO_BATCH", "Epoch", "Recipe", "check_loader", "pairs", "weights_per_layer"]
+__all__ = ["NO_BATCH", "Epoch", "Recipe", "batches", "check_loader", "weights_per_layer"]
 
 NO_BATCH = "loader holds no batch; pass a list or a DataLoader of (x, y)"
 _PAIRS = "loader must yield pairs (x, y) of tensors; wrap a single batch as [(x, y)]"
@@ -80,7 +80,7 @@ def check_loader(loader: Iterable[Any], epochs: int) -> None:
         raise OptionError(NO_BATCH)
 
 
-def pairs(loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
     """The batches of a loader, each seen to be a pair."""
     for batch in loader:
         if not isinstance(batch, tuple | list) or len(batch) != 2:

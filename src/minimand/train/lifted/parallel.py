@@ -14,23 +14,23 @@ from torch import Tensor
 from ...errors import CapabilityError, OptionError
 from .losses import LOSSES, SquaredError, encode_targets
 from .lpom import LPOM, LPOMVariables
-from .maps import Layer, record
-from .options import NO_BATCH, Epoch, check_loader, pairs
+from .maps import LiftedLayer, update_running_statistics
+from .options import NO_BATCH, Epoch, batches, check_loader
 from .sweeps import DualSweep
-from .weights import Momentum
+from .weights import MomentumUpdate
 
-__all__ = ["LayerParallel", "stretches"]
+__all__ = ["LayerParallel", "partition_layers"]
 
 _UP, _DOWN = 11, 12
 
 
-def stretches(layers: Sequence[Layer], parts: int) -> list[tuple[int, int]]:
+def partition_layers(layers: Sequence[LiftedLayer], parts: int) -> list[tuple[int, int]]:
     """Cut the layers into stretches with as even a number of weights as possible.
 
     >>> from torch import nn
     >>> from minimand.train.lifted.chain import parse
     >>> chain = parse(nn.Sequential(nn.Linear(9, 2), nn.ReLU(), nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1)))
-    >>> stretches(chain.layers, 2)
+    >>> partition_layers(chain.layers, 2)
     [(0, 1), (1, 3)]
     """
     if parts > len(layers):
@@ -83,13 +83,13 @@ class LayerParallel:
         self.staleness = staleness
         self.group = group
         self.rank, world = dist.get_rank(group), dist.get_world_size(group)
-        self.parts = stretches(method.chain.layers, world)
+        self.parts = partition_layers(method.chain.layers, world)
         self.first, self.end = self.parts[self.rank]
         self.layers = method.chain.layers[self.first : self.end]
         self.below = self._global(self.rank - 1) if self.rank > 0 else None
         self.above = self._global(self.rank + 1) if self.rank + 1 < world else None
         self.dual = DualSweep(method.chain.layers, offset=self.first)
-        self._momentum: Momentum | None = None
+        self._momentum: MomentumUpdate | None = None
         self._shapes: list[torch.Size] = []
 
     def fit(self, loader: Iterable[tuple[Tensor, Tensor]], epochs: int) -> list[Epoch]:
@@ -100,14 +100,14 @@ class LayerParallel:
         """
         check_loader(loader, epochs)
         self.dual.reset()
-        self._momentum, self._shapes = Momentum(self.layers, self.method.recipe.momentum), []
+        self._momentum, self._shapes = MomentumUpdate(self.layers, self.method.recipe.momentum), []
         history = []
         with torch.no_grad():
             for number in range(1, epochs + 1):
                 begin, total, samples = time.perf_counter(), 0.0, 0
                 size = len(loader) if isinstance(loader, Sized) else None
                 run = _InFlight(self) if self.asynchronous else None
-                for index, (x, y) in enumerate(pairs(loader)):
+                for index, (x, y) in enumerate(batches(loader)):
                     rate = self.method.recipe.rate_at((number - 1 + (index / size if size else 0.5)) / epochs)
                     v, value = self._forward(x, y)
                     total, samples = total + value, samples + len(x)
@@ -133,7 +133,7 @@ class LayerParallel:
         here = x if self.below is None else self._receive(self.below, x, self.first, _UP)
         xs, zs, maps = [here], [], []
         for layer in self.layers:
-            affine = layer.freeze(xs[-1])
+            affine = layer.affine_map(xs[-1])
             zs.append(affine.apply(xs[-1]))
             maps.append(affine)
             xs.append(layer.unit.phi(zs[-1]))
@@ -144,7 +144,7 @@ class LayerParallel:
         return LPOMVariables(xs, maps, loss, zs), float(loss.value(xs[-1]))
 
     def _together(self, v: LPOMVariables, rate: float) -> None:
-        mu = self.method._mini_mu()
+        mu = self.method._minibatch_mu()
         self.dual.run(v, mu, "jacobi", self.method.recipe.sweeps, self)
         self._move(v, rate)
 
@@ -152,9 +152,9 @@ class LayerParallel:
         assert self._momentum is not None
         directions = self.method._directions(v, self.method._damping(), self.method.recipe.block)
         self._momentum.apply(directions, [rate / layer.unit.slope for layer in self.layers])
-        record(v.maps)
+        update_running_statistics(v.maps)
 
-    def exchange_pulls(self, down: Tensor | None, like: Tensor) -> Tensor | None:
+    def exchange_residuals(self, down: Tensor | None, like: Tensor) -> Tensor | None:
         """Send the pull on the lowest activation down, and receive the one on the topmost."""
         return self._exchange(down, self.below, like, self.above, _DOWN)
 
@@ -210,7 +210,7 @@ class _InFlight:
     def push(self, v: LPOMVariables, rate: float) -> None:
         """Take a batch that has been through the forward pass; finish those whose pull has arrived."""
         if self.parallel.above is None:
-            v.xs[-1] = v.loss.quick(v.zs[-1], 1.0 / self.parallel.method._mini_mu()[-1])
+            v.xs[-1] = v.loss.approximate_prox(v.zs[-1], 1.0 / self.parallel.method._minibatch_mu()[-1])
             self._finish(v, rate)
             return
         self.requests.put(torch.empty_like(v.xs[-1]))
@@ -229,13 +229,13 @@ class _InFlight:
     def _next(self) -> None:
         pull = self.arrived.get()
         v, rate = self.waiting.popleft()
-        v.xs[-1] = self.parallel.dual.pulled(v, self.parallel.method._mini_mu(), len(v.maps), pull)
+        v.xs[-1] = self.parallel.dual.pull_activation(v, self.parallel.method._minibatch_mu(), len(v.maps), pull)
         self._finish(v, rate)
 
     def _finish(self, v: LPOMVariables, rate: float) -> None:
         """Sweep downwards, send the pull on the lowest activation, move the weights."""
         parallel = self.parallel
-        dual, mu = parallel.dual, parallel.method._mini_mu()
+        dual, mu = parallel.dual, parallel.method._minibatch_mu()
         dual.downwards(v, mu)
         if parallel.below is not None:
             pull = v.maps[0].adjoint(dual.estimate(v, mu, 0, None))

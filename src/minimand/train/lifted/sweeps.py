@@ -10,7 +10,7 @@ from torch import Tensor
 from ...errors import MinimandError, NonFiniteError
 from ...solvers.linear import conjugate_gradient, ridge_factor
 from .losses import Loss
-from .maps import AffineMap, Layer
+from .maps import AffineMap, LiftedLayer
 
 __all__ = ["DualSweep"]
 
@@ -27,24 +27,24 @@ class Batch(Protocol):
 class Link(Protocol):
     """The neighbours of a stretch of layers that other processes hold; see :mod:`~minimand.train.lifted.parallel`."""
 
-    def exchange_pulls(self, down: Tensor | None, like: Tensor) -> Tensor | None:
+    def exchange_residuals(self, down: Tensor | None, like: Tensor) -> Tensor | None:
         """Give the pull on the lowest activation to whoever owns it; the one on the topmost, None at the output."""
 
     def exchange_activations(self, up: Tensor, like: Tensor) -> Tensor | None:
         """Give the topmost activation to the layers above; the lowest one, None at the input."""
 
 
-class _Alone:
+class _SingleProcess:
     """All layers are here."""
 
-    def exchange_pulls(self, down: Tensor | None, like: Tensor) -> Tensor | None:
+    def exchange_residuals(self, down: Tensor | None, like: Tensor) -> Tensor | None:
         return None
 
     def exchange_activations(self, up: Tensor, like: Tensor) -> Tensor | None:
         return None
 
 
-ALONE = _Alone()
+SINGLE_PROCESS = _SingleProcess()
 
 
 @dataclasses.dataclass
@@ -84,7 +84,7 @@ class DualSweep:
     """
 
     def __init__(
-        self, layers: Sequence[Layer], *, offset: int = 0, kappa: float = 1.0, inner: int = 1, renew: int = 8
+        self, layers: Sequence[LiftedLayer], *, offset: int = 0, kappa: float = 1.0, inner: int = 1, renew: int = 8
     ) -> None:
         self.layers = layers
         self.offset = offset
@@ -97,13 +97,13 @@ class DualSweep:
         """Forget the inverses: the weights may be others now."""
         self._inverse.clear()
 
-    def run(self, v: Batch, mu: Sequence[float], sweep: str, sweeps: int | None, link: Link = ALONE) -> None:
+    def run(self, v: Batch, mu: Sequence[float], sweep: str, sweeps: int | None, link: Link = SINGLE_PROCESS) -> None:
         """Move the activations of a batch that has just been through the forward pass."""
         if sweep == "jacobi":
             self._jacobi(v, mu, sweeps or len(self.layers) + 1, link)
         else:
             for _ in range(sweeps or 1):
-                v.xs[-1] = v.loss.quick(v.zs[-1], 1.0 / mu[-1])
+                v.xs[-1] = v.loss.approximate_prox(v.zs[-1], 1.0 / mu[-1])
                 self.downwards(v, mu)
 
     def downwards(self, v: Batch, mu: Sequence[float]) -> None:
@@ -116,7 +116,7 @@ class DualSweep:
         q: Tensor | None = None
         for _ in range(self.inner):
             q = self.estimate(v, mu, k, q)
-            moved = v.maps[k].pull(v.zs[k - 1], q, self._ratio(mu, k))
+            moved = v.maps[k].add_adjoint(v.zs[k - 1], q, self._ratio(mu, k))
             v.xs[k] = v.maps[k - 1].layer.unit.phi_(moved)
             v.zs[k] = v.maps[k].apply(v.xs[k])
 
@@ -125,13 +125,15 @@ class DualSweep:
         qs: list[Tensor | None] = [None] * count
         for _ in range(sweeps):
             at_output = self.offset + count == len(self.layers)
-            output = v.loss.quick(v.zs[-1], 1.0 / mu[-1]) if at_output else None
+            output = v.loss.approximate_prox(v.zs[-1], 1.0 / mu[-1]) if at_output else None
             for k in range(first, count):
                 qs[k] = self.estimate(v, mu, k, qs[k], coupled=True)
             pulls = [None if q is None else v.maps[k].adjoint(q) for k, q in enumerate(qs)]
-            pulls.append(link.exchange_pulls(pulls[0], v.xs[-1]))
+            pulls.append(link.exchange_residuals(pulls[0], v.xs[-1]))
             # Every activation moves from the z of the sweep before.
-            v.xs[1:] = [v.xs[k] if pull is None else self.pulled(v, mu, k, pull) for k, pull in enumerate(pulls[1:], 1)]
+            v.xs[1:] = [
+                v.xs[k] if pull is None else self.pull_activation(v, mu, k, pull) for k, pull in enumerate(pulls[1:], 1)
+            ]
             if output is not None:
                 v.xs[-1] = output
             lowest = link.exchange_activations(v.xs[-1], v.xs[0])
@@ -144,7 +146,7 @@ class DualSweep:
         found = v.maps[k].layer.unit.residual(v.xs[k + 1], v.zs[k])
         return self._moved(v, mu, k, q, found if q is None else found - q, coupled)
 
-    def pulled(self, v: Batch, mu: Sequence[float], k: int, pull: Tensor) -> Tensor:
+    def pull_activation(self, v: Batch, mu: Sequence[float], k: int, pull: Tensor) -> Tensor:
         """The activation that a pull from above moves."""
         return v.maps[k - 1].layer.unit.phi_(torch.add(v.zs[k - 1], pull, alpha=self._ratio(mu, k)))
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from ...errors import MinimandError, NonFiniteError
 from ...operators.gram import gram
 from ...solvers.linear import gram_factor, ridge_factor
-from .maps import AffineMap, Layer
+from .maps import AffineMap, LiftedLayer
 
-__all__ = ["Direction", "Momentum", "regress", "ridge_shift", "toward", "toward_all"]
+__all__ = ["Direction", "MomentumUpdate", "regress", "ridge_shift", "weight_direction", "weight_directions"]
 
 
 _FEW_BLOCKS = 16
@@ -141,7 +141,9 @@ def ridge_shift(rows: Tensor, damping: float, block: int | None) -> float:
     return max(damping * mean, torch.finfo(rows.dtype).tiny * 1e3)
 
 
-def toward(affine: AffineMap, x: Tensor, residual: Tensor, damping: float, *, block: int | None = None) -> Direction:
+def weight_direction(
+    affine: AffineMap, x: Tensor, residual: Tensor, damping: float, *, block: int | None = None
+) -> Direction:
     """The damped change of a layer's parameters that moves its z at ``x`` by ``residual``; :func:`ridge_shift` damps.
 
     Raises:
@@ -153,15 +155,15 @@ def toward(affine: AffineMap, x: Tensor, residual: Tensor, damping: float, *, bl
         raise NonFiniteError(f"the weight update of {affine.layer.path}: {error}") from None
 
 
-def toward_all(
+def weight_directions(
     layers: Sequence[tuple[AffineMap, Tensor, Tensor]], damping: float, *, block: int | None = None
 ) -> list[Direction]:
-    """:func:`toward` for several layers at once."""
+    """:func:`weight_direction` for several layers at once."""
     try:
         return _regress([_task(*layer, damping, block) for layer in layers], block)
     except MinimandError:
         # One after the other, to say which it is.
-        return [toward(*layer, damping, block=block) for layer in layers]
+        return [weight_direction(*layer, damping, block=block) for layer in layers]
 
 
 def _task(affine: AffineMap, x: Tensor, residual: Tensor, damping: float, block: int | None) -> Regression:
@@ -172,13 +174,13 @@ def _task(affine: AffineMap, x: Tensor, residual: Tensor, damping: float, block:
     return Regression(rows, columns, ridge_shift(rows, damping, block), affine.bias is not None)
 
 
-class Momentum:
+class MomentumUpdate:
     r"""Heavy-ball updates :math:`V \leftarrow mV + \eta D,\; W \leftarrow W + V` that can be taken back.
 
     The memory grows with what there is to remember: at update t it is :math:`\min(m, t/(t + 10))`.
     """
 
-    def __init__(self, layers: Sequence[Layer], momentum: float) -> None:
+    def __init__(self, layers: Sequence[LiftedLayer], momentum: float) -> None:
         self.layers = layers
         self.momentum = momentum
         pairs = [(layer.weight, layer.bias) for layer in layers if not layer.frozen]

@@ -16,9 +16,19 @@ from torch import Tensor
 
 from ...operators.gram import gram
 from ...solvers.linear import RidgeFactor, conjugate_gradient, gram_factor
-from .options import Options
+from .options import ProxPropOptions
 
-__all__ = ["Metric", "Pair", "Rows", "added", "dual", "dual_of_gradient", "relate", "scaled", "working"]
+__all__ = [
+    "LayerRows",
+    "Metric",
+    "WeightBias",
+    "added",
+    "as_multiple",
+    "direction_of_changed_gradient",
+    "dual_direction",
+    "scaled",
+    "to_working_precision",
+]
 
 # Above this estimate of rounding a system is made and factored in float64 instead: directions keep three digits.
 _ROUNDING = 1e-3
@@ -27,57 +37,57 @@ _ROUNDING = 1e-3
 _UNITS = 256
 
 
-class Pair(NamedTuple):
+class WeightBias(NamedTuple):
     """What belongs to a weight, as a matrix of outputs × columns, and to a bias; None where it is not trained."""
 
     weight: Tensor | None
     bias: Tensor | None
 
 
-def working(tensor: Tensor) -> Tensor:
+def to_working_precision(tensor: Tensor) -> Tensor:
     """The tensor in float32 or float64."""
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
 @dataclass(frozen=True)
-class Rows:
+class LayerRows:
     """Inputs ``a`` (rows × columns) and output gradients ``delta`` (rows × outputs); ``ones`` appends such a column."""
 
     a: Tensor
     delta: Tensor
     ones: bool
 
-    def gradient(self) -> Pair:
+    def gradient(self) -> WeightBias:
         """The plain gradient δᵀA."""
-        return Pair(self.delta.mT @ self.a, self.delta.sum(0) if self.ones else None)
+        return WeightBias(self.delta.mT @ self.a, self.delta.sum(0) if self.ones else None)
 
     def kernel(self, double: bool = False, half: bool = False) -> Tensor:
         """AAᵀ; with ``half`` only its lower triangle."""
         product = gram(self.a.double() if double else self.a, half=half)
         return product.add_(1.0) if self.ones else product
 
-    def apply(self, v: Pair) -> Tensor:
+    def apply(self, v: WeightBias) -> Tensor:
         """v Aᵀ."""
         assert v.weight is not None
         image = v.weight @ self.a.mT
         return image if v.bias is None else image + v.bias[:, None]
 
-    def adjoint(self, c: Tensor, into: Tensor | None = None) -> Pair:
+    def adjoint(self, c: Tensor, into: Tensor | None = None) -> WeightBias:
         """c A, for c of outputs × rows; the weight's part is written ``into`` a tensor, if there is one."""
         fits = into is not None and into.dtype == c.dtype and into.shape == (len(c), self.a.shape[1])
         weight = torch.mm(c, self.a, out=into) if fits else c @ self.a
-        return Pair(weight, c.sum(1) if self.ones else None)
+        return WeightBias(weight, c.sum(1) if self.ones else None)
 
-    def then(self, other: "Rows") -> "Rows":
+    def then(self, other: "LayerRows") -> "LayerRows":
         """Both sets of rows."""
-        return Rows(torch.cat([self.a, other.a]), torch.cat([self.delta, other.delta]), self.ones)
+        return LayerRows(torch.cat([self.a, other.a]), torch.cat([self.delta, other.delta]), self.ones)
 
 
 def _accurate(factor: RidgeFactor) -> bool:
     return factor.factor.dtype == torch.float64 or (factor.damping == 0 and factor.rounding() <= _ROUNDING)
 
 
-def _kernel_factor(rows: Rows, shift: float) -> RidgeFactor:
+def _kernel_factor(rows: LayerRows, shift: float) -> RidgeFactor:
     factor = gram_factor(rows.kernel(half=True), shift)
     return factor if _accurate(factor) else gram_factor(rows.kernel(double=True, half=True), shift)
 
@@ -89,18 +99,18 @@ def _solve(factor: RidgeFactor, rows: Tensor) -> Tensor:
     return rows @ factor.inverse().to(rows.dtype)
 
 
-def dual(rows: Rows, options: Options, into: Tensor | None = None) -> Pair:
+def dual_direction(rows: LayerRows, options: ProxPropOptions, into: Tensor | None = None) -> WeightBias:
     """The direction of the gradient δᵀA, from δ; written ``into`` a tensor, if there is one."""
     if options.method == "cg":
         return rows.adjoint(_dual_conjugate(rows, options), into)
     return rows.adjoint(_solve(_kernel_factor(rows, options.shift), rows.delta.mT), into)
 
 
-def _conjugate(apply: Callable[[Tensor], Tensor], target: Tensor, options: Options, **how: Any) -> Tensor:
+def _conjugate(apply: Callable[[Tensor], Tensor], target: Tensor, options: ProxPropOptions, **how: Any) -> Tensor:
     return conjugate_gradient(apply, target, options.cg_iters, tol=options.cg_tol, **how)
 
 
-def _dual_conjugate(rows: Rows, options: Options) -> Tensor:
+def _dual_conjugate(rows: LayerRows, options: ProxPropOptions) -> Tensor:
     """Coefficients c of the k-th iterate cA, of outputs × rows.
 
     A vector cA is held as the pair (c, cK), K = AAᵀ: its inner product with dA is ⟨c, dK⟩, and one product with K is
@@ -126,16 +136,16 @@ def _dual_conjugate(rows: Rows, options: Options) -> Tensor:
     return torch.cat([some(units) for units in start.split(_UNITS)])
 
 
-def dual_of_gradient(rows: Rows, received: Pair, options: Options) -> Pair:
+def direction_of_changed_gradient(rows: LayerRows, received: WeightBias, options: ProxPropOptions) -> WeightBias:
     r"""The direction of a gradient that was changed after it was accumulated (unscaled, clipped, decayed …).
 
     Written as :math:`c\,\delta^\top A + E`, which holds for any scalar c, the first part is solved from δ, without
     cancellation, and the rest, which is rounding or small, by the Woodbury identity
     :math:`\tau_\theta(E - EA^\top(AA^\top + I/\tau_\theta)^{-1}A)`.
     """
-    scale, rest = relate(received, rows.gradient())
+    scale, rest = as_multiple(received, rows.gradient())
     if rest is None:
-        return scaled(dual(rows, options), scale)
+        return scaled(dual_direction(rows, options), scale)
     if options.method == "cg":
         return _free_conjugate(rows, received, options)
     factor = _kernel_factor(rows, options.shift)
@@ -144,20 +154,20 @@ def dual_of_gradient(rows: Rows, received: Pair, options: Options) -> Pair:
     return added(scaled(solved, scale), _map(lambda e, p: (e - p) / options.shift, rest, projected))
 
 
-def _free_conjugate(rows: Rows, received: Pair, options: Options) -> Pair:
+def _free_conjugate(rows: LayerRows, received: WeightBias, options: ProxPropOptions) -> WeightBias:
     """Conjugate gradients in the weights with two products by A for each iteration, and no Gram matrix."""
     assert received.weight is not None
     target = received.weight if received.bias is None else torch.cat([received.weight, received.bias[:, None]], 1)
 
     def apply(v: Tensor) -> Tensor:
-        pair = Pair(v[:, :-1], v[:, -1]) if rows.ones else Pair(v, None)
+        pair = WeightBias(v[:, :-1], v[:, -1]) if rows.ones else WeightBias(v, None)
         back = rows.adjoint(rows.apply(pair))
         assert back.weight is not None
         image = back.weight if back.bias is None else torch.cat([back.weight, back.bias[:, None]], 1)
         return image + options.shift * v
 
     x = _conjugate(apply, target, options)
-    return Pair(x[:, :-1], x[:, -1]) if rows.ones else Pair(x, None)
+    return WeightBias(x[:, :-1], x[:, -1]) if rows.ones else WeightBias(x, None)
 
 
 @dataclass(frozen=True)
@@ -184,7 +194,7 @@ class Metric:
     def _inverse(self) -> Tensor:
         return self._factor.inverse()
 
-    def direction(self, gradient: Tensor, options: Options) -> Tensor:
+    def direction(self, gradient: Tensor, options: ProxPropOptions) -> Tensor:
         """The direction of a gradient, groups × outputs × n."""
         if options.method == "cg":
             return _conjugate(lambda v: v @ self.gram + self.shift * v, gradient, options)
@@ -197,7 +207,7 @@ class Metric:
         return (direction.to(self.gram.dtype) @ self.gram).to(direction.dtype) + self.shift * direction
 
 
-def relate(changed: Pair, made: Pair) -> tuple[Tensor, Pair | None]:
+def as_multiple(changed: WeightBias, made: WeightBias) -> tuple[Tensor, WeightBias | None]:
     """A scalar c and a rest E with which ``changed`` = c · ``made`` + E; None for E where it is rounding.
 
     The scalar is read off where ``made`` is largest: exact to rounding if there is nothing but one.
@@ -213,17 +223,17 @@ def relate(changed: Pair, made: Pair) -> tuple[Tensor, Pair | None]:
     return scale, None if all(bool((r.abs() <= close * g.abs()).all()) for r, g in pairs) else rest
 
 
-def scaled(pair: Pair, scale: Tensor) -> Pair:
+def scaled(pair: WeightBias, scale: Tensor) -> WeightBias:
     """A multiple of both."""
     return _map(lambda t: t * scale.to(t.dtype), pair)
 
 
-def added(first: Pair, second: Pair) -> Pair:
+def added(first: WeightBias, second: WeightBias) -> WeightBias:
     """The sum."""
     return _map(torch.add, first, second)
 
 
-def _map(function, *pairs: Pair) -> Pair:  # type: ignore[no-untyped-def]
+def _map(function, *pairs: WeightBias) -> WeightBias:  # type: ignore[no-untyped-def]
     weights, biases = zip(*pairs, strict=True)
     weight = None if any(w is None for w in weights) else function(*weights)
-    return Pair(weight, None if any(b is None for b in biases) else function(*biases))
+    return WeightBias(weight, None if any(b is None for b in biases) else function(*biases))

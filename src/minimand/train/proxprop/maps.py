@@ -49,8 +49,8 @@ class WeightMap(abc.ABC):
         """Output gradients as rows × outputs."""
 
     @abc.abstractmethod
-    def gram(self, x: Tensor, ones: bool, rule: GramRule, turn: int, wide: bool) -> Tensor:
-        """The Gram matrix of the rows, groups × n × n; ``turn`` counts steps, ``wide`` makes products in float64."""
+    def gram(self, x: Tensor, ones: bool, rule: GramRule, steps: int, wide: bool) -> Tensor:
+        """The Gram matrix of the rows, groups × n × n; ``steps`` counts steps, ``wide`` makes products in float64."""
 
 
 class _Linear(WeightMap):
@@ -80,7 +80,7 @@ class _Linear(WeightMap):
     def deltas(self, delta: Tensor) -> Tensor:
         return delta.reshape(-1, self.outputs)
 
-    def gram(self, x: Tensor, ones: bool, rule: GramRule, turn: int, wide: bool) -> Tensor:
+    def gram(self, x: Tensor, ones: bool, rule: GramRule, steps: int, wide: bool) -> Tensor:
         return row_gram(self.rows(x), ones, wide)[None]
 
 
@@ -127,10 +127,10 @@ class _Convolution(WeightMap):
     def deltas(self, delta: Tensor) -> Tensor:
         return delta.movedim(1, -1).reshape(-1, self.outputs)
 
-    def gram(self, x: Tensor, ones: bool, rule: GramRule, turn: int, wide: bool) -> Tensor:
+    def gram(self, x: Tensor, ones: bool, rule: GramRule, steps: int, wide: bool) -> Tensor:
         rule = rule.of if isinstance(rule, CachedGram) else rule
         if isinstance(rule, SubsampledGram) and len(x) > 1:
-            some = x[turn % min(rule.every, len(x)) :: rule.every]
+            some = x[steps % min(rule.every, len(x)) :: rule.every]
             return patch_gram(some, self.geometry, ones, wide) * (len(x) / len(some))
         if isinstance(rule, AutocorrelationGram) and set(self.geometry.stride) == {1} and len(x):
             return autocorrelation_gram(x, self.geometry, ones, wide)

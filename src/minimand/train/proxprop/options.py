@@ -10,7 +10,7 @@ __all__ = [
     "CachedGram",
     "ExactGram",
     "GramRule",
-    "Options",
+    "ProxPropOptions",
     "SubsampledGram",
     "as_gram_rule",
     "paper_tau_theta",
@@ -90,7 +90,7 @@ def as_gram_rule(gram: str | GramRule) -> GramRule:
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class ProxPropOptions:
     """The checked arguments of :class:`~minimand.train.ProxProp`."""
 
     tau_theta: float

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...errors import CapabilityError, NonFiniteError, OptionError, ShapeError
+from .accumulator import AttachmentState, GramCache
 from .discover import discover, require_owned
 from .hooks import Hook
-from .options import GramRule, Options, as_gram_rule
-from .record import Cache, Shared
-from .tap import Tap
+from .layer_hooks import LayerHooks
+from .options import GramRule, ProxPropOptions, as_gram_rule
 
 __all__ = ["ProxProp"]
 
@@ -91,7 +91,7 @@ class ProxProp:
         fused: bool = True,
         process_group: dist.ProcessGroup | Literal["auto"] | None = "auto",
     ) -> None:
-        options = Options(tau_theta, method, cg_iters, cg_tol, as_gram_rule(gram), skip_last, fused)
+        options = ProxPropOptions(tau_theta, method, cg_iters, cg_tol, as_gram_rule(gram), skip_last, fused)
         if process_group not in ("auto", None) and not (
             dist.is_available() and isinstance(process_group, dist.ProcessGroup)
         ):
@@ -102,16 +102,16 @@ class ProxProp:
             raise CapabilityError(f"ProxProp takes an nn.Module, got {type(model).__name__}")
         self._model = model
         self._group = process_group
-        self._shared = Shared(options)
+        self._shared = AttachmentState(options)
         self._layers = discover(model, skip_last)
-        self._caches = {path: Cache() for path in self._layers.tapped}
-        self._taps: dict[str, Tap] = {}
+        self._caches = {path: GramCache() for path in self._layers.preconditioned}
+        self._hooked: dict[str, LayerHooks] = {}
         self._handles: list[Any] = []
-        self._withheld: list[tuple[Tensor, Tensor]] = []
-        self._told: set[str] = set()
+        self._skipped_grads: list[tuple[Tensor, Tensor]] = []
+        self._warned: set[str] = set()
 
     @property
-    def options(self) -> Options:
+    def options(self) -> ProxPropOptions:
         """The options in force."""
         return self._shared.options
 
@@ -127,14 +127,14 @@ class ProxProp:
         return self._layers.plain | ({} if last is None else {last: "the last layer"})
 
     def __repr__(self) -> str:
-        state = "attached" if self._taps else "not attached"
+        state = "attached" if self._hooked else "not attached"
         return f"ProxProp(tau_theta={self.options.tau_theta:g}, layers={list(self.layers)}, {state})"
 
     # --- attaching ----------------------------------------------------------------------------------------------
 
     def attach(self, optimizer: Optimizer) -> Self:
         """Hook into the layers and the optimizer; returns itself."""
-        if self._taps:
+        if self._hooked:
             raise OptionError(
                 "this ProxProp is attached already; call detach() before attaching it to another optimizer"
             )
@@ -146,11 +146,11 @@ class ProxProp:
                 "model with all the layers, or detach the other first"
             )
         self._layers = discover(self._model, self.options.skip_last)
-        require_owned(self._layers.tapped, optimizer)
+        require_owned(self._layers.preconditioned, optimizer)
         self._shared.distributed = self._processes() > 1
-        self._caches = {path: self._caches.get(path, Cache()) for path in self._layers.tapped}
-        for path, (module, known) in self._layers.tapped.items():
-            self._taps[path] = Tap(path, module, known, self._shared, self._caches[path])
+        self._caches = {path: self._caches.get(path, GramCache()) for path in self._layers.preconditioned}
+        for path, (module, known) in self._layers.preconditioned.items():
+            self._hooked[path] = LayerHooks(path, module, known, self._shared, self._caches[path])
         self._handles = [
             self._model.register_forward_pre_hook(Hook(self._begin_pass)),
             self._model.register_forward_hook(Hook(self._end_pass), always_call=True),
@@ -160,7 +160,7 @@ class ProxProp:
             optimizer.register_load_state_dict_pre_hook(Hook(self._load_with)),
         ]
         if not self.layers:
-            frozen = ", ".join(map(_named, self._layers.tapped))
+            frozen = ", ".join(map(_named, self._layers.preconditioned))
             _log.warning("ProxProp: frozen, so that nothing is preconditioned until one is thawed: %s", frozen)
         if self._layers.plain:
             named = ", ".join(f"{path or 'the model'} ({kind})" for path, kind in self._layers.plain.items())
@@ -169,11 +169,11 @@ class ProxProp:
 
     def detach(self) -> None:
         """Take every hook away; a direction that waits in ``.grad`` becomes the plain gradient again."""
-        for tap in self._taps.values():
-            tap.remove()
+        for layer in self._hooked.values():
+            layer.remove()
         for handle in self._handles:
             handle.remove()
-        self._taps, self._handles, self._withheld = {}, [], []
+        self._hooked, self._handles, self._skipped_grads = {}, [], []
         self._shared.called = None
 
     def _processes(self) -> int:
@@ -206,8 +206,8 @@ class ProxProp:
 
         def call() -> Any:
             self._restore()
-            for tap in self._taps.values():
-                tap.forget()
+            for layer in self._hooked.values():
+                layer.forget()
             loss = closure()
             self._precondition(optimizer)
             return loss
@@ -216,46 +216,46 @@ class ProxProp:
 
     @torch.no_grad()
     def _precondition(self, optimizer: Optimizer) -> None:
-        active = [tap for tap in self._taps.values() if any(p.grad is not None for p in tap.trained.values())]
-        for tap in active:
-            tap.refresh()
+        active = [layer for layer in self._hooked.values() if any(p.grad is not None for p in layer.trained.values())]
+        for layer in active:
+            layer.refresh()
             if self._shared.distributed:
-                tap.reduce(None if self._group in ("auto", None) else self._group)  # type: ignore[arg-type]
-        self._tell_silent([tap for tap in active if tap.record.empty])
-        active = [tap for tap in active if not tap.record.empty]
-        trouble = self._trouble(active, optimizer)
-        for tap in active if trouble is None else []:
+                layer.reduce(None if self._group in ("auto", None) else self._group)  # type: ignore[arg-type]
+        self._warn_uncalled([layer for layer in active if layer.accumulator.empty])
+        active = [layer for layer in active if not layer.accumulator.empty]
+        trouble = self._find_nonfinite(active, optimizer)
+        for layer in active if trouble is None else []:
             try:
-                tap.precondition()
+                layer.precondition()
             except NonFiniteError:
-                trouble = f"the input of {_named(tap.path)}"
+                trouble = f"the input of {_named(layer.path)}"
                 break
         if trouble is not None:
-            self._withhold(optimizer, trouble)
+            self._skip_step(optimizer, trouble)
 
-    def _trouble(self, active: list[Tap], optimizer: Optimizer) -> str | None:
+    def _find_nonfinite(self, active: list[LayerHooks], optimizer: Optimizer) -> str | None:
         """Where NaN or Inf enters: the first layer whose input has it, else the last with such a gradient."""
         owned = [p for group in optimizer.param_groups for p in group["params"]]
         bad = {id(p) for p in owned if p.grad is not None and not _finite(p.grad)}
         if not bad:
             return None
-        entered = next((tap.path for tap in active if tap.record.unusable()), None)
+        entered = next((layer.path for layer in active if layer.accumulator.has_nonfinite_input()), None)
         if entered is not None:
             return f"the input of {_named(entered)}"
         paths = [name.rpartition(".")[0] for name, p in self._model.named_parameters() if id(p) in bad]
         return f"the gradient of {_named(paths[-1]) if paths else 'a parameter outside of the model'}"
 
-    def _tell_silent(self, silent: list[Tap]) -> None:
-        new = [tap for tap in silent if not tap.called and tap.path not in self._told]
-        self._told |= {tap.path for tap in new}
+    def _warn_uncalled(self, silent: list[LayerHooks]) -> None:
+        new = [layer for layer in silent if not layer.called and layer.path not in self._warned]
+        self._warned |= {layer.path for layer in new}
         if new:
-            paths = ", ".join(tap.path or "the model" for tap in new)
+            paths = ", ".join(layer.path or "the model" for layer in new)
             _log.warning(
                 "ProxProp: plain gradients for %s, whose forward is never called (attention uses weights directly)",
                 paths,
             )
 
-    def _withhold(self, optimizer: Optimizer, trouble: str) -> None:
+    def _skip_step(self, optimizer: Optimizer, trouble: str) -> None:
         """Skip the step: an optimizer leaves a parameter without gradient alone, and its state, too."""
         warnings.warn(
             f"ProxProp skips this step: {trouble} holds NaN or Inf; lower the learning rate or clean the data",
@@ -264,23 +264,23 @@ class ProxProp:
         )
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter.grad is not None:
-                self._withheld.append((parameter, parameter.grad))
+                self._skipped_grads.append((parameter, parameter.grad))
                 parameter.grad = None
 
     def _restore(self) -> None:
-        for parameter, grad in self._withheld:
+        for parameter, grad in self._skipped_grads:
             if parameter.grad is None:
                 parameter.grad = grad
-        self._withheld = []
+        self._skipped_grads = []
 
     def _after_step(self, *_: Any) -> None:
-        taken = not self._withheld
+        taken = not self._skipped_grads
         self._restore()
-        for tap in self._taps.values():
+        for layer in self._hooked.values():
             if taken:
-                tap.record.keep()
-            tap.forget()
-        self._shared.turn += taken
+                layer.accumulator.commit()
+            layer.forget()
+        self._shared.steps += taken
 
     # --- state --------------------------------------------------------------------------------------------------
 
@@ -288,12 +288,12 @@ class ProxProp:
         """Steps taken, τθ, cached Gram matrices and layers that need float64; a half-done accumulation is not in it."""
         grams = {path: (cache.mean, cache.rows) for path, cache in self._caches.items() if cache.mean is not None}
         wide = [path for path, cache in self._caches.items() if cache.wide]
-        kept = {"turn": self._shared.turn, "tau_theta": self.options.tau_theta, "grams": grams, "wide": wide}
+        kept = {"turn": self._shared.steps, "tau_theta": self.options.tau_theta, "grams": grams, "wide": wide}
         return kept | {"layers": self._shapes()}
 
     def _shapes(self) -> dict[str, list[int]]:
         """By which a state is known to be this network's."""
-        weights = {path: module.get_parameter("weight") for path, (module, _) in self._layers.tapped.items()}
+        weights = {path: module.get_parameter("weight") for path, (module, _) in self._layers.preconditioned.items()}
         return {path: list(weight.shape) for path, weight in weights.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -310,7 +310,7 @@ class ProxProp:
                 f"the saved state has Gram matrices of {', '.join(unknown)}, which this model does not have"
             )
         for path, (mean, _) in state["grams"].items():
-            module, known = self._layers.tapped[path]
+            module, known = self._layers.preconditioned[path]
             ones = isinstance(module.bias, Tensor) and module.bias.requires_grad
             expected = (known.groups, known.columns + ones, known.columns + ones)
             if mean.shape != expected:
@@ -323,10 +323,10 @@ class ProxProp:
                 f"the saved state is of another network: its weights are {state['layers']}, this model's {layers}"
             )
         self._shared.options = dataclasses.replace(self.options, tau_theta=float(state["tau_theta"]))
-        self._shared.turn = int(state["turn"])
+        self._shared.steps = int(state["turn"])
         for path, cache in self._caches.items():
             mean, rows = state["grams"].get(path, (None, 0))
-            device = next(self._layers.tapped[path][0].parameters()).device
+            device = next(self._layers.preconditioned[path][0].parameters()).device
             cache.mean = None if mean is None else mean.detach().clone().to(device)
             cache.metric, cache.rows, cache.wide = None, rows, path in state.get("wide", ())
 

@@ -6,16 +6,26 @@ import torch
 from torch import Tensor
 
 from ...errors import NonFiniteError
-from .directions import Metric, Pair, Rows, added, dual, dual_of_gradient, relate, scaled, working
+from .directions import (
+    LayerRows,
+    Metric,
+    WeightBias,
+    added,
+    as_multiple,
+    direction_of_changed_gradient,
+    dual_direction,
+    scaled,
+    to_working_precision,
+)
 from .maps import WeightMap
-from .options import CachedGram, Options
+from .options import CachedGram, ProxPropOptions
 from .patches import row_gram
 
-__all__ = ["Cache", "Contribution", "Record", "Shared"]
+__all__ = ["AttachmentState", "Contribution", "GramCache", "RowAccumulator"]
 
 
 @dataclass
-class Cache:
+class GramCache:
     """A running mean of Gram matrices per row, and the metric that was last made of it.
 
     ``wide``: float32 had too few digits for this layer's Gram matrix once; from then on its products are float64.
@@ -41,12 +51,12 @@ class Contribution:
 
 
 @dataclass
-class Shared:
+class AttachmentState:
     """What all layers of one attachment share."""
 
-    options: Options
+    options: ProxPropOptions
     # Steps taken.
-    turn: int = 0
+    steps: int = 0
     # A Gram matrix can be summed over processes, rows with their gradients cannot.
     distributed: bool = False
     # The layers called in the model's current forward pass; None outside of one.
@@ -59,7 +69,7 @@ class Shared:
 
 
 @dataclass
-class Record:
+class RowAccumulator:
     """The rows that contributed to ``.grad`` since the last step or ``zero_grad``.
 
     Fewer rows than columns are kept with their output gradients, for the dual form; otherwise their Gram matrix is
@@ -67,11 +77,11 @@ class Record:
     """
 
     map: WeightMap
-    shared: Shared
-    cache: Cache
+    shared: AttachmentState
+    cache: GramCache
     trains_weight: bool
     ones: bool
-    rows: Rows | None = None
+    rows: LayerRows | None = None
     gram: Tensor | None = None
     count: int = 0
     # In fused mode .grad holds the direction; ``plain`` is the gradient it was made from, where ``rows`` is None.
@@ -82,7 +92,7 @@ class Record:
     _metric: Metric | None = None
     _mean: Tensor | None = None
     # Sums of inputs of which nothing else is kept: not finite if an entry is not.
-    _probes: list[Tensor] = field(default_factory=list)
+    _input_sums: list[Tensor] = field(default_factory=list)
 
     @property
     def empty(self) -> bool:
@@ -99,20 +109,24 @@ class Record:
         self.count += self.map.count(part.x)
         few = self.trains_weight and self.map.groups == 1 and not self.shared.distributed and self.count < self.width
         if few and self.gram is None:
-            fresh = Rows(working(self.map.rows(part.x)), working(self.map.deltas(part.delta)), self.ones)
+            fresh = LayerRows(
+                to_working_precision(self.map.rows(part.x)),
+                to_working_precision(self.map.deltas(part.delta)),
+                self.ones,
+            )
             self.rows = fresh if self.rows is None else self.rows.then(fresh)
             return
         earlier, self.rows = self.rows, None
         if not self.updates():
-            self._probes.append(part.x.sum())
+            self._input_sums.append(part.x.sum())
             return
         metric = self._sum(part, earlier)
-        if not self._suffices(metric):
+        if not self._is_accurate(metric):
             self.cache.wide = True
             metric = self._sum(part, earlier)
         self.gram, self._metric = metric.gram, metric if at_once else None
 
-    def _sum(self, part: Contribution, earlier: Rows | None) -> Metric:
+    def _sum(self, part: Contribution, earlier: LayerRows | None) -> Metric:
         """All rows so far."""
         wide, before = self.cache.wide, self.gram
         grams = [self._gram(part.x, wide)]
@@ -123,7 +137,7 @@ class Record:
         dtype = torch.float64 if keep or part.x.dtype == torch.float64 else torch.float32
         return Metric(total.to(dtype), self.shared.options.shift)
 
-    def _suffices(self, metric: Metric) -> bool:
+    def _is_accurate(self, metric: Metric) -> bool:
         """Whether the Gram matrix has the digits for a solve; conjugate gradients stop before they need them."""
         if metric.gram.dtype == torch.float64 or self.shared.options.method == "cg" or not self.trains_weight:
             return True
@@ -135,7 +149,7 @@ class Record:
     def updates(self) -> bool:
         """Whether the rule asks for a Gram matrix at this step."""
         rule = self._caches()
-        return rule is None or self.shared.turn % rule.every == 0 or self.cache.mean is None
+        return rule is None or self.shared.steps % rule.every == 0 or self.cache.mean is None
 
     def _caches(self) -> CachedGram | None:
         rule = self.shared.options.gram
@@ -143,10 +157,10 @@ class Record:
 
     def _gram(self, x: Tensor, wide: bool) -> Tensor:
         if self.trains_weight:
-            return self.map.gram(working(x), self.ones, self.shared.options.gram, self.shared.turn, wide)
-        return working(x).new_full((self.map.groups, 1, 1), float(self.map.count(x)))
+            return self.map.gram(to_working_precision(x), self.ones, self.shared.options.gram, self.shared.steps, wide)
+        return to_working_precision(x).new_full((self.map.groups, 1, 1), float(self.map.count(x)))
 
-    def _settle(self) -> Metric:
+    def _step_metric(self) -> Metric:
         """The metric of this step's rows."""
         rule, shift = self._caches(), self.shared.options.shift
         if rule is None:
@@ -164,72 +178,72 @@ class Record:
         self._metric = Metric(self._mean * self.count, shift)
         return self._metric
 
-    def keep(self) -> None:
+    def commit(self) -> None:
         """The step was taken: what was averaged becomes the cache."""
         if self._mean is not None:
             self.cache.mean, self.cache.metric, self.cache.rows = self._mean, self._metric, self.count
 
-    def direction(self, received: Pair, changed: bool) -> Pair:
+    def direction(self, received: WeightBias, changed: bool) -> WeightBias:
         """The direction of the gradient as the optimizer receives it, ``changed`` since the backward pass or not."""
         options = self.shared.options
         if self.rows is not None:
             if not changed:
                 # The plain gradient is not needed any more: its memory takes the direction.
-                return dual(self.rows, options, received.weight)
-            return dual_of_gradient(self.rows, received, options)
-        return self.split(self._settle().direction(self.join(received), options))
+                return dual_direction(self.rows, options, received.weight)
+            return direction_of_changed_gradient(self.rows, received, options)
+        return self.split(self._step_metric().direction(self.join(received), options))
 
-    def fuse(self, gradient: Pair) -> Pair:
+    def fuse(self, gradient: WeightBias) -> WeightBias:
         """The direction at once; ``gradient`` is ignored where the rows give it."""
         self.fused = True
         if self.rows is not None:
-            return dual(self.rows, self.shared.options)
-        self.plain = working(self.join(gradient))
-        made = self._settle().direction(self.plain, self.shared.options)
+            return dual_direction(self.rows, self.shared.options)
+        self.plain = to_working_precision(self.join(gradient))
+        made = self._step_metric().direction(self.plain, self.shared.options)
         if self._caches() is None:
             # The factor has done its work; the Gram matrix stays, for a second backward pass.
             self._metric = None
         return self.split(made)
 
-    def undefined(self) -> Pair:
+    def nan_direction(self) -> WeightBias:
         """A direction that no step should take."""
-        made = self.unfuse(None)
-        return Pair(*(None if g is None else torch.full_like(g, torch.nan) for g in made))
+        made = self.restore_gradient(None)
+        return WeightBias(*(None if g is None else torch.full_like(g, torch.nan) for g in made))
 
-    def unfuse(self, held: Pair | None) -> Pair:
+    def restore_gradient(self, held: WeightBias | None) -> WeightBias:
         """The plain gradient: as it was, or of a direction that is ``held`` and was changed since."""
         plain = self.rows.gradient() if self.rows is not None else self.split(self._plain())
         if held is None:
             return plain
-        made = self._made()
-        scale, rest = relate(held, made)
+        made = self._recompute_direction()
+        scale, rest = as_multiple(held, made)
         if rest is None:
             return scaled(plain, scale)
-        return added(plain, self._image(added(held, scaled(made, -torch.ones_like(scale)))))
+        return added(plain, self._gradient_of(added(held, scaled(made, -torch.ones_like(scale)))))
 
-    def _made(self) -> Pair:
+    def _recompute_direction(self) -> WeightBias:
         """The direction that was put into ``.grad``, once more."""
         options = self.shared.options
         if self.rows is not None:
-            return dual(self.rows, options)
-        return self.split(self._settle().direction(self._plain(), options))
+            return dual_direction(self.rows, options)
+        return self.split(self._step_metric().direction(self._plain(), options))
 
-    def _image(self, held: Pair) -> Pair:
+    def _gradient_of(self, held: WeightBias) -> WeightBias:
         """What an exact solve makes ``held`` from."""
         if self.rows is None:
-            return self.split(self._settle().gradient(self.join(held)))
+            return self.split(self._step_metric().gradient(self.join(held)))
         return added(self.rows.adjoint(self.rows.apply(held)), scaled(held, torch.tensor(self.shared.options.shift)))
 
-    def unusable(self) -> bool:
+    def has_nonfinite_input(self) -> bool:
         """Whether an input holds NaN or Inf."""
-        held = [t for t in (None if self.rows is None else self.rows.a, self.gram, *self._probes) if t is not None]
+        held = [t for t in (None if self.rows is None else self.rows.a, self.gram, *self._input_sums) if t is not None]
         return not all(bool(torch.isfinite(t).all()) for t in held)
 
     def _plain(self) -> Tensor:
         assert self.plain is not None
         return self.plain
 
-    def join(self, pair: Pair) -> Tensor:
+    def join(self, pair: WeightBias) -> Tensor:
         """Weight and bias side by side, groups × outputs × columns."""
         parts = []
         if pair.weight is not None:
@@ -238,8 +252,8 @@ class Record:
             parts.append(pair.bias.reshape(self.map.groups, -1, 1))
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
-    def split(self, matrix: Tensor) -> Pair:
+    def split(self, matrix: Tensor) -> WeightBias:
         """The inverse of :meth:`join`."""
         columns = self.map.columns
         weight = matrix[..., :columns].reshape(-1, columns) if self.trains_weight else None
-        return Pair(weight, matrix[..., -1].reshape(-1) if self.ones else None)
+        return WeightBias(weight, matrix[..., -1].reshape(-1) if self.ones else None)
