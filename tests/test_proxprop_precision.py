@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minimand.train.proxprop import patches
+from minimand.train.proxprop import grams
 from tests.test_proxprop_training import BOTH, _batch, _grads, _loss, _net, _start
 
 
@@ -116,7 +116,7 @@ class _Largest(TorchDispatchMode):
 @pytest.mark.parametrize("gram", ["exact", "autocorrelation", "subsampled"])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_the_unfolded_batch_never_stands_in_memory_whole(monkeypatch, stride, gram, fused):
-    monkeypatch.setattr(patches, "_BLOCK", 1 << 14)
+    monkeypatch.setattr(grams, "_BLOCK", 1 << 14)
     torch.manual_seed(0)
     layer, x = nn.Conv2d(3, 4, 5, stride=stride, padding=2), torch.rand(64, 3, 16, 16)
     prox, optimizer = _start(layer, gram=gram, fused=fused, skip_last=False)

@@ -17,9 +17,9 @@ from .directions import (
     scaled,
     to_working_precision,
 )
+from .grams import row_gram
 from .maps import WeightMap
 from .options import CachedGram, ProxPropOptions
-from .patches import row_gram
 
 __all__ = ["AttachmentState", "Contribution", "GramCache", "RowAccumulator"]
 
