@@ -42,7 +42,7 @@ def test_a_diverged_fit_ends_with_the_last_weights_that_gave_a_finite_loss(epoch
         return plain(self, x, y, share)
 
     monkeypatch.setattr(_MiniBatchRun, "batch", batch)
-    with pytest.raises(NonFiniteError, match=r"last good ones: the (weight|activation) update (of|below) [024]\b"):
+    with pytest.raises(NonFiniteError, match=r"last good weights: the (weight|activation) update (of|below) [024]\b"):
         LPOM(net, recipe=Recipe(rate=1e22, damping=1e-6)).fit([(x, y)], epochs)
     assert _same(net, seen[-1])
     assert math.isfinite(_loss(net, x, y, "squared"))
