@@ -1,4 +1,4 @@
-"""What one layer remembers between a backward pass and the optimizer's step."""
+"""The rows of one layer, accumulated between the backward pass and the optimizer's step."""
 
 from dataclasses import dataclass, field
 
@@ -26,9 +26,9 @@ __all__ = ["AttachmentState", "Contribution", "GramCache", "RowAccumulator"]
 
 @dataclass
 class GramCache:
-    """A running mean of Gram matrices per row, and the metric that was last made of it.
+    """A running mean of Gram matrices per row, and the last metric computed from it.
 
-    ``wide``: float32 had too few digits for this layer's Gram matrix once; from then on its products are float64.
+    ``wide`` is set once float32 was too imprecise for this layer's Gram matrix; later products are then in float64.
     """
 
     mean: Tensor | None = None
@@ -37,14 +37,14 @@ class GramCache:
     wide: bool = False
 
     def mixed(self, gram: Tensor, rows: int, decay: float) -> Tensor:
-        """The mean after one more Gram matrix; the cache itself does not change before the step is taken."""
+        """The mean updated by one more Gram matrix. The cache itself changes only when the step is taken."""
         fresh = gram / max(rows, 1)
         return fresh if self.mean is None else decay * self.mean + (1 - decay) * fresh
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """One differentiated call of the layer: its input, prepared, and the gradient at its output."""
+    """One differentiated call of the layer: its prepared input, and the gradient at its output."""
 
     x: Tensor
     delta: Tensor
@@ -52,19 +52,19 @@ class Contribution:
 
 @dataclass
 class AttachmentState:
-    """What all layers of one attachment share."""
+    """State that all layers of one attached ProxProp share."""
 
     options: ProxPropOptions
-    # Steps taken.
+    # The number of steps taken.
     steps: int = 0
-    # A Gram matrix can be summed over processes, rows with their gradients cannot.
+    # Gram matrices can be summed over processes; rows with their gradients cannot.
     distributed: bool = False
-    # The layers called in the model's current forward pass; None outside of one.
+    # The layers called in the current forward pass of the model; None outside a forward pass.
     called: set[str] | None = None
 
     @property
     def fuses(self) -> bool:
-        """Whether directions are computed in the backward pass; over processes only the summed gradient has one."""
+        """Whether directions are computed in the backward pass; with several processes they need summed gradients."""
         return self.options.fused and not self.distributed
 
 
@@ -72,8 +72,8 @@ class AttachmentState:
 class RowAccumulator:
     """The rows that contributed to ``.grad`` since the last step or ``zero_grad``.
 
-    Fewer rows than columns are kept with their output gradients, for the dual form; otherwise their Gram matrix is
-    summed. It holds the smaller of the two, and in fused mode the plain gradient or what it is made of.
+    While there are fewer rows than columns, the rows and their output gradients are stored, for the dual form;
+    otherwise their Gram matrix is summed. In fused mode the plain gradient is stored too, unless the rows give it.
     """
 
     map: WeightMap
@@ -84,28 +84,28 @@ class RowAccumulator:
     rows: LayerRows | None = None
     gram: Tensor | None = None
     count: int = 0
-    # In fused mode .grad holds the direction; ``plain`` is the gradient it was made from, where ``rows`` is None.
+    # In fused mode .grad holds the direction; ``plain`` is the gradient behind it if ``rows`` is None.
     fused: bool = False
     plain: Tensor | None = None
-    # Whether anything but the rows contributed to .grad: a penalty on the weight, a second derivative.
+    # Whether something other than the rows contributed to .grad, such as a penalty on the weight.
     foreign: bool = False
     _metric: Metric | None = None
     _mean: Tensor | None = None
-    # Sums of inputs of which nothing else is kept: not finite if an entry is not.
+    # Sums of inputs that are not stored otherwise; a sum is not finite if an entry is not.
     _input_sums: list[Tensor] = field(default_factory=list)
 
     @property
     def empty(self) -> bool:
-        """Whether nothing contributed."""
+        """Whether no row contributed."""
         return self.count == 0
 
     @property
     def width(self) -> int:
-        """The columns of A, the ones included."""
+        """The number of columns of A, including the ones."""
         return self.map.columns * self.trains_weight + self.ones
 
     def add(self, part: Contribution, at_once: bool = False) -> None:
-        """Take in the rows of one call; if a direction is wanted ``at_once`` the factor stays for it."""
+        """Add the rows of one call. ``at_once`` keeps the factor for a direction that is computed next."""
         self.count += self.map.count(part.x)
         few = self.trains_weight and self.map.groups == 1 and not self.shared.distributed and self.count < self.width
         if few and self.gram is None:
@@ -127,7 +127,7 @@ class RowAccumulator:
         self.gram, self._metric = metric.gram, metric if at_once else None
 
     def _sum(self, part: Contribution, earlier: LayerRows | None) -> Metric:
-        """All rows so far."""
+        """The metric of all rows so far."""
         wide, before = self.cache.wide, self.gram
         grams = [self._gram(part.x, wide)]
         grams += [] if before is None else [before]
@@ -138,7 +138,7 @@ class RowAccumulator:
         return Metric(total.to(dtype), self.shared.options.shift)
 
     def _is_accurate(self, metric: Metric) -> bool:
-        """Whether the Gram matrix has the digits for a solve; conjugate gradients stop before they need them."""
+        """Whether the Gram matrix is precise enough; conjugate gradients need less precision."""
         if metric.gram.dtype == torch.float64 or self.shared.options.method == "cg" or not self.trains_weight:
             return True
         try:
@@ -147,7 +147,7 @@ class RowAccumulator:
             return True
 
     def updates(self) -> bool:
-        """Whether the rule asks for a Gram matrix at this step."""
+        """Whether the rule needs a new Gram matrix at this step."""
         rule = self._caches()
         return rule is None or self.shared.steps % rule.every == 0 or self.cache.mean is None
 
@@ -161,7 +161,7 @@ class RowAccumulator:
         return to_working_precision(x).new_full((self.map.groups, 1, 1), float(self.map.count(x)))
 
     def _step_metric(self) -> Metric:
-        """The metric of this step's rows."""
+        """The metric of this step: of its rows, or from the cache."""
         rule, shift = self._caches(), self.shared.options.shift
         if rule is None:
             assert self.gram is not None
@@ -179,39 +179,39 @@ class RowAccumulator:
         return self._metric
 
     def commit(self) -> None:
-        """The step was taken: what was averaged becomes the cache."""
+        """Store the new average in the cache after the step was taken."""
         if self._mean is not None:
             self.cache.mean, self.cache.metric, self.cache.rows = self._mean, self._metric, self.count
 
     def direction(self, received: WeightBias, changed: bool) -> WeightBias:
-        """The direction of the gradient as the optimizer receives it, ``changed`` since the backward pass or not."""
+        """The direction of the gradient that the optimizer receives; ``changed`` if it was edited after backward."""
         options = self.shared.options
         if self.rows is not None:
             if not changed:
-                # The plain gradient is not needed any more: its memory takes the direction.
+                # The plain gradient is no longer needed, so the direction overwrites it.
                 return dual_direction(self.rows, options, received.weight)
             return direction_of_changed_gradient(self.rows, received, options)
         return self.split(self._step_metric().direction(self.join(received), options))
 
     def fuse(self, gradient: WeightBias) -> WeightBias:
-        """The direction at once; ``gradient`` is ignored where the rows give it."""
+        """Compute the direction in the backward pass. ``gradient`` is ignored if the rows determine it."""
         self.fused = True
         if self.rows is not None:
             return dual_direction(self.rows, self.shared.options)
         self.plain = to_working_precision(self.join(gradient))
         made = self._step_metric().direction(self.plain, self.shared.options)
         if self._caches() is None:
-            # The factor has done its work; the Gram matrix stays, for a second backward pass.
+            # The factor is no longer needed; the Gram matrix stays for a possible second backward pass.
             self._metric = None
         return self.split(made)
 
     def nan_direction(self) -> WeightBias:
-        """A direction that no step should take."""
+        """A direction of NaN, for which the step will be skipped."""
         made = self.restore_gradient(None)
         return WeightBias(*(None if g is None else torch.full_like(g, torch.nan) for g in made))
 
     def restore_gradient(self, held: WeightBias | None) -> WeightBias:
-        """The plain gradient: as it was, or of a direction that is ``held`` and was changed since."""
+        """The plain gradient behind the direction; ``held`` is the direction in ``.grad`` if it was changed since."""
         plain = self.rows.gradient() if self.rows is not None else self.split(self._plain())
         if held is None:
             return plain
@@ -222,14 +222,14 @@ class RowAccumulator:
         return added(plain, self._gradient_of(added(held, scaled(made, -torch.ones_like(scale)))))
 
     def _recompute_direction(self) -> WeightBias:
-        """The direction that was put into ``.grad``, once more."""
+        """Compute the direction that was written to ``.grad`` again."""
         options = self.shared.options
         if self.rows is not None:
             return dual_direction(self.rows, options)
         return self.split(self._step_metric().direction(self._plain(), options))
 
     def _gradient_of(self, held: WeightBias) -> WeightBias:
-        """What an exact solve makes ``held`` from."""
+        """The gradient whose exact direction is ``held``."""
         if self.rows is None:
             return self.split(self._step_metric().gradient(self.join(held)))
         return added(self.rows.adjoint(self.rows.apply(held)), scaled(held, torch.tensor(self.shared.options.shift)))
@@ -244,7 +244,7 @@ class RowAccumulator:
         return self.plain
 
     def join(self, pair: WeightBias) -> Tensor:
-        """Weight and bias side by side, groups × outputs × columns."""
+        """Weight and bias in one tensor, groups × outputs × columns."""
         parts = []
         if pair.weight is not None:
             parts.append(pair.weight.reshape(self.map.groups, -1, self.map.columns))

@@ -1,9 +1,9 @@
-r"""The direction :math:`G(A^\top A + I/\tau_\theta)^{-1}` of one layer, in the space where it is cheap.
+r"""The direction :math:`G(A^\top A + I/\tau_\theta)^{-1}` of one layer, by a linear solve with the smaller Gram matrix.
 
-:math:`A` has one row per sample and position, :math:`\delta` the gradients at the layer's outputs,
-:math:`G = \delta^\top A`. With fewer rows than columns the dual form
-:math:`[(AA^\top + I/\tau_\theta)^{-1}\delta]^\top A` needs only the small Gram matrix; both are equal.
-Source: 004, Proposition 2, eqs. 13–16 and 44.
+:math:`A` has one row per sample and position, :math:`\delta` holds the gradients at the layer's outputs, and
+:math:`G = \delta^\top A`. With fewer rows than columns the equal dual form
+:math:`[(AA^\top + I/\tau_\theta)^{-1}\delta]^\top A` needs only the smaller Gram matrix.
+Source: [Frerix2018], Proposition 2, eqs. 13–16 and 44.
 """
 
 import functools
@@ -30,15 +30,15 @@ __all__ = [
     "to_working_precision",
 ]
 
-# Above this estimate of rounding a system is made and factored in float64 instead: directions keep three digits.
+# A system whose estimated rounding error exceeds this is formed and factored in float64: directions keep three digits.
 _ROUNDING = 1e-3
 
-# Output units whose conjugate gradients run together: few enough that their vectors stay in a cache.
+# Output units whose conjugate gradients run together; few enough that their vectors stay in the processor's cache.
 _UNITS = 256
 
 
 class WeightBias(NamedTuple):
-    """What belongs to a weight, as a matrix of outputs × columns, and to a bias; None where it is not trained."""
+    """A gradient or direction: the weight's part as outputs × columns, and the bias's. None if not trained."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -51,7 +51,7 @@ def to_working_precision(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerRows:
-    """Inputs ``a`` (rows × columns) and output gradients ``delta`` (rows × outputs); ``ones`` appends such a column."""
+    """Inputs ``a`` (rows × columns) and output gradients ``delta`` (rows × outputs); ``ones``: A has a ones column."""
 
     a: Tensor
     delta: Tensor
@@ -62,7 +62,7 @@ class LayerRows:
         return WeightBias(self.delta.mT @ self.a, self.delta.sum(0) if self.ones else None)
 
     def kernel(self, double: bool = False, half: bool = False) -> Tensor:
-        """AAᵀ; with ``half`` only its lower triangle."""
+        """AAᵀ; with ``half`` only the lower triangle is valid."""
         product = gram(self.a.double() if double else self.a, half=half)
         return product.add_(1.0) if self.ones else product
 
@@ -73,13 +73,13 @@ class LayerRows:
         return image if v.bias is None else image + v.bias[:, None]
 
     def adjoint(self, c: Tensor, into: Tensor | None = None) -> WeightBias:
-        """c A, for c of outputs × rows; the weight's part is written ``into`` a tensor, if there is one."""
+        """c A for c of outputs × rows. The weight's part is written ``into`` a given tensor of the right shape."""
         fits = into is not None and into.dtype == c.dtype and into.shape == (len(c), self.a.shape[1])
         weight = torch.mm(c, self.a, out=into) if fits else c @ self.a
         return WeightBias(weight, c.sum(1) if self.ones else None)
 
     def then(self, other: "LayerRows") -> "LayerRows":
-        """Both sets of rows."""
+        """The rows of both, stacked."""
         return LayerRows(torch.cat([self.a, other.a]), torch.cat([self.delta, other.delta]), self.ones)
 
 
@@ -93,14 +93,14 @@ def _kernel_factor(rows: LayerRows, shift: float) -> RidgeFactor:
 
 
 def _solve(factor: RidgeFactor, rows: Tensor) -> Tensor:
-    # One product with the inverse beats two triangular solves if there are many rows.
+    # With many rows one product with the inverse is faster than two triangular solves.
     if rows.shape[-2] < 1.5 * rows.shape[-1]:
         return factor.solve(rows)
     return rows @ factor.inverse().to(rows.dtype)
 
 
 def dual_direction(rows: LayerRows, options: ProxPropOptions, into: Tensor | None = None) -> WeightBias:
-    """The direction of the gradient δᵀA, from δ; written ``into`` a tensor, if there is one."""
+    """The direction of the gradient δᵀA, solved from δ; written ``into`` a given tensor."""
     if options.method == "cg":
         return rows.adjoint(_dual_conjugate(rows, options), into)
     return rows.adjoint(_solve(_kernel_factor(rows, options.shift), rows.delta.mT), into)
@@ -111,10 +111,10 @@ def _conjugate(apply: Callable[[Tensor], Tensor], target: Tensor, options: ProxP
 
 
 def _dual_conjugate(rows: LayerRows, options: ProxPropOptions) -> Tensor:
-    """Coefficients c of the k-th iterate cA, of outputs × rows.
+    """Coefficients c, outputs × rows, of the last conjugate gradient iterate cA.
 
-    A vector cA is held as the pair (c, cK), K = AAᵀ: its inner product with dA is ⟨c, dK⟩, and one product with K is
-    all that an iteration costs. The iterates are those of conjugate gradients in the weights.
+    A vector cA is stored as (c, cK) with K = AAᵀ. Its inner product with dA is ⟨c, dK⟩, so an iteration costs one
+    product with K. The iterates equal those of conjugate gradients in the weights.
     """
     kernel = rows.kernel()
     start = rows.delta.mT
@@ -137,11 +137,11 @@ def _dual_conjugate(rows: LayerRows, options: ProxPropOptions) -> Tensor:
 
 
 def direction_of_changed_gradient(rows: LayerRows, received: WeightBias, options: ProxPropOptions) -> WeightBias:
-    r"""The direction of a gradient that was changed after it was accumulated (unscaled, clipped, decayed …).
+    r"""The direction of a gradient that was changed after its accumulation (unscaled, clipped, decayed …).
 
-    Written as :math:`c\,\delta^\top A + E`, which holds for any scalar c, the first part is solved from δ, without
-    cancellation, and the rest, which is rounding or small, by the Woodbury identity
-    :math:`\tau_\theta(E - EA^\top(AA^\top + I/\tau_\theta)^{-1}A)`.
+    The gradient is written as :math:`c\,\delta^\top A + E` with a scalar c. The first part is solved from δ, without
+    cancellation. The remainder E is small; the Woodbury identity
+    :math:`\tau_\theta(E - EA^\top(AA^\top + I/\tau_\theta)^{-1}A)` gives its direction.
     """
     scale, rest = as_multiple(received, rows.gradient())
     if rest is None:
@@ -155,7 +155,7 @@ def direction_of_changed_gradient(rows: LayerRows, received: WeightBias, options
 
 
 def _free_conjugate(rows: LayerRows, received: WeightBias, options: ProxPropOptions) -> WeightBias:
-    """Conjugate gradients in the weights with two products by A for each iteration, and no Gram matrix."""
+    """Conjugate gradients in the weights, with two products by A per iteration and no Gram matrix."""
     assert received.weight is not None
     target = received.weight if received.bias is None else torch.cat([received.weight, received.bias[:, None]], 1)
 
@@ -172,7 +172,7 @@ def _free_conjugate(rows: LayerRows, received: WeightBias, options: ProxPropOpti
 
 @dataclass(frozen=True)
 class Metric:
-    """The Gram matrix of many rows (groups × n × n) with the ridge; factored once, when a direction is asked for."""
+    """A Gram matrix (groups × n × n) plus a ridge; factored once, on the first call of :meth:`direction`."""
 
     gram: Tensor
     shift: float
@@ -183,7 +183,7 @@ class Metric:
 
     @functools.cached_property
     def accurate(self) -> bool:
-        """Whether the Gram matrix has the digits that a solve needs."""
+        """Whether the Gram matrix is precise enough for a solve."""
         return _accurate(self._first)
 
     @functools.cached_property
@@ -203,14 +203,14 @@ class Metric:
         return (gradient.to(self._inverse.dtype) @ self._inverse).to(gradient.dtype)
 
     def gradient(self, direction: Tensor) -> Tensor:
-        """What a direction is made from by an exact solve."""
+        """The gradient whose exact direction this is: the inverse of :meth:`direction`."""
         return (direction.to(self.gram.dtype) @ self.gram).to(direction.dtype) + self.shift * direction
 
 
 def as_multiple(changed: WeightBias, made: WeightBias) -> tuple[Tensor, WeightBias | None]:
-    """A scalar c and a rest E with which ``changed`` = c · ``made`` + E; None for E where it is rounding.
+    """Write ``changed`` as c · ``made`` + E with a scalar c; E is None if it is at rounding level.
 
-    The scalar is read off where ``made`` is largest: exact to rounding if there is nothing but one.
+    c is the ratio at the largest entry of ``made``, which is exact to rounding if ``changed`` is a multiple of it.
     """
     known = [(c, m) for c, m in zip(changed, made, strict=True) if c is not None and m is not None]
     first, second = known[0]
@@ -224,12 +224,12 @@ def as_multiple(changed: WeightBias, made: WeightBias) -> tuple[Tensor, WeightBi
 
 
 def scaled(pair: WeightBias, scale: Tensor) -> WeightBias:
-    """A multiple of both."""
+    """Weight and bias times a scalar."""
     return _map(lambda t: t * scale.to(t.dtype), pair)
 
 
 def added(first: WeightBias, second: WeightBias) -> WeightBias:
-    """The sum."""
+    """The sum of two pairs."""
     return _map(torch.add, first, second)
 
 

@@ -1,8 +1,8 @@
-"""One layer under ProxProp: its wrapped forward pass, its part of the backward pass, and its record.
+"""The hooks of one layer under ProxProp: its forward pass, its backward pass, and its accumulated rows.
 
-A call of the layer runs through an autograd function. Its backward pass hands over the input and the output gradient as
-a contribution, which counts only once ``.grad`` has really been accumulated: a ``torch.autograd.grad`` with respect to
-something else, a forward pass that is never differentiated or one without gradients leaves nothing behind.
+A call of the layer runs through an autograd function. In the backward pass this function passes on the layer's input
+and the output's gradient. They are added to the accumulated rows only after ``.grad`` was accumulated. So a
+``torch.autograd.grad`` with respect to other tensors, or a forward pass that is never differentiated, adds no rows.
 """
 
 import types
@@ -25,12 +25,12 @@ _NAMES = ("weight", "bias")
 
 
 class Forward:
-    """A layer's forward pass while attached. A copy or a pickle of the model gets the plain one."""
+    """The layer's forward pass while attached. Copies and pickles of the model have the plain forward pass."""
 
     def __init__(self, hooks: "LayerHooks") -> None:
         self.hooks = hooks
 
-    # Collecting is a side effect that no compiled graph can hold: the graph breaks at the layer.
+    # A compiled graph cannot contain the accumulation, which is a side effect: the graph breaks at the layer.
     @torch.compiler.disable
     def __call__(self, input: Tensor) -> Tensor:
         """The layer's output."""
@@ -54,13 +54,13 @@ def _plain_forward(module: nn.Module) -> Callable[..., Any]:
 
 @dataclass
 class _Task:
-    """One run of the autograd engine, as a layer sees it."""
+    """The state of one layer during one run of the autograd engine."""
 
     calls: int = 0
     parts: list[Contribution] = field(default_factory=list)
-    # In fused mode: the record of the one call.
+    # In fused mode: the rows of the single call.
     draft: RowAccumulator | None = None
-    # What went to the engine for each parameter; None once it was seen to arrive alone.
+    # The gradient returned to the engine for each parameter; None once it is known to be the only contribution.
     given: dict[str, Tensor | None] = field(default_factory=dict)
     accumulated: set[str] = field(default_factory=set)
     foreign: bool = False
@@ -68,7 +68,7 @@ class _Task:
 
 
 class _HookedLayer(torch.autograd.Function):
-    """The layer itself; its backward pass is :meth:`LayerHooks.backward`."""
+    """The layer as an autograd function, whose backward pass is :meth:`LayerHooks.backward`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, hooks: "LayerHooks") -> Tensor:
@@ -85,7 +85,7 @@ class _HookedLayer(torch.autograd.Function):
 
 
 class LayerHooks:
-    """The hooks of one layer, and what they collect."""
+    """The hooks of one layer and the rows that they accumulate."""
 
     def __init__(self, path: str, module: nn.Module, map: WeightMap, shared: AttachmentState, cache: GramCache) -> None:
         self.path, self.map, self.shared, self.cache = path, map, shared, cache
@@ -99,7 +99,7 @@ class LayerHooks:
         module.forward = Forward(self)
 
     def remove(self) -> None:
-        """Give the module its forward pass back, and the parameters their plain gradients."""
+        """Restore the module's forward pass and the plain gradients, and remove all hooks."""
         if self.accumulator.fused and self.refresh():
             with self.without_autocast():
                 self._restore_gradient()
@@ -110,13 +110,13 @@ class LayerHooks:
         self.forget()
 
     def forget(self) -> None:
-        """Drop everything that was collected."""
+        """Discard the accumulated rows."""
         self.accumulator = self._blank()
         self._tasks.clear()
         self._stamps.clear()
 
     def without_autocast(self) -> torch.autocast:
-        """A context in which no product is cast to a shorter type: backward passes and steps may be under autocast."""
+        """A context without autocast, in which products keep their precision."""
         return torch.autocast(self.module.weight.device.type, enabled=False)
 
     def _blank(self) -> RowAccumulator:
@@ -125,21 +125,23 @@ class LayerHooks:
 
     @property
     def trained(self) -> dict[str, Tensor]:
-        """The parameters that are trained now."""
+        """The parameters that currently require a gradient."""
         both = {name: getattr(self.module, name) for name in _NAMES}
         return {name: p for name, p in both.items() if isinstance(p, Tensor) and p.requires_grad}
 
     def grads(self) -> WeightBias:
-        """The gradients as they are, the weight's as a matrix; None where there is none."""
+        """The present gradients, the weight's as a matrix; None for a missing gradient."""
         found = {name: p.grad for name, p in self.trained.items()}
         weight, bias = found.get("weight"), found.get("bias")
-        return WeightBias(None if weight is None else to_working_precision(weight).reshape(self.map.outputs, -1),
-                    None if bias is None else to_working_precision(bias))  # fmt: skip
+        return WeightBias(
+            None if weight is None else to_working_precision(weight).reshape(self.map.outputs, -1),
+            None if bias is None else to_working_precision(bias),
+        )
 
     # --- forward ------------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's output; tapped where a gradient may come back."""
+        """The layer's output, through the autograd function if a gradient may follow."""
         trained = self.trained
         plain = not torch.is_grad_enabled() or not trained or any(not p.is_leaf for p in trained.values())
         if plain or torch._C._functorch.is_functorch_wrapped_tensor(x):
@@ -160,13 +162,13 @@ class LayerHooks:
             return
         if self.path in self.shared.called:
             raise CapabilityError(
-                f"layer '{self.path}' is called twice in one forward pass: its weight is shared between two places, "
-                f"where the proximal step of one layer is not defined; pass ProxProp a submodule without it"
+                f"layer '{self.path}' is called twice in one forward pass, but a proximal step is defined only for a "
+                f"layer that is called once; pass ProxProp a submodule without it"
             )
         self.shared.called.add(self.path)
 
     def _watch(self, name: str, parameter: Tensor) -> None:
-        """Hooks at the parameter, put there when it first takes part: a frozen one may be thawed later."""
+        """Register hooks on the parameter when it first requires a gradient; a frozen one may be unfrozen later."""
         known, handles = self._handles.get(name, (None, []))
         if known is parameter:
             return
@@ -177,7 +179,7 @@ class LayerHooks:
         self._handles[name] = (parameter, [before, after])
 
     def _hooked(self) -> bool:
-        """Whether hooks of others may change a gradient on its way into ``.grad``."""
+        """Whether the parameters have other hooks, which may change a gradient before it reaches ``.grad``."""
         mine = {handle.id for _, handles in self._handles.values() for handle in handles}
         found = [hooks for p in self.trained.values() for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)]
         return any(key not in mine for hooks in found for key in hooks or ())
@@ -187,12 +189,12 @@ class LayerHooks:
     def backward(
         self, x: Tensor, weight: Tensor, delta: Tensor, needed: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, ...]:
-        """Gradients for input, weight and bias; in fused mode directions in place of the last two."""
+        """Gradients for input, weight and bias; in fused mode, directions for weight and bias."""
         task = self._task()
         standing = self.refresh()
         if standing and self.accumulator.fused:
             self._restore_gradient()
-        # A gradient that is to be differentiated itself is left plain, and solved at the step.
+        # A gradient that will be differentiated stays plain; its direction is computed at the step.
         higher = torch.is_grad_enabled()
         hooked = self._hooked()
         task.foreign |= hooked
@@ -221,7 +223,7 @@ class LayerHooks:
         return None if ahead is None else ahead.to(x.dtype), task.given.get("weight"), task.given.get("bias")
 
     def _task(self) -> _Task:
-        """This run of the engine; forgotten when the run ends."""
+        """The state of the current run of the engine; discarded when the run ends."""
         key = torch._C._current_graph_task_id()
         if key not in self._tasks:
             self._tasks[key] = _Task()
@@ -234,11 +236,11 @@ class LayerHooks:
             self.accumulator.foreign |= task.foreign
 
     def _clean(self) -> bool:
-        """Whether ``.grad`` holds nothing, so that a direction may be put there."""
+        """Whether ``.grad`` is None or zero, so that it can hold a direction."""
         return all(p.grad is None or not bool(p.grad.any()) for p in self.trained.values())
 
     def _arriving(self, name: str, grad: Tensor) -> Tensor | None:
-        """What is about to be added to ``.grad``: a direction stands only if nothing else comes with it."""
+        """Replace the direction by the plain gradient if anything else is about to be added to ``.grad`` with it."""
         task = self._tasks.get(torch._C._current_graph_task_id())
         if task is None:
             return None
@@ -246,7 +248,7 @@ class LayerHooks:
         alone = task.calls == 1 and given is not None and grad.data_ptr() == given.data_ptr()
         if task.draft is None or given is None:
             task.foreign |= not alone
-            # The engine keeps the tensor only if nobody else does; otherwise it makes a copy.
+            # Drop the reference: the engine copies a tensor that is referenced elsewhere.
             task.given[name] = None
             return None
         if alone and task.draft.fused:
@@ -267,7 +269,7 @@ class LayerHooks:
         return mine + (grad - given)
 
     def _accumulated(self, name: str) -> None:
-        """The gradient has arrived: the rows count."""
+        """Add the rows, now that their gradient is in ``.grad``."""
         task = self._tasks.get(torch._C._current_graph_task_id())
         if task is None:
             return
@@ -289,27 +291,27 @@ class LayerHooks:
         return {n: (p.grad.data_ptr(), p.grad._version) for n, p in self.trained.items() if p.grad is not None}
 
     def _stamp(self, *names: str) -> None:
-        """Note what was accumulated, before anybody else can change it."""
+        """Record version and norm of the accumulated gradients, to detect later changes."""
         for name, seen in self._seen().items():
             if name in names:
                 self._stamps[name] = seen
                 self._norms[name] = self._norm(name)
 
     def _norm(self, name: str) -> Tensor:
-        """A gradient's norm, where it matters that it stays: torch's unscaling does not count as a version."""
+        """A gradient's norm if changes matter. Unscaling by GradScaler does not change the version, but the norm."""
         grad = self.trained[name].grad
         assert grad is not None
         matters = (self.accumulator.fused or self.accumulator.rows is not None) and not self.accumulator.foreign
         return torch.linalg.vector_norm(grad) if matters else grad.new_zeros(())
 
     def _changed(self) -> bool:
-        """Whether any gradient is not what its rows gave."""
+        """Whether any gradient differs from the one that its rows gave."""
         if self.accumulator.foreign or self._seen() != self._stamps:
             return True
         return not all(bool(self._norm(name) == self._norms[name]) for name in self._stamps)
 
     def refresh(self) -> bool:
-        """Whether the record belongs to what ``.grad`` holds; after ``zero_grad`` it is emptied."""
+        """Discard the rows if ``.grad`` was zeroed or removed since; return whether rows remain."""
         if self.accumulator.empty:
             return False
         grads = [p.grad for p in self.trained.values() if p.grad is not None]
@@ -319,7 +321,7 @@ class LayerHooks:
         return not self.accumulator.empty
 
     def _restore_gradient(self) -> None:
-        """A second backward pass comes: back to the plain gradient, which is solved at the step."""
+        """Put the plain gradient back into ``.grad``; its direction is then computed at the step."""
         changed = self._changed()
         self._write(self.accumulator.restore_gradient(self.grads() if changed else None))
         self.accumulator.fused, self.accumulator.plain, self.accumulator.foreign = False, None, changed
@@ -339,7 +341,7 @@ class LayerHooks:
     # --- the step -----------------------------------------------------------------------------------------------
 
     def reduce(self, group: dist.ProcessGroup | None) -> None:
-        """Sum rows and Gram matrix over the processes; every one of them calls it in the same order."""
+        """Sum the number of rows and the Gram matrix over the processes. All processes call this in the same order."""
         like = to_working_precision(self.module.weight.detach())
         count = torch.tensor([float(self.accumulator.count)], dtype=torch.float64, device=like.device)
         dist.all_reduce(count, group=group)
@@ -352,14 +354,14 @@ class LayerHooks:
                 if gram is None
                 else gram
             )
-            # Which of them needed float64 differs between processes.
+            # Processes may differ in whether they needed float64.
             gram = gram.double()
             dist.all_reduce(gram, group=group)
             self.accumulator.gram = gram
         self.accumulator.count = int(count)
 
     def precondition(self) -> None:
-        """Put the direction into ``.grad``, where it is not there yet. Raises NonFiniteError."""
+        """Write the direction to ``.grad`` unless it is already there. Raises NonFiniteError."""
         if self.accumulator.fused:
             return
         with self.without_autocast():
