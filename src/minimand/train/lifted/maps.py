@@ -83,7 +83,7 @@ class AffineMap:
 
     def apply(self, x: Tensor) -> Tensor:
         """``z`` at ``x``."""
-        z = self.operator.apply(self.inputs(x), self.bias)
+        z = self.operator.affine(self.inputs(x), self.bias)
         if self.scale is None or self.shift is None:
             return z
         return z * self.operator.per_feature(self.scale) + self.operator.per_feature(self.shift)
@@ -173,7 +173,7 @@ class Layer:
         bias = self.bias
         if self.norm is None:
             return AffineMap(self, tuple(stages), operator, bias)
-        return AffineMap(self, tuple(stages), operator, bias, *_normalise(self.norm, operator.apply(x, bias)))
+        return AffineMap(self, tuple(stages), operator, bias, *_normalise(self.norm, operator.affine(x, bias)))
 
     def parameters(self) -> Tensor:
         """The weight as outputs × inputs, with the bias as its last column."""

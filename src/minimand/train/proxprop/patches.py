@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...operators.gram import gram
+from ...linalg import gram
 
 __all__ = ["Geometry", "autocorrelation_gram", "patch_gram", "patches", "row_gram"]
 
