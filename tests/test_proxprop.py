@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from minimand.operators.bounds import Geometry
-from minimand.operators.patches import output_size, patches
+from minimand.geometry import ConvGeometry
+from minimand.operators.patches import patches
 from minimand.train import AutocorrelationGram, CachedGram, ExactGram, ProxProp, SubsampledGram
 from minimand.train.proxprop.grams import autocorrelation_gram, patch_gram
 
@@ -257,7 +257,7 @@ def test_any_shape_and_tau(rows, inputs, outputs, tau, fused, seed):
 
 
 def _geometry(dims, kernel, stride, padding, dilation=1, groups=1):
-    return Geometry((kernel,) * dims, (stride,) * dims, ((padding, padding),) * dims, (dilation,) * dims, groups, None)
+    return ConvGeometry.build((kernel,) * dims, None, stride, padding, dilation, groups)
 
 
 @given(
@@ -272,7 +272,7 @@ def test_patch_grams_are_products_of_patches(kernel, stride, padding, dilation, 
     geometry = _geometry(dims, kernel, stride, padding, dilation, groups)
     x = torch.randn(2, 2, *(8, 7, 7)[:dims], dtype=torch.float64)
     rows = patches(x, geometry)
-    assert rows.shape[1] == 2 * math.prod(output_size(geometry, tuple(x.shape[2:])))
+    assert rows.shape[1] == 2 * math.prod(geometry.with_size(tuple(x.shape[2:])).output())
     rows = torch.cat([rows, rows.new_ones(*rows.shape[:2], 1)], -1)
     torch.testing.assert_close(patch_gram(x, geometry, True), rows.mT @ rows)
     torch.testing.assert_close(patch_gram(x, geometry, False), (rows.mT @ rows)[:, :-1, :-1])

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..operators.spectral import certified_norm_sq
+from ..norms.spectral import certified_norm_sq
 
 __all__ = ["NO_BOUND", "polar_bound"]
 

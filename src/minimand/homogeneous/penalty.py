@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from ..errors import CapabilityError, OptionError, ShapeError, require_fitting
 from ..factor.dropout.arrays import require_rate
 from ..factor.dropout.objective import dropout_weight
+from ..linalg import gram
 from ..nn.dropout import AdditiveDropout, ImportanceDropout
-from ..operators.gram import gram
 
 __all__ = ["DropoutPenalty"]
 

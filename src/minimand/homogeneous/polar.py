@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CapabilityError
-from ..operators.spectral import certified_norm_sq
+from ..norms.spectral import certified_norm_sq
 from ..solvers.iterate import iterate
 
 __all__ = ["Polar", "ascend", "exact_polar", "slopes", "upper_bound"]

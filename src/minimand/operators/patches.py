@@ -4,31 +4,23 @@ A convolution multiplies each patch of its padded input with its weight. With th
 weight flattened to W (outputs × columns), the output at every position is a row of :math:`RW^\\top`.
 """
 
-import dataclasses
 import math
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from .bounds import Geometry
+from ..geometry import ConvGeometry
 
-__all__ = ["output_size", "padded_groups", "patches", "positions_as_rows", "windows"]
-
-
-def output_size(geometry: Geometry, size: tuple[int, ...]) -> tuple[int, ...]:
-    """The size of the output map for an input map of this size, before padding."""
-    return dataclasses.replace(geometry, size=size).output()
+__all__ = ["padded_groups", "patches", "positions_as_rows", "windows"]
 
 
-def padded_groups(x: Tensor, geometry: Geometry) -> Tensor:
+def padded_groups(x: Tensor, geometry: ConvGeometry) -> Tensor:
     """The zero-padded maps with channels split by groups: batch × groups × channels × map."""
-    # F.pad counts the sides from the last dimension backwards.
-    sides = [side for pair in reversed(geometry.padding) for side in pair]
-    x = F.pad(x, sides) if any(sides) else x
+    x = F.pad(x, geometry.pads) if any(geometry.pads) else x
     return x.reshape(len(x), geometry.groups, -1, *x.shape[2:])
 
 
-def windows(x: Tensor, geometry: Geometry, output: tuple[int, ...], dims: range) -> Tensor:
+def windows(x: Tensor, geometry: ConvGeometry, output: tuple[int, ...], dims: range) -> Tensor:
     """A view of padded maps in which the spatial ``dims`` index windows, and new last dimensions kernel offsets."""
     shape, stride = list(x.shape), list(x.stride())
     offsets, steps = [], []
@@ -40,17 +32,17 @@ def windows(x: Tensor, geometry: Geometry, output: tuple[int, ...], dims: range)
     return x.as_strided((*shape, *offsets), (*stride, *steps), x.storage_offset())
 
 
-def patches(x: Tensor, geometry: Geometry) -> Tensor:
+def patches(x: Tensor, geometry: ConvGeometry) -> Tensor:
     """All patches as rows: groups × (batch · positions) × columns, columns in the order of ``weight.flatten(1)``.
 
     >>> import torch
     >>> x = torch.arange(4.0).reshape(1, 1, 4)
-    >>> patches(x, Geometry(kernel=(2,), stride=(1,), padding=((0, 0),), dilation=(1,), groups=1, size=None))
+    >>> patches(x, ConvGeometry.build((2,)))
     tensor([[[0., 1.],
              [1., 2.],
              [2., 3.]]])
     """
-    output = output_size(geometry, tuple(x.shape[2:]))
+    output = geometry.with_size(tuple(x.shape[2:])).output()
     x = padded_groups(x, geometry)
     d = len(geometry.kernel)
     view = windows(x, geometry, output, range(d))

@@ -44,7 +44,7 @@ class BlockLayer(SolverLayer):
         """The problem of the whole block; in training this is where the running statistics move."""
         operator = self.operator(y)
         operator.check_input(y)
-        affine = operator.apply(y, self.bias)
+        affine = operator.affine(y, self.bias)
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         if (norm := self.norm.module) is not None:

@@ -65,7 +65,7 @@ class AffineMap:
 
     def apply(self, x: Tensor) -> Tensor:
         """``z`` at ``x``."""
-        z = self.operator.apply(self.inputs(x), self.bias)
+        z = self.operator.affine(self.inputs(x), self.bias)
         if self.scale is None or self.shift is None:
             return z
         return z * self.operator.per_feature(self.scale) + self.operator.per_feature(self.shift)
@@ -151,7 +151,7 @@ class LiftedLayer:
         if self.norm is None:
             return AffineMap(self, tuple(before), operator, bias)
         with torch.no_grad():
-            return AffineMap(self, tuple(before), operator, bias, *fold_batch_norm(self.norm, operator.apply(x, bias)))
+            return AffineMap(self, tuple(before), operator, bias, *fold_batch_norm(self.norm, operator.affine(x, bias)))
 
     def parameters(self) -> Tensor:
         """The weight as outputs × inputs, with the bias as last column."""

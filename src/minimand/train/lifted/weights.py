@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import MinimandError, NonFiniteError
-from ...operators.gram import gram
+from ...linalg import gram
 from ...solvers.linear import gram_factor, ridge_factor
 from .maps import AffineMap, LiftedLayer
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...operators.gram import gram
+from ...linalg import gram
 from ...solvers.linear import RidgeFactor, conjugate_gradient, gram_factor
 from .options import ProxPropOptions
 

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...operators.bounds import Geometry
-from ...operators.gram import gram
-from ...operators.patches import output_size, padded_groups, patches, windows
+from ...geometry import ConvGeometry
+from ...linalg import gram
+from ...operators.patches import padded_groups, patches, windows
 
 __all__ = ["autocorrelation_gram", "patch_gram", "row_gram"]
 
@@ -54,13 +54,13 @@ def row_gram(rows: Tensor, ones: bool, wide: bool) -> Tensor:
     return total
 
 
-def patch_gram(x: Tensor, geometry: Geometry, ones: bool, wide: bool = False) -> Tensor:
+def patch_gram(x: Tensor, geometry: ConvGeometry, ones: bool, wide: bool = False) -> Tensor:
     """The Gram matrix of all patches, with a column of ones appended if ``ones``: groups × n × n.
 
     Patches are unfolded for one block of samples at a time. ``wide`` computes every product in float64; otherwise only
     the sums of products are float64.
     """
-    output = output_size(geometry, tuple(x.shape[2:]))
+    output = geometry.with_size(tuple(x.shape[2:])).output()
     columns = x.shape[1] // geometry.groups * math.prod(geometry.kernel)
     n = columns + ones
     total = x.new_zeros((geometry.groups, n, n), dtype=torch.float64)
@@ -82,9 +82,9 @@ def _border(total: Tensor, sums: Tensor, count: int) -> None:
     total[..., -1, -1] += count
 
 
-def _by_lines(x: Tensor, geometry: Geometry, ones: bool) -> Tensor:
+def _by_lines(x: Tensor, geometry: ConvGeometry, ones: bool) -> Tensor:
     """The Gram matrix of one block of samples from products of lines; stride 1 in the first dimension."""
-    output = output_size(geometry, tuple(x.shape[2:]))
+    output = geometry.with_size(tuple(x.shape[2:])).output()
     x = padded_groups(x, geometry)
     d = len(geometry.kernel)
     view = windows(x, geometry, output, range(1, d))
@@ -132,7 +132,7 @@ def _line_products(lines: Tensor, count: int, step: int, height: int, offset: in
         yield sum((product(*edge) for edge in edges if edge[0] < edge[1]), core)
 
 
-def autocorrelation_gram(x: Tensor, geometry: Geometry, ones: bool, wide: bool = False) -> Tensor:
+def autocorrelation_gram(x: Tensor, geometry: ConvGeometry, ones: bool, wide: bool = False) -> Tensor:
     """The Gram matrix of all patches that touch the map, from its channels' autocorrelation, computed by FFT."""
     d = len(geometry.kernel)
     x = x.reshape(len(x), geometry.groups, -1, *x.shape[2:])

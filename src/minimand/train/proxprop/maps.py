@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...operators.bounds import Geometry
-from ...operators.patches import output_size, patches, positions_as_rows
+from ...geometry import ConvGeometry
+from ...operators.patches import patches, positions_as_rows
 from .grams import autocorrelation_gram, patch_gram, row_gram
 from .options import AutocorrelationGram, CachedGram, GramRule, SubsampledGram
 
@@ -95,41 +95,31 @@ class _Convolution(WeightMap):
     def __init__(self, module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> None:
         self.groups, self.outputs = module.groups, module.out_channels
         self.columns = module.in_channels // module.groups * math.prod(module.kernel_size)
-        self._op = (F.conv1d, F.conv2d, F.conv3d)[len(module.kernel_size) - 1]
-        sides: list[int] = module._reversed_padding_repeated_twice
-        even = sides[::2] == sides[1::2]
-        # Torch applies other modes, and uneven padding, in a separate step before the convolution.
-        self._outer = [] if module.padding_mode == "zeros" and even else sides
+        self.geometry = ConvGeometry.of(module)
+        self._outer: list[int] = []
         self._mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        self._padding = tuple(0 for _ in module.kernel_size) if self._outer else tuple(reversed(sides[::2]))
-        self.geometry = Geometry(
-            kernel=tuple(module.kernel_size),
-            stride=tuple(module.stride),
-            padding=tuple((side, side) for side in self._padding),
-            dilation=tuple(module.dilation),
-            groups=module.groups,
-            size=None,
-        )
+        # Torch applies other modes, and uneven padding, in a separate step before the convolution.
+        if module.padding_mode != "zeros" or any(before != after for before, after in self.geometry.padding):
+            self._outer, self.geometry = self.geometry.pads, self.geometry.without_padding()
 
     def prepare(self, x: Tensor) -> Tensor:
         x = x if x.dim() == len(self.geometry.kernel) + 2 else x.unsqueeze(0)
         return F.pad(x, self._outer, mode=self._mode) if any(self._outer) else x
 
     def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        g = self.geometry
-        out: Tensor = self._op(x, weight, bias, g.stride, self._padding, g.dilation, g.groups)
-        return out
+        return self.geometry.convolve(x, weight, bias)
 
     def gradients(self, x: Tensor, weight: Tensor, delta: Tensor, needed: tuple[bool, bool, bool]) -> Gradients:
         g = self.geometry
+        padding = [before for before, _ in g.padding]
         found: Any = torch.ops.aten.convolution_backward(
-            delta, x.to(delta.dtype), weight.to(delta.dtype), [self.outputs], g.stride, self._padding, g.dilation,
+            delta, x.to(delta.dtype), weight.to(delta.dtype), [self.outputs], g.stride, padding, g.dilation,
             False, [0] * len(g.kernel), g.groups, needed,
         )  # fmt: skip
         return tuple(found)
 
     def count(self, x: Tensor) -> int:
-        return len(x) * math.prod(output_size(self.geometry, tuple(x.shape[2:])))
+        return len(x) * math.prod(self.geometry.with_size(tuple(x.shape[2:])).output())
 
     def rows(self, x: Tensor) -> Tensor:
         return patches(x, self.geometry).squeeze(0)
