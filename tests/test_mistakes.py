@@ -1,4 +1,4 @@
-"""Law: a plausible mistake is answered by one sentence that says what, where and what to do, before any work."""
+"""Law: a plausible mistake raises, before any work, an error of one sentence with the place and the remedy."""
 
 import re
 from collections.abc import Callable
@@ -88,7 +88,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "solver layers": (lambda: LPOM(convert(_net(), {"0": ProxGD()})), r"^0 \(SolverLinear\) .*revert"),
     "solver layers, too": (lambda: ProxProp(convert(_net(), {"0": ProxGD()})), "of solver layers, here 0"),
     "no network": (lambda: LPOM("net"), "takes an nn.Module, got a str"),
-    "another state": (_another_state, "of another network"),
+    "another state": (_another_state, "from another network"),
     "missing entries": (lambda: LowRank(0.5).fit(_with_nan(ROWS)), "Y contains NaN, 1 of its 30 .* MatrixCompletion"),
     "negative entries": (lambda: NMF(0.1).fit(-ROWS), "^Negative values in data passed to NMF: clip or shift them$"),
     "a penalty's dtype": (lambda: DropoutPenalty(_net(), 0.5)(X.double()), f"^0: {BOTH}"),
@@ -130,9 +130,9 @@ def test_a_mistake_is_answered_by_a_sentence(name):
     call, words = MISTAKES[name]
     with pytest.raises(MinimandError) as caught:
         call()
-    said = str(caught.value)
-    assert re.search(words, said), said
-    assert "\n" not in said
+    message = str(caught.value)
+    assert re.search(words, message), message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -148,7 +148,7 @@ class _Own(RuntimeError):
 
 
 class _Casting(nn.Linear):
-    """Takes every type, and fails for a reason of its own."""
+    """Takes every dtype, and fails for another reason."""
 
     def forward(self, x):
         super().forward(x.to(self.weight.dtype))
@@ -177,7 +177,7 @@ def _hooked() -> nn.Linear:
     ids=["a penalty's module", "a penalty's hook", "a tapped layer's hook", "a block", "a block's hook"],
 )
 def test_errors_of_the_user_s_modules_and_hooks_come_through(call):
-    """Though the input is of another type than the weight: it is converted in time, and not what went wrong."""
+    """The dtypes of input and weight differ, but the module converts them, so they are not the cause."""
     with pytest.raises(_Own, match=r"^of the (module|hook)$"):
         call()
 
@@ -192,6 +192,6 @@ def test_a_frozen_layer_is_not_listed_and_alone_is_warned_of(caplog):
     net[0].requires_grad_(False)
     prox = ProxProp(net).attach(torch.optim.SGD(net.parameters(), 0.1))
     assert prox.layers == ()
-    assert "until one is thawed: layer '0'" in caplog.text
+    assert "until one is unfrozen: layer '0'" in caplog.text
     net[0].requires_grad_(True)
     assert prox.layers == ("0",)

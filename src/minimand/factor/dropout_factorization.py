@@ -1,0 +1,264 @@
+"""The estimator DropoutFactorization: matrix factorisation with dropout, by four methods for one objective."""
+
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor
+
+from ..errors import OptionError, require_positive
+from ..norms.tracker import LipschitzTracker
+from ..operators import Dense
+from ..solvers.base import require_count
+from ..solvers.iterate import iterate
+from ..solvers.linear import ridge_factor
+from ..solvers.steps import Exponential, Harmonic, Schedule, check_step_size
+from .dropout import (
+    block_smoothness,
+    closed_form,
+    dropout_objective,
+    dropout_weight,
+    equalized_factors,
+    require_rank,
+    require_rate,
+    variable_rate,
+)
+from .inputs import require_entries, seeded_generator
+
+__all__ = ["DropoutFactorization"]
+
+_METHODS = ("closed_form", "alternating", "gradient", "dropout")
+_RATES = ("fixed", "variable")
+
+
+class _DropoutState(NamedTuple):
+    U: Tensor
+    V: Tensor
+    history: list[float]
+    norms: list[tuple[float, float, float]]
+    trackers: tuple[LipschitzTracker, LipschitzTracker] | None = None
+
+
+class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
+    r"""Factorise a matrix with dropout on its terms, or with the regularizer that equals dropout in expectation.
+
+    .. math::
+
+        \min_{U, V}\; \mathbb{E}_z\bigl\|Y - \tfrac{1}{1-p} U\operatorname{diag}(z)V^\top\bigr\|^2
+        = \min_{U, V}\; \|Y - UV^\top\|^2 + \tfrac{p}{1-p}\sum_{i=1}^r\|U_i\|^2\|V_i\|^2
+
+    Source: [Vidal2018], Part II. The global minimum is known (:func:`~minimand.factor.dropout_optimum`), so ``gap_`` is
+    the exact distance to it.
+
+    Args:
+        n_components: The number r of terms.
+        p: The drop rate in [0, 1).
+        method: ``"closed_form"``: the global minimum, equalised. ``"alternating"``: exact minimisation over U and V
+            in turn. ``"gradient"``: descent on the deterministic objective, over U and over V in turn.
+            ``"dropout"``: the same steps on sampled terms, which are those of backpropagation with dropout.
+        rate: ``"fixed"``: p is the rate. ``"variable"``: p is the rate for one term, and the rate for r terms is
+            raised so that :math:`\lambda_r = r\lambda_1`: the penalty is then :math:`\lambda_1\|UV^\top\|_*^2`.
+        max_iter: Iterations of the iterative methods.
+        step: ``"auto"`` is :math:`1/L` for each block, else a fixed number.
+        decay: The schedule of the step; None: constant, for ``"dropout"`` harmonic decay over a tenth of ``max_iter``.
+        tol: The relative decrease of the objective in one iteration at which ``"alternating"`` and ``"gradient"``
+            stop.
+        random_state: Seeds the start and the masks.
+
+    Attributes:
+        components_: :math:`V^\top`.
+        n_components_: r.
+        p_: The rate used.
+        objective_: The deterministic objective of the factors.
+        optimum_: Its global minimum.
+        gap_: Their difference.
+        history_: The deterministic objective per iteration, the start first.
+        norm_history_: Per iteration the least, mean and largest :math:`\|U_i\|\|V_i\|`, which equalisation makes equal.
+        n_iter_: The number of iterations made.
+
+    >>> Y = np.diag([4.0, 1.0])
+    >>> model = DropoutFactorization(2, p=0.5)
+    >>> U = model.fit_transform(Y)
+    >>> np.round(U @ model.components_, 6) + 0.0  # the threshold is 4/3: only the larger value survives
+    array([[2.666667, 0.      ],
+           [0.      , 0.      ]])
+    """
+
+    def __init__(
+        self,
+        n_components: int = 10,
+        p: float = 0.5,
+        *,
+        method: str = "closed_form",
+        rate: Literal["fixed", "variable"] = "fixed",
+        max_iter: int = 1000,
+        step: float | Literal["auto"] = "auto",
+        decay: Schedule | None = None,
+        tol: float = 1e-10,
+        random_state: Any = None,
+    ) -> None:
+        self.n_components = n_components
+        self.p = p
+        self.method = method
+        self.rate = rate
+        self.max_iter = max_iter
+        self.step = step
+        self.decay = decay
+        self.tol = tol
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any = None) -> "DropoutFactorization":
+        """Find the factors of X, n_samples × n_features."""
+        self._fit(X)
+        return self
+
+    def fit_transform(self, X: Any, y: Any = None) -> np.ndarray:
+        """Find the factors of X and return U."""
+        return self._fit(X).numpy()
+
+    def transform(self, X: Any) -> np.ndarray:
+        r"""The best U for given V, row by row: :math:`\min_u \|x - uV^\top\|^2 + \lambda\sum_i u_i^2\|V_i\|^2`."""
+        check_is_fitted(self, "components_")
+        data = self._checked(X, reset=False)
+        V = torch.from_numpy(self.components_.T.astype(data.dtype))
+        return best_rows(torch.tensor(data), V, dropout_weight(self.p_)).numpy()
+
+    def inverse_transform(self, X: Any) -> np.ndarray:
+        """The product of coefficients with the components."""
+        check_is_fitted(self, "components_")
+        return np.asarray(X) @ self.components_
+
+    @property
+    def _n_features_out(self) -> int:
+        return len(self.components_)
+
+    def _fit(self, X: Any) -> Tensor:
+        self._check()
+        data = self._checked(X)
+        # A copy, because torch warns about read-only arrays.
+        Y = torch.tensor(data)
+        self.p_ = float(self.p) if self.rate == "fixed" else variable_rate(self.p, self.n_components)
+        weight = dropout_weight(self.p_)
+        left, values, right, self.threshold_ = closed_form(Y, self.n_components, weight)
+        best = equalized_factors(left, values, right, self.n_components)
+        self.optimum_ = float(dropout_objective(Y, *best, self.p_))
+        self.n_iter_ = 1
+        factors = (
+            _DropoutState(*best, [self.optimum_], [_norms(*best)]) if self.method == "closed_form" else self._descend(Y)
+        )
+        self.components_ = factors.V.mT.contiguous().numpy()
+        self.n_components_ = self.n_components
+        self.history_ = np.asarray(factors.history)
+        self.norm_history_ = np.asarray(factors.norms)
+        self.objective_ = factors.history[-1]
+        self.gap_ = max(self.objective_ - self.optimum_, 0.0)
+        return factors.U
+
+    def _checked(self, X: Any, *, reset: bool = True) -> np.ndarray:
+        data = validate_data(self, X, reset=reset, dtype=[np.float64, np.float32], ensure_all_finite=False)
+        require_entries("X", data, type(self).__name__, "fill them, or complete them with MatrixCompletion")
+        return np.asarray(data)
+
+    def _check(self) -> None:
+        require_rank(self.n_components, "n_components")
+        require_rate(self.p)
+        if self.method not in _METHODS:
+            raise OptionError(f"method must be one of {', '.join(_METHODS)}, got {self.method!r}")
+        if self.rate not in _RATES:
+            raise OptionError(f"rate must be one of {', '.join(_RATES)}, got {self.rate!r}")
+        require_count("max_iter", self.max_iter)
+        require_positive("tol", self.tol, zero=True)
+        check_step_size(self.step)
+        if self.decay is not None and not isinstance(self.decay, Schedule):
+            raise OptionError(f"decay must be None or a Schedule, such as Harmonic(100), got {self.decay!r}")
+
+    def _descend(self, Y: Tensor) -> _DropoutState:
+        """The iterative methods, from a random start of the data's scale."""
+        generator = seeded_generator(self.random_state)
+        scale = (Y.norm() / (Y.numel() ** 0.5 * self.n_components**0.5)).sqrt()
+        U, V = (
+            scale * torch.randn(n, self.n_components, generator=generator, dtype=torch.float64).to(Y.dtype)
+            for n in Y.shape
+        )
+        trackers = LipschitzTracker(Dense(U)), LipschitzTracker(Dense(V))
+        start = _DropoutState(U, V, [float(dropout_objective(Y, U, V, self.p_))], [_norms(U, V)], trackers)
+        step = {"alternating": self._alternate, "gradient": self._gradient, "dropout": self._dropout}[self.method]
+        until = None if self.method == "dropout" else self._stalled
+        factors, self.n_iter_ = iterate(lambda s, k: step(Y, s, k, generator), start, self.max_iter, until=until)
+        return factors
+
+    def _stalled(self, state: _DropoutState, k: int) -> bool:
+        before, after = state.history[-2:]
+        return before - after <= self.tol * abs(after)
+
+    def _alternate(self, Y: Tensor, state: _DropoutState, k: int, generator: torch.Generator) -> _DropoutState:
+        weight = dropout_weight(self.p_)
+        U = best_rows(Y, state.V, weight)
+        V = best_rows(Y.mT, U, weight)
+        return self._recorded(Y, U, V, state)
+
+    def _gradient(self, Y: Tensor, state: _DropoutState, k: int, generator: torch.Generator) -> _DropoutState:
+        weight = dropout_weight(self.p_)
+
+        def moved(Y: Tensor, U: Tensor, V: Tensor, tracker: LipschitzTracker) -> Tensor:
+            gradient = 2 * ((U @ V.mT - Y) @ V + weight * U * V.square().sum(0))
+            return U - self._length(V, weight, k, tracker) * gradient
+
+        assert state.trackers is not None
+        of_U, of_V = state.trackers
+        U = moved(Y, state.U, state.V, of_V)
+        return self._recorded(Y, U, moved(Y.mT, state.V, U, of_U), state)
+
+    def _dropout(self, Y: Tensor, state: _DropoutState, k: int, generator: torch.Generator) -> _DropoutState:
+        kept = 1 - self.p_
+        weight = dropout_weight(self.p_)
+        draw = torch.rand(2, self.n_components, generator=generator, dtype=torch.float64) < kept
+        first, second = draw.to(Y.dtype) / kept
+
+        def moved(Y: Tensor, U: Tensor, V: Tensor, mask: Tensor, tracker: LipschitzTracker) -> Tensor:
+            return U - self._length(V, weight, k, tracker) * 2 * ((U * mask) @ V.mT - Y) @ (V * mask)
+
+        assert state.trackers is not None
+        of_U, of_V = state.trackers
+        U = moved(Y, state.U, state.V, first, of_V)
+        return self._recorded(Y, U, moved(Y.mT, state.V, U, second, of_U), state)
+
+    def _length(self, V: Tensor, weight: float, k: int, tracker: LipschitzTracker) -> Tensor | float:
+        """The step of this iteration for the factor that multiplies V."""
+        decay = self.decay
+        if decay is None:
+            decay = Harmonic(max(self.max_iter / 10, 1.0)) if self.method == "dropout" else Exponential(1.0)
+        if self.step != "auto":
+            return float(self.step) * decay.factor(k)
+        bound = block_smoothness(V, weight, tracker)
+        return decay.factor(k) / bound if bound > 0 else 0.0
+
+    def _recorded(self, Y: Tensor, U: Tensor, V: Tensor, state: _DropoutState) -> _DropoutState:
+        state.history.append(float(dropout_objective(Y, U, V, self.p_)))
+        state.norms.append(_norms(U, V))
+        return _DropoutState(U, V, state.history, state.norms, state.trackers)
+
+
+def _norms(U: Tensor, V: Tensor) -> tuple[float, float, float]:
+    sizes = torch.linalg.vector_norm(U, dim=0) * torch.linalg.vector_norm(V, dim=0)
+    return float(sizes.min()), float(sizes.mean()), float(sizes.max())
+
+
+def best_rows(Y: Tensor, V: Tensor, weight: float) -> Tensor:
+    r"""The minimiser over U of the dropout objective.
+
+    .. math:: U = YV(V^\top V + \lambda\operatorname{diag}\|V_i\|^2)^{-1}
+
+    With columns of unit norm the diagonal is a ridge. Without a penalty U is the least-squares solution of least norm.
+
+    >>> best_rows(torch.tensor([[4.0]]), torch.tensor([[2.0]]), 1.0)
+    tensor([[1.]])
+    """
+    if weight == 0:
+        return Y @ torch.linalg.pinv(V.mT)
+    norms = torch.linalg.vector_norm(V, dim=0)
+    safe = torch.where(norms > 0, norms, torch.ones_like(norms))
+    unit = V / safe
+    return ridge_factor(unit.mT, weight).solve(Y @ unit) / safe

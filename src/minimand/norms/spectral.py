@@ -1,0 +1,271 @@
+r"""Certified upper bounds on largest eigenvalues, and the Lanczos estimate that guides them.
+
+A largest eigenvalue is bounded from above far more cheaply than it is computed: if the Cholesky
+factorisation of :math:`tI - G` runs to its end, then :math:`\lambda_{\max}(G) \le t` up to its rounding
+error, which is known. Everything is computed in float64: rounding is then invisible next to the bound, and
+half-precision types, for which no factorisation exists, need no path of their own.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..linalg import gram as gram_matrix
+
+__all__ = ["Top", "certified_lambda_max", "certified_norm_sq", "certified_top", "lanczos", "round_up", "top_singular"]
+
+EPS = torch.finfo(torch.float64).eps
+STEPS = (1, 2, 4)  # of one Lanczos estimate after another, in units of max(16, √n), before a spectrum is computed
+WARM_STEPS = 4  # of the power method, from a vector that was the top one of a nearby matrix
+FRESH = 0.03  # share of a new random direction in a start that has been used: it may have missed the top
+PROBES = 4  # matrices of a batch that an estimate looks at
+
+
+class Top(NamedTuple):
+    """A bound on a largest eigenvalue, and a unit vector that nearly attains it: a start for a nearby matrix."""
+
+    bound: Tensor
+    vector: Tensor
+
+
+def to_float64(tensor: Tensor) -> Tensor:
+    """``tensor``, detached, in float64, on its own device or on the CPU where that has no float64."""
+    tensor = tensor.detach()
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).to(torch.float64)
+
+
+def round_up(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The smallest number of type ``dtype`` that is not below ``value`` (float64).
+
+    >>> value = torch.tensor(1 / 3, dtype=torch.float64)
+    >>> bool(round_up(value, torch.float32) >= value), bool(round_up(value, torch.bfloat16) >= value)
+    (True, True)
+    """
+    if dtype == torch.float64:
+        return value
+    low = value.to(dtype)
+    # float16 has no nextafter on every device; half a unit in the last place is added in float64 instead.
+    step = torch.finfo(dtype)
+    up = (value * (1 + step.eps)).clamp_min(step.tiny).to(dtype)
+    return torch.where(low.to(torch.float64) >= value, low, up)
+
+
+def power_of_two(tensor: Tensor) -> float:
+    """A power of two near the largest entry (1 for zero): dividing by it is exact and prevents overflow."""
+    parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    largest = max(abs(float(end)) for end in torch.aminmax(parts)) if tensor.numel() else 0.0
+    return math.ldexp(1.0, math.frexp(largest)[1]) if 0.0 < largest < math.inf else 1.0
+
+
+def _in_range(tensor: Tensor, exponent: int) -> tuple[Tensor, float]:
+    """``tensor`` divided by a power of two, and that: one, unless the largest entry lies beyond 2^±exponent."""
+    scale = power_of_two(tensor)
+    if math.ldexp(1.0, -exponent) <= scale <= math.ldexp(1.0, exponent):
+        return tensor, 1.0
+    return tensor / scale, scale
+
+
+def sum_of_squares(tensor: Tensor, dim: int) -> Tensor:
+    """An upper bound on the sum of squares along ``dim``, tight to float64's rounding."""
+    exact = to_float64(tensor)
+    scale = power_of_two(exact)
+    total = (exact / scale).square().sum(dim)
+    return total * (1 + 4 * (tensor.shape[dim] + 4) * EPS) * scale * scale
+
+
+def lanczos(matvec: Callable[[Tensor], Tensor], start: Tensor, steps: int = 24) -> tuple[Tensor, Tensor]:
+    r"""Lower estimates of :math:`\lambda_{\max}` of Hermitian maps, with the vectors that attain them.
+
+    ``matvec`` maps a batch of vectors ``(..., n)`` to a batch of the same shape, each by its own Hermitian
+    map; ``start`` is the first vector of each Krylov space. The returned vector is a good ``start`` for the
+    next call when the map has changed little (warm start). Every vector is orthogonalised
+    against all before it. In exact arithmetic the value never exceeds :math:`\lambda_{\max}`.
+
+    >>> diagonal = torch.arange(1.0, 6.0, dtype=torch.float64)
+    >>> value, _ = lanczos(lambda v: diagonal * v, torch.ones(5, dtype=torch.float64), steps=5)
+    >>> round(float(value), 9)
+    5.0
+    """
+    steps = max(1, min(steps, start.shape[-1]))
+    basis = start.new_zeros(*start.shape[:-1], steps, start.shape[-1])
+    vector = _normalised(start)
+    alphas: list[Tensor] = []
+    betas: list[Tensor] = []
+    largest = vector.new_zeros(()).abs()
+    for j in range(steps):
+        basis[..., j, :] = vector
+        image = matvec(vector).unsqueeze(-1)
+        space = basis[..., : j + 1, :]
+        along = space.conj() @ image
+        alphas.append(along[..., -1, 0].real)
+        if j + 1 == steps:
+            break
+        image = image - space.mT @ along
+        image = image - space.mT @ (space.conj() @ image)  # once is not enough in floating point, twice is
+        norm = torch.linalg.vector_norm(image, dim=(-2, -1))
+        largest = torch.maximum(largest, torch.maximum(alphas[-1].abs(), norm))
+        # An exhausted Krylov space leaves rounding noise, which must not be normalised into a direction.
+        alive = norm > 64 * torch.finfo(norm.dtype).eps * largest
+        betas.append(norm * alive)
+        vector = image.squeeze(-1) * torch.where(alive, 1 / norm, 0.0).unsqueeze(-1)
+    tridiagonal = torch.diag_embed(torch.stack(alphas, -1))
+    if betas:
+        # Only the lower triangle is read.
+        tridiagonal = tridiagonal + torch.diag_embed(torch.stack(betas, -1), -1)
+    values, vectors = torch.linalg.eigh(tridiagonal)
+    top = vectors[..., -1].to(start.dtype).unsqueeze(-2)
+    return values[..., -1], (top @ basis).squeeze(-2)
+
+
+def _normalised(vector: Tensor) -> Tensor:
+    norm = torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
+    return vector / torch.where(norm > 0, norm, torch.ones_like(norm))
+
+
+def start_vector(shape: tuple[int, ...], like: Tensor, seed: int = 0) -> Tensor:
+    """A fixed pseudo-random start: deterministic, yet orthogonal to no eigenvector that anyone would meet."""
+    generator = torch.Generator(like.device).manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
+
+
+def certified_lambda_max(gram: Tensor, *, rtol: float = 1e-3, floor: Tensor | float = 0.0) -> Tensor:
+    r"""An upper bound on the largest eigenvalue of any matrix in a Hermitian batch ``(..., n, n)``.
+
+    With a Lanczos estimate :math:`s` of the maximum, :math:`tI - G` is factorised at
+    :math:`t = (1 + \mathrm{rtol})s` for every matrix at once. A matrix that passes is settled; the others
+    get a new estimate and another try, and what still fails has its spectrum computed. By Demmel's theorem
+    (Rump, *Verification of positive definiteness*, BIT 2006) a factorisation that ends proves
+    :math:`\lambda_{\max}(G) \le t + \gamma_{n+1} \operatorname{tr}(tI - G)`, which is what is returned:
+    within about ``rtol`` of the truth, and a fraction of the cost of a spectrum. Only the lower triangles
+    are read. ``rtol=0`` computes the spectra. ``floor`` is a value that the caller's maximum has reached
+    already.
+
+    >>> G = torch.diag(torch.tensor([1.0, 2.0, 3.0]))
+    >>> bool(3 <= certified_lambda_max(G) <= 3.01)
+    True
+    """
+    return certified_top(gram, rtol=rtol, floor=floor).bound
+
+
+def certified_top(gram: Tensor, *, rtol: float = 1e-3, floor: Tensor | float = 0.0) -> Top:
+    """:func:`certified_lambda_max` with a vector that nearly attains it."""
+    n = gram.shape[-1]
+    batch = _as_double(gram).reshape(-1, n, n)
+    known = torch.as_tensor(floor, dtype=torch.float64, device=batch.device)
+    vector = start_vector((n,), batch)
+    if n == 0 or batch.shape[0] == 0:
+        return Top(known, vector)
+    batch, scale = _in_range(batch, 200)
+    known = known / scale
+    if n <= 4 or batch.shape[0] * n**3 <= 32**3:
+        return Top(torch.maximum(known, _spectrum_bound(batch)) * scale, _normalised(vector))
+    trace = batch.diagonal(dim1=-2, dim2=-1).abs().sum(-1).max()
+    for tries, share in enumerate(STEPS if rtol > 0 else ()):
+        if float(known) > 0:
+            batch = batch[~_factorises(batch, known)]
+        if batch.shape[0] == 0:
+            break
+        if tries:  # what was missed may be orthogonal to all that was looked at
+            vector = _normalised(vector) + FRESH * _normalised(start_vector((n,), batch, seed=tries))
+        estimate, vector = _estimate(batch, vector, share * max(16, math.isqrt(n)))
+        known = torch.maximum(known, estimate * (1 + rtol))
+    if batch.shape[0] and float(known) > 0:
+        batch = batch[~_factorises(batch, known)]
+    if batch.shape[0]:
+        known = torch.maximum(known, _spectrum_bound(batch))
+    return Top((known + _factorisation_error(n, known, trace)) * scale, vector)
+
+
+def certified_norm_sq(matrix: Tensor, *, rtol: float = 1e-3) -> Tensor:
+    r"""An upper bound on :math:`\|M\|_2^2`, the largest over a batch ``(..., m, n)``, in float64.
+
+    The Gram matrix of the smaller side goes to :func:`certified_lambda_max`, plus what its rounding can hide,
+    :math:`\gamma_n \|M\|_F^2`.
+
+    >>> bool(4 <= certified_norm_sq(torch.diag(torch.tensor([1.0, 2.0]))) <= 4.01)
+    True
+    """
+    return top_singular(matrix, rtol=rtol).bound
+
+
+def top_singular(matrix: Tensor, *, rtol: float = 1e-3, start: Tensor | None = None) -> Top:
+    """:func:`certified_norm_sq` with a singular vector of the smaller side (the left one of a square) that nearly
+    attains it.
+
+    Such a vector of a nearby matrix as ``start`` saves nearly all of the estimate; the bound holds whatever it is.
+    """
+    matrix = _as_double(matrix)
+    if matrix.shape[-2] > matrix.shape[-1]:
+        matrix = matrix.mH
+    if matrix.numel() == 0:
+        return Top(matrix.new_zeros((), dtype=torch.float64), matrix.new_zeros(matrix.shape[-2]))
+    matrix, scale = _in_range(matrix, 40)
+    gram = _gram(matrix)
+    trace = gram.diagonal(dim1=-2, dim2=-1).real.sum(-1).max()
+    found = None if start is None else _warm_top(gram, trace, start, rtol)
+    bound, vector = found or certified_top(gram if start is None else _gram(matrix), rtol=rtol)
+    return Top((bound + 8 * (matrix.shape[-1] + 8) * EPS * trace) * scale * scale, vector)
+
+
+def _gram(matrix: Tensor) -> Tensor:
+    return matrix @ matrix.mH if matrix.is_complex() else gram_matrix(matrix)
+
+
+def _warm_top(gram: Tensor, trace: Tensor, start: Tensor, rtol: float) -> Top | None:
+    """One try from the top vector of a nearby matrix; ``gram``, a single one, is overwritten."""
+    vector = start.to(gram)
+    for _ in range(WARM_STEPS):
+        before, vector = vector, gram @ vector
+    sizes = [float(torch.linalg.vector_norm(v)) for v in (before, vector)]
+    if not 0 < sizes[0] < math.inf or not 0 < sizes[1] < math.inf:
+        return None
+    # By Cauchy and Schwarz no ratio of norms exceeds the largest eigenvalue.
+    bound = trace.new_full((), sizes[1] / sizes[0] * (1 + rtol))
+    if not bool(_factorises(gram.unsqueeze(0), bound, overwrite=True)):
+        return None
+    return Top(bound + _factorisation_error(gram.shape[-1], bound, trace), vector / sizes[1])
+
+
+def _as_double(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        tensor = tensor.detach()
+        return (tensor.cpu() if tensor.device.type == "mps" else tensor).to(torch.complex128)
+    return to_float64(tensor)
+
+
+def _estimate(batch: Tensor, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """A lower estimate of the largest eigenvalue: Lanczos on the few matrices that stretch a vector most."""
+    if batch.shape[0] > PROBES:
+        stretch = torch.linalg.vector_norm(batch @ start, dim=-1)
+        batch = batch[stretch.topk(PROBES).indices]
+    starts = start.expand(batch.shape[0], -1)
+    values, vectors = lanczos(lambda v: (batch @ v.unsqueeze(-1)).squeeze(-1), starts, steps)
+    best = values.argmax()
+    return values[best], vectors[best]
+
+
+def _factorises(batch: Tensor, shift: Tensor, *, overwrite: bool = False) -> Tensor:
+    shifted = batch.neg_() if overwrite else -batch
+    shifted.diagonal(dim1=-2, dim2=-1).add_(shift)
+    if batch.device.type != "cpu":
+        return torch.linalg.cholesky_ex(shifted)[1] == 0
+    # In place, because new memory costs more than the factorisation. The transpose has the layout of LAPACK; its upper
+    # triangle is the lower one here, and the conjugate of a Hermitian matrix has the same eigenvalues.
+    factor, info = shifted.mT, torch.empty(batch.shape[0], dtype=torch.int32)
+    torch.linalg.cholesky_ex(factor, upper=True, out=(factor, info))
+    return info == 0
+
+
+def _factorisation_error(n: int, shift: Tensor, trace: Tensor) -> Tensor:
+    """What a factorisation of ``shift·I − G`` can hide."""
+    # The constant covers complex arithmetic and the rounding of the shifted diagonal.
+    return 16 * (n + 8) * EPS * (n * shift.abs() + trace)
+
+
+def _spectrum_bound(batch: Tensor) -> Tensor:
+    n = batch.shape[-1]
+    margin = 16 * (n + 8) * EPS * torch.linalg.matrix_norm(batch).max()
+    return torch.linalg.eigvalsh(batch).max() + margin
