@@ -1,28 +1,55 @@
-"""The table of experiments for the lineage: what each reproduces, and which results are committed."""
+"""Pages made from committed results: the lineage's table of experiments, and one results page per source."""
 
 import json
 from pathlib import Path
 
 from minimand_papers.registry import experiments
+from minimand_papers.report.blocks import as_rst
+from minimand_papers.report.pages import claims_of, counts, page_of
+from minimand_papers.report.sections import sections
+from minimand_papers.sources import SOURCES
+
+# Labels of the sections on the results pages.
+PREFIX = "result-"
 
 
 def write(results: Path, out: Path) -> None:
-    """One reST file to include."""
-    out.mkdir(exist_ok=True)
-    lines = [".. list-table::", "    :header-rows: 1", "    :widths: 38 30 32", ""]
-    rows = [("source", "``minimand run``", "committed result")]
-    rows += sorted((found.source, f"``{found.name}``", _result(results / found.name)) for found in experiments())
-    for row in rows:
+    """Write the reST files that the pages include."""
+    (out / "results").mkdir(parents=True, exist_ok=True)
+    found, problems = sections(results, pictures=False)
+    if problems:
+        raise RuntimeError("; ".join(problems))
+    for source in SOURCES.values():
+        own = [section for section in found if section.name in source.experiments]
+        (out / "results" / f"{source.folder}.rst").write_text(as_rst(page_of(source, own), PREFIX), encoding="utf-8")
+    rows = [
+        [f":doc:`{source.short} <results/{source.folder}>`", counts(claims_of(source, found))]
+        for source in SOURCES.values()
+    ]
+    (out / "verdicts.rst").write_text(_table(("source", "claims"), rows, (30, 70)), encoding="utf-8")
+    anchors = {section.name: section.anchor for section in found}
+    lines = [
+        [experiment.source, f"``{experiment.name}``", _result(results / experiment.name, anchors.get(experiment.name))]
+        for experiment in experiments()
+    ]
+    head = ("source", "``minimand run``", "committed result")
+    (out / "experiments.rst").write_text(_table(head, lines, (38, 30, 32)), encoding="utf-8")
+
+
+def _table(head: tuple[str, ...], rows: list[list[str]], widths: tuple[int, ...]) -> str:
+    """A list table whose cells are reST already."""
+    lines = [".. list-table::", "    :header-rows: 1", f"    :widths: {' '.join(map(str, widths))}", ""]
+    for row in [list(head), *rows]:
         lines += [f"    {'* -' if not k else '  -'} {cell}" for k, cell in enumerate(row)]
-    (out / "experiments.rst").write_text("\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"
 
 
-def _result(folder: Path) -> str:
-    """Presets and seeds on record."""
-    said = []
+def _result(folder: Path, anchor: str | None) -> str:
+    """Presets and seeds of the committed results, with a link to the results page."""
+    found = []
     for file in sorted(folder.glob("*/result.json")):
-        record = json.loads(file.read_text())
+        record = json.loads(file.read_text(encoding="utf-8"))
         seeds = len(record["seeds"])
         lacking = "" if record["complete"] else ", incomplete"
-        said.append(f"{record['preset']}, {seeds} seed{'s' * (seeds > 1)}{lacking}")
-    return "; ".join(said) or "none yet"
+        found.append(f"{record['preset']}, {seeds} seed{'s' * (seeds > 1)}{lacking}")
+    return f":ref:`{'; '.join(found)} <{PREFIX}{anchor}>`" if found else "not run"

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
+
 from minimand_papers.experiments.bibi2019 import layer_convergence
 from minimand_papers.runner import RunSetting, read_results, run
 

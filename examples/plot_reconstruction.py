@@ -17,12 +17,12 @@ import time
 
 import matplotlib.pyplot as plt
 import torch
-from minimand_papers.data import psnr, random_crops, ssim
 from skimage import color, data, transform
 
 from minimand.nn import Architecture, ISTANet, diagnose, least_squares_start, sparse_reconstruction
 from minimand.operators import BlockDCT, BlockSensing, orthonormal_gaussian, pad_to_blocks, to_blocks
 from minimand.solvers import FISTA
+from minimand_papers.data import psnr, random_crops, ssim
 
 torch.manual_seed(0)
 torch.set_num_threads(1)

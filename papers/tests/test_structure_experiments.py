@@ -124,7 +124,7 @@ def test_pairs_of_one_seed_start_as_the_same_function(family: str) -> None:
     torch.testing.assert_close(nets[0](images), nets[1](images), atol=0, rtol=0)
 
 
-def test_the_paper_preset_is_002s_table() -> None:
+def test_the_paper_preset_is_the_table_of_lin2019() -> None:
     experiment = find("structure-cifar")
     preset = experiment.presets["paper"]
     rows = experiment.compare(Results(preset.options, "paper", {}))

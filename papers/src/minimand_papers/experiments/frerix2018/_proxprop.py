@@ -25,7 +25,7 @@ from .._solvers import ImageOptions
 __all__ = [
     "BACKPROP",
     "METHODS",
-    "ProxPropOptions",
+    "ProxPropImageOptions",
     "Stepper",
     "figures",
     "fitted",
@@ -48,7 +48,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class ProxPropOptions(ImageOptions):
+class ProxPropImageOptions(ImageOptions):
     """Where the images come from and how they are fed.
 
     Args:

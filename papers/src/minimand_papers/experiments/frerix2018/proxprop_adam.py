@@ -11,13 +11,13 @@ from ...context import Lab
 from ...drawing import bars
 from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...zoo import ProxPropConvNet
-from ._proxprop import BACKPROP, ProxPropOptions, figures, fitted, lower, precondition, scaled
+from ._proxprop import BACKPROP, ProxPropImageOptions, figures, fitted, lower, precondition, scaled
 
 VARIANTS = (BACKPROP, "ProxProp (cg3)", "ProxProp (cg10)", "ProxProp (exact)", "ProxProp (subsampled)")
 
 
 @dataclasses.dataclass(frozen=True)
-class ProxPropAdamOptions(ProxPropOptions):
+class ProxPropAdamOptions(ProxPropImageOptions):
     """Three convolutions and a linear layer, trained by Adam with plain gradients and with implicit directions.
 
     Args:

@@ -9,14 +9,14 @@ from ...comparing import Difference, difference, mean_std
 from ...context import Lab
 from ...drawing import bars
 from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
-from ._proxprop import BACKPROP, ProxPropOptions, figures, fitted, lower, mlp, nesterov, precondition, scaled
+from ._proxprop import BACKPROP, ProxPropImageOptions, figures, fitted, lower, mlp, nesterov, precondition, scaled
 
 VARIANTS = (BACKPROP, "ProxProp (exact)", "ProxProp (cg3)", "ProxProp (cg5)", "ProxProp (cg10)")
 WIDE = ", time at full width"
 
 
 @dataclasses.dataclass(frozen=True)
-class ProxPropMLPOptions(ProxPropOptions):
+class ProxPropMLPOptions(ProxPropImageOptions):
     """The network 3072-4000-1000-4000-10 with Nesterov momentum 0.95, by explicit and implicit steps.
 
     Args:

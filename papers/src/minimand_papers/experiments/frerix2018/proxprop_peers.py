@@ -17,7 +17,7 @@ from ...context import Lab
 from ...drawing import bars
 from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...training import accuracy
-from ._proxprop import BACKPROP, METHODS, ProxPropOptions, Stepper, figures, fitted, mlp, nesterov, precondition
+from ._proxprop import BACKPROP, METHODS, ProxPropImageOptions, Stepper, figures, fitted, mlp, nesterov, precondition
 
 SGD = "SGD"
 PROXPROP = ("ProxProp (exact)", "ProxProp (cg3)")
@@ -27,7 +27,7 @@ PEERS = (SGD, "Adam", "Muon", *PROXPROP, "SOAP", "isaac")
 
 
 @dataclasses.dataclass(frozen=True)
-class ProxPropPeersOptions(ProxPropOptions):
+class ProxPropPeersOptions(ProxPropImageOptions):
     """The fully connected network by several optimizers, each with the best step size of one grid.
 
     Args:

@@ -10,7 +10,7 @@ from ...comparing import mean_std
 from ...context import Lab
 from ...drawing import figure
 from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
-from ._proxprop import BACKPROP, ProxPropOptions, fitted, mlp, nesterov, precondition, scaled
+from ._proxprop import BACKPROP, ProxPropImageOptions, fitted, mlp, nesterov, precondition, scaled
 
 RATES = (50.0, 10.0, 5.0, 1.0, 0.5, 0.1, 0.05, 5e-3, 5e-4)
 _NONE = (math.nan,) * 5
@@ -24,7 +24,7 @@ VARIANTS = (*PAPER, "ProxProp (exact)")
 
 
 @dataclasses.dataclass(frozen=True)
-class ProxPropStepSizesOptions(ProxPropOptions):
+class ProxPropStepSizesOptions(ProxPropImageOptions):
     """The network 3072-4000-1000-4000-10 with Nesterov momentum 0.95, at step sizes over five orders of magnitude.
 
     Args:
