@@ -105,7 +105,8 @@ def _rst(block: Block, prefix: str) -> list[str]:
             label = [f".. _{prefix}{anchor}:", ""] if anchor else []
             return [*label, _plain(text), _UNDERLINES[level] * len(_plain(text))]
         case Paragraph(text):
-            return [_plain(text)]
+            # An initial at the beginning would number a list.
+            return [re.sub(r"^(?=\w+[.)] )", r"\\", _plain(text))]
         case Bullets(items):
             return [f"- {_plain(item)}" for item in items]
         case Code(text):

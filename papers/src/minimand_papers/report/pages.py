@@ -81,16 +81,15 @@ def counts(claims: Sequence[tuple[str, Claim]]) -> str:
 
 def page_of(source: Publication, found: Sequence[Section]) -> list[Block]:
     """The page of a source."""
-    ordered = sorted(found, key=lambda section: (source.experiments.index(section.name), section.preset))
     claims = claims_of(source, found)
-    measured = {section.name: section.anchor for section in ordered}
+    measured = {section.name: section.anchor for section in found}
     rows = [
         [_linked(claim.text, measured.get(name)), claim.paper, claim.measured, claim.scale, claim.verdict]
         for name, claim in claims
     ]
     return [
         Heading(f"Results: {source.short}", 1),
-        Table(("claim", "source", "ours", "scale", "verdict"), rows, (34, 18, 22, 18, 8)),
+        Table(("claim", "source", "ours", "scale", "verdict"), rows, (30, 16, 22, 18, 14)),
         Paragraph(f"{source.reference} Verdicts: {counts(claims)}.{_without_claims(source, claims)}"),
         Paragraph(
             "“±” is the standard deviation over seeds. The verdicts follow from the numbers by the rules in "
@@ -100,7 +99,7 @@ def page_of(source: Publication, found: Sequence[Section]) -> list[Block]:
             "--markdown`; do not edit it."
         ),
         Paragraph(f"In the sections below, differences between methods are tables. {LEGEND}"),
-        *(block for section in ordered for block in _section(section)),
+        *(block for section in found for block in _section(section)),
     ]
 
 
@@ -132,9 +131,8 @@ def _section(section: Section) -> list[Block]:
             blocks.append(Bullets(notes))
     if section.differences:
         rows = [[d.ours, d.other, d.quantity, d.size, str(len(d.gaps)), d.outcome] for d in section.differences]
-        named = any(d.quantity for d in section.differences)
         head, widths = ["method", "compared with", "quantity", "difference", "seeds", "result"], [26, 26, 14, 16, 8, 10]
-        if not named:
+        if not section.quantities:
             rows = [[*row[:2], *row[3:]] for row in rows]
             head.pop(2)
             widths.pop(2)

@@ -12,6 +12,7 @@ from minimand.errors import MinimandError
 
 from ..comparing import Difference, mean_std
 from ..experiment import PRESETS, Claim, Comparison, Plot
+from ..registry import experiments, source_of
 from ..runner import read_results
 
 __all__ = ["Picture", "Row", "Section", "section", "sections"]
@@ -68,6 +69,17 @@ class Section:
         return self.name + preset + (f"-{self.changed['dataset']}" if "dataset" in self.changed else "")
 
     @property
+    def key(self) -> str:
+        """The citation key of the source; empty for a user's experiment."""
+        source = source_of(self.name)
+        return "" if source is None else source.key
+
+    @property
+    def quantities(self) -> bool:
+        """Whether the differences name what they compare."""
+        return any(difference.quantity for difference in self.differences)
+
+    @property
     def scale(self) -> str:
         """The preset and the options that differ from it."""
         return ", ".join([self.preset, *(f"{key} = {_plain(value)}" for key, value in self.changed.items())])
@@ -83,6 +95,8 @@ def sections(out: Path, *, pictures: bool = True) -> tuple[list[Section], list[s
             found.append(section(path.parent, pictures=pictures))
         except (MinimandError, AttributeError, KeyError, TypeError, ValueError) as error:
             problems.append(f"{path} cannot be shown: {error}")
+    order = [experiment.name for experiment in experiments()]
+    found.sort(key=lambda section: order.index(section.name) if section.name in order else len(order))
     return found, problems
 
 

@@ -110,7 +110,7 @@ def claims(results: Results[SolversLeNetOptions]) -> list[Claim]:
     """Table 2: Prox-SG above the baseline with dropout."""
     gains = {variant: results.paired(f"{variant} Prox-SG", f"{variant} baseline", "test") for variant in VARIANTS}
     over = [mean_std(found)[0] for v in VARIANTS if (found := results.paired(f"{v} Prox-SG", CONTROL, "test"))]
-    measured = ", ".join(signed(found) for found in gains.values())
+    measured = ", ".join(signed(found, "") for found in gains.values()) + " points"
     measured += f"; over the network without dropout {span(over, ' points', plus=True)}" if over else ""
     sizes = {variant: solver - baseline for variant, (baseline, solver) in PAPER.items()}
     return [

@@ -108,14 +108,14 @@ def claims(results: Results[ProxPropAdamOptions]) -> list[Claim]:
         Claim(
             "Figure 3: best validation accuracy above BackProp's (cg3, cg10)",
             "71.7 → 72.9 %",
-            ", ".join(signed(gaps) for gaps in peaks),
+            ", ".join(signed(gaps, "") for gaps in peaks) + " points",
             words,
             combine([judge_gain(gaps, 1.2, single=ACCURACY) for gaps in peaks]),
         ),
         Claim(
             "Figure 3: test accuracy above BackProp's (cg3, cg10)",
             "69.6 → 70.7 %",
-            ", ".join(signed(gaps) for gaps in tests),
+            ", ".join(signed(gaps, "") for gaps in tests) + " points",
             words,
             combine([judge_gain(gaps, 1.1, single=ACCURACY) for gaps in tests]),
         ),

@@ -93,7 +93,7 @@ def claims(results: Results[LPOMCurvesOptions]) -> list[Claim]:
         Claim(
             f"Figure 1: LPOM reaches SGD's test accuracy ({', '.join(registry[d].title for d in datasets)})",
             "curves without numbers",
-            ", ".join(signed(values) for values in gaps.values()),
+            ", ".join(signed(values, "") for values in gaps.values()) + " points",
             scale(results, f"{results.options.epochs} epochs"),
             combine([judge_parity(values) for values in gaps.values()]),
         )

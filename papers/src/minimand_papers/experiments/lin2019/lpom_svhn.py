@@ -134,7 +134,7 @@ def claims(results: Results[LPOMSVHNOptions]) -> list[Claim]:
         Claim(
             "Table 3: LPOM beats SGD and the ADMM of Taylor et al. on house numbers",
             ", ".join(f"{size:+.1f}" for size in sizes.values()) + " points",
-            ", ".join(signed(values) for values in gains.values()),
+            ", ".join(signed(values, "") for values in gains.values()) + " points",
             scale(results, "SVHN", f"{results.options.epochs} epochs"),
             combine([judge_gain(gains[other], sizes[other], single=ACCURACY) for other in gains]),
         )

@@ -189,7 +189,7 @@ def claims(results: Results[DropoutMNISTOptions]) -> list[Claim]:
         Claim(
             "Dropout training: dropout lowers the test error of L2 and of max-norm",
             ", ".join(f"{size:+.2f}".replace("-", "−") for size in sizes.values()) + " points",
-            ", ".join(signed(values) for values in gaps.values()),
+            ", ".join(signed(values, "") for values in gaps.values()) + " points",
             scale(results, "MNIST", f"width {results.options.width}", f"{results.options.epochs} epochs"),
             combine([judge_gain([-gap for gap in gaps[ours]], -sizes[ours]) for ours in pairs]),
         )
