@@ -267,7 +267,7 @@ def test_bad_images(tmp_path: Path) -> None:
     raw = (folder / "a.png").read_bytes()
     for bad in (raw[: len(raw) // 2], b"", b"text"):
         (folder / "a.png").write_bytes(bad)
-        with pytest.raises(DataError, match=r"a\.png is no image, or damaged"):
+        with pytest.raises(DataError, match=r"a\.png is not an image, or is damaged"):
             load_images("set11", tmp_path)
     image.fromarray(np.full((4, 4), 40_000, np.uint16)).save(folder / "a.png")
     with pytest.raises(DataError, match="more than 8 bits"):

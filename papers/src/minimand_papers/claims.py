@@ -126,7 +126,7 @@ def not_run(text: str, paper: str, why: str) -> Claim:
 
 
 def scale(results: Results[Any], *words: str) -> str:
-    """Preset, what is smaller than in the source, and the number of seeds."""
+    """Preset, reductions against the source, and the number of seeds."""
     seeds = {seed for runs in results.records.values() for seed, records in runs.items() if records}
     return ", ".join([results.preset, *words, f"{len(seeds)} seed{'s' * (len(seeds) != 1)}"])
 

@@ -1,4 +1,4 @@
-"""How long work takes, whatever else the machine does."""
+"""A stopwatch that is robust to other load on the machine."""
 
 import os
 import time
@@ -10,11 +10,11 @@ __all__ = ["Stopwatch"]
 
 
 class Stopwatch:
-    """Seconds of work since it was made.
+    """Seconds since its creation.
 
-    On one CPU thread they are the processor's, which neither a second run beside this one nor a pause makes longer; a
-    process that was started counts as soon as it has ended and been waited for. On several threads, with an
-    accelerator, or in a process group, where waiting is part of the work, they are the wall's.
+    With one CPU thread it measures processor time, which other processes and pauses do not change. The time of a child
+    process is included after the child has ended and been waited for. With several threads, an accelerator or a process
+    group it measures wall-clock time.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """So far."""
+        """The seconds since creation."""
         return self._now() - self._begin
 
     def _now(self) -> float:

@@ -1,4 +1,4 @@
-"""What a part of an experiment works with: its seed, device and data, resumable epochs, and files of its own."""
+"""The context of a part: seed, device, data, resumable epochs and files."""
 
 import dataclasses
 import random
@@ -27,19 +27,19 @@ _CHECKPOINT = "checkpoint.pt"
 
 
 class Stateful(Protocol):
-    """An optimizer, a scheduler, a loader: what can be saved and put back."""
+    """An object whose state can be saved and restored, for example an optimizer, a scheduler or a loader."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on from here."""
+        """The state from which to continue."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Go on from there."""
+        """Restore a saved state."""
         ...
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
-    """Parameters and *all* buffers, and how often each tracker was renewed: the next step depends on them, too."""
+    """Parameters, *all* buffers, and the refresh count of each tracker, on which the next step depends."""
     trackers = {path: part.refreshes for path, part in module.named_modules() if isinstance(part, LipschitzTracker)}
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {"tensors": {name: tensor.detach() for name, tensor in tensors.items()}, "trackers": trackers}
@@ -47,10 +47,10 @@ def module_state(module: nn.Module) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_module_state(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Put back what :func:`module_state` returned."""
+    """Restore the state that :func:`module_state` returned."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     if {name: t.shape for name, t in tensors.items()} != {name: t.shape for name, t in state["tensors"].items()}:
-        raise DataError("the checkpoint is of another network; run without --resume to start anew")
+        raise DataError("the checkpoint belongs to another network; run without --resume to start again")
     for name, tensor in tensors.items():
         tensor.copy_(state["tensors"][name])
     for path, part in module.named_modules():
@@ -60,17 +60,17 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 @dataclasses.dataclass
 class Lab:
-    """The surroundings of one part for one seed; see :class:`~minimand_papers.experiment.Experiment`.
+    """The context of one part for one seed; see :class:`~minimand_papers.experiment.Experiment`.
 
     Args:
-        directory: Where this part keeps its files.
-        seed: Of this run. Torch's, numpy's and Python's default generators have been seeded with it.
-        device: Where to compute.
-        data_dir: Where datasets lie.
+        directory: The directory of this part's files.
+        seed: The seed of this run. Torch's, numpy's and Python's default generators have been seeded with it.
+        device: The device to compute on.
+        data_dir: The directory of the datasets.
         download: Whether missing datasets may be downloaded.
-        rank: This process's place among ``world`` that train together.
-        world: How many processes train together.
-        notify: Called with the epochs done, as a fraction, and their number.
+        rank: The rank of this process among ``world`` processes that train together.
+        world: The number of processes that train together.
+        notify: Called with the epochs done (fractions included) and the number of epochs.
     """
 
     directory: Path
@@ -93,13 +93,13 @@ class Lab:
     # Data ----------------------------------------------------------------------------------------
 
     def load(self, dataset: str) -> Dataset:
-        """A dataset by name, from the directory that the user gave."""
+        """Load a dataset by name from the data directory."""
         return load(dataset, self.data_dir, download=self.download, progress=self.rank == 0)
 
     def generator(self, stream: int = 0) -> torch.Generator:
-        """A generator of the run's seed; streams of different numbers are independent.
+        """A generator with the run's seed; different values of ``stream`` give independent generators.
 
-        One that is made before the loop of epochs goes on where it was when a run is resumed.
+        A generator that was made before the loop of epochs is restored when a run is resumed.
         """
         made = torch.Generator().manual_seed(self.seed + 1_000_003 * (stream + 1))
         self._generators.append(made)
@@ -114,7 +114,7 @@ class Lab:
         normalize: Normalization | None = None,
         augment: Augmentation | None = None,
     ) -> Batches:
-        """This process's share of shuffled training batches, all full, or of a split in its own order."""
+        """This process's share of shuffled full training batches, or of a split in its own order."""
         return batches(
             split,
             min(size, len(split)) if train else size,
@@ -129,9 +129,9 @@ class Lab:
     # Several processes ---------------------------------------------------------------------------
 
     def distribute(self, model: nn.Module) -> nn.Module:
-        """The model on the device; with several processes, one whose gradients are averaged over them.
+        """The model on the device; with several processes, wrapped such that gradients are averaged.
 
-        Call it when the weights are initialised: from here on each process draws random numbers of its own.
+        Call it after the weights are initialised. From then on each process draws its own random numbers.
         """
         model.to(self.device)
         if self.world == 1:
@@ -149,13 +149,13 @@ class Lab:
     # Epochs and records --------------------------------------------------------------------------
 
     def epochs(self, count: int, **states: nn.Module | Stateful) -> Iterator[int]:
-        """0 … count − 1, or what an interrupted run has left of it, with everything in ``states`` put back.
+        """Iterate over the epochs 0 … count − 1; a resumed run restores ``states`` and continues after its checkpoint.
 
-        At the end of every epoch the states, all random generators and the number of records are saved. What comes
-        after the loop is repeated when a run is resumed there; before it, yield nothing.
+        At the end of every epoch the states, all random generators and the number of records are saved. Code after the
+        loop is repeated when a run is resumed there. Yield no record before the loop.
         """
         if self._looped:
-            raise OptionError("a part has one loop of epochs: make the second a part that needs the first")
+            raise OptionError("a part may have one loop of epochs: make the second loop a part that needs the first")
         self._looped = True
         done = self._restore(states)
         self._total = count
@@ -167,7 +167,7 @@ class Lab:
         self.notify(count, count)
 
     def track(self, batches: Iterable[T]) -> Iterator[T]:
-        """The same batches, while the progress bar moves within the epoch."""
+        """Iterate over the batches and move the progress bar within the epoch."""
         count = len(batches) if isinstance(batches, Sized) else 0
         last = time.monotonic()
         for number, batch in enumerate(batches):
@@ -179,11 +179,11 @@ class Lab:
 
     @property
     def seconds(self) -> float:
-        """How long this part has run by a :class:`Stopwatch`, interruptions left out."""
+        """The run time of this part by a :class:`Stopwatch`, without interruptions."""
         return self._before + self._watch.seconds
 
     def record(self, metrics: Metrics) -> dict[str, Any]:
-        """Append a record to the part's file, with its time; the runner does it for whatever ``run`` yields."""
+        """Append a record with its time to the part's file; the runner calls it for every record of ``run``."""
         record = {**metrics, "seconds": round(self.seconds, 2)}
         if self.rank == 0:
             self._records.append(record)
@@ -201,7 +201,7 @@ class Lab:
                 file.write(save(plain))
 
     def kept(self, part: str, name: str) -> dict[str, Tensor]:
-        """What another part of the same seed kept under ``name``."""
+        """The tensors that another part of the same seed kept under ``name``."""
         from safetensors.torch import load as read
 
         path = self.directory.parent / slug(part) / f"{name}.safetensors"
@@ -243,7 +243,7 @@ class Lab:
         except Exception as error:
             raise DataError(f"{path} is damaged ({error}); delete its folder and run again") from error
         if set(checkpoint["states"]) != set(states):
-            raise DataError(f"{path} is of another version of the experiment; run without --resume to start anew")
+            raise DataError(f"{path} belongs to another version of the experiment; run without --resume to start again")
         for name, state in states.items():
             if isinstance(state, nn.Module):
                 load_module_state(state, checkpoint["states"][name])

@@ -1,4 +1,4 @@
-"""The pictures that experiments share, in colours that are told apart with every kind of colour vision."""
+"""Plots for the experiments, in colours that are safe for colour-blind readers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,7 +30,7 @@ def style(axes: Any, x: str, y: str, title: str = "") -> None:
 
 
 def logarithmic(axes: Any, which: str) -> None:
-    """A logarithmic axis, "x" or "y", whose numbers do not overlap: within two decades at 1, 2 and 5."""
+    """Make the axis "x" or "y" logarithmic; within two decades it has ticks at 1, 2 and 5."""
     from matplotlib import ticker
 
     axis = getattr(axes, f"{which}axis")
@@ -55,8 +55,7 @@ def curves(
     dashed: Sequence[str] = (),
     shown: Callable[[float], float] = float,
 ) -> Plot:
-    """The mean over seeds of ``key``, or of what is ``shown`` of it, with a band from the smallest to the largest; a
-    line a part."""
+    """One line per part: the mean of ``shown(key)`` over seeds, with a band from the smallest to the largest."""
     drawn = figure()
     axes = drawn.subplots()
     ends = []
@@ -86,7 +85,7 @@ def curves(
 
 
 def bars(rows: Sequence[Comparison], *, title: str, y: str, groups: Mapping[str, str] | None = None) -> Plot:
-    """Measured means with their spread, and the source's numbers as lines across."""
+    """Bars of the measured means with their spread, and the source's numbers as lines."""
     drawn = figure(7.0, 0.42 * len(rows) + 1.4)
     axes = drawn.subplots()
     said = []
@@ -106,7 +105,7 @@ def bars(rows: Sequence[Comparison], *, title: str, y: str, groups: Mapping[str,
 
 
 def dots(rows: Mapping[str, Mapping[str, Sequence[float]]], *, title: str, x: str, log: bool = False) -> Plot:
-    """A row a label, in it a dot for the mean of each series with its spread; the axis has no zero to start from."""
+    """One row per label with a dot for the mean of each series and its spread; the axis need not start at zero."""
     drawn = figure(7.0, 0.42 * len(rows) + 1.6)
     axes = drawn.subplots()
     names = list(dict.fromkeys(name for row in rows.values() for name, values in row.items() if values))

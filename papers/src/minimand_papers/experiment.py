@@ -68,8 +68,8 @@ class Claim:
         text: The claim, beginning with its place in the source.
         paper: The source's number.
         measured: Our number with its spread.
-        scale: Preset, data, what is smaller than in the source, and the number of seeds; for a claim that was not run,
-            the reason.
+        scale: Preset, data, reductions against the source, and the number of seeds; for a claim that was not run, the
+            reason.
         verdict: ``reproduced``, ``partly``, ``not`` or ``not run``.
     """
 

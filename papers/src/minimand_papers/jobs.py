@@ -1,4 +1,4 @@
-"""Carrying out jobs: in this process one after the other, or in parallel ones."""
+"""Running jobs one after another in this process, or in parallel processes."""
 
 import contextlib
 import dataclasses
@@ -30,12 +30,12 @@ from .store import write_json
 
 __all__ = ["execute", "in_parallel", "in_turn"]
 
-# Seconds for a worker to go: afterwards what it had begun to write is removed.
+# Seconds that a worker has to end before its unfinished files are removed.
 _GRACE = 5.0
 
 
 def execute(setting: RunSetting, directory: Path, job: Job, notify: Callable[[Event], None]) -> None:
-    """Run one part for one seed in this process, to its end."""
+    """Run one part for one seed in this process."""
     experiment = find(setting.name)
     torch.set_num_threads(setting.threads)
     random.seed(job.seed)
@@ -65,7 +65,7 @@ def execute(setting: RunSetting, directory: Path, job: Job, notify: Callable[[Ev
 
 
 def in_turn(setting: RunSetting, directory: Path, jobs: list[Job], display: Display) -> Iterator[Job]:
-    """One job after the other; yields each when it is done."""
+    """Run one job after another; yields each job when it is done."""
     for job in _ordered(jobs):
         with _named(job):
             execute(setting, directory, job, display)
@@ -73,7 +73,7 @@ def in_turn(setting: RunSetting, directory: Path, jobs: list[Job], display: Disp
 
 
 def _ordered(jobs: list[Job]) -> Iterator[Job]:
-    """Each job after those it needs; what is not among ``jobs`` has been done."""
+    """Order the jobs such that each comes after those it needs; needed jobs outside ``jobs`` are done already."""
     left = list(jobs)
     while left:
         ready = next((job for job in left if not _blocked(job, left)), None)
@@ -88,9 +88,9 @@ def _blocked(job: Job, pending: Iterable[Job]) -> bool:
 
 
 def in_parallel(setting: RunSetting, directory: Path, jobs: list[Job], workers: int, display: Display) -> Iterator[Job]:
-    """Jobs in ``workers`` processes, each when those it needs are done; yields each when it is done."""
+    """Run jobs in ``workers`` processes, each after those it needs; yields each job when it is done."""
     list(_ordered(jobs))
-    # As plain values: a worker may not be able to import the user's file by which they would be unpickled.
+    # Plain values, because a worker may not be able to unpickle classes of a user's file.
     plain, options = dataclasses.replace(setting, options=None), options_of(setting)
     context = multiprocessing.get_context("spawn")
     events = context.Queue()
@@ -101,7 +101,7 @@ def in_parallel(setting: RunSetting, directory: Path, jobs: list[Job], workers: 
         while waiting or running:
             pending = [*waiting, *running.values()]
             ready = [job for job in waiting if not _blocked(job, pending)]
-            # No more than there are workers: what has become ready may stand before what has been all along.
+            # At most one job per worker, so that a job that becomes ready later can still come first.
             for job in ready[: workers - len(running)]:
                 waiting.remove(job)
                 running[pool.submit(_work, plain, options, directory, job)] = job
@@ -114,13 +114,13 @@ def in_parallel(setting: RunSetting, directory: Path, jobs: list[Job], workers: 
                 yield job
         _drain(events, display)
     except BrokenProcessPool as error:
-        raise MinimandError("a worker process died (out of memory?); --resume goes on from its checkpoint") from error
+        raise MinimandError("a worker process died (out of memory?); --resume continues from its checkpoint") from error
     finally:
         _stop(pool)
 
 
 def _stop(pool: ProcessPoolExecutor) -> None:
-    """Do not wait for minutes of training whose results nobody would read; checkpoints are on the disk."""
+    """Stop the workers without waiting for their jobs; their checkpoints are on disk."""
     processes = list((pool._processes or {}).values())
     pool.shutdown(wait=False, cancel_futures=True)
     for process in processes:
@@ -136,14 +136,14 @@ def _start_worker(events: Any, started: Any) -> None:
     global _events
     _events = events
     with started.get_lock():
-        # Where there are accelerators, each worker takes the next.
+        # Each worker takes the next accelerator, if there are any.
         os.environ["LOCAL_RANK"] = str(started.value)
         started.value += 1
     threading.Thread(target=_follow_parent, daemon=True).start()
 
 
 def _follow_parent() -> None:
-    """A worker whose parent was killed stops at once: the run may have been resumed by another."""
+    """Stop this worker when its parent was killed, because another process may have resumed the run."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
@@ -163,7 +163,7 @@ def _drain(events: Any, display: Display) -> None:
 
 @contextlib.contextmanager
 def _named(job: Job) -> Iterator[None]:
-    """Say which part an error comes from."""
+    """Add the part and the seed to an error."""
     try:
         yield
     except Exception as error:

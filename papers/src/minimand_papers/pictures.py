@@ -1,4 +1,4 @@
-"""Pictures in records: small enough for a line of JSON, and drawn side by side in the report."""
+"""Small images in records, encoded as text, and their drawing side by side."""
 
 import base64
 import io
@@ -13,7 +13,7 @@ __all__ = ["decoded", "encoded", "montage", "pictures"]
 
 
 def encoded(image: np.ndarray, *, low: float = 0.0, high: float = 1.0, lossless: bool = False) -> str:
-    """A grey image as a JPEG in base64, or a PNG where its errors are to be seen.
+    """A grey image as base64 text: JPEG, or PNG if ``lossless``.
 
     >>> round(float(decoded(encoded(np.full((2, 2), 0.2), lossless=True)).max()), 6)
     0.2
@@ -28,14 +28,14 @@ def encoded(image: np.ndarray, *, low: float = 0.0, high: float = 1.0, lossless:
 
 
 def decoded(text: str) -> np.ndarray:
-    """What :func:`encoded` wrote, in 0 … 1."""
+    """The image that :func:`encoded` wrote, in 0 … 1."""
     from PIL import Image
 
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(text))), dtype=np.float32) / 255
 
 
 def montage(images: np.ndarray, columns: int = 8, *, signed: bool = False) -> np.ndarray:
-    """Small images side by side, each with a range of its own; zero is mid-grey where they are ``signed``."""
+    """Small images side by side, each scaled to its own range; if ``signed``, zero is mid-grey."""
     count, height, width = images.shape
     columns = max(1, min(columns, count))
     rows = max(1, -(-count // columns))
@@ -49,7 +49,7 @@ def montage(images: np.ndarray, columns: int = 8, *, signed: bool = False) -> np
 
 
 def pictures(grid: Sequence[Mapping[str, str | None]], title: str) -> Plot | None:
-    """Rows of encoded images with their titles; None where nothing was recorded."""
+    """Rows of encoded images with their titles; None if nothing was recorded."""
     rows = [{label: text for label, text in row.items() if text} for row in grid]
     rows = [row for row in rows if row]
     if not rows:

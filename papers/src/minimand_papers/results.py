@@ -17,7 +17,7 @@ RESULT = "result.json"
 
 
 def read_results(directory: Path) -> tuple[Experiment[Any], Results[Any], dict[str, Any]]:
-    """The experiment, its measurements and the whole of its result file."""
+    """The experiment, its measurements and the content of its result file."""
     stored = read_json(directory / RESULT)
     experiment = find(stored.get("file") or stored["experiment"])
     options = experiment.restore(stored["preset"], stored["options"])
@@ -28,7 +28,7 @@ def read_results(directory: Path) -> tuple[Experiment[Any], Results[Any], dict[s
 
 
 def write_result(experiment: Experiment[Any], setting: RunSetting, directory: Path, jobs: list[Job]) -> None:
-    """Everything the report needs, in one file; written after every part, so that a report can be had meanwhile."""
+    """Write the result file; it is written after every part, so that a report is possible during a run."""
     records: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
     seconds = 0.0
     complete = True
@@ -59,7 +59,7 @@ def write_result(experiment: Experiment[Any], setting: RunSetting, directory: Pa
 
 
 def _rounded(value: Any) -> Any:
-    """Seven significant digits: more would only make the file longer."""
+    """Round floats to seven significant digits to keep the file small."""
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Running an experiment: its parts for every seed, in parallel processes, resumable, one result file at the end."""
+"""Running an experiment: all parts for every seed, in parallel processes, resumable, with one result file."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ __all__ = ["RunSetting", "directory_of", "read_results", "run"]
 
 
 def run(setting: RunSetting, display: Display | None = None) -> Path:
-    """Run what is not there yet, and return the path of the result file."""
+    """Run the jobs that are not done yet and return the path of the result file."""
     experiment = find(setting.name)
     preset = experiment.preset(setting.preset)
     setting = dataclasses.replace(
@@ -76,16 +76,16 @@ def _check(setting: RunSetting) -> None:
 def _check_parts(experiment: Experiment[Any], parts: list[Part]) -> None:
     names = [part.name for part in parts]
     if not names:
-        raise OptionError(f"{experiment.name} has nothing to run with these options")
+        raise OptionError(f"{experiment.name} has no parts with these options")
     if len({slug(name) for name in names}) < len(names):
-        raise OptionError(f"{experiment.name} has two parts of one name among {', '.join(names)}")
+        raise OptionError(f"{experiment.name} has two parts of the same name among {', '.join(names)}")
     missing = {need for part in parts for need in part.needs} - set(names)
     if missing:
         raise OptionError(f"{experiment.name} has no part {', '.join(sorted(missing))}, which others need")
 
 
 def _prepare(experiment: Experiment[Any], setting: RunSetting, directory: Path) -> RunSetting:
-    """Make the directory; on resuming check that it is the same protocol, else move aside what was measured there."""
+    """Prepare the directory: on resuming, check that the protocol is the same; otherwise move an earlier run aside."""
     options = options_of(setting)
     path = directory / "protocol.json"
     assert setting.seeds is not None
@@ -98,8 +98,8 @@ def _prepare(experiment: Experiment[Any], setting: RunSetting, directory: Path) 
                 if stored["options"].get(key) != value
             ]
             raise OptionError(
-                f"the run in {directory} has other options ({'; '.join(different)}): give the same, or leave out "
-                f"--resume to start anew"
+                f"the run in {directory} has other options ({'; '.join(different)}): give the same options, or "
+                f"leave out --resume to start again"
             )
         seeds = tuple(dict.fromkeys((*stored["seeds"], *setting.seeds)))
         setting = dataclasses.replace(setting, seeds=seeds)
@@ -126,14 +126,14 @@ def _undone(jobs: Iterable[Job], directory: Path, display: Display) -> Iterator[
 
 
 def _forget_unresumable(folder: Path) -> None:
-    """Records of a part that had no checkpoint yet: the part starts anew."""
+    """Delete the records of a part without a checkpoint, because the part starts again."""
     if not (folder / "checkpoint.pt").is_file():
         (folder / "metrics.jsonl").unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def _processes() -> Iterator[tuple[int, int]]:
-    """(rank, world); under ``torchrun`` the process group is made here."""
+    """Yield (rank, world); under ``torchrun`` the process group is created here."""
     if "TORCHELASTIC_RUN_ID" not in os.environ and not dist.is_initialized():
         yield 0, 1
         return
@@ -149,7 +149,7 @@ def _processes() -> Iterator[tuple[int, int]]:
 
 @contextlib.contextmanager
 def _swept(directory: Path, world: int) -> Iterator[None]:
-    """Leave no half-written files, however it ends; processes of other ranks may still be writing theirs."""
+    """Remove half-written files at the end; with several ranks other processes may still be writing."""
     try:
         yield
     finally:
@@ -159,13 +159,13 @@ def _swept(directory: Path, world: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(directory: Path, rank: int) -> Iterator[None]:
-    """Two runs in one directory would write over each other."""
+    """Hold the lock of the directory, so that two runs do not overwrite each other."""
     from filelock import Timeout
 
     if rank:
         yield
         return
-    # Beside the directory, which may be moved aside.
+    # The lock is beside the directory, because the directory may be moved.
     held = locked(directory.with_name(f".{directory.name}.lock"), wait=False)
     with contextlib.ExitStack() as stack:
         try:

@@ -1,4 +1,4 @@
-"""What is run, and how: the setting, its jobs, and where their files lie."""
+"""The setting of a run, its jobs and their directories."""
 
 import dataclasses
 import os
@@ -18,17 +18,17 @@ class RunSetting:
     """How an experiment is run.
 
     Args:
-        name: Of the experiment, or the path of its file.
+        name: The name of the experiment, or the path of its file.
         preset: The scale.
-        options: The experiment's options; None: the preset's.
-        seeds: None: the preset's.
+        options: The experiment's options; None: those of the preset.
+        seeds: The seeds; None: those of the preset.
         out: The directory of all runs.
-        data_dir: Where datasets lie; None: ``MINIMAND_DATA`` or the user's cache.
+        data_dir: The directory of the datasets; None: ``MINIMAND_DATA`` or the user's cache directory.
         download: Whether missing datasets may be downloaded.
-        resume: Whether to go on with what an earlier run has left; otherwise that is moved aside.
-        jobs: Parallel processes; None: one a core.
+        resume: Whether to continue an earlier run; otherwise it is moved aside.
+        jobs: Number of parallel processes; None: one per core.
         threads: Threads of each process.
-        tensorboard: Whether to write TensorBoard logs, too.
+        tensorboard: Whether to write TensorBoard logs.
     """
 
     name: str
@@ -52,19 +52,19 @@ class Job(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """Below the run's directory."""
+        """The job's folder in the run's directory."""
         return Path(f"seed-{self.seed}") / slug(self.part.name)
 
 
 def directory_of(out: Path, experiment: Experiment[Any], setting: RunSetting) -> Path:
-    """Where the runs of an experiment at a scale lie; another dataset than the preset's has its own."""
+    """The directory of an experiment at a preset; a dataset other than the preset's has its own directory."""
     usual = getattr(experiment.preset(setting.preset).options, "dataset", None)
     dataset = getattr(setting.options, "dataset", usual)
     return out / slug(experiment.name) / (setting.preset if dataset == usual else f"{setting.preset}-{dataset}")
 
 
 def options_of(setting: RunSetting) -> dict[str, Any]:
-    """The experiment's options as JSON has them."""
+    """The experiment's options as JSON values."""
     return {
         key: list(value) if isinstance(value, tuple) else value
         for key, value in dataclasses.asdict(setting.options).items()
@@ -72,17 +72,17 @@ def options_of(setting: RunSetting) -> dict[str, Any]:
 
 
 def is_done(directory: Path, job: Job) -> bool:
-    """Whether a job has come to its end."""
+    """Whether a job is done."""
     return (directory / job.folder / "done.json").is_file()
 
 
 def default_jobs(preset: str) -> int:
-    """One process an accelerator where they are used, else one a core."""
+    """One process per accelerator if accelerators are used, else one per core."""
     return torch.accelerator.device_count() if device_of(preset).type != "cpu" else os.cpu_count() or 1
 
 
 def device_of(preset: str) -> torch.device:
-    """An accelerator for the paper's scale, if there is one; the smaller presets give the same numbers everywhere."""
+    """An accelerator for the preset ``paper``, if there is one; the other presets use the CPU."""
     found = torch.accelerator.current_accelerator(check_available=True) if preset == "paper" else None
     if found is None:
         return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Files that survive an interruption: atomic writes, records line by line, and what a result was measured with."""
+"""Files that survive an interruption: atomic writes, records as JSON lines, versions of packages."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ _PARTIAL = ".partial"
 
 
 def slug(name: str) -> str:
-    """A part's name as a directory's.
+    """A part's name as the name of a directory.
 
     >>> slug("D-D, Prox-SG τ=½")
     'D-D_Prox-SG_τ_½'
@@ -31,7 +31,7 @@ def slug(name: str) -> str:
 
 
 class atomically:
-    """Open a file for writing that takes its name only when it is whole, and on the disk.
+    """Open a file for writing; it gets its name only after it is complete and on disk.
 
     >>> path = Path(tempfile.mkdtemp()) / "a.txt"
     >>> with atomically(path) as file:
@@ -56,7 +56,7 @@ class atomically:
             os.fsync(self._file.fileno())
         self._file.close()
         if kind is None:
-            # mkstemp's files are for their owner only; results are to be read by others.
+            # mkstemp creates files that only their owner can read; results should be readable by others.
             umask = os.umask(0)
             os.umask(umask)
             self._partial.chmod(0o666 & ~umask)
@@ -66,20 +66,20 @@ class atomically:
 
 
 def sweep(directory: Path) -> None:
-    """Remove what processes that were killed had begun to write below a directory in which nobody else writes."""
+    """Remove unfinished files of killed processes from a directory in which no other process writes."""
     for path in directory.rglob(f".*{_PARTIAL}"):
         path.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON atomically; numbers that JSON has no word for become the strings "nan", "inf" and "-inf"."""
+    """Write JSON atomically; NaN and infinities become the strings "nan", "inf" and "-inf"."""
     text = json.dumps(_plain(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     with atomically(path) as file:
         file.write(text.encode())
 
 
 def read_json(path: Path) -> Any:
-    """What :func:`write_json` wrote."""
+    """Read the value that :func:`write_json` wrote."""
     try:
         return _numbers(json.loads(path.read_text(encoding="utf-8")))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -109,18 +109,18 @@ def _numbers(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Records:
-    """Metrics as JSON lines. A line that an interruption cut off is as if it had never been written."""
+    """Metrics as JSON lines. A line that an interruption cut off is ignored."""
 
     path: Path
 
     def append(self, record: Metrics) -> None:
-        """One more line, handed to the operating system at once."""
+        """Append one line and hand it to the operating system at once."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(_plain(record), ensure_ascii=False, allow_nan=False) + "\n")
 
     def truncate(self, count: int) -> None:
-        """Keep the first ``count`` records: those a checkpoint knows of."""
+        """Keep the first ``count`` records."""
         kept = list(self)[:count]
         with atomically(self.path) as file:
             for record in kept:
@@ -140,7 +140,7 @@ class Records:
 
 
 def versions() -> dict[str, str]:
-    """What numbers may depend on: the packages, Python, and the processor's instructions."""
+    """Versions of the packages and of Python, and the processor's instruction set."""
     from importlib.metadata import PackageNotFoundError, version
 
     import torch

@@ -1,4 +1,4 @@
-"""Supervised training as the experiments share it: three-stage learning rates, trials of a stochastic network."""
+"""Supervised training for the experiments: staged learning rates, repeated evaluation of stochastic networks."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,7 @@ __all__ = ["Loaders", "accuracy", "evaluate", "loaders", "train"]
 
 @dataclasses.dataclass(frozen=True)
 class Loaders:
-    """Batches of the three splits, what they were normalised by, and the number of classes and image shape."""
+    """Normalised batches of the three splits, the number of classes and the image shape."""
 
     train: Batches
     validation: Batches
@@ -33,12 +33,12 @@ def loaders(
     limit: int | None = None,
     enlarge: int = 1,
 ) -> Loaders:
-    """A dataset with a tenth held out for validation, as in the papers.
+    """Load a dataset and hold out a tenth for validation, as in the papers.
 
-    ``limit`` keeps the first images of each split; ``enlarge`` repeats their pixels, for networks of larger images.
+    ``limit`` keeps the first images of each split; ``enlarge`` repeats pixels, for networks of larger images.
     """
     data = lab.load(dataset)
-    # The split does not follow the run's seed: all seeds are judged on the same images.
+    # The split does not depend on the run's seed, so that all seeds are evaluated on the same images.
     train, validation = data.train.split(0.1, seed=0)
     test = data.test
     if limit is not None:
@@ -65,7 +65,7 @@ def _enlarged(split: DataSplit, factor: int) -> DataSplit:
 
 @torch.no_grad()
 def accuracy(lab: Lab, model: nn.Module, batches: Batches) -> float:
-    """The percentage of right answers, in evaluation mode, over all processes."""
+    """The accuracy in per cent, in evaluation mode, over all processes."""
     was = model.training
     model.eval()
     counts = torch.zeros(2, device=lab.device, dtype=torch.float64)
@@ -79,14 +79,14 @@ def accuracy(lab: Lab, model: nn.Module, batches: Batches) -> float:
 
 
 def evaluate(lab: Lab, model: nn.Module, batches: Batches, trials: int = 1) -> dict[str, float]:
-    """Mean accuracy over the trials, and their standard deviation where there are several."""
+    """Mean accuracy over the trials, and its standard deviation if there are several."""
     values = torch.tensor([accuracy(lab, model, batches) for _ in range(trials)], dtype=torch.float64)
     found = {"test": float(values.mean())}
     return found if trials == 1 else {**found, "trials_std": float(values.std())}
 
 
 def stages(optimizer: torch.optim.Optimizer, rates: tuple[float, ...], epochs: int) -> Any:
-    """Equal stages of the learning rates ``rates``, the first of which the optimizer has."""
+    """A schedule with equally long stages at the learning rates ``rates``; the optimizer has the first."""
     steps = {epoch: min(len(rates) - 1, epoch * len(rates) // max(epochs, 1)) for epoch in range(epochs + 1)}
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: rates[steps[min(epoch, epochs)]] / rates[0])
 
@@ -103,9 +103,9 @@ def train(
     trials: int = 1,
     undecayed: Iterable[nn.Parameter] = (),
 ) -> Iterator[dict[str, Any]]:
-    """SGD with momentum on the cross-entropy; a record each epoch, then one with the test accuracy.
+    """Train with SGD and momentum on the cross-entropy; yields a record per epoch, then one with the test accuracy.
 
-    The parameters ``undecayed`` get no weight decay.
+    The parameters in ``undecayed`` get no weight decay.
     """
     net = lab.distribute(model)
     free = list(undecayed)
@@ -135,7 +135,7 @@ def train(
 
 
 def _step(net: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor) -> Tensor:
-    """One step; the summed loss, right answers and images of the batch."""
+    """One training step; returns the summed loss, the number of right answers and the number of images."""
     optimizer.zero_grad()
     logits = net(images)
     loss = nn.functional.cross_entropy(logits, labels)

@@ -38,10 +38,10 @@ def batches(
     (torch.Size([128, 1, 8, 8]), torch.float32, torch.int64)
 
     Args:
-        split: The images and labels; on the device where it lies batches are gathered.
+        split: The images and labels; batches are gathered on its device.
         size: Images in a batch, over all processes together.
-        generator: Shuffles and augments. An epoch takes one number from it, so whatever else draws from it
-            meanwhile changes nothing. None: the split's own order, for evaluation.
+        generator: Shuffles and augments. An epoch takes one number from it, so other users of the generator do
+            not change the batches. None: the split's own order, for evaluation.
         normalize: Bytes to floats; None is division by 255.
         augment: Applied to the bytes, on ``device``; needs a generator.
         device: Where the batches go, as bytes before they become floats; None: where the split is.
@@ -57,7 +57,7 @@ def batches(
     if not 0 <= rank < world:
         raise OptionError(f"shard is (rank, world) with 0 ≤ rank < world, got {shard}")
     if augment is not None and generator is None:
-        raise OptionError("augmentation draws random numbers: give batches a generator, too")
+        raise OptionError("augmentation draws random numbers: give batches a generator")
     last = 0 if drop_last else len(split) % size
     if generator is not None and (size % world or last % world):
         what = f"batches of {size}" if size % world else f"a last batch of {last}"
@@ -70,7 +70,7 @@ def batches(
 
 @dataclasses.dataclass
 class _Epoch:
-    """Everything random about an epoch follows from its seed; ``position`` is the next batch."""
+    """The seed of all random numbers of an epoch; ``position`` is the next batch."""
 
     seed: int
     position: int = 0
@@ -80,7 +80,7 @@ class Batches:
     """What :func:`batches` returns.
 
     ``state_dict()``, taken between two batches or two epochs and given to ``load_state_dict`` of an equal loader, lets
-    its next ``for`` continue with the batch after, with the same numbers. It holds the generator's state, too.
+    its next iteration continue with the following batch, with the same numbers. It includes the generator's state.
     """
 
     def __init__(

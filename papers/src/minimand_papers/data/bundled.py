@@ -1,4 +1,4 @@
-"""Real handwritten digits that need no download: they come inside Python packages."""
+"""Handwritten digits inside Python packages, which need no download."""
 
 import gzip
 from importlib import resources

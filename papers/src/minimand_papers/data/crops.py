@@ -1,4 +1,4 @@
-"""Random crops of images to train on, and pixels as numbers in [0, 1]."""
+"""Random crops of training images, and pixels as numbers in [0, 1]."""
 
 from collections.abc import Sequence
 

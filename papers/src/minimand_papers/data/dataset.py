@@ -1,4 +1,4 @@
-"""What a dataset is: two splits of byte images with their labels, and how a split is divided."""
+"""Datasets in memory: two splits of byte images with their labels, and the division of a split."""
 
 import dataclasses
 from typing import Self
@@ -40,7 +40,7 @@ class DataSplit:
         return len(self.images)
 
     def __repr__(self) -> str:
-        return f"Split({len(self)} images of {' × '.join(map(str, self.images.shape[1:]))})"
+        return f"DataSplit({len(self)} images of {' × '.join(map(str, self.images.shape[1:]))})"
 
     def subset(self, index: Tensor) -> Self:
         """The images at these positions, in this order."""
@@ -58,7 +58,7 @@ class DataSplit:
 
         Which images are held out depends on the seed alone; both parts keep the order of the images.
         ``stratified``: every class gives its share, to one image; otherwise the draw ignores the labels.
-        The default, a tenth, is the validation share of 000 §4.
+        The default, a tenth, is the validation share of [Bibi2019], §4.
 
         >>> from minimand_papers.data import load
         >>> rest, held = load("digits").train.split(0.1, seed=0)

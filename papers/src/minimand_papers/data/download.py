@@ -63,7 +63,7 @@ class _RichBar:
 
 
 def fetch(record: DatasetRecord, source: Files, directory: Path, *, progress: bool = True) -> None:
-    """Download what is missing of a dataset into the data directory, and unpack it."""
+    """Download the missing files of a dataset into the data directory and unpack them."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with locked(directory / f".{record.name}.lock"):

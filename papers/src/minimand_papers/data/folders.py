@@ -89,6 +89,6 @@ def _read(file: Path, mode: str) -> Tensor:
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"{file} is no image, or damaged ({error}): replace or remove it") from error
+        raise DataError(f"{file} is not an image, or is damaged ({error}): replace or remove it") from error
     tensor = torch.from_numpy(pixels)
     return tensor.unsqueeze(0) if mode == "L" else tensor.permute(2, 0, 1).contiguous()

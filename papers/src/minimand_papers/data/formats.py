@@ -22,7 +22,7 @@ Arrays = tuple[Tensor, Tensor]
 
 
 def damaged(path: Path, why: str) -> DataError:
-    """The one sentence about a file that cannot be what its name says."""
+    """The error for a file that does not hold what its name says."""
     return DataError(
         f"{path} {' '.join(why.split())}: delete it and load the dataset again with download=True, "
         f"or put the publisher's own file in its place"
@@ -50,7 +50,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
-    """The sentence about a file that the system refuses to read."""
+    """The error for a file that cannot be read."""
     return DataError(f"{path} cannot be read ({error.strerror or error}): check that it is a file and its permissions")
 
 

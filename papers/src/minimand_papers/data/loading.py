@@ -10,7 +10,7 @@ from .registry import DatasetRecord, Files, registry
 
 __all__ = ["data_directory", "load"]
 
-# The test part of a bundled dataset never changes, whatever seed an experiment uses.
+# The test part of a bundled dataset does not depend on the seed of an experiment.
 _TEST_SEED = 0
 
 

@@ -1,4 +1,4 @@
-"""One process at a time, by a file that is gone afterwards."""
+"""A lock file for one process at a time, removed afterwards."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""How close a reconstruction is: PSNR and SSIM by scikit-image's definitions, differentiable, on any device."""
+"""PSNR and SSIM by scikit-image's definitions, differentiable, on any device."""
 
 import math
 
@@ -62,7 +62,7 @@ def ssim(image: Tensor, reference: Tensor, *, data_range: float = 1.0, window: i
 
 
 def _pair(image: Tensor, reference: Tensor, data_range: float) -> tuple[Tensor, Tensor]:
-    """Both in float64, where small variances are not lost, after a look at what they hold."""
+    """Check both images and convert them to float64, in which small variances are accurate."""
     require_positive("data_range", data_range)
     if image.shape != reference.shape:
         raise ShapeError(f"the image has shape {tuple(image.shape)} and the reference {tuple(reference.shape)}")

@@ -1,4 +1,4 @@
-"""What is known about each dataset: where it comes from, what it holds, how its files are checked and read."""
+"""The registry of datasets: origin, content, checksums and readers."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +45,7 @@ class Files:
 
 @dataclasses.dataclass(frozen=True)
 class Bundled:
-    """A dataset inside a Python package; a fifth of it, drawn once and for all, is the test split."""
+    """A dataset inside a Python package; a fixed fifth is the test split."""
 
     package: str
     read: Callable[[], Arrays]

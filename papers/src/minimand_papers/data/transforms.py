@@ -1,4 +1,4 @@
-"""From bytes to network inputs: normalisation, and the usual crop and flip, a whole batch at a time."""
+"""From bytes to network inputs: normalisation, random crops and flips, for whole batches."""
 
 import dataclasses
 import functools

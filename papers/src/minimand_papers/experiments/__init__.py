@@ -1,1 +1,1 @@
-"""One file an experiment; a module here joins by existing, unless its name begins with an underscore."""
+"""One folder per source, one module per experiment; modules that begin with an underscore hold shared code."""

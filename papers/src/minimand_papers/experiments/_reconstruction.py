@@ -1,4 +1,4 @@
-"""What the reconstruction experiments share: images, measurements, training, scores and pictures."""
+"""Shared code of the reconstruction experiments: images, measurements, training, scores and pictures."""
 
 import dataclasses
 import math
@@ -50,19 +50,19 @@ class UnrolledOptions:
 
     Args:
         source: "files": the folders train400, t91, set11 and bsd68 under images/ of the data directory;
-            "photographs": scikit-image's; "auto": files where they are, photographs otherwise.
+            "photographs": those of scikit-image; "auto": files if they exist, else photographs.
         limit: Use only this many images of each set; 0: all.
         phases: Iterations of every network.
         channels: Features of the transforms.
-        shuffle: Side of the pixel squares that become channels; more than 1 is cheaper and less accurate.
+        shuffle: Side of the pixel squares that become channels; above 1 the network is cheaper and less accurate.
         epochs: Rounds of training, with one validation each.
         steps: Optimizer steps in an epoch.
         batch: Crops in a step.
-        crop: Their side.
+        crop: Side of a crop.
         rate: The peak learning rate of AdamW: linear warm-up, then a cosine.
         symmetry: Weight of the symmetry loss.
-        start: How the transforms begin: "solver", or "xavier" as in the papers' code.
-        shared: Whether FISTA-Net has its paper's transform, twice as deep and one for all phases.
+        start: Initialisation of the transforms: "solver", or "xavier" as in the papers' code.
+        shared: Whether FISTA-Net has the transform of its paper: twice as deep, and the same in all phases.
     """
 
     source: str = "auto"
@@ -86,7 +86,7 @@ class UnrolledOptions:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ImageSplits:
-    """Images in [0, 1], one channel each, and where they are from."""
+    """Images in [0, 1] with one channel, and their origin."""
 
     train: list[Tensor]
     validation: list[Tensor]
@@ -129,7 +129,7 @@ def has_files(lab: Lab, folders: Sequence[str]) -> bool:
 
 
 def resolve(source: str, lab: Lab, folders: Sequence[str]) -> str:
-    """Files or photographs, by what there is."""
+    """Resolve "auto" to files or photographs."""
     if source not in ("auto", "files", "photographs"):
         raise OptionError(f'source is "auto", "files" or "photographs", got {source!r}')
     if source == "auto":
@@ -138,7 +138,7 @@ def resolve(source: str, lab: Lab, folders: Sequence[str]) -> str:
 
 
 def training_images(options: UnrolledOptions, lab: Lab) -> ImageSplits:
-    """Train400 without its last 20 images, which validate, and T91; Set11 and BSD68 are only tested on."""
+    """Train400 and T91 for training, the last 20 images of Train400 for validation, Set11 and BSD68 for testing."""
     source = resolve(options.source, lab, ("train400", "set11"))
     cut = slice(options.limit or None)
     if source == "photographs":
@@ -157,7 +157,7 @@ def training_images(options: UnrolledOptions, lab: Lab) -> ImageSplits:
 
 
 def measurement(ratio: float, images: ImageSplits, lab: Lab) -> tuple[Tensor, Tensor]:
-    """Φ of a ratio, the same for every seed, and the least-squares start of the training images, borders included."""
+    """The measurement matrix Φ of a ratio, the same for every seed, and the least-squares start, borders included."""
     rows = round(ratio * BLOCK**2)
     phi = orthonormal_gaussian(rows, BLOCK**2, generator=torch.Generator().manual_seed(0))
     large = [image for image in images.train if min(image.shape[-2:]) >= BLOCK]
@@ -168,7 +168,7 @@ def measurement(ratio: float, images: ImageSplits, lab: Lab) -> tuple[Tensor, Te
 
 
 def _inside(image: Tensor, shift: int) -> Tensor:
-    """The largest part of whole blocks that begins at ``shift``; from the corner where there is none."""
+    """The largest part made of whole blocks that begins at ``shift``, or at the corner if there is none."""
     height, width = (side - shift for side in image.shape[-2:])
     if min(height, width) < BLOCK:
         return _inside(image, 0)
@@ -178,7 +178,7 @@ def _inside(image: Tensor, shift: int) -> Tensor:
 def build(
     kind: str, phi: Tensor | LinearOperator, options: UnrolledOptions, initial: Tensor | None = None
 ) -> UnrolledNet:
-    """A network by its name: ISTA-Net, ISTA-Net plus, FISTA-Net or ADMM-Net, "constrained" behind it or not."""
+    """A network by name: ISTA-Net, ISTA-Net plus, FISTA-Net or ADMM-Net, optionally followed by "constrained"."""
     name = kind.removesuffix(" constrained")
     constrained = name != kind
     shape = options.architecture()
@@ -196,7 +196,7 @@ def build(
     if name == "ADMM-Net":
         return ADMMNet(phi, options.phases, architecture=shape, constrained=constrained, initial=initial)
     if name not in ("ISTA-Net", "ISTA-Net plus"):
-        raise OptionError(f"there is no network {name!r}; there are ISTA-Net, ISTA-Net plus, FISTA-Net and ADMM-Net")
+        raise OptionError(f"there is no network {name!r}; available: ISTA-Net, ISTA-Net plus, FISTA-Net, ADMM-Net")
     plus = name.endswith("plus")
     return ISTANet(phi, options.phases, plus, architecture=shape, constrained=constrained, initial=initial)
 
@@ -208,7 +208,7 @@ def train(
     options: UnrolledOptions,
     validate: Callable[[], float],
 ) -> Iterator[Metrics]:
-    """AdamW with warm-up and cosine, clipped gradients; a record each epoch with the validation's PSNR."""
+    """Train with AdamW, warm-up, cosine decay and clipped gradients; yields the validation PSNR after each epoch."""
     net.to(lab.device)
     matrices = [p for p in net.parameters() if p.dim() > 1]
     numbers = [p for p in net.parameters() if p.dim() <= 1]
@@ -237,7 +237,7 @@ def train(
 
 @torch.no_grad()
 def assembled(reconstruct: Callable[[BlockSensing, Tensor], Tensor], phi: Tensor, image: Tensor) -> Tensor:
-    """Measure a whole image by blocks, reconstruct it, and cut the padding off; clipped to [0, 1]."""
+    """Measure an image by blocks, reconstruct it, remove the padding and clip to [0, 1]."""
     padded = pad_to_blocks(image[None].to(phi.device), BLOCK)
     operator = BlockSensing(phi, (padded.shape[-2], padded.shape[-1]))
     x = reconstruct(operator, operator.apply(padded))
@@ -245,7 +245,7 @@ def assembled(reconstruct: Callable[[BlockSensing, Tensor], Tensor], phi: Tensor
 
 
 def mean_scores(reconstruct: Callable[[Tensor], Tensor], images: Sequence[Tensor]) -> Scores:
-    """The means over images of what scikit-image's definitions give for each."""
+    """Mean PSNR and SSIM over images, by scikit-image's definitions."""
     pairs = [(reconstruct(image), image) for image in images]
     count = max(1, len(pairs))
     return Scores(
@@ -255,8 +255,8 @@ def mean_scores(reconstruct: Callable[[Tensor], Tensor], images: Sequence[Tensor
 
 
 def tuned(score: Callable[[float], float], weights: Sequence[float], most: int = 4) -> dict[float, float]:
-    """The scores of some weights and, while the best is the smallest or the largest, of its half or its double, at most
-    ``most`` of them: a control that is best at an end of its grid is not tuned.
+    """The scores of some weights. While the best weight is at an end of the grid, its half or double is tried as well,
+    up to ``most`` more weights.
 
     >>> tuned(lambda w: -abs(w - 0.5), (2.0, 4.0))
     {2.0: -1.5, 4.0: -3.5, 1.0: -0.5, 0.5: -0.0, 0.25: -0.25}
@@ -272,7 +272,7 @@ def tuned(score: Callable[[float], float], weights: Sequence[float], most: int =
 
 
 def verdicts(net: UnrolledNet, y: Tensor) -> dict[str, Any]:
-    """What the diagnosis says, in plain numbers."""
+    """The diagnosis of a network as plain numbers."""
     report = diagnose(net, y)
     return {
         "convergent": float(report.convergent),
@@ -284,7 +284,7 @@ def verdicts(net: UnrolledNet, y: Tensor) -> dict[str, Any]:
 
 
 def standing(results: Results[Any], part: str) -> list[str]:
-    """Whether a network is still a solver, in a sentence; none where it was not diagnosed."""
+    """A sentence on whether a network is a convergent solver; empty if it was not diagnosed."""
     convergent = results.final(part, "convergent")
     if not convergent:
         return []
@@ -295,7 +295,7 @@ def standing(results: Results[Any], part: str) -> list[str]:
 
 
 def crops(images: ImageSplits, options: UnrolledOptions, phi: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Random crops of the training images, some as at the borders of whole images, measured by blocks."""
+    """Random crops of the training images, some with image borders, measured by blocks."""
     operator = BlockSensing(phi, (options.crop, options.crop))
 
     def draw() -> tuple[Tensor, Tensor]:
@@ -306,7 +306,7 @@ def crops(images: ImageSplits, options: UnrolledOptions, phi: Tensor) -> Callabl
 
 
 def bordered(x: Tensor, share: float = 0.25) -> Tensor:
-    """The crops, a ``share`` of them with zeros from inside the last block on, as padded images have."""
+    """The crops; a ``share`` of them gets zeros in the last block, like padded images."""
     for dim in (-2, -1):
         cut = torch.randint(BLOCK, (len(x),)) * (torch.rand(len(x)) < share)
         kept = torch.arange(x.shape[dim]) < x.shape[dim] - cut[:, None]
@@ -324,7 +324,7 @@ def picture(image: Tensor, window: int = 64) -> str:
 
 
 def reference(image: Tensor, window: int = 64) -> dict[str, str]:
-    """The truth for a gallery: the middle of the image, and all of it."""
+    """The ground truth for a gallery: the middle of the image and the whole image."""
     return {"reference": picture(image, window), "whole": encoded(image[0].cpu().numpy())}
 
 
@@ -335,7 +335,7 @@ def _middle(height: int, width: int, window: int) -> tuple[int, int, int]:
 
 
 def gallery(results: Results[Any], parts: Mapping[str, str], truth: str, title: str) -> Plot | None:
-    """Zoomed crops of one test image beside the truth, errors below, and the image; None where nothing was kept."""
+    """Crops of one test image beside the ground truth, with errors below; None if no crop was recorded."""
     found = {label: results.curve(part, "crop") for part, label in parts.items()}
     shown = {label: texts[-1] for label, seeds in found.items() for texts in list(seeds.values())[:1] if texts}
     references = [texts[-1] for texts in results.curve(truth, "reference").values() if texts]

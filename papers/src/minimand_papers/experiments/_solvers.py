@@ -1,4 +1,4 @@
-"""What the tables of "Deep Layers as Stochastic Solvers" share."""
+"""Shared code of the experiments that train image classifiers: options, conversion, notes."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ __all__ = ["ImageOptions", "solved", "trials"]
 
 @dataclasses.dataclass(frozen=True)
 class ImageOptions:
-    """Where the images come from and how they are fed.
+    """The images and their batches.
 
     Args:
-        dataset: A name of ``minimand_papers.data.registry``: cifar10, cifar100, …
+        dataset: A name from ``minimand_papers.data.registry``: cifar10, cifar100, …
         batch: Images in a batch.
         augment: Crop and flip at random.
         limit: Use only this many images of each split; 0: all.
@@ -60,12 +60,12 @@ class ImageOptions:
 
 
 def trials(results: Results[Any], part: str, *said: str) -> str:
-    """A note: the spread of a stochastic network over its trials, seed by seed, after what else is to be said."""
+    """A note: other remarks, then the spread of a stochastic network over its trials for each seed."""
     spreads = results.final(part, "trials_std")
     shown = [f"± {', '.join(f'{spread:.2f}' for spread in spreads)} over trials"] if spreads else []
     return "; ".join([*filter(None, said), *shown])
 
 
 def solved(model: nn.Module, rules: Mapping[str, Solver]) -> nn.Module:
-    """The network with the named blocks replaced by solvers; without rules as it is."""
+    """The network with the named blocks replaced by solvers; unchanged without rules."""
     return convert(model, dict(rules), inplace=True) if rules else model

@@ -1,4 +1,4 @@
-"""The networks of the papers, plain: ``convert`` makes them solvers, and ``as_algorithm`` other algorithms."""
+"""The plain networks of the papers; ``convert`` turns their blocks into solvers."""
 
 from .alexnet import AlexNet
 from .densenet import AGDNet, AGDNet121, DenseNet, DenseNet121

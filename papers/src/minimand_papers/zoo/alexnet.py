@@ -14,9 +14,9 @@ class AlexNet(nn.Module):
         classes: Outputs.
         channels: Input channels.
         width: A factor on all hidden widths.
-        stride: Of the first convolution.
+        stride: Stride of the first convolution.
 
-    Source: 000, §4, footnote 1 and Table 3; Krizhevsky et al., 2012.
+    Source: [Bibi2019], §4, footnote 1 and Table 3; Krizhevsky et al., 2012.
 
     >>> import torch
     >>> AlexNet(width=0.25)(torch.randn(2, 3, 32, 32)).shape

@@ -73,17 +73,17 @@ class _Dense(nn.Module):
 
 
 class DenseNet(_Dense):
-    r"""The CIFAR DenseNet of L layers and growth k: three dense stages, without bottlenecks unless asked for.
+    r"""The CIFAR DenseNet of L layers and growth k: three dense stages, by default without bottlenecks.
 
     Its trunk is an :class:`~minimand.nn.OptimizationNet`: all past terms of Nesterov's method with α = 1, β = 0 and a
-    block of its own for every pair of iterates, which a convolution on their concatenation is.
+    separate block for every pair of iterates. A convolution on their concatenation is the sum of these blocks.
 
     Args:
         growth: k, the channels of every iterate.
         depth: L = 3m + 4 (with bottlenecks 6m + 4).
         classes: Outputs.
         channels: Input channels.
-        dropout: After every convolution; the original has 0.2 where data are not augmented.
+        dropout: Dropout rate after every convolution; the original has 0.2 without augmentation.
         bottleneck: 1 × 1 convolutions before the 3 × 3 ones, and transitions that halve the channels (DenseNet-BC).
         past: β; 0 is DenseNet.
         learnable: Whether β is learned, starting there; :class:`AGDNet` sets it.

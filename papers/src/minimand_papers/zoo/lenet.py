@@ -10,7 +10,7 @@ __all__ = ["LeNet"]
 class LeNet(nn.Module):
     """LeNet-5 with ReLU, and dropout before either of its two hidden fully connected layers.
 
-    The blocks ``classifier.1`` and ``classifier.4`` are what the paper replaces by solvers; a plain linear classifier
+    The paper replaces the blocks ``classifier.1`` and ``classifier.4`` by solvers; a plain linear classifier
     follows them. ``dropout=(0.5, 0.5)`` is the paper's D-D, ``(0.5, 0)`` D-ND and ``(0, 0.5)`` ND-D.
 
     Args:
@@ -19,7 +19,7 @@ class LeNet(nn.Module):
         size: Height and width of the images; 28 is padded to 32 as LeCun did.
         dropout: The two rates.
 
-    Source: 000, §4 and Table 2; LeCun et al., 1998.
+    Source: [Bibi2019], §4 and Table 2; LeCun et al., 1998.
 
     >>> import torch
     >>> LeNet()(torch.randn(2, 3, 32, 32)).shape

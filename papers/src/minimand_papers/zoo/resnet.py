@@ -1,4 +1,4 @@
-"""ResNet and the networks that other algorithms make of it: HB-Net and DMRNet."""
+"""ResNet, and the networks of other algorithms with the same blocks: HB-Net and DMRNet."""
 
 from collections.abc import Callable, Sequence
 
@@ -22,7 +22,7 @@ Layer = Callable[[int, int, int], nn.Module]
 
 
 class PaddedShortcut(nn.Module):
-    """Every second pixel, and zeros for the new channels: a shortcut without parameters (He et al., option A)."""
+    """A shortcut without parameters: every second pixel, and zeros for the new channels (He et al., option A)."""
 
     def __init__(self, extra: int, stride: int) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def HBNet(
     r"""The heavy-ball network of the same blocks as :class:`ResNet`, :math:`x^+ = T(x) + \beta_1 x + \beta_2 x_-`.
 
     It has ResNet's parameters and two coefficients per block, which start at ResNet's values, ``start=(1, 0)``.
-    Momentum starts anew where the map is halved, so with n = 1 there is none: only :math:`\beta_1 + \beta_2` enters.
+    Momentum restarts where the map is halved, so with n = 1 there is none: only :math:`\beta_1 + \beta_2` enters.
     Under the constraint "positive" a :math:`\beta_2` that starts at 0 stays there.
 
     Source: [Lin2019], eq. (16) and the CIFAR table.

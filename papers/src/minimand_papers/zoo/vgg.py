@@ -9,9 +9,9 @@ _LAYOUT = (64, 64, None, 128, 128, None, 256, 256, 256, None, 512, 512, 512, Non
 
 
 class VGG16(nn.Module):
-    """VGG16 for 32 × 32 images, with two hidden fully connected layers that dropout precedes.
+    """VGG16 for 32 × 32 images, with dropout before its two hidden fully connected layers.
 
-    ``classifier.1`` and ``classifier.4`` are the blocks that the paper replaces by solvers.
+    The paper replaces the blocks ``classifier.1`` and ``classifier.4`` by solvers.
 
     Args:
         classes: Outputs.
@@ -20,7 +20,7 @@ class VGG16(nn.Module):
         dropout: The rates before the two hidden fully connected layers.
         batch_norm: Whether batch normalisation follows every convolution.
 
-    Source: 000, §4, Tables 4 and 5; Simonyan & Zisserman, 2014.
+    Source: [Bibi2019], §4, Tables 4 and 5; Simonyan & Zisserman, 2014.
 
     >>> import torch
     >>> VGG16(width=0.125)(torch.randn(2, 3, 32, 32)).shape

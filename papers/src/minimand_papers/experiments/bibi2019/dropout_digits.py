@@ -1,4 +1,4 @@
-"""The demo: a small network on real digits at ordinary and at heavy dropout, plain and converted."""
+"""The demo: LeNet on real digits at moderate and heavy dropout, plain and converted."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ class DropoutDigitsOptions(ImageOptions):
     """LeNet on handwritten digits with dropout before both hidden fully connected layers.
 
     Args:
-        epochs: Of every network; the learning rate falls twice, after each third.
+        epochs: Epochs; the learning rate drops after 1/3 and 2/3 of them.
         rates: The three learning rates.
         p: The dropout rates.
         iters: Iterations of the solvers.
@@ -75,7 +75,7 @@ def plots(results: Results[DropoutDigitsOptions]) -> list[Plot]:
 
 
 def findings(results: Results[DropoutDigitsOptions]) -> Sequence[str | Difference]:
-    """Who beats whom."""
+    """Differences between the methods."""
     said = [difference(results, f"p = {p} solver", f"p = {p} dropout") for p in results.options.p]
     return [*said, *(difference(results, f"p = {p} solver", CONTROL) for p in results.options.p)]
 
@@ -93,12 +93,12 @@ def claims(results: Results[DropoutDigitsOptions]) -> list[Claim]:
 
 experiment = Experiment(
     name="dropout-digits",
-    title="A network that survives heavy dropout",
-    source="000, §4, in small",
+    title="A network that works at heavy dropout",
+    source="[Bibi2019], §4, at small scale",
     about=(
-        "LeNet on 5,000 real MNIST digits. Dropout before both hidden layers drops a fraction p of their inputs; "
-        "“solver” is the same network with the same parameters, converted by one line: the two blocks dropout → "
-        "linear → ReLU become iterations of Prox-SG that sees a fraction 1 − p of the inputs in each."
+        "LeNet on 5,000 MNIST digits. Dropout drops a fraction p of the inputs of both hidden layers. “solver” is "
+        "the same network with the same parameters, converted by one line: the two blocks dropout → linear → ReLU "
+        "become iterations of Prox-SG, each of which samples a fraction 1 − p of the inputs."
     ),
     presets={
         "smoke": Preset(

@@ -1,4 +1,4 @@
-"""One layer's problem and every solver: how far from the optimum each iteration leaves them."""
+"""The problem of one layer: the distance to the optimum after each iteration of every solver."""
 
 import dataclasses
 import time
@@ -24,7 +24,7 @@ DETERMINISTIC = ("Prox-GD", "heavy ball", "FISTA", "ADMM")
 
 @dataclasses.dataclass(frozen=True)
 class LayerConvergenceOptions:
-    """A 64 → width ReLU layer at He initialisation that sees handwritten digits.
+    """A 64 → width ReLU layer at He initialisation on handwritten digits.
 
     Args:
         iters: Iterations of every solver.
@@ -38,7 +38,7 @@ class LayerConvergenceOptions:
 
 
 def digits_problem(rows: int = 256, width: int = 128, *, seed: int = 0) -> Problem:
-    """A 64 → ``width`` ReLU layer at He initialisation that sees scikit-learn's bundled handwritten digits.
+    """A 64 → ``width`` ReLU layer at He initialisation on scikit-learn's handwritten digits.
 
     >>> digits_problem(rows=8).shape
     torch.Size([8, 128])
@@ -109,7 +109,7 @@ def _ends(problem: Problem) -> dict[str, Tensor]:
 
 
 def compare(results: Results[LayerConvergenceOptions]) -> list[Comparison]:
-    """The gap that is left at the end, in per cent."""
+    """The remaining gap after the last iteration, in per cent."""
     note = f"relative gap left after {results.options.iters} iterations"
     return [
         Comparison(part, None, [100 * gap for gap in results.final(part, "gap")], "%", 3, note)
@@ -126,7 +126,7 @@ def plots(results: Results[LayerConvergenceOptions]) -> list[Plot]:
             names,
             key="gap",
             over="iteration",
-            title="One ReLU layer as a solver",
+            title="All solvers on the problem of one layer",
             y="(objective − optimum) / (start − optimum)",
             log=True,
             dashed=[name for name in names if name not in DETERMINISTIC],
@@ -135,7 +135,7 @@ def plots(results: Results[LayerConvergenceOptions]) -> list[Plot]:
 
 
 def findings(results: Results[LayerConvergenceOptions]) -> Sequence[str]:
-    """The fastest, and what a single iteration, the ordinary layer, leaves."""
+    """The fastest solver, and the gap after a single iteration, which is the ordinary layer."""
     ends = {part: mean_std(gaps)[0] for part in results.parts() if (gaps := results.final(part, "gap"))}
     if not ends:
         return []
@@ -167,11 +167,11 @@ def claims(results: Results[LayerConvergenceOptions]) -> list[Claim]:
 experiment = Experiment(
     name="layer-convergence",
     title="One layer's problem, every solver",
-    source="000, §3",
+    source="[Bibi2019], §3",
     about=(
         "A ReLU layer minimises ½‖Aᵀx − y‖² − ⟨b, x⟩ + (λ/2)‖x‖² over x ≥ 0. An ordinary layer takes one proximal "
-        "gradient step from zero; here every solver of the library takes more. The dashed ones are stochastic: means "
-        "over seeds."
+        "gradient step from zero. Here every solver of the library takes more steps. Dashed lines are stochastic "
+        "solvers, averaged over seeds."
     ),
     presets={
         "smoke": Preset(LayerConvergenceOptions(iters=8, rows=32, width=32), (0, 1), 0.05),

@@ -1,4 +1,4 @@
-"""Table 3 of "Deep Layers as Stochastic Solvers": a solver in the place of AlexNet's first convolution."""
+"""Table 3 of "Deep Layers as Stochastic Solvers": a solver instead of AlexNet's first convolution."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -24,10 +24,10 @@ class SolversAlexNetOptions(ImageOptions):
 
     Args:
         augment: Crop and flip at random.
-        epochs: Of training from scratch; the learning rate falls twice, after each third.
-        finetune: Epochs of fine-tuning, half of them at each rate.
-        width: All hidden widths, as a factor.
-        stride: Of the first convolution.
+        epochs: Epochs from scratch; the learning rate drops after 1/3 and 2/3 of them.
+        finetune: Epochs of fine-tuning; the learning rate drops after half of them.
+        width: A factor on all hidden widths.
+        stride: Stride of the first convolution.
         iters: Iterations of the solver.
     """
 
@@ -77,7 +77,7 @@ def plots(results: Results[SolversAlexNetOptions]) -> list[Plot]:
 
 
 def findings(results: Results[SolversAlexNetOptions]) -> Sequence[str | Difference]:
-    """Who beats whom."""
+    """Differences between the methods."""
     return [
         difference(results, SOLVER, CONTROL),
         difference(results, SOLVER, START),
@@ -105,13 +105,13 @@ def claims(results: Results[SolversAlexNetOptions]) -> list[Claim]:
 
 experiment = Experiment(
     name="solvers-alexnet",
-    title="A solver in the place of AlexNet's first convolution",
+    title="A solver instead of AlexNet's first convolution",
     source="[Bibi2019], Table 3",
     about=(
-        "AlexNet for small images (first convolution 11 × 11 with padding 5, pools of 2, one fully connected layer) "
-        "is trained; its first convolution with ReLU is then replaced by the deterministic Prox-GD solver with the "
-        "same parameters, and the network fine-tuned. The control is the same network, fine-tuned for the same epochs "
-        "without the solver."
+        "AlexNet for small images (first convolution 11 × 11 with padding 5, pools of 2, one fully connected "
+        "layer) is trained. Its first convolution with ReLU is then replaced by the deterministic Prox-GD solver "
+        "with the same parameters, and the network is fine-tuned. The control is the same network, fine-tuned for "
+        "the same epochs without the solver."
     ),
     presets={
         "smoke": Preset(

@@ -1,4 +1,4 @@
-"""Which solver for a block? The same network with each, at equal iterations and at equal time."""
+"""The same network with each solver in its blocks, at equal iterations and at equal time."""
 
 import dataclasses
 import time
@@ -30,9 +30,9 @@ class SolversCompareOptions(ImageOptions):
     """LeNet whose two hidden fully connected blocks are solvers, one kind at a time.
 
     Args:
-        epochs: Of every network; the learning rate falls twice, after each third.
-        iters: Iterations of every solver, and of the Prox-GD whose time the others may take.
-        tau: The fraction of inputs that the stochastic ones see in an iteration.
+        epochs: Epochs; the learning rate drops after 1/3 and 2/3 of them.
+        iters: Iterations of every solver; at equal time, the iterations of Prox-GD that set the time.
+        tau: The fraction of inputs that a stochastic solver samples in an iteration.
         trials: Evaluations of a stochastic network that are averaged.
     """
 
@@ -43,7 +43,7 @@ class SolversCompareOptions(ImageOptions):
 
 
 def make(name: str, iters: int, tau: float) -> Solver:
-    """The solver of a name."""
+    """A solver by name."""
     return {
         "Prox-GD": ProxGD(iters),
         "heavy ball": HeavyBall(iters),
@@ -88,7 +88,7 @@ def run(options: SolversCompareOptions, part: str, lab: Lab) -> Iterator[Metrics
 
 
 def _calibrate(options: SolversCompareOptions, device: torch.device) -> dict[str, int]:
-    """How many iterations of each solver take the time of the reference, in LeNet's larger block."""
+    """The iterations of each solver that take as long as the reference, in LeNet's larger block."""
     inputs = torch.randn(options.batch, 400, device=device).relu().requires_grad_()
 
     def seconds(name: str) -> float:
@@ -108,7 +108,7 @@ def _timed(layer: SolverLinear, inputs: Tensor) -> float:
 
 
 def left(iters: int, name: str, tau: float) -> float:
-    """The share of the initial gap that a solver leaves in a random block of LeNet's shape.
+    """The remaining share of the initial gap in a random block of LeNet's shape.
 
     >>> left(10, "FISTA", 0.5) < left(10, "Prox-GD", 0.5) < 1
     True
@@ -147,19 +147,19 @@ def plots(results: Results[SolversCompareOptions]) -> list[Plot]:
 
 
 def findings(results: Results[SolversCompareOptions]) -> Sequence[str | Difference]:
-    """Each against the reference, and the reference against the plain network."""
+    """Each solver against the reference, and the reference against the plain network."""
     names = [part.name for part in parts(results.options)[3:]]
     return [difference(results, REFERENCE, CONTROL), *(difference(results, name, REFERENCE) for name in names)]
 
 
 experiment = Experiment(
     name="solvers-compare",
-    title="Which solver for a block?",
-    source="ours, beside 000 §4",
+    title="Different solvers in the same block",
+    source="ours; set-up of [Bibi2019], §4",
     about=(
-        "LeNet without dropout, its two hidden fully connected blocks replaced by one solver after the other: at equal "
-        "iterations, and at as many iterations as take the time of the reference, Prox-GD, forward and backward, in "
-        "the larger block. The control is the plain network."
+        "LeNet without dropout, with one solver after another in its two hidden fully connected blocks: at equal "
+        "iterations, and at equal time. At equal time a solver gets as many iterations as fit into the forward and "
+        "backward time of the reference, Prox-GD, in the larger block. The control is the plain network."
     ),
     presets={
         "smoke": Preset(

@@ -39,15 +39,15 @@ class SolversDropoutRatesOptions(ImageOptions):
         p: The dropout rates; Prox-SG samples a fraction 1 − p of the inputs.
         networks: lenet is trained from scratch; vgg is trained with dropout p first, and both the baseline and the
             solver are then fine-tuned from there, for the same epochs.
-        epochs: Of training LeNet from scratch; the learning rate falls twice, after each third.
-        start: The same of VGG16, before it is fine-tuned.
-        finetune: Epochs of fine-tuning, half of them at each rate.
-        width: Of VGG16, as a factor.
+        epochs: Epochs of LeNet from scratch; the learning rate drops after 1/3 and 2/3 of them.
+        start: Epochs of VGG16 from scratch, before it is fine-tuned.
+        finetune: Epochs of fine-tuning; the learning rate drops after half of them.
+        width: A factor on all hidden widths of VGG16.
         batch_norm: Whether VGG16 has batch normalisation.
         iters: Iterations of the solver in LeNet.
         finetune_iters: Iterations of the solver in VGG16.
         trials: Evaluations of a stochastic LeNet that are averaged.
-        finetune_trials: The same of VGG16.
+        finetune_trials: Evaluations of a stochastic VGG16 that are averaged.
     """
 
     p: tuple[float, ...] = (0.0, 0.1, 0.5, 0.9, 0.95)
@@ -157,7 +157,7 @@ def compare(results: Results[SolversDropoutRatesOptions]) -> list[Comparison]:
 
 
 def plots(results: Results[SolversDropoutRatesOptions]) -> list[Plot]:
-    """Accuracy over the rate, a picture a network, and LeNet's learning curves."""
+    """Accuracy over the rate for each network, and LeNet's learning curves."""
     drawn = [_over_rates(results, network) for network in results.options.networks]
     shown = [part for part in results.parts() if part.startswith("lenet") and float(part.split()[3]) >= 0.5]
     if shown:
@@ -185,7 +185,7 @@ def _over_rates(results: Results[SolversDropoutRatesOptions], network: str) -> P
 
 
 def findings(results: Results[SolversDropoutRatesOptions]) -> Sequence[str | Difference]:
-    """Who beats whom at each rate, and the control; how many rows have the paper's sign."""
+    """Prox-SG against the baseline and the control at each rate, and the number of rows with the paper's sign."""
     said: list[str | Difference] = []
     for network in results.options.networks:
         gaps = {p: results.paired(f"{network} p = {p} Prox-SG", f"{network} p = {p} baseline", "test") for p in PAPER}
@@ -252,10 +252,10 @@ experiment = Experiment(
     source="[Bibi2019], Table 5",
     about=(
         "Dropout at rate p before the last hidden layer, against Prox-SG that samples a fraction 1 − p of the same "
-        "inputs in each iteration. The paper fine-tunes VGG16 on CIFAR-100; here LeNet is trained from scratch, too, "
-        "and the baseline of VGG16 is fine-tuned for the same epochs as the solver, which the paper does not say of "
-        "its own. The network with p = 0 is the control of every row; VGG16 keeps "
-        "a dropout of 0.5 in the hidden layer before at every p."
+        "inputs in each iteration. The paper fine-tunes VGG16 on CIFAR-100. Here the baseline of VGG16 is "
+        "fine-tuned for the same epochs as the solver; the paper does not say whether its baseline is. LeNet, "
+        "trained from scratch, is an addition of ours. The network with p = 0 is the control of every row. VGG16 "
+        "keeps dropout 0.5 before its first hidden layer at every p."
     ),
     presets={
         "smoke": Preset(SMOKE, (0,), 0.2),

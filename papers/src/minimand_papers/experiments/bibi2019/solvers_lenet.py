@@ -1,4 +1,4 @@
-"""Table 2 of "Deep Layers as Stochastic Solvers": solvers in place of the fully connected blocks of LeNet."""
+"""Table 2 of "Deep Layers as Stochastic Solvers": solvers instead of LeNet's fully connected blocks."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ class SolversLeNetOptions(ImageOptions):
     """LeNet with dropout, and with solvers, trained from scratch.
 
     Args:
-        epochs: Of every network; the learning rate falls twice, after each third.
+        epochs: Epochs; the learning rate drops after 1/3 and 2/3 of them.
         rates: The three learning rates.
         p: The dropout rate; the solvers sample a fraction 1 − p of the inputs.
         iters: Iterations of the solvers.
@@ -58,7 +58,7 @@ def run(options: SolversLeNetOptions, part: str, lab: Lab) -> Iterator[Metrics]:
 
 
 def network(options: SolversLeNetOptions, part: str, classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """LeNet with the dropout of a part, or its blocks as solvers."""
+    """LeNet with the dropout of a part, or with solvers as its blocks."""
     variant, _, method = part.rpartition(" ")
     first, second = VARIANTS.get(variant, (0, 0))
     model = LeNet(classes, shape[0], shape[-1], dropout=(first * options.p, second * options.p))
@@ -99,7 +99,7 @@ def plots(results: Results[SolversLeNetOptions]) -> list[Plot]:
 
 
 def findings(results: Results[SolversLeNetOptions]) -> Sequence[str | Difference]:
-    """Who beats whom."""
+    """Differences between the methods."""
     said = [difference(results, f"{variant} Prox-SG", f"{variant} baseline") for variant in VARIANTS]
     said += [difference(results, f"{variant} Prox-SG", CONTROL) for variant in VARIANTS]
     said += [difference(results, f"{variant} Prox-SG", DETERMINISTIC) for variant in VARIANTS]
@@ -126,13 +126,13 @@ def claims(results: Results[SolversLeNetOptions]) -> list[Claim]:
 
 experiment = Experiment(
     name="solvers-lenet",
-    title="Solvers in place of LeNet's fully connected blocks",
+    title="Solvers instead of LeNet's fully connected blocks",
     source="[Bibi2019], Table 2",
     about=(
-        "LeNet-5 with dropout before one or both of its hidden fully connected layers, trained from scratch; in "
-        "“Prox-SG” the blocks dropout → linear → ReLU are iterations of τ-nice Prox-SG with τ = (1 − p)·n₁, evaluated "
-        "stochastically. Two controls are ours: the same network without dropout, plain and with the deterministic "
-        "Prox-GD in the place of both blocks."
+        "LeNet-5 with dropout before one or both of its hidden fully connected layers, trained from scratch. In "
+        "“Prox-SG” the blocks dropout → linear → ReLU are replaced by iterations of τ-nice Prox-SG with τ = (1 − "
+        "p)·n₁, evaluated stochastically. Two controls are ours: the network without dropout, plain and with the "
+        "deterministic Prox-GD in both blocks."
     ),
     presets={
         "smoke": Preset(

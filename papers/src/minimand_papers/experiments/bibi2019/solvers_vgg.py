@@ -1,4 +1,4 @@
-"""Table 4 of "Deep Layers as Stochastic Solvers": solvers in the place of VGG16's fully connected blocks."""
+"""Table 4 of "Deep Layers as Stochastic Solvers": solvers instead of VGG16's fully connected blocks."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -38,9 +38,9 @@ class SolversVGGOptions(ImageOptions):
 
     Args:
         augment: Crop and flip at random.
-        epochs: Of training from scratch; the learning rate falls twice, after each third.
-        finetune: Epochs of fine-tuning, half of them at each rate.
-        width: All hidden widths, as a factor.
+        epochs: Epochs from scratch; the learning rate drops after 1/3 and 2/3 of them.
+        finetune: Epochs of fine-tuning; the learning rate drops after half of them.
+        width: A factor on all hidden widths.
         batch_norm: Whether batch normalisation follows the convolutions.
         iters: Iterations of the solvers.
         trials: Evaluations of a stochastic network that are averaged.
@@ -79,7 +79,7 @@ def run(options: SolversVGGOptions, part: str, lab: Lab) -> Iterator[Metrics]:
 
 
 def _converted(model: VGG16, part: str, iters: int) -> VGG16:
-    """The blocks as solvers; Prox-GD leaves the dropout layers where they are, as the paper says."""
+    """The blocks as solvers; with Prox-GD the dropout layers stay, as in the paper."""
     solver: Solver = ProxSG(iters, tau=0.5) if "Prox-SG" in part else ProxGD(iters)
     names = [name for name, used in zip(("classifier.1", "classifier.4"), BLOCKS[part], strict=True) if used]
     rule = dict.fromkeys(names, solver)
@@ -112,7 +112,7 @@ def plots(results: Results[SolversVGGOptions]) -> list[Plot]:
 
 
 def findings(results: Results[SolversVGGOptions]) -> Sequence[str | Difference]:
-    """Who beats whom."""
+    """Differences between the methods."""
     return [difference(results, name, other) for name in BLOCKS for other in (CONTROL, PLAIN)]
 
 
@@ -137,7 +137,7 @@ def claims(results: Results[SolversVGGOptions]) -> list[Claim]:
 
 experiment = Experiment(
     name="solvers-vgg",
-    title="Solvers in the place of VGG16's fully connected blocks",
+    title="Solvers instead of VGG16's fully connected blocks",
     source="[Bibi2019], Table 4",
     about=(
         "VGG16 is trained with dropout ½ before its two hidden fully connected layers; the last (ND-D) or both (D-D) "

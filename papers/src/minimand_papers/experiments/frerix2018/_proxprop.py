@@ -1,4 +1,4 @@
-"""What the experiments on proximal backpropagation share: images, methods, and training with the full-batch loss."""
+"""Shared code of the ProxProp experiments: images, methods, training with the full-batch loss."""
 
 import dataclasses
 import math
@@ -49,17 +49,17 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class ProxPropImageOptions(ImageOptions):
-    """Where the images come from and how they are fed.
+    """The images and their batches.
 
     Args:
-        batch: Images in a batch; the paper's 500. The values of τθ belong to it.
+        batch: Images in a batch. The paper has 500, and its values of τθ depend on it.
     """
 
     batch: int = 500
 
 
 class Stepper(Protocol):
-    """What training needs of an optimizer, or of two that share the parameters."""
+    """The methods of an optimizer that training uses."""
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -70,16 +70,16 @@ class Stepper(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on from here."""
+        """The state from which to continue."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Go on from there."""
+        """Restore a saved state."""
         ...
 
 
 class _Clock:
-    """Seconds spent in training steps, evaluations left out, over interruptions."""
+    """Seconds spent in training steps, without evaluations, kept over interruptions."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -102,16 +102,16 @@ def nesterov(model: nn.Module, rate: float) -> Optimizer:
 
 
 def precondition(model: nn.Module, optimizer: Optimizer, method: str, tau_theta: float) -> None:
-    """Implicit steps for the methods that have them; BackProp stays as it is."""
+    """Attach ProxProp to the optimizer, except for BackProp."""
     if method != BACKPROP:
         ProxProp(model, tau_theta=tau_theta, **METHODS[method]).attach(optimizer)
 
 
 def fitted(lab: Lab, model: nn.Module, optimizer: Stepper, data: Loaders, epochs: int) -> Iterator[dict[str, Any]]:
-    """Train on the cross-entropy; a record each epoch, then one with the test accuracy.
+    """Train on the cross-entropy; yields a record per epoch, then one with the test accuracy.
 
-    ``loss`` is that of the whole training set after the epoch, and ``training`` are the seconds of the steps alone. A
-    run whose loss or gradient is no longer finite has diverged: it ends, with NaN for everything.
+    ``loss`` is the loss of the whole training set after the epoch, ``training`` the seconds of the training steps. A
+    run whose loss or gradient is not finite has diverged; it ends with NaN for all values.
     """
     net = lab.distribute(model)
     everything = lab.batches(data.train.split, 500, train=False, normalize=data.train.normalize)
@@ -140,7 +140,7 @@ def fitted(lab: Lab, model: nn.Module, optimizer: Stepper, data: Loaders, epochs
 
 
 def _pass(lab: Lab, net: nn.Module, optimizer: Stepper, batches: Batches) -> bool:
-    """One pass over the batches; False, and at once, where a loss or a gradient is not finite."""
+    """One pass over the batches; returns False at the first loss or gradient that is not finite."""
     net.train()
     with warnings.catch_warnings():
         # ProxProp would skip such steps for ever; here the first one ends the run.
@@ -193,7 +193,7 @@ def lower(results: Results[Any], ours: str, other: str) -> Difference:
 
 
 def scaled(results: Results[Any], epochs: int, width: float = 1.0) -> str:
-    """How far the run is from the paper's 50 epochs on 45,000 images at full width, as a note."""
+    """A note on how the run differs from the paper's 50 epochs on 45,000 images at full width."""
     options = results.options
     if options.dataset != "cifar10":
         return ""

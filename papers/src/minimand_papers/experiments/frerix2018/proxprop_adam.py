@@ -21,7 +21,7 @@ class ProxPropAdamOptions(ProxPropImageOptions):
     """Three convolutions and a linear layer, trained by Adam with plain gradients and with implicit directions.
 
     Args:
-        epochs: Of every method.
+        epochs: Epochs of every method.
         rate: Adam's step size.
         tau_theta: The proximal step τθ of ProxProp.
     """
@@ -127,12 +127,12 @@ experiment = Experiment(
     title="Implicit directions inside Adam, on a convolutional network",
     source="[Frerix2018], Figure 3",
     about=(
-        "Three 5 × 5 convolutions with 16, 20 and 20 channels and one linear layer, trained by Adam with step "
-        "size 0.001 on batches of 500; the gradients of the convolutions are plain (BackProp) or implicit "
-        "directions with τθ = 1: by 3 and 10 conjugate gradient iterations, exact, and with a Gram matrix of an "
-        "eighth of the images. The paper claims a faster decrease per epoch, and about one point of accuracy, at "
-        "a higher time per epoch. Three iterations are far from the exact direction on convolutions: a method of "
-        "their own. Times are those of the training steps alone."
+        "Three 5 × 5 convolutions with 16, 20 and 20 channels and one linear layer, trained by Adam with step size "
+        "0.001 on batches of 500. The gradients of the convolutions are plain (BackProp) or implicit directions "
+        "with τθ = 1, computed by 3 and 10 conjugate gradient iterations, exactly, and with a Gram matrix of an "
+        "eighth of the images. The paper claims a faster decrease per epoch and about one point of accuracy at a "
+        "higher time per epoch. On convolutions three iterations are far from the exact direction. Times are those "
+        "of the training steps."
     ),
     presets={
         "smoke": Preset(ProxPropAdamOptions("digits", batch=50, limit=100, enlarge=2, epochs=2), (0,), 0.05),

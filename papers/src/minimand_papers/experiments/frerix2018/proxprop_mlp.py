@@ -20,10 +20,10 @@ class ProxPropMLPOptions(ProxPropImageOptions):
     """The network 3072-4000-1000-4000-10 with Nesterov momentum 0.95, by explicit and implicit steps.
 
     Args:
-        epochs: Of every method.
+        epochs: Epochs of every method.
         width: A factor on the hidden widths.
         timed_epochs: Epochs of the same comparison at ``timed_width``, for the time axis; 0: none.
-        timed_width: The factor on the hidden widths there.
+        timed_width: The factor on the hidden widths in the timed comparison.
         backprop_rate: The step size τ of BackProp.
         rate: The step size τ of ProxProp.
         tau_theta: The proximal step τθ of ProxProp, for a mean loss and batches of 500.
@@ -147,11 +147,11 @@ experiment = Experiment(
     source="[Frerix2018], Figure 2",
     about=(
         "A fully connected ReLU network trained with Nesterov momentum 0.95 on batches of 500. BackProp takes τ = "
-        "0.05, the best of the paper's grid search; ProxProp takes τ = 1 and τθ = 0.05, with exact solves and "
-        "with 3, 5 and 10 conjugate gradient iterations. The paper claims a faster decrease per epoch, the faster "
-        "the more precise the solve, at comparable time, and two points of test accuracy. The loss is that of the "
-        "whole training set after each epoch; times are those of the training steps alone and depend on what else "
-        "the machine does."
+        "0.05, the best of the paper's grid search; ProxProp takes τ = 1 and τθ = 0.05, with exact solves and with "
+        "3, 5 and 10 conjugate gradient iterations. The paper claims a faster decrease per epoch with a more "
+        "precise solve, comparable time, and two more points of test accuracy. The loss is that of the whole "
+        "training set after each epoch. Times are those of the training steps and depend on other load of the "
+        "machine."
     ),
     presets={
         "smoke": Preset(

@@ -1,4 +1,4 @@
-"""What users would pick instead of proximal backpropagation: other optimizers, tuned alike, by time to an accuracy."""
+"""ProxProp beside other optimizers, tuned on the same grid: accuracy, and time to reach an accuracy."""
 
 import dataclasses
 import importlib
@@ -21,7 +21,7 @@ from ._proxprop import BACKPROP, METHODS, ProxPropImageOptions, Stepper, figures
 
 SGD = "SGD"
 PROXPROP = ("ProxProp (exact)", "ProxProp (cg3)")
-_NO_KFAC = "K-FAC is left out: the package index has it for TensorFlow 1 only (kfac), and none for PyTorch."
+_NO_KFAC = "K-FAC was not run: the package index has it only for TensorFlow 1 (kfac), not for PyTorch."
 PACKAGES: Mapping[str, str] = {"SOAP": "pytorch_optimizer", "isaac": "isaac"}
 PEERS = (SGD, "Adam", "Muon", *PROXPROP, "SOAP", "isaac")
 
@@ -31,12 +31,12 @@ class ProxPropPeersOptions(ProxPropImageOptions):
     """The fully connected network by several optimizers, each with the best step size of one grid.
 
     Args:
-        methods: SGD (Nesterov 0.95), Adam, Muon, ProxProp (exact), ProxProp (cg3), SOAP, isaac; the last two only where
-            their packages, pytorch_optimizer and isaac, are installed: the extra peers.
-        epochs: Of every method at its chosen step size.
-        tuning_epochs: Of every method at every step size of the grid.
-        rates: The grid, the same for all. For each seed the one with the best validation accuracy is chosen.
-        target: The validation accuracy, in percent, whose time is measured.
+        methods: SGD (Nesterov 0.95), Adam, Muon, ProxProp (exact), ProxProp (cg3), SOAP, isaac. The last two need
+            the packages pytorch_optimizer and isaac (the extra "peers").
+        epochs: Epochs of every method at its chosen step size.
+        tuning_epochs: Epochs of every method at every step size of the grid.
+        rates: The grid of step sizes, the same for all. For each seed the best by validation accuracy is chosen.
+        target: The validation accuracy in per cent; the time to reach it is measured.
         width: A factor on the hidden widths.
         tau_theta: The proximal step τθ of ProxProp, for a mean loss and batches of 500.
     """
@@ -53,8 +53,8 @@ class ProxPropPeersOptions(ProxPropImageOptions):
 class Muon(torch.optim.Optimizer):
     """torch.optim.Muon without weight decay, in the gradient's own precision.
 
-    Torch's orthogonalises in bfloat16; on a processor without such instructions one step of the network at quarter
-    widths then takes about a minute.
+    Torch's Muon orthogonalises in bfloat16. On a processor without such instructions one step of the network at
+    quarter widths takes about a minute.
     """
 
     def __init__(self, parameters: list[nn.Parameter], lr: float, momentum: float = 0.95) -> None:
@@ -110,10 +110,10 @@ def _installed(method: str) -> bool:
 
 
 def _methods(options: ProxPropPeersOptions) -> list[str]:
-    """Those that were asked for and whose packages are there."""
+    """The requested methods whose packages are installed."""
     unknown = [method for method in options.methods if method not in PEERS]
     if unknown:
-        raise OptionError(f"there is no method {', '.join(unknown)}; there are {', '.join(PEERS)}")
+        raise OptionError(f"there is no method {', '.join(unknown)}; available: {', '.join(PEERS)}")
     return [method for method in options.methods if _installed(method)]
 
 
@@ -130,7 +130,7 @@ def parts(options: ProxPropPeersOptions) -> list[Part]:
 
 
 def curved(model: nn.Sequential) -> None:
-    """Isaac's layers, with the same weights, in the place of all linear layers but the last."""
+    """Replace all linear layers except the last by isaac's layers with the same weights."""
     isaac = importlib.import_module("isaac")
     for place in [place for place, layer in enumerate(model) if isinstance(layer, nn.Linear)][:-1]:
         plain = model[place]
@@ -157,7 +157,7 @@ def optimizer_of(method: str, model: nn.Sequential, rate: float, tau_theta: floa
 
 
 def _chosen(options: ProxPropPeersOptions, method: str, lab: Lab) -> float:
-    """The step size with the best validation accuracy; of equals the smallest."""
+    """The step size with the best validation accuracy; the smallest of several."""
     found = {rate: float(lab.kept(_trial(method, rate), "tuned")["validation"]) for rate in options.rates}
     return max(found, key=lambda rate: (found[rate], -rate))
 
@@ -182,7 +182,7 @@ def run(options: ProxPropPeersOptions, part: str, lab: Lab) -> Iterator[Metrics]
 
 
 def _times(results: Results[ProxPropPeersOptions], method: str) -> list[float]:
-    """For every seed that reached the target, the seconds of training until then."""
+    """The seconds of training until the target, for each seed that reached it."""
     reached, spent = results.curve(method, "validation"), results.curve(method, "training")
     found = []
     for seed, values in reached.items():
@@ -193,7 +193,7 @@ def _times(results: Results[ProxPropPeersOptions], method: str) -> list[float]:
 
 
 def compare(results: Results[ProxPropPeersOptions]) -> list[Comparison]:
-    """Time to the target, test accuracy and final loss. The paper has none of them."""
+    """Time to the target, test accuracy and final loss; the paper gives none of these."""
     methods = [method for method in results.options.methods if method in results.records or _installed(method)]
     rows = []
     for method in methods:
@@ -220,7 +220,7 @@ def plots(results: Results[ProxPropPeersOptions]) -> list[Plot]:
 
 
 def findings(results: Results[ProxPropPeersOptions]) -> Sequence[str | Difference]:
-    """ProxProp against each of the others, who reached the target when, and what was left out."""
+    """ProxProp against each other method, the times to the target, and the methods that were not run."""
     methods = [method for method in results.options.methods if results.final(method, "test")]
     said: list[str | Difference] = []
     for ours in (method for method in PROXPROP if method in methods):
@@ -238,7 +238,8 @@ def findings(results: Results[ProxPropPeersOptions]) -> Sequence[str | Differenc
     for method in methods:
         edge = {rate for rate in results.final(method, "rate") if rate in (max(grid), min(grid))}
         said += [
-            f"{method} took a step size at the edge of the grid, {rate:g}: a wider one may serve it." for rate in edge
+            f"{method} chose a step size at the edge of the grid, {rate:g}; a wider grid may give a better one."
+            for rate in edge
         ]
     return [*said, *_left_out(results)]
 
@@ -248,13 +249,13 @@ def _left_out(results: Results[ProxPropPeersOptions]) -> list[str]:
     said = []
     for method, package in PACKAGES.items():
         if results.records and method in results.options.methods and method not in results.records:
-            said.append(f"{method} is left out: the package {package} was not installed.")
+            said.append(f"{method} was not run: the package {package} was not installed.")
     return [*said, _NO_KFAC]
 
 
 experiment = Experiment(
     name="proxprop-peers",
-    title="Proximal backpropagation beside the optimizers that users would pick instead",
+    title="ProxProp beside other optimizers",
     source="[Frerix2018]; the comparison is ours",
     about=(
         "The fully connected network of [Frerix2018] by SGD with Nesterov momentum 0.95, Adam, Muon (in float32, "

@@ -28,7 +28,7 @@ class ProxPropStepSizesOptions(ProxPropImageOptions):
     """The network 3072-4000-1000-4000-10 with Nesterov momentum 0.95, at step sizes over five orders of magnitude.
 
     Args:
-        epochs: Of every run.
+        epochs: Epochs of every run.
         width: A factor on the hidden widths.
         rates: The step sizes τ.
         tau_theta: The proximal step τθ of ProxProp, for a mean loss and batches of 500.
@@ -60,14 +60,14 @@ def run(options: ProxPropStepSizesOptions, part: str, lab: Lab) -> Iterator[Metr
 
 
 def _paper(method: str, rate: float, dataset: str) -> float | None:
-    """The table's cell; NaN where it has a dash."""
+    """The source's number for a cell; NaN for a dash."""
     if dataset != "cifar10" or rate not in RATES or method not in PAPER:
         return None
     return PAPER[method][RATES.index(rate)]
 
 
 def compare(results: Results[ProxPropStepSizesOptions]) -> list[Comparison]:
-    """The full-batch loss at the end beside the paper's."""
+    """The final full-batch loss beside the paper's."""
     options = results.options
     rows = []
     for method in VARIANTS:
@@ -82,7 +82,7 @@ def compare(results: Results[ProxPropStepSizesOptions]) -> list[Comparison]:
 
 
 def _measured(results: Results[ProxPropStepSizesOptions]) -> dict[str, list[float | None]]:
-    """The mean losses, None where nothing was measured and NaN where a seed diverged."""
+    """The mean losses; None if nothing was measured, NaN if a seed diverged."""
     table: dict[str, list[float | None]] = {}
     for method in VARIANTS:
         losses = [results.final(_name(method, rate), "loss") for rate in results.options.rates]
@@ -143,7 +143,7 @@ def plots(results: Results[ProxPropStepSizesOptions]) -> list[Plot]:
 
 
 def findings(results: Results[ProxPropStepSizesOptions]) -> Sequence[str]:
-    """For every method the best step size, how wide the usable range is, and where it diverges."""
+    """For every method the best step size, the width of the usable range, and the step sizes at which it diverges."""
     rates = results.options.rates
     table = _measured(results)
     said = []
@@ -222,10 +222,10 @@ experiment = Experiment(
     source="[Frerix2018], Table 1",
     about=(
         "The fully connected network trained with Nesterov momentum 0.95 at nine step sizes τ from 50 to 0.0005: "
-        "BackProp and ProxProp with 1, 3 and 5 conjugate gradient iterations and, which the table does not have, "
-        "exact solves, all with τθ = 1. The number is the loss of the whole training set at the end. A run whose "
-        "loss or gradient is no longer finite stops and counts as diverged, the paper's dash. The paper claims "
-        "that implicit steps stay stable over a far wider range."
+        "BackProp, ProxProp with 1, 3 and 5 conjugate gradient iterations and, beyond the paper's table, exact "
+        "solves, all with τθ = 1. The number is the final loss of the whole training set. A run whose loss or "
+        "gradient is not finite stops and counts as diverged, a dash in the paper. The paper claims that implicit "
+        "steps are stable over a far wider range."
     ),
     presets={
         "smoke": Preset(

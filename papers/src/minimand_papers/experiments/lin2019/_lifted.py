@@ -1,4 +1,4 @@
-"""What the experiments on training without backpropagation share: rows of data, networks, and one loop for all."""
+"""Shared code of the experiments on training without backpropagation: data as rows, networks, one training loop."""
 
 import dataclasses
 import statistics
@@ -58,7 +58,7 @@ ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = {
 
 @dataclasses.dataclass(frozen=True)
 class RowBatches:
-    """Samples as rows with their labels; every ``for`` is an epoch of shuffled full batches."""
+    """Samples as rows with their labels; every iteration over it is an epoch of shuffled full batches."""
 
     x: Tensor
     y: Tensor
@@ -84,7 +84,7 @@ class RowSplits:
     classes: int
 
     def restarted(self, lab: Lab) -> RowBatches:
-        """The training batches from their first epoch on: every candidate sees the same."""
+        """The training batches from their first epoch on, so that every candidate gets the same ones."""
         return dataclasses.replace(self.train, generator=lab.generator())
 
 
@@ -96,11 +96,11 @@ class LiftedOptions:
         batch: Samples in a batch.
         limit: Use only this many samples of each split; 0: all.
         enlarge: Repeat each pixel this many times in both directions.
-        epochs: Of every method and candidate.
-        losses: Candidates of the lifted methods: squared, cross_entropy; a damping may follow, as in "squared 1".
-        sgd_rates: Candidates of SGD with momentum 0.9 on the cross-entropy: first learning rates.
-        adam_rates: Candidates of Adam on the cross-entropy: first learning rates.
-        ridges: Candidates of the control.
+        epochs: Epochs of every method and candidate.
+        losses: Candidates of the lifted methods: squared, cross_entropy, with an optional damping ("squared 1").
+        sgd_rates: Candidates of SGD with momentum 0.9 on the cross-entropy: initial learning rates.
+        adam_rates: Candidates of Adam on the cross-entropy: initial learning rates.
+        ridges: Candidates of the control: weights of the ridge penalty.
     """
 
     batch: int = 128
@@ -123,7 +123,7 @@ class LiftedOptions:
         return RowSplits(train, RowBatches(*rows(found.validation)), RowBatches(*rows(found.test)), found.classes)
 
     def candidates(self, method: str) -> Sequence[str | float]:
-        """What is tried for a method."""
+        """The candidates of a method."""
         if method in LIFTED:
             return self.losses
         return {"SGD": self.sgd_rates, "Adam": self.adam_rates, CONTROL: self.ridges}[method]
@@ -134,8 +134,8 @@ class LiftedNetworksOptions(LiftedOptions):
     """As :class:`LiftedOptions`, with one network per dataset.
 
     Args:
-        datasets: Names of ``minimand_papers.data.registry``.
-        nets: Hidden widths, one entry a dataset.
+        datasets: Names from ``minimand_papers.data.registry``.
+        nets: Hidden widths, one entry per dataset.
     """
 
     datasets: tuple[str, ...] = ("mnist",)
@@ -168,7 +168,7 @@ def network(hidden: str, inputs: int, classes: int, activation: str = "relu") ->
     except ValueError:
         raise OptionError(f"a network is given by its hidden widths, such as 300-100, got {hidden!r}") from None
     if activation not in ACTIVATIONS:
-        raise OptionError(f"there is no activation {activation!r} here; there are {', '.join(ACTIVATIONS)}")
+        raise OptionError(f"there is no activation {activation!r}; available: {', '.join(ACTIVATIONS)}")
     modules: list[nn.Module] = []
     for below, above in pairwise(widths):
         modules += [nn.Linear(below, above), ACTIVATIONS[activation]()]
@@ -176,7 +176,7 @@ def network(hidden: str, inputs: int, classes: int, activation: str = "relu") ->
 
 
 def lifted(method: str, model: nn.Module, loss: str, damping: float | None = None) -> Any:
-    """A method of the family on a network."""
+    """A lifted method on a network."""
     extra = {"splitting": method.split()[1]} if method.startswith("SplitADMM") else {}
     return LIFTED[method](model, loss=loss, recipe=Recipe(damping=damping), **extra)
 
@@ -191,7 +191,7 @@ def correct(model: nn.Module, data: RowBatches) -> float:
 
 
 def trained(method: str, candidate: str | float, model: nn.Module, data: RowBatches, epochs: int) -> Iterator[Epoch]:
-    """Train in place by any of the methods; yields after every epoch."""
+    """Train the model in place; yields after every epoch."""
     if method in LIFTED:
         loss, _, damping = str(candidate).partition(" ")
         training = lifted(method, model, loss, float(damping) if damping else None).training(data, epochs)
@@ -205,7 +205,7 @@ def trained(method: str, candidate: str | float, model: nn.Module, data: RowBatc
 
 
 def _backpropagated(method: str, rate: float, model: nn.Module, data: RowBatches, epochs: int) -> Iterator[float]:
-    """The mean loss of every epoch of SGD or Adam, with the falling rate that the lifted methods have."""
+    """Train with SGD or Adam and the schedule of the lifted methods; yields the mean loss of every epoch."""
     optimizer: torch.optim.Optimizer
     if method == "SGD":
         optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
@@ -227,7 +227,7 @@ def _backpropagated(method: str, rate: float, model: nn.Module, data: RowBatches
 def tuned(
     options: LiftedOptions, method: str, build: Callable[[], nn.Module], data: RowSplits, lab: Lab
 ) -> Iterator[Metrics]:
-    """Every candidate from the same weights on the same batches; the best by validation is tested, once."""
+    """Train every candidate from the same weights on the same batches; test only the best by validation."""
     candidates = options.candidates(method)
     best: dict[str, Any] = {"validation": -1.0}
     for number, candidate in enumerate(candidates):
@@ -259,7 +259,7 @@ def tuned(
 def chosen_curve(
     options: LiftedOptions, method: str, build: Callable[[], nn.Module], data: RowSplits, lab: Lab
 ) -> Iterator[Metrics]:
-    """The accuracies after every epoch, of the candidate that ends best on the validation split."""
+    """The accuracies after every epoch of the candidate with the best final validation accuracy."""
     candidates = options.candidates(method)
     curves: list[list[dict[str, Any]]] = []
     for number, candidate in enumerate(candidates):
@@ -284,20 +284,20 @@ def chosen_curve(
 
 
 def accuracies(model: nn.Module, data: RowSplits) -> dict[str, float]:
-    """On all three splits."""
+    """The accuracies on the three splits."""
     splits = {"train": data.train, "validation": data.validation, "test": data.test}
     return {name: correct(model, part) for name, part in splits.items()}
 
 
 def wrong(accuracy: float) -> float:
-    """The percentage of wrong answers; a hundredth at least, for logarithmic axes."""
+    """The error in per cent, at least 0.01 for logarithmic axes."""
     return max(100 - accuracy, 0.01)
 
 
 def error_curves(
     results: Results[Any], dataset: str, methods: Sequence[str], key: str, *, over: str = "epoch", x: str | None = None
 ) -> Plot:
-    """The error on a split over epochs or seconds, a line a method; those that backpropagate are dashed."""
+    """The error on a split over epochs or seconds, one line per method; methods with backpropagation are dashed."""
     parts = [f"{dataset} {method}" for method in methods]
     dashed = [part for part, method in zip(parts, methods, strict=True) if method not in LIFTED]
     title = f"{dataset}: {key} error" + (f" over {x}" if x else "")
@@ -313,7 +313,7 @@ def error_dots(
     title: str,
     sources: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Plot:
-    """Test errors: a row a label, in it a dot for the part of each series; ``sources`` has accuracies of the paper."""
+    """Test errors: one row per label with a dot per series; ``sources`` holds accuracies of the paper."""
     table = {
         label: {series: [wrong(value) for value in results.final(part, "test")] for series, part in row.items()}
         for label, row in rows.items()
@@ -325,7 +325,7 @@ def error_dots(
 
 
 def relative_time(results: Results[Any], ours: str, other: str, label: str) -> Comparison:
-    """The time of an epoch of one part relative to that of another, seed by seed."""
+    """The time of an epoch of one part over that of another, for each seed."""
     mine, theirs = results.curve(ours, "epoch_seconds"), results.curve(other, "epoch_seconds")
     ratios = [mine[seed][-1] / max(theirs[seed][-1], 1e-9) for seed in mine if mine[seed] and theirs.get(seed)]
     return Comparison(

@@ -1,4 +1,4 @@
-"""What the experiments on the structure of networks share: the networks by name, and how they are trained."""
+"""Shared code of the experiments on network structure: networks by name and their training."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -36,10 +36,10 @@ class StructureOptions(ImageOptions):
 
     Args:
         width: A factor on the widths of the residual networks.
-        epochs: Of every network.
+        epochs: Epochs of every network.
         peak: The largest learning rate.
-        schedule: "one-cycle", or "paper": a tenth after a half and again after three quarters.
-        decay: The weight decay of all parameters but the coefficients.
+        schedule: "one-cycle", or "paper": the rate drops to a tenth after 1/2 and after 3/4 of the epochs.
+        decay: Weight decay of all parameters except the coefficients.
     """
 
     width: float = 1.0
@@ -81,7 +81,7 @@ def network(family: str, size: tuple[int, ...], data: Loaders, width: float = 1.
 
 
 def trained(options: StructureOptions, lab: Lab, data: Loaders, model: nn.Module) -> Iterator[Metrics]:
-    """Train a network; the last record has its error, its parameters and what became of its coefficients."""
+    """Train a network; the last record has its error, its number of parameters and its coefficients."""
     free = list(coefficient_parameters(model))
     last: dict[str, object] = {}
     rates, decay = options.rates(), options.decay
@@ -97,7 +97,7 @@ def trained(options: StructureOptions, lab: Lab, data: Loaders, model: nn.Module
 
 
 def error_row(results: Results[Any], part: str, label: str, paper: float | None, key: str = "error") -> Comparison:
-    """A network's error beside the paper's, with its size."""
+    """A row with a network's error, the paper's error and the number of parameters."""
     sizes = results.final(part, "parameters")
     note = f"{sizes[0]:,.0f} parameters" if sizes else ""
     return Comparison(label, paper, results.final(part, key), "%", note=note)

@@ -1,4 +1,4 @@
-"""What a phase is worth: reconstruction over the number of phases, inside one network, and over training time."""
+"""Reconstruction quality over the number of phases, after each phase of a network, and over training time."""
 
 import dataclasses
 import itertools
@@ -50,7 +50,7 @@ def name(length: int) -> str:
 
 
 def parts(options: CSPhasesOptions) -> list[Part]:
-    """One network a length."""
+    """One network per length."""
     return [Part(name(length)) for length in options.lengths]
 
 
@@ -158,7 +158,7 @@ def claims(results: Results[CSPhasesOptions]) -> list[Claim]:
 
 experiment = Experiment(
     name="cs-phases",
-    title="What a phase is worth",
+    title="Reconstruction quality over the number of phases",
     source="[Lin2019], optimisation-inspired networks for image reconstruction",
     about=(
         "One kind of unrolled network with 1, 2, 4, … phases at 25% of the measurements: test PSNR over the number of "

@@ -58,7 +58,7 @@ PUBLIC = {
 
 @dataclasses.dataclass(frozen=True)
 class CSSet11Options(UnrolledOptions):
-    """Ratios, and what the classical control may try.
+    """Measurement ratios, networks, and the tuning of the classical control.
 
     Args:
         ratios: Measurements per pixel.
@@ -203,7 +203,7 @@ def plots(results: Results[CSSet11Options]) -> list[Plot]:
 
 
 def _dots(results: Results[CSSet11Options], ratio: float) -> Plot:
-    """A row a method, on the first test set that was measured; free, constrained, and the public checkpoints."""
+    """One row per method on the first measured test set: free, constrained, and the public checkpoints."""
     methods = (LINEAR, CLASSICAL, *results.options.nets)
     tests = [t for t in ("set11", "photographs") if any(results.final(name(m, ratio), t) for m in methods)]
     test = tests[0] if tests else "set11"
@@ -218,7 +218,7 @@ def _dots(results: Results[CSSet11Options], ratio: float) -> Plot:
 
 
 def findings(results: Results[CSSet11Options]) -> Sequence[str | Difference]:
-    """Against the control, free against constrained, and who is still a solver."""
+    """Networks against the control, free against constrained, and which ones are convergent solvers."""
     said: list[str | Difference] = [f"The networks: {sizes(results.options)}."]
     for ratio in results.options.ratios:
         for net in results.options.nets:
@@ -271,11 +271,11 @@ experiment = Experiment(
     title="Compressive sensing by unrolled solvers",
     source="[Lin2019], optimisation-inspired networks for image reconstruction (ISTA-Net, FISTA-Net, ADMM-Net)",
     about=(
-        "Blocks of 33 × 33 pixels are measured by a random Φ with orthonormal rows and reconstructed: by the best "
-        "linear map, by FISTA on cosines or wavelets with cycle-spinning (tuned on validation images), and by unrolled "
-        "networks with free or constrained steps and thresholds, which work on whole images across the blocks' "
-        "borders. Training: Train400 and T91, the last 20 of Train400 for validation; Set11 and BSD68 are only tested "
-        "on. Without these files, scikit-image's photographs."
+        "Blocks of 33 × 33 pixels are measured by a random Φ with orthonormal rows and reconstructed by the best "
+        "linear map, by FISTA on cosines or wavelets with cycle-spinning (tuned on validation images), and by "
+        "unrolled networks with free or constrained steps and thresholds. The networks work on whole images across "
+        "the borders of the blocks. Training images: Train400 and T91. Validation images: the last 20 of Train400. "
+        "Test images: Set11 and BSD68. Without these files, scikit-image's photographs are used."
     ),
     presets={
         "smoke": Preset(SMOKE, (0,), 0.1),

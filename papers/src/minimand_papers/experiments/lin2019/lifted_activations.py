@@ -1,4 +1,4 @@
-"""LPOM with six activations, saturating and not differentiable ones among them, beside SGD."""
+"""LPOM and SGD with six activations, among them saturating and non-differentiable ones."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -18,9 +18,9 @@ class LiftedActivationsOptions(LiftedOptions):
     """One network with different activations.
 
     Args:
-        dataset: A name of ``minimand_papers.data.registry``.
+        dataset: A name from ``minimand_papers.data.registry``.
         net: Hidden widths.
-        activations: Of relu, leaky_relu, elu, softplus, tanh, sigmoid.
+        activations: Some of relu, leaky_relu, elu, softplus, tanh, sigmoid.
     """
 
     dataset: str = "mnist"
@@ -56,7 +56,7 @@ def compare(results: Results[LiftedActivationsOptions]) -> list[Comparison]:
 
 
 def plots(results: Results[LiftedActivationsOptions]) -> list[Plot]:
-    """The errors, a row an activation."""
+    """The errors, one row per activation."""
     rows = {name: {method: f"{name} {method}" for method in METHODS} for name in results.options.activations}
     return [error_dots(results, rows, title="Activations")]
 
@@ -87,14 +87,14 @@ def claims(results: Results[LiftedActivationsOptions]) -> list[Claim]:
 
 experiment = Experiment(
     name="lifted-activations",
-    title="LPOM with monotone activations of every kind",
+    title="LPOM with six monotone activations",
     source="[Lin2019], Advantages of LPOM",
     about=(
-        "The source claims that LPOM works with any non-decreasing Lipschitz activation without numerical difficulty, "
-        "saturating (tanh, sigmoid) and not differentiable (ReLU, leaky ReLU) ones included, where SGD has to tune its "
-        "learning rate. It gives no numbers. One network with six activations, by LPOM and by SGD from the same "
-        "initial weights, two candidates each, chosen on a tenth of the training images; the control has random "
-        "hidden layers and a ridge regression on top."
+        "The source claims that LPOM works with any non-decreasing Lipschitz activation without numerical "
+        "difficulty, including saturating (tanh, sigmoid) and non-differentiable ones (ReLU, leaky ReLU), while "
+        "SGD needs a tuned learning rate. It gives no numbers. One network with six activations is trained by LPOM "
+        "and by SGD from the same initial weights, with two candidates each, chosen on a tenth of the training "
+        "images. The control has random hidden layers and a ridge regression on top."
     ),
     presets={
         "smoke": Preset(

@@ -20,8 +20,8 @@ class LiftedConvOptions(LiftedOptions):
     """Two convolutions with stride and ReLU, and a linear layer.
 
     Args:
-        datasets: Names of ``minimand_papers.data.registry``.
-        channels: Of the two convolutions, 5 × 5 and 3 × 3.
+        datasets: Names from ``minimand_papers.data.registry``.
+        channels: Channels of the two convolutions, 5 × 5 and 3 × 3.
     """
 
     losses: tuple[str, ...] = ("cross_entropy 0.05", "cross_entropy 0.2", "cross_entropy 0.5")
@@ -91,7 +91,7 @@ def compare(results: Results[LiftedConvOptions]) -> list[Comparison]:
 
 
 def plots(results: Results[LiftedConvOptions]) -> list[Plot]:
-    """The errors, a row a dataset."""
+    """The errors, one row per dataset."""
     rows = {name: {method: f"{name} {method}" for method in METHODS} for name in results.options.datasets}
     return [error_dots(results, rows, title="Convolutions without backpropagation")]
 

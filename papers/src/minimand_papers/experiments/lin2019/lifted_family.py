@@ -32,11 +32,11 @@ OTHERS = ("SGD", "Adam", CONTROL)
 
 @dataclasses.dataclass(frozen=True)
 class LiftedFamilyOptions(LiftedNetworksOptions):
-    """All methods on one network a dataset.
+    """All methods, with one network per dataset.
 
     Args:
-        datasets: Names of ``minimand_papers.data.registry``.
-        nets: Hidden widths, one entry a dataset.
+        datasets: Names from ``minimand_papers.data.registry``.
+        nets: Hidden widths, one entry per dataset.
         steps: Sweeps over all blocks on the fixed batch, weights included.
         fixed: Samples of the fixed batch.
     """
@@ -48,7 +48,7 @@ class LiftedFamilyOptions(LiftedNetworksOptions):
 
 
 def parts(options: LiftedFamilyOptions) -> list[Part]:
-    """The family and what it has to stand against, on every dataset."""
+    """The lifted methods and their controls on every dataset."""
     return [Part(f"{dataset} {method}") for dataset, _ in options.networks() for method in (*LIFTED, *OTHERS)]
 
 
@@ -159,14 +159,14 @@ def claims(results: Results[LiftedFamilyOptions]) -> list[Claim]:
 
 experiment = Experiment(
     name="lifted-family",
-    title="Training without backpropagation: the family side by side",
+    title="Methods without backpropagation side by side",
     source="[Lin2019], the methods before LPOM",
     about=(
         "LPOM, MAC, the block penalty of Zeng et al., ADMM with the splittings of Taylor et al. (“output”) and of "
-        "Zhang, Chen & Saligrama (“all”), and Lifted ReLU, with SGD, Adam and the control (random hidden layers, ridge "
-        "regression on top). First full steps on one fixed batch, for the energy; each method has an energy of its "
-        "own, so the curves' shapes compare, their heights do not. Then mini-batches with momentum, in which all "
-        "methods share the recipe, two candidates each, chosen on a tenth of the training images."
+        "Zhang, Chen & Saligrama (“all”), and Lifted ReLU, beside SGD, Adam and the control (random hidden layers "
+        "with a ridge regression on top). First, full steps on one fixed batch show the energy. Each method has "
+        "its own energy, so only the shapes of the curves are comparable. Then all methods train on mini-batches "
+        "with the same recipe and two candidates each, chosen on a tenth of the training images."
     ),
     presets={
         "smoke": Preset(

@@ -16,7 +16,7 @@ METHODS = ("LPOM", "SGD", "Adam")
 
 @dataclasses.dataclass(frozen=True)
 class LPOMCurvesOptions(LiftedNetworksOptions):
-    """One network a dataset."""
+    """One network per dataset."""
 
     datasets: tuple[str, ...] = ("mnist", "cifar10")
     nets: tuple[str, ...] = ("300-100", "500-200")
@@ -49,7 +49,7 @@ def compare(results: Results[LPOMCurvesOptions]) -> list[Comparison]:
 
 
 def _time_to(results: Results[LPOMCurvesOptions], dataset: str) -> Comparison:
-    """The seconds in which LPOM reaches the validation accuracy with which SGD ends, in SGD's whole time."""
+    """The time in which LPOM reaches SGD's final validation accuracy, over SGD's total time."""
     ours, theirs = (results.curve(f"{dataset} {method}", "validation") for method in ("LPOM", "SGD"))
     spent, whole = (results.curve(f"{dataset} {method}", "spent") for method in ("LPOM", "SGD"))
     ratios, missed = [], 0

@@ -25,7 +25,7 @@ class LPOMMNISTOptions(LiftedOptions):
 
     Args:
         dataset: mnist, or mnist5k and digits, which come inside Python packages.
-        nets: Hidden widths, one entry a network.
+        nets: Hidden widths, one entry per network.
     """
 
     dataset: str = "mnist"
@@ -67,7 +67,7 @@ def compare(results: Results[LPOMMNISTOptions]) -> list[Comparison]:
 
 
 def plots(results: Results[LPOMMNISTOptions]) -> list[Plot]:
-    """The table as errors, a row a network."""
+    """The table as errors, one row per network."""
     rows = {net: {method: f"{net} {method}" for method in METHODS} for net in results.options.nets}
     sources = PAPER if results.options.dataset == "mnist" else None
     return [error_dots(results, rows, title="Table 2: networks trained without backpropagation", sources=sources)]

@@ -1,4 +1,4 @@
-"""Layers on several processes: what synchronous and asynchronous exchange cost in accuracy and gain in time."""
+"""Layers on several processes: accuracy and time of synchronous and asynchronous exchange."""
 
 import dataclasses
 import statistics
@@ -28,10 +28,10 @@ class LPOMParallelOptions(LiftedOptions):
     """One network, its layers on one process and on several.
 
     Args:
-        dataset: A name of ``minimand_papers.data.registry``.
+        dataset: A name from ``minimand_papers.data.registry``.
         net: Hidden widths.
-        processes: How many share the layers.
-        staleness: Batches in flight at most, where they do not wait.
+        processes: Numbers of processes that share the layers.
+        staleness: The largest number of batches in flight in asynchronous mode.
     """
 
     dataset: str = "mnist"
@@ -72,7 +72,7 @@ def run(options: LPOMParallelOptions, part: str, lab: Lab) -> Iterator[Metrics]:
 
 
 def _spread(options: LPOMParallelOptions, part: str, model: torch.nn.Module, batches: RowBatches) -> list[Epoch]:
-    """The layers of ``model`` on processes of their own; its weights are what they end with."""
+    """Train the layers of ``model`` on several processes; afterwards it has their weights."""
     count, mode = int(part.split()[0]), part.rpartition(", ")[2]
     assert batches.generator is not None
     seed = batches.generator.initial_seed()
@@ -96,7 +96,7 @@ def _work(
     batch: int,
     seed: int,
 ) -> None:
-    """One process; all iterate the batches that one process alone has."""
+    """The work of one process; every process iterates over the same batches."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=count)
     batches = RowBatches(x, y, batch, torch.Generator().manual_seed(seed))
@@ -158,7 +158,7 @@ def claims(results: Results[LPOMParallelOptions]) -> list[Claim]:
 
 
 def _speed_up(results: Results[LPOMParallelOptions], part: str, other: str) -> str:
-    """By how much an epoch is faster, with the range over the seeds."""
+    """A sentence on the speed-up of an epoch, with its range over the seeds."""
     ratios = [1 / max(ratio, 1e-9) for ratio in relative_time(results, part, other, "").measured]
     if not ratios:
         return f"The times of {part} and {other} have not been measured together yet."
@@ -171,11 +171,11 @@ experiment = Experiment(
     title="Layers on several processes",
     source="[Lin2019], Parallelizing LPOM",
     about=(
-        "The layers of one network are spread over processes that exchange only the activations at their ends. "
-        "Synchronous, they make the Jacobi sweeps of one process; asynchronous, they go on with the next batch while "
-        "the pull for the last ones is under way. The control is one process with the same sweeps; Gauss–Seidel, which "
-        "one process can do and several cannot, is beside it. Run it with --jobs 1 on a machine with nothing else to "
-        "do: times are the point. Each process has one thread."
+        "The layers of one network are distributed over processes that exchange only the activations at their "
+        "boundaries. In synchronous mode they compute the Jacobi sweeps of one process. In asynchronous mode they "
+        "continue with the next batch while messages are in flight. The controls are one process with Jacobi "
+        "sweeps and one process with Gauss–Seidel sweeps, which cannot be distributed. Times are the purpose: run "
+        "it with --jobs 1 on an otherwise idle machine. Each process has one thread."
     ),
     presets={
         "smoke": Preset(LPOMParallelOptions(batch=50, limit=200, epochs=1, dataset="digits", net="20-15"), (0,), 0.3),

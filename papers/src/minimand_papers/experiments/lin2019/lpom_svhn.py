@@ -28,9 +28,9 @@ class LPOMSVHNOptions(LiftedOptions):
     """House numbers, as histograms of oriented gradients or as pixels.
 
     Args:
-        dataset: svhn; any other of square images with sides a multiple of 8 runs, too, without the source's numbers.
+        dataset: svhn, or another dataset of square images whose side is a multiple of 8 (without source's numbers).
         net: Hidden widths.
-        digits: The classes to tell apart; none: all.
+        digits: The classes to distinguish; empty: all.
         features: hog or pixels.
     """
 
@@ -146,11 +146,11 @@ experiment = Experiment(
     title="LPOM on house numbers, beside SGD and ADMM",
     source="[Lin2019], Table 3",
     about=(
-        "The source does not describe its task, network or features, so its numbers are of another protocol than ours: "
-        "we take the digits 0 and 2, 648 gradient features of our own, hidden layers of 100 and 50 ReLUs, and SVHN's "
-        "training split without its extra images, in the manner of Taylor et al. 2016. All methods "
+        "The source does not describe its task, network or features, so its numbers belong to another protocol "
+        "than ours. We take the digits 0 and 2, 648 gradient features of our own, hidden layers of 100 and 50 "
+        "ReLUs, and SVHN's training split without its extra images, similar to Taylor et al. 2016. All methods "
         "have the same epochs, initial weights and batches, and two candidates, chosen on a tenth of the training "
-        "images. SVHN has to lie in the data directory; the smallest preset takes the bundled digits, enlarged."
+        "images. SVHN must be in the data directory; the preset smoke uses the bundled digits, enlarged."
     ),
     presets={
         "smoke": Preset(

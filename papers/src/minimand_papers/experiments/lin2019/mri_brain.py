@@ -38,14 +38,14 @@ ZERO_FILLED, CLASSICAL = "zero-filled", "classical"
 
 @dataclasses.dataclass(frozen=True)
 class MRIBrainOptions(UnrolledOptions):
-    """A radial mask, and what the classical control may try.
+    """A radial mask, networks, and the tuning of the classical control.
 
     Args:
-        ratio: Frequencies that are measured.
+        ratio: The share of frequencies that is measured.
         nets: The networks.
         weights: First candidates for the control's penalty, tuned on the validation slices.
         iters: Iterations of the control.
-        side: Of the bundled photographs that stand in for slices.
+        side: Side of the bundled photographs that replace the slices.
     """
 
     ratio: float = 0.2
@@ -144,7 +144,7 @@ def plots(results: Results[MRIBrainOptions]) -> list[Plot]:
 
 
 def findings(results: Results[MRIBrainOptions]) -> Sequence[str | Difference]:
-    """Against the control, and who is still a solver."""
+    """Networks against the control, and which ones are convergent solvers."""
     said: list[str | Difference] = []
     for net in results.options.nets:
         said.append(difference(results, net, CLASSICAL, unit=" dB"))
@@ -172,10 +172,10 @@ experiment = Experiment(
     title="Brain slices from a fifth of their frequencies",
     source="[Lin2019], optimisation-inspired networks for image reconstruction (ADMM-Net)",
     about=(
-        "Subsampled Fourier measurements along radial lines of 50 brain slices, 35 to train on, 5 to validate and 10 "
-        "to test: the zero-filled image, FISTA on wavelets with cycle-spinning, tuned on the validation slices, and "
-        "unrolled networks. Slices of one study resemble each other, so the split flatters whatever is learned. "
-        "Without the slices, scikit-image's photographs."
+        "Subsampled Fourier measurements along radial lines of 50 brain slices: 35 for training, 5 for validation, "
+        "10 for testing. The zero-filled image and FISTA on wavelets with cycle-spinning, tuned on the validation "
+        "slices, are compared with unrolled networks. Slices of one study resemble each other, so the split "
+        "favours learned methods. Without the slices, scikit-image's photographs are used."
     ),
     presets={
         "smoke": Preset(

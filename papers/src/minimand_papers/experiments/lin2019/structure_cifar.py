@@ -30,13 +30,13 @@ PAIRS = (("HB-Net", "ResNet"), ("DMRNet", "ResNet"), ("AGD-Net", "DenseNet"))
 
 @dataclasses.dataclass(frozen=True)
 class StructureCIFAROptions(StructureOptions):
-    """The table at a scale of one's choice.
+    """The table at a chosen scale.
 
     Args:
-        augment: Run every network with augmentation, too; False: without it only.
-        blocks: n of the residual networks, which have 6n + 2 layers. Momentum needs two updates a stage, so n > 1.
+        augment: Run every network without and with augmentation; False: only without.
+        blocks: n of the residual networks, which have 6n + 2 layers. Momentum needs two updates per stage, so n > 1.
         dense: Growth and depth of the dense networks.
-        dropout: Of the dense networks where images are not augmented; Huang et al. have 0.2 there.
+        dropout: Dropout rate of the dense networks without augmentation; Huang et al. have 0.2.
     """
 
     augment: bool = True
@@ -110,7 +110,7 @@ def plots(results: Results[StructureCIFAROptions]) -> list[Plot]:
 
 
 def findings(results: Results[StructureCIFAROptions]) -> Sequence[str | Difference]:
-    """Each algorithm against the baseline that it contains, with the sign as it is."""
+    """Each algorithm against the baseline that it contains."""
     said = []
     for augmented in results.options.columns:
         rows = _rows(results.options)
@@ -179,14 +179,15 @@ experiment = Experiment(
     title="Networks of faster algorithms",
     source="[Lin2019], the CIFAR table",
     about=(
-        "ResNet is the heavy ball with β₁ = 1, β₂ = 0; HB-Net learns both (16). DenseNet is Nesterov's method in all "
-        "past terms with α = 1, β = 0; AGD-Net learns β (18), leaving out the input of a stage, which has other "
-        "channels. DMRNet is the relaxed ADMM (20) at ½, narrowed to ResNet's parameters. HB-Net and AGD-Net start at "
-        "their baseline's function; all have the same blocks, schedule and seeds. Momentum starts anew where the map "
-        "is halved, so a stage needs two blocks for β₂ to matter: n = 2 is the smallest HB-Net. The coefficients have "
-        "no weight decay. The laptop preset has half the width, 8,000 images and 5 epochs, with parameters equal to "
-        "four per cent; the paper's has Huang et al.'s dropout of 0.2 in dense networks without augmentation. In "
-        "[Lin2019] itself HB-Net loses in two of eight cells and AGD-Net in one."
+        "ResNet is the heavy ball with β₁ = 1, β₂ = 0; HB-Net learns both coefficients (eq. 16). DenseNet is "
+        "Nesterov's method in all past terms with α = 1, β = 0; AGD-Net learns β (eq. 18), except for the input of "
+        "a stage, which has other channels. DMRNet is the relaxed ADMM (eq. 20) at ½, narrowed to ResNet's number "
+        "of parameters. HB-Net and AGD-Net start as the function of their baseline; all have the same blocks, "
+        "schedule and seeds. Momentum restarts where the map is halved, so β₂ matters only with two blocks per "
+        "stage: n = 2 is the smallest HB-Net. The coefficients have no weight decay. The laptop preset has half "
+        "the width, 8,000 images and 5 epochs, with numbers of parameters that agree to four per cent. The paper "
+        "preset has the dropout of 0.2 of Huang et al. in dense networks without augmentation. In [Lin2019] itself "
+        "HB-Net loses in two of eight cells and AGD-Net in one."
     ),
     presets={
         "smoke": Preset(_SMALL, (0, 1), 0.1),

@@ -19,7 +19,7 @@ class StructureDepthOptions(StructureOptions):
     """Residual networks of growing depth under three algorithms.
 
     Args:
-        blocks: The values of n; a network has 6n + 2 layers. Momentum needs two updates a stage, so n > 1.
+        blocks: The values of n; a network has 6n + 2 layers. Momentum needs two updates per stage, so n > 1.
     """
 
     blocks: tuple[int, ...] = (2, 3, 5)
@@ -78,7 +78,7 @@ def plots(results: Results[StructureDepthOptions]) -> list[Plot]:
 
 
 def findings(results: Results[StructureDepthOptions]) -> Sequence[str | Difference]:
-    """What depth does for ResNet; algorithms against ResNet at their depth, and against a deeper one that is better."""
+    """ResNets of different depth; algorithms against ResNet at equal depth, and against a deeper and better ResNet."""
     said: list[str | Difference] = []
     gained: dict[int, bool] = {}
     blocks = sorted(results.options.blocks)
@@ -88,7 +88,9 @@ def findings(results: Results[StructureDepthOptions]) -> Sequence[str | Differen
             gained[n] = mean_std(deep)[0] < mean_std(shallow)[0]
         said.append(difference(results, _part("ResNet", deeper), _part("ResNet", n), "error", higher=False))
     if gained and not any(gained.values()):
-        said.append("No deeper ResNet is better in the mean: whether an algorithm saves layers cannot be seen here.")
+        said.append(
+            "No deeper ResNet has a lower mean error, so whether an algorithm saves layers cannot be seen here."
+        )
     for family in FAMILIES[1:]:
         for n, following in zip(blocks, [*blocks[1:], None], strict=True):
             said.append(difference(results, _part(family, n), _part("ResNet", n), "error", higher=False))
@@ -115,13 +117,13 @@ def claims(results: Results[StructureDepthOptions]) -> list[Claim]:
 _SMALL = StructureDepthOptions("digits", batch=50, limit=100, enlarge=2, width=0.25, epochs=1, blocks=(2, 3), peak=0.05)
 experiment = Experiment(
     name="structure-depth",
-    title="Accuracy over depth: does a faster algorithm need fewer layers?",
+    title="Error over depth under three algorithms",
     source="[Lin2019], the hypothesis of its structure design part",
     about=(
         "[Lin2019] supposes that a network of a faster algorithm computes features in fewer layers. Residual networks "
         "of 6n + 2 layers are trained as they are, as heavy-ball networks (16), and in Nesterov's two-term form, in "
         "which every block is evaluated at β₁x + β₂x₋; all three start as the same function, and the coefficients are "
-        "learned without weight decay. Momentum starts anew where the map is halved, and with one block a stage the "
+        "learned without weight decay. Momentum restarts where the map is halved, and with one block a stage the "
         "heavy ball has none, so depth begins at n = 2. The claim would show as an error at n that a ResNet reaches "
         "only at a larger n. The laptop preset has half the width, 8,000 images and 5 epochs."
     ),

@@ -35,12 +35,12 @@ _IMAGENET = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 @dataclasses.dataclass(frozen=True)
 class StructureImageNetOptions(StructureOptions):
-    """The four networks at a width of one's choice.
+    """The four networks at a chosen width.
 
     Args:
-        folder: Of images, ``train/CLASS/…`` and ``val/CLASS/…``, read while training; empty: ``dataset``, in memory.
-        side: Of the crops from a folder's images, whose shorter side is made 8/7 of it.
-        growth: Of the dense networks.
+        folder: A folder of images, ``train/CLASS/…`` and ``val/CLASS/…``; empty: ``dataset``, in memory.
+        side: Side of the crops; the shorter side of an image is resized to 8/7 of it.
+        growth: Growth of the dense networks.
     """
 
     folder: str = ""
@@ -68,9 +68,9 @@ def _files(folder: Path) -> tuple[list[Path], list[str]]:
 
 @dataclasses.dataclass
 class ImageFileBatches:
-    """Batches of image files, read as they are needed: random crops and mirror images with a generator, else centres.
+    """Batches of image files, read on demand: random crops and flips with a generator, centre crops without.
 
-    Every process takes its share of a batch; the generator is the lab's, so a resumed run goes on with it.
+    Every process takes its share of a batch. The generator belongs to the run, so a resumed run continues with it.
     """
 
     files: list[Path]
@@ -98,7 +98,7 @@ class ImageFileBatches:
             yield _IMAGENET(stacked.to(self.lab.device)), self.labels[rows].to(self.lab.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the lab keeps its generators."""
+        """Nothing; the run saves its generators."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -106,14 +106,14 @@ class ImageFileBatches:
 
 
 def _crop(file: Path, side: int, draw: list[float] | None) -> Tensor:
-    """A square of a picture whose shorter side was made 8/7 of the square's, at random or the middle one."""
+    """A square crop, random or central, of an image whose shorter side was resized to 8/7 of the crop's side."""
     from PIL import Image
 
     try:
         with Image.open(file) as opened:
             image = opened.convert("RGB")
     except Exception as error:
-        raise DataError(f"{file} is no image, or damaged ({error}): replace or remove it") from error
+        raise DataError(f"{file} is not an image, or is damaged ({error}): replace or remove it") from error
     scale = side * 8 / 7 / min(image.size)
     width, height = (max(side, round(scale * length)) for length in image.size)
     across, down, mirror = (0.5, 0.5, 0.0) if draw is None else draw
@@ -126,13 +126,13 @@ def _crop(file: Path, side: int, draw: list[float] | None) -> Tensor:
 
 
 def folder_loaders(options: StructureImageNetOptions, lab: Lab) -> Loaders:
-    """A hundredth of the training images is held out, the same for all seeds."""
+    """Batches of a folder of images; a hundredth of the training images is held out, the same for all seeds."""
     folder = Path(options.folder).expanduser()
     files, classes = _files(folder / "train")
     tests, others = _files(folder / "val")
     if classes != others:
         raise DataError(
-            f"{folder}: train has {len(classes)} classes and val {len(others)}, or others; both need the same"
+            f"{folder}: train has {len(classes)} classes and val {len(others)}, or different ones; they must be equal"
         )
     order = torch.randperm(len(files), generator=torch.Generator().manual_seed(0)).tolist()
     held = max(1, len(files) // 100)
@@ -198,7 +198,7 @@ def run(options: StructureImageNetOptions, part: str, lab: Lab) -> Iterator[Metr
 
 
 def compare(results: Results[StructureImageNetOptions]) -> list[Comparison]:
-    """Errors beside the paper's, which are ImageNet's."""
+    """Errors beside the paper's errors on ImageNet."""
     rows = []
     for key, name, column in (("error", "top-1", 0), ("top5", "top-5", 1)):
         for part, numbers in PAPER.items():
@@ -216,7 +216,7 @@ def plots(results: Results[StructureImageNetOptions]) -> list[Plot]:
 
 
 def findings(results: Results[StructureImageNetOptions]) -> Sequence[str | Difference]:
-    """Each algorithm against its baseline, with the sign as it is."""
+    """Each algorithm against its baseline."""
     columns = (("error", "Top-1"), ("top5", "Top-5"))
     return [
         difference(results, *pair, key, higher=False, quantity=f"{name} error")
@@ -250,12 +250,13 @@ experiment = Experiment(
     title="Networks of faster algorithms on ImageNet",
     source="[Lin2019], the ImageNet table",
     about=(
-        "HB-Net-34 is ResNet-34 with learned β₁ and β₂ (16), AGD-Net-121 is DenseNet-121 with learned weights on the "
-        "past iterates of a stage (18); both start at their baseline's function. The paper preset reads a folder of "
-        "images (the option folder, with train/CLASS and val/CLASS), crops 224 × 224 out of a shorter side of 256 at "
-        "random and mirrors; it leaves out He et al.'s jitter of scale and colour, and its learning rate falls after a "
-        "half and three quarters of the epochs. The laptop preset runs without ImageNet: the same four depths at a "
-        "quarter of the width, on 5,000 images of CIFAR-10 enlarged to 64 × 64, so the paper's numbers do not apply."
+        "HB-Net-34 is ResNet-34 with learned β₁ and β₂ (eq. 16), AGD-Net-121 is DenseNet-121 with learned weights "
+        "on the past iterates of a stage (eq. 18). Both start as the function of their baseline. The paper preset "
+        "reads a folder of images (the option folder, with train/CLASS and val/CLASS), resizes the shorter side to "
+        "256, and crops 224 × 224 and flips at random. It omits the scale and colour jitter of He et al., and its "
+        "learning rate drops after 1/2 and 3/4 of the epochs. The laptop preset runs without ImageNet: the same "
+        "four depths at a quarter of the width on 5,000 images of CIFAR-10 enlarged to 64 × 64, so the paper's "
+        "numbers do not apply."
     ),
     presets={
         "smoke": Preset(_SMALL, (0,), 0.2),

@@ -42,10 +42,10 @@ class StructureRatesOptions:
     """Random convex problems, a new one for every seed.
 
     Args:
-        dimension: Of the unknown.
-        iterations: Of every method, and layers of every network.
-        condition: The largest over the smallest curvature of the quadratic.
-        activation: Of the networks.
+        dimension: Dimension of the unknown.
+        iterations: Iterations of every method, and layers of every network.
+        condition: Condition number of the quadratic.
+        activation: Activation of the networks.
     """
 
     dimension: int = 100
@@ -105,7 +105,7 @@ def _depth(options: StructureRatesOptions, lab: Lab, algorithm: str) -> tuple[Te
 
 
 def bound(theorem: int | None, t: Tensor, distance: Tensor) -> Tensor | None:
-    """What the theorem allows after t steps, for smoothness 1."""
+    """The bound of a theorem after t steps, for smoothness 1."""
     formulas = {1: 2 * distance / t, 2: distance / (2 * (t + 1)), 3: 2 * distance / (t + 1) ** 2}
     return None if theorem is None else formulas[theorem]
 
@@ -133,7 +133,7 @@ def run(options: StructureRatesOptions, part: str, lab: Lab) -> Iterator[Metrics
 
 
 def compare(results: Results[StructureRatesOptions]) -> list[Comparison]:
-    """The largest share of the bound that is used; a theorem says at most 1."""
+    """The largest ratio of gap to bound; a theorem states at most 1."""
     return [
         Comparison(
             f"{part}, Theorem {number}", 1.0, results.final(part, "share"), digits=3, note="gap ÷ bound, at most 1"
@@ -172,7 +172,7 @@ def plots(results: Results[StructureRatesOptions]) -> list[Plot]:
 
 
 def findings(results: Results[StructureRatesOptions]) -> Sequence[str]:
-    """Whether the bounds hold, and which method is ahead."""
+    """Whether the bounds hold, and the order of the methods."""
     said = []
     for part, number in THEOREM.items():
         shares = results.final(part, "share")
@@ -208,7 +208,7 @@ def claims(results: Results[StructureRatesOptions]) -> list[Claim]:
 
 experiment = Experiment(
     name="structure-rates",
-    title="Rates of descent, heavy ball and Nesterov, and of the networks they are",
+    title="Rates of gradient descent, heavy ball and Nesterov, and of their networks",
     source="[Lin2019], Theorems 1 to 3 and Lemma 4",
     about=(
         "The solvers of the core on ill-conditioned random quadratics with L = 1, from zero, beside the bounds "

@@ -1,4 +1,4 @@
-"""What the experiments on dropout for factorisation share."""
+"""Shared code of the experiments on dropout for factorisation."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -18,13 +18,13 @@ __all__ = ["MatrixOptions", "followed", "landmarks", "norm_plot"]
 
 @dataclasses.dataclass(frozen=True)
 class MatrixOptions:
-    """A random matrix to factorise, drawn anew for each seed.
+    """A random matrix to factorise, drawn for each seed.
 
     Args:
-        rows: Its rows.
-        columns: Its columns.
-        rank: Of the signal; 0: a full Gaussian matrix without signal.
-        noise: The standard deviation of what is added to the signal.
+        rows: Rows of the matrix.
+        columns: Columns of the matrix.
+        rank: Rank of the signal; 0: a full Gaussian matrix without signal.
+        noise: Standard deviation of the noise.
     """
 
     rows: int = 100
@@ -52,9 +52,9 @@ def landmarks(count: int, points: int = 60) -> list[int]:
 
 
 def followed(Y: np.ndarray, model: DropoutFactorization) -> Iterator[Metrics]:
-    """Fit, and tell the objective, its excess over the global minimum and the norms of the terms as it iterates.
+    """Fit; yields the objective, its excess over the global minimum and the norms of the terms over the iterations.
 
-    The excess is a share of the minimum, or of ‖Y‖² where the minimum is zero up to rounding.
+    The excess is relative to the minimum, or to ‖Y‖² if the minimum is zero up to rounding.
     """
     left = model.fit_transform(Y)
     whole = float((Y**2).sum())

@@ -1,4 +1,4 @@
-"""What the factorisation experiments share: where their data lie, certificates as numbers, and lines."""
+"""Shared code of the factorisation experiments: data files, certificates as numbers, line plots."""
 
 import contextlib
 import warnings
@@ -46,7 +46,7 @@ def file_of(lab: Lab, *names: str, required: bool = False) -> Path | None:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[None]:
-    """Fits whose certificates go into the records need no warning of where they stopped."""
+    """Silence the warning of an uncertified fit; the certificate is in the record."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".* stopped before its certificate")
         yield
@@ -79,7 +79,7 @@ def thinned(history: Sequence[float], least: float, count: int = 60) -> list[Met
 
 
 def last(results: Results[Any], part: str, key: str) -> Any:
-    """What the first seed that has it recorded last, of any type; None before it is measured."""
+    """The last value that the first seed recorded under a key; None if there is none."""
     return next((values[-1] for values in results.curve(part, key).values() if values), None)
 
 
@@ -137,6 +137,6 @@ def lines(
 
 
 def measured(rows: Sequence[Comparison]) -> list[Comparison]:
-    """Rows without those that this data has no truth for; all of them before anything is measured."""
+    """The rows with measurements; all rows if nothing was measured."""
     found = [row for row in rows if len(row.measured)]
     return found or list(rows)

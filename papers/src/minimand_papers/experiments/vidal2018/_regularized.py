@@ -1,4 +1,4 @@
-"""What the experiments on regularised digit classifiers share: flat images, plain networks, errors."""
+"""Shared code of the experiments on regularised digit classifiers: flat images, plain networks, errors."""
 
 import dataclasses
 import itertools
@@ -18,10 +18,10 @@ Candidates = tuple[float | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class DigitsOptions:
-    """Which digits.
+    """The dataset of digits.
 
     Args:
-        dataset: A name of ``minimand_papers.data.registry``: mnist, mnist5k, digits, …
+        dataset: A name from ``minimand_papers.data.registry``: mnist, mnist5k, digits, …
         samples: Training images; 0: all but the validation tenth.
         batch: Images in a batch.
     """
@@ -31,7 +31,7 @@ class DigitsOptions:
     batch: int = 64
 
     def draw(self, lab: Lab, samples: int | None = None) -> "FlatSplits":
-        """The three splits; a random subset for each seed of the training images."""
+        """The three splits; each seed draws its own subset of the training images."""
         data = lab.load(self.dataset)
         train, validation = data.train.split(0.1, seed=0)
         count = self.samples if samples is None else samples

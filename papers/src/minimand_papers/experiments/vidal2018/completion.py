@@ -1,4 +1,4 @@
-"""Filling in what was not observed: an image with holes, and ratings."""
+"""Matrix completion: an image with missing pixels, and a table of ratings."""
 
 import dataclasses
 import time
@@ -31,18 +31,18 @@ class CompletionOptions:
     """A photograph and a table of ratings, both with entries missing.
 
     Args:
-        photograph: Of scikit-image.
-        side: Of the photograph, in pixels.
+        photograph: Name of a photograph in scikit-image.
+        side: Side of the photograph in pixels.
         observed: Fractions of the pixels that are known.
         users: Rows of the table of ratings.
-        items: Its columns.
-        rank: Of the ratings without noise.
-        noise: Standard deviation of the noise of a rating; the ratings' own is 1.
+        items: Columns of the table of ratings.
+        rank: Rank of the ratings without noise.
+        noise: Standard deviation of the noise; the ratings themselves have 1.
         known: Fraction of the ratings that is known.
-        fractions: Of λmax, tried from above; a tenth of the known entries chooses.
-        sweeps: At most.
+        fractions: Values of λ/λmax, tried in decreasing order; a tenth of the known entries chooses one.
+        sweeps: The largest number of sweeps.
         tol: The relative gap to certify.
-        scales: Factors of a table of 500 × 400 ratings whose observed entries grow with them, to time a sweep on.
+        scales: Factors on a table of 500 × 400 ratings and its observed entries, to time a sweep.
     """
 
     photograph: str = "brick"
@@ -66,12 +66,12 @@ def tasks(options: CompletionOptions) -> dict[str, float]:
 
 
 def name(task: str, method: str) -> str:
-    """Of a part."""
+    """A part's name."""
     return f"{task}: {method}"
 
 
 def methods(task: str) -> tuple[str, ...]:
-    """Neighbours mean something in an image only."""
+    """The methods for a task; biharmonic inpainting is for images only."""
     return (OURS, MEANS, SMOOTH) if task.startswith(IMAGE) else (OURS, MEANS)
 
 
@@ -122,7 +122,7 @@ def _ratings(options: CompletionOptions, rng: np.random.Generator) -> tuple[np.n
 
 
 def _means(Y: np.ndarray, seen: np.ndarray) -> np.ndarray:
-    """The mean, and what rows and columns differ from it."""
+    """Fill with the overall mean plus the deviations of the row and of the column."""
     center = Y[seen].mean()
     rest = np.where(seen, Y - center, 0.0)
     rows = rest.sum(1) / np.maximum(seen.sum(1), 1)
@@ -135,7 +135,7 @@ def _means(Y: np.ndarray, seen: np.ndarray) -> np.ndarray:
 def _completed(
     options: CompletionOptions, Y: np.ndarray, seen: np.ndarray, lab: Lab
 ) -> Generator[Metrics, None, np.ndarray]:
-    """A path over λ, each fit from the one before; then the best λ with all that is known."""
+    """A path over λ with warm starts; then a fit with the best λ on all known entries."""
     held = seen & (np.random.default_rng(lab.seed + 1).random(Y.shape) < HELD)
     center = Y[seen].mean()
     fitted = np.where(seen & ~held, Y - center, np.nan)
@@ -174,7 +174,7 @@ def _cost(scale: int, lab: Lab) -> Metrics:
 
 
 def _timed(Y: sparse.csr_array, sweeps: int, lab: Lab) -> tuple[float, int]:
-    """Seconds of a fit, the fewest of three, and the sweeps it made."""
+    """The shortest time of three fits in seconds, and the number of sweeps."""
     found = []
     for _ in range(3):
         model = MatrixCompletion(15.0, n_components=10, max_iter=sweeps, random_state=lab.seed)
@@ -189,7 +189,7 @@ def _model(options: CompletionOptions, lam: float, lab: Lab) -> MatrixCompletion
 
 
 def compare(results: Results[CompletionOptions]) -> list[Comparison]:
-    """Errors on what was not observed."""
+    """Errors on the entries that were not observed."""
     rows = []
     for task in tasks(results.options):
         for method in methods(task):
@@ -197,7 +197,7 @@ def compare(results: Results[CompletionOptions]) -> list[Comparison]:
             if task.startswith(IMAGE):
                 rows.append(Comparison(part, None, results.final(part, "psnr"), " dB"))
             else:
-                note = "root mean squared error on what was hidden, without its noise; the ratings' own spread is 1"
+                note = "root mean squared error on hidden entries, against the ratings without noise, whose spread is 1"
                 rows.append(Comparison(part, None, results.final(part, "rmse"), "", 3, note))
         part = name(task, OURS)
         rows.append(Comparison(f"{part}, rank", None, results.final(part, "rank"), "", 0))
@@ -257,11 +257,11 @@ experiment = Experiment(
     title="Completing images and ratings",
     source="[Vidal2018], matrix completion",
     about=(
-        "The nuclear norm over what was observed, with λ chosen by a tenth of the known entries, fills pixels of a "
-        "photograph and entries of a synthetic table of ratings of low rank. Controls: row and column means, and for "
-        "the image biharmonic inpainting, which knows that neighbours are alike; low rank does not. Errors are on what "
-        "was hidden. Last, the cost of a sweep over sparse tables of growing size, which should follow the number of "
-        "observed entries and not the size of the table."
+        "The nuclear norm on the observed entries, with λ chosen on a tenth of them, fills pixels of a photograph "
+        "and entries of a synthetic table of ratings of low rank. Controls are row and column means and, for the "
+        "image, biharmonic inpainting, which uses that neighbouring pixels are similar. Errors are measured on "
+        "hidden entries. The time of a sweep over sparse tables of growing size should grow with the number of "
+        "observed entries."
     ),
     presets={
         "smoke": Preset(

@@ -27,13 +27,13 @@ class DegreeMismatchOptions:
 
     Args:
         depths: Numbers of layers K.
-        width: Of the layers.
-        samples: Of the data.
-        starts: How many runs are counted.
-        scale: Of the start: each layer's norm.
+        width: Width of the layers.
+        samples: Number of data points.
+        starts: Number of random starts.
+        scale: Norm of each layer at the start.
         lam: The weight of the regulariser.
-        iterations: Of gradient descent.
-        rate: Its step.
+        iterations: Iterations of gradient descent.
+        rate: Step of gradient descent.
     """
 
     depths: tuple[int, ...] = (2, 3, 4)
@@ -72,7 +72,7 @@ def run(options: DegreeMismatchOptions, part: str, lab: Lab) -> Iterator[Metrics
 def descend(
     net: nn.Module, x: Tensor, y: Tensor, options: DegreeMismatchOptions, regularizer: Callable[[nn.Module], Tensor]
 ) -> float:
-    """Gradient descent; the norm of the outputs at its end."""
+    """Gradient descent; returns the norm of the outputs at its end."""
     optimizer = torch.optim.SGD(net.parameters(), lr=options.rate)
     for _ in range(options.iterations):
         optimizer.zero_grad()
@@ -134,11 +134,10 @@ experiment = Experiment(
     title="A regulariser of the wrong degree can trap descent at zero",
     source="[Vidal2018], Key Ingredient: Proper Regularization; Basic Regularization: Weight Decay",
     about=(
-        "Near zero a chain of K linear layers is of order K, and weight decay is of order 2: for K > 2 zero is a "
-        "local minimum whatever "
-        "the data. The product of norms and its smooth surrogate have order K. Gradient descent from small "
-        "random starts; the share that "
-        "ends at the zero network. The slides have no numbers."
+        "Near zero a chain of K linear layers is of order K and weight decay is of order 2, so for K > 2 zero is a "
+        "local minimum for any data. The product of norms and its smooth surrogate have order K. Gradient descent "
+        "runs from small random starts; the share of runs that end at the zero network is measured. The slides "
+        "have no numbers."
     ),
     presets={
         "smoke": Preset(

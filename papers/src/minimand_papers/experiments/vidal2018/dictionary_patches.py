@@ -1,4 +1,4 @@
-"""Atoms for patches of a photograph: how many, how sparse, and the same minimum from two starts."""
+"""A sparse dictionary for patches of a photograph: number of atoms, sparsity, and the minimum from two starts."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -24,14 +24,14 @@ class DictionaryPatchesOptions:
     """Square patches of a photograph, without their means, as rows.
 
     Args:
-        photograph: Of scikit-image.
-        side: To which the photograph is shrunk.
+        photograph: Name of a photograph in scikit-image.
+        side: Side of the photograph after shrinking.
         patch: Side of a patch.
-        count: Patches.
+        count: Number of patches.
         fraction: λ over the λmax of each γ.
         gammas: Weights of the l1 norm of the codes; zero is the nuclear norm. The last is compared with scikit-learn.
-        sweeps: Of local descent at most.
-        r_max: Atoms at most.
+        sweeps: The largest number of sweeps of local descent.
+        r_max: The largest number of atoms.
         tol: The relative gap to certify.
     """
 
@@ -57,7 +57,7 @@ class DictionaryPatchesOptions:
 
 
 def name(gamma: float) -> str:
-    """Of a part."""
+    """A part's name."""
     return f"γ = {gamma:g}"
 
 
@@ -98,7 +98,7 @@ def run(options: DictionaryPatchesOptions, part: str, lab: Lab) -> Iterator[Metr
 
 
 def _sklearn(Y: np.ndarray, lam: float, gamma: float, size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Atoms of norm one with an l1 charge on the codes: the nearest that scikit-learn has to our objective."""
+    """Atoms of norm one with an l1 penalty on the codes: the objective of scikit-learn that is closest to ours."""
     from sklearn.decomposition import MiniBatchDictionaryLearning
 
     model = MiniBatchDictionaryLearning(
@@ -189,10 +189,10 @@ experiment = Experiment(
     title="A sparse dictionary for patches of a photograph",
     source="[Vidal2018], sparse dictionary learning",
     about=(
-        "½‖Y − UVᵀ‖² + λΣ‖Vᵢ‖(‖Uᵢ‖ + γ‖Uᵢ‖₁) finds the number of atoms by itself; γ makes the codes sparse. The "
-        "bound on its polar is loose for large γ, and the certificate says so. As a test of the claim that the minimum "
-        "is global, descent starts again from a dictionary of scikit-learn, which minimises a related objective at a "
-        "given size."
+        "½‖Y − UVᵀ‖² + λΣ‖Vᵢ‖(‖Uᵢ‖ + γ‖Uᵢ‖₁) determines the number of atoms; γ makes the codes sparse. The bound "
+        "on the polar is loose for large γ, and so is the certificate. To test whether the minimum is global, "
+        "descent also starts from a dictionary of scikit-learn, which minimises a related objective at a given "
+        "size."
     ),
     presets={
         "smoke": Preset(

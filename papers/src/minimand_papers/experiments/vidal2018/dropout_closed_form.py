@@ -19,7 +19,7 @@ class DropoutClosedFormOptions(MatrixOptions):
     Args:
         size: The number of terms.
         weights: Values of λ = p/(1 − p).
-        iterations: Of dropout.
+        iterations: Iterations of dropout.
     """
 
     rows: int = 120
@@ -84,7 +84,7 @@ def plots(results: Results[DropoutClosedFormOptions]) -> list[Plot]:
 
 
 def findings(results: Results[DropoutClosedFormOptions]) -> Sequence[str]:
-    """Where sampling ended."""
+    """The final distance of sampled dropout to the minimum."""
     return [
         f"{row.label}: {max(row.measured):.2f}% at worst over {len(row.measured)} seed(s)."
         for row in compare(results)

@@ -22,8 +22,8 @@ class DropoutEqualizationOptions(MatrixOptions):
     Args:
         sizes: Numbers of terms.
         p: The drop rate.
-        iterations: Of every method.
-        horizon: After this many iterations dropout's step has halved; it falls like 1/k.
+        iterations: Iterations of every method.
+        horizon: The number of iterations after which the step of dropout has halved; it falls like 1/k.
     """
 
     rows: int = 120
@@ -70,7 +70,7 @@ def plots(results: Results[DropoutEqualizationOptions]) -> list[Plot]:
 
 
 def findings(results: Results[DropoutEqualizationOptions]) -> Sequence[str]:
-    """How equal each made them, and whether dropout's noise hides it."""
+    """The spread of the norms after each method, and whether sampling noise hides the effect."""
     said = []
     for size in results.options.sizes:
         ours, expected, control = (
@@ -111,14 +111,13 @@ def claims(results: Results[DropoutEqualizationOptions]) -> list[Claim]:
 
 experiment = Experiment(
     name="dropout-equalization",
-    title="Dropout equalises",
+    title="Dropout equalises the terms of a factorisation",
     source="[Vidal2018], On the Implicit Bias of Dropout, Synthetic Experiments",
     about=(
-        "All terms of a dropout optimum have the same norm. A 120 × 80 matrix is factorised with 20 and 80 "
-        "terms; the norms of the "
-        "terms are followed, for sampled dropout with a step that falls like 1/k and for descent on its expectation. "
-        "The control is the same descent without dropout, from the same start. The slides show the curves, "
-        "without numbers."
+        "All terms of a dropout optimum have the same norm. A 120 × 80 matrix is factorised with 20 and 80 terms "
+        "by sampled dropout with a step that falls like 1/k, and by descent on its expectation; the norms of the "
+        "terms are recorded. The control is the same descent without dropout from the same start. The slides show "
+        "the curves without numbers."
     ),
     presets={
         "smoke": Preset(DropoutEqualizationOptions(rows=14, columns=10, sizes=(4, 8), iterations=250), (0,), 0.03),

@@ -19,7 +19,7 @@ class DropoutFactorizationOptions(MatrixOptions):
     Args:
         size: The number of terms.
         rates: Drop rates.
-        iterations: Of both methods.
+        iterations: Iterations of both methods.
     """
 
     size: int = 160

@@ -20,8 +20,8 @@ class DropoutLandscapeOptions:
 
     Args:
         rates: Drop rates.
-        points: Of the grid in each direction; odd.
-        reach: The largest weight on it.
+        points: Grid points in each direction; odd.
+        reach: The largest weight on the grid.
     """
 
     rates: tuple[float, ...] = (0.0, 0.2, 0.6)
@@ -30,7 +30,7 @@ class DropoutLandscapeOptions:
 
 
 def parts(options: DropoutLandscapeOptions) -> list[Part]:
-    """A surface a rate."""
+    """One surface per rate."""
     return [Part(f"p = {p:g}") for p in options.rates]
 
 
@@ -105,7 +105,7 @@ def plots(results: Results[DropoutLandscapeOptions]) -> list[Plot]:
 
 
 def findings(results: Results[DropoutLandscapeOptions]) -> Sequence[str]:
-    """What descent found."""
+    """The minima that descent found."""
     said = []
     for part in parts(results.options):
         worst, unequal = results.final(part.name, "worst"), results.final(part.name, "unequal")
@@ -137,9 +137,9 @@ experiment = Experiment(
     title="The landscape of a linear autoencoder with dropout",
     source="[Vidal2018], Effect of Dropout Rate on the Landscape",
     about=(
-        "One input, two hidden units, one output, tied weights. Without dropout a circle of weights is optimal; "
-        "with any rate four "
-        "points are, where both units weigh the same; a larger rate draws them to zero."
+        "One input, two hidden units, one output, tied weights. Without dropout a circle of weights is optimal. "
+        "With any drop rate four points are optimal, at which both weights have the same size; a larger rate moves "
+        "them towards zero."
     ),
     presets={
         "smoke": Preset(DropoutLandscapeOptions(points=15), (0,), 0.02),

@@ -36,8 +36,8 @@ class DropoutMNISTOptions(DigitsOptions):
     """Networks with two hidden layers.
 
     Args:
-        width: Of the hidden layers.
-        epochs: Of training.
+        width: Width of the hidden layers.
+        epochs: Epochs of training.
         rate: The learning rate, with momentum 0.9; it falls to a tenth for the last third.
         l2: Candidates for the weight decay of "L2" and "dropout + L2"; the other methods with L2 have the middle one.
         l1: Candidates for the weight of L1, in the last third of training.
@@ -100,7 +100,7 @@ def run(options: DropoutMNISTOptions, part: str, lab: Lab) -> Iterator[Metrics]:
 
 
 def penalty(method: str, weight: float, model: nn.Sequential, x: Tensor, *, late: bool) -> Tensor:
-    """What is added to the loss."""
+    """The penalty that is added to the loss."""
     if method == "L2 + L1" and late:
         return weight * torch.stack([layer.weight.abs().sum() for layer in model if isinstance(layer, nn.Linear)]).sum()
     if method == "L2 + KL-sparsity":
@@ -205,12 +205,11 @@ experiment = Experiment(
     title="Dropout among other regularisers",
     source="[Vidal2018], Dropout Training (Srivastava et al. 2014, Table 9)",
     about=(
-        "Networks with two hidden layers of ReLUs on MNIST: weight decay, with L1 towards the end, with a "
-        "sparsity penalty; max-norm; dropout with "
-        "either; and the product of norms, which the slides connect to dropout. The slides' best networks are "
-        "far wider and train far longer. Every method has three candidates for its weight, of which the validation "
-        "images choose one for each seed. "
-        "Learning curves, first-layer filters and compactness are the slides' pictures."
+        "Networks with two hidden layers of ReLUs on MNIST with these regularisers: weight decay, weight decay "
+        "with L1 in the last third or with a sparsity penalty, max-norm, dropout with weight decay or max-norm, "
+        "and the product of norms, which the slides connect to dropout. The slides' best networks are far wider "
+        "and train far longer. Every method has three candidates for its weight; the validation images choose one "
+        "for each seed. Learning curves, first-layer filters and compactness are shown as in the slides."
     ),
     presets={
         "smoke": Preset(DropoutMNISTOptions("digits", samples=200, width=32, epochs=2), (0,), 0.05),

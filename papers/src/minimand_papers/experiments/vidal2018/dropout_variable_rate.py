@@ -26,10 +26,10 @@ class DropoutVariableRateOptions(MatrixOptions):
     """A low-rank signal with noise, factorised with ever more terms.
 
     Args:
-        rank: Of the signal.
-        p: The drop rate; with a variable rate that of a single term.
+        rank: Rank of the signal.
+        p: The drop rate; for a variable rate, the rate with a single term.
         sizes: Numbers of terms.
-        iterations: Of dropout.
+        iterations: Iterations of dropout.
     """
 
     rank: int = 10
@@ -39,7 +39,7 @@ class DropoutVariableRateOptions(MatrixOptions):
 
 
 def parts(options: DropoutVariableRateOptions) -> list[Part]:
-    """Both rates, sampled and in closed form: what dropout aims at, and where it gets."""
+    """Both rates, sampled and in closed form."""
     return [Part(name) for name in PARTS]
 
 
@@ -67,7 +67,7 @@ def run(options: DropoutVariableRateOptions, part: str, lab: Lab) -> Iterator[Me
 
 
 def compare(results: Results[DropoutVariableRateOptions]) -> list[Comparison]:
-    """What the largest factorisation looks like, and how far sampling is from the optimum there."""
+    """Rank and nuclear norm of the largest factorisation, and the distance of sampling to the optimum."""
     rows = []
     for part in PARTS:
         rows.append(Comparison(f"{part}: rank at the largest size", None, results.final(part, "rank"), "", 1))
@@ -106,7 +106,7 @@ def plots(results: Results[DropoutVariableRateOptions]) -> list[Plot]:
 
 
 def findings(results: Results[DropoutVariableRateOptions]) -> Sequence[str]:
-    """How much each curve moves between the smallest and the largest size, and what sampling leaves undone."""
+    """The change of each curve from the smallest to the largest size, and the distance of sampling to the optimum."""
     said = []
     for part in PARTS:
         runs = [values for values in results.curve(part, "nuclear").values() if len(values) > 1]
@@ -155,11 +155,10 @@ experiment = Experiment(
     title="A drop rate that grows with the size is a nuclear norm",
     source="[Vidal2018], Synthetic Experiments for Variable Size",
     about=(
-        "A matrix of rank 10 plus noise is factorised with 10 to 160 terms. With a fixed rate the penalty falls "
-        "as terms are "
-        "added, so the nuclear norm and the rank grow towards those of the data; with λᵣ = rλ₁ the optimum does not "
-        "depend on the size. The closed forms are what sampling aims at. The "
-        "slides show the curves without numbers."
+        "A matrix of rank 10 plus noise is factorised with 10 to 160 terms. With a fixed rate the penalty falls as "
+        "terms are added, so the nuclear norm and the rank grow towards those of the data. With λᵣ = rλ₁ the "
+        "optimum does not depend on the size. Sampled dropout is compared with the closed forms. The slides show "
+        "the curves without numbers."
     ),
     presets={
         "smoke": Preset(

@@ -23,11 +23,11 @@ class GrowReLU1DOptions:
     """A noisy function of one variable.
 
     Args:
-        samples: Of the function.
+        samples: Number of samples of the function.
         lam: The weight of the regulariser.
         widths: Fixed widths.
-        starts: Random starts of each.
-        iterations: Of L-BFGS for each start.
+        starts: Random starts for each width.
+        iterations: Iterations of L-BFGS for each start.
     """
 
     samples: int = 40
@@ -120,7 +120,7 @@ def plots(results: Results[GrowReLU1DOptions]) -> list[Plot]:
 
 
 def findings(results: Results[GrowReLU1DOptions]) -> Sequence[str]:
-    """What is certified, and what random starts reach."""
+    """The certificate, and the objectives reached from random starts."""
     said = []
     grown = excess(results, GROWN, "objective")
     if grown:

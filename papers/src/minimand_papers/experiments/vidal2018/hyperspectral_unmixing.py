@@ -1,4 +1,4 @@
-"""Which materials, and how much of each in every pixel: endmembers against ground truth."""
+"""Hyperspectral unmixing: spectra and abundances of materials against ground truth."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -28,13 +28,13 @@ class HyperspectralUnmixingOptions:
 
     Args:
         scene: "samson": hyperspectral/samson_dataset.mat of the data directory; "synthetic": three smooth spectra,
-            mixed in patches; "auto": Samson where it is, else synthetic.
-        side: Of the synthetic scene, in pixels.
-        bands: Of the synthetic scene.
-        stride: Every how manyth pixel in each direction is used.
+            mixed in patches; "auto": Samson if the file exists, else synthetic.
+        side: Side of the synthetic scene in pixels.
+        bands: Bands of the synthetic scene.
+        stride: Use every stride-th pixel in each direction.
         fraction: λ over λmax.
-        sweeps: Of local descent at most.
-        effort: For the bound on the polar; it is tight only below about 500 pixels and bands in all.
+        sweeps: The largest number of sweeps of local descent.
+        effort: Effort for the bound on the polar; the bound is tight only below about 500 pixels plus bands.
         tol: The relative gap to certify.
     """
 
@@ -112,7 +112,7 @@ def synthetic(options: HyperspectralUnmixingOptions, seed: int) -> Scene:
 
 
 def parts(options: HyperspectralUnmixingOptions) -> list[Part]:
-    """Ours at a size that is found and at three, two controls at three, and what knowing the spectra would give."""
+    """NMF at a grown size and at three, two controls at three, and least squares with the true spectra."""
     return [Part(name) for name in (GROWN, FIXED, STARTED, SKLEARN, PURE, KNOWN)]
 
 
@@ -154,7 +154,7 @@ def run(options: HyperspectralUnmixingOptions, part: str, lab: Lab) -> Iterator[
 
 
 def successive_projections(Y: np.ndarray, count: int) -> np.ndarray:
-    """The pixels that are farthest from the span of those before them: pure ones, if there are any.
+    """Pixels chosen one after another as farthest from the span of the previous ones: pure pixels, if there are any.
 
     Araújo et al., 2001; Gillis & Vavasis, 2014.
     """
@@ -173,7 +173,7 @@ def _codes(Y: np.ndarray, V: np.ndarray) -> np.ndarray:
 
 
 def _matched(data: Scene, V: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Angles in degrees, true spectra × found ones, and which is which."""
+    """Angles in degrees between true and found spectra, and the best matching."""
     from scipy.optimize import linear_sum_assignment
 
     truth = data.spectra.T / np.linalg.norm(data.spectra, axis=1)
@@ -187,7 +187,7 @@ def _unit(V: np.ndarray) -> np.ndarray:
 
 
 def _shares(data: Scene, U: np.ndarray) -> np.ndarray:
-    """Abundances: scales are free, and are chosen such that each material's purest hundredth of pixels has one."""
+    """Abundances, scaled such that each material's purest hundredth of pixels has abundance one."""
     shares = U * data.norms
     shares = shares / np.maximum(np.quantile(shares, 0.99, axis=0), 1e-12)
     return np.asarray(shares / np.maximum(shares.sum(1, keepdims=True), 1e-12))
@@ -260,7 +260,7 @@ def plots(results: Results[HyperspectralUnmixingOptions]) -> list[Plot]:
 
 
 def findings(results: Results[HyperspectralUnmixingOptions]) -> Sequence[str]:
-    """The closest, the size that was found, and the certificates."""
+    """The methods by spectral angle, the size found, and the certificates."""
     said = []
     angles = {part: values[0] for part in COMPARED if (values := results.final(part, "angle"))}
     if angles:
@@ -285,12 +285,12 @@ experiment = Experiment(
     source="[Vidal2018], non-negative matrix factorisation; the Samson scene with its published ground truth",
     about=(
         "Every pixel's spectrum is a non-negative mixture of the materials' spectra. Non-negative factors with the "
-        "penalty λΣ‖Uᵢ‖‖Vᵢ‖, at a size that is found and at three, also from a good start, are matched with the ground "
-        "truth. Controls are scikit-learn's NMF without penalty, whose factors are certified for our objective, and "
-        "successive projections, which look for pure pixels. Nothing here asks that abundances add up to one. A "
-        "certificate speaks of the objective; whether its minimum is the materials is what is measured. For Samson, λ "
+        "penalty λΣ‖Uᵢ‖‖Vᵢ‖, at a grown size, at size three and from a good start, are matched with the ground "
+        "truth. Controls are scikit-learn's NMF without penalty, whose factors are certified for our objective, "
+        "and successive projections, which look for pure pixels. Abundances need not add up to one. A certificate "
+        "bounds the objective; the experiment measures whether the minimum recovers the materials. For Samson, λ "
         "and the unit norm of the pixels were chosen on a part of the image with the ground truth in view, so that "
-        "three components come out: that number is no finding."
+        "three components result: the number of components is no finding."
     ),
     presets={
         "smoke": Preset(

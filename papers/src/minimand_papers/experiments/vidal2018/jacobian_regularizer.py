@@ -23,7 +23,7 @@ PAPER = {
     ("CCE", 3): ((89.05, 89.05, 93.10), (91.81, 93.02, 95.32), (95.11, 95.86, 97.14)),
 }
 COUNTS = (256, 512, 1024)
-# Epochs between records of the loss: there are hundreds of networks.
+# Epochs between records of the loss, to keep the result file small.
 EVERY = 20
 
 
@@ -32,11 +32,11 @@ class JacobianRegularizerOptions(DigitsOptions):
     """Fully connected networks on a few digits.
 
     Args:
-        counts: Numbers of training images, which take the place of ``samples``.
-        layers: Depths.
+        counts: Numbers of training images; they replace ``samples``.
+        layers: Numbers of layers.
         losses: "hinge" (multi-class margin) and "CCE" (cross-entropy).
-        width: Of the hidden layers.
-        epochs: Of training.
+        width: Width of the hidden layers.
+        epochs: Epochs of training.
         rate: The learning rate, with momentum 0.9; it falls to a tenth for the last third.
         decay: Candidates for the weight of WD.
         jacobian: Candidates for the weight of LM, the mean squared norm of the Jacobian.
@@ -188,11 +188,9 @@ experiment = Experiment(
     source="[Vidal2018], Experimental Results (Sokolić, Giryes, Sapiro and Rodrigues 2017)",
     about=(
         "Fully connected networks on 256, 512 and 1024 digits with the hinge loss and cross-entropy: no "
-        "regulariser, weight decay (WD), and "
-        "the squared norm of the Jacobian of the logits (LM), which the slides put near the product of the "
-        "weights' norms. The widths "
-        "are ours; the source does not give them. WD and LM have three candidates for their weight, of which the "
-        "validation images choose one for each seed and cell."
+        "regulariser, weight decay (WD), and the squared norm of the Jacobian of the logits (LM), which the slides "
+        "relate to the product of the weights' norms. The source gives no widths; ours are an option. WD and LM "
+        "have three candidates for their weight; the validation images choose one for each seed and cell."
     ),
     presets={
         "smoke": Preset(

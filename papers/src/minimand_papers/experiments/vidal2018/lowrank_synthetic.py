@@ -24,12 +24,12 @@ class LowRankSyntheticOptions:
     """A low-rank matrix and Gaussian noise.
 
     Args:
-        rows: Of the matrix.
-        columns: Of the matrix.
-        rank: Of the matrix without noise, whose singular values fall from 1 to 0.3 times √(rows · columns).
+        rows: Rows of the matrix.
+        columns: Columns of the matrix.
+        rank: Rank of the matrix without noise, whose singular values fall from 1 to 0.3 times √(rows · columns).
         noise: Standard deviation of the noise, entry by entry.
         margin: λ over √rows + √columns times the noise, which is about the noise's largest singular value.
-        sweeps: Of local descent at most.
+        sweeps: The largest number of sweeps of local descent.
         tol: The relative gap to certify.
     """
 
@@ -132,7 +132,7 @@ def plots(results: Results[LowRankSyntheticOptions]) -> list[Plot]:
 
 
 def findings(results: Results[LowRankSyntheticOptions]) -> Sequence[str]:
-    """What the factorisation reached, and what its certificate said of it."""
+    """Rank and objective of each factorisation, and its certificate."""
     said = []
     for part in (GROWN, LARGE, SMALL):
         above, ranks, wanted = (results.final(part, key) for key in ("above", "rank", "wanted"))
@@ -161,10 +161,10 @@ experiment = Experiment(
     title="Factorised low rank against its closed form",
     source="[Vidal2018], Example: Low-Rank Matrix Factorization, Synthetic data",
     about=(
-        "min ½‖Y − UVᵀ‖² + λΣ‖Uᵢ‖‖Vᵢ‖ is not convex, but its minimum is that of the nuclear norm, with the singular "
-        "values of Y less λ. Local descent with growth by the polar is compared with soft thresholding of a dense "
-        "singular value decomposition. With half the columns needed the certificate has to stay open. The slides show "
-        "the picture without numbers."
+        "min ½‖Y − UVᵀ‖² + λΣ‖Uᵢ‖‖Vᵢ‖ is not convex, but its minimum is that of the nuclear norm: the singular "
+        "values of Y minus λ. Local descent with growth by the polar is compared with soft thresholding of a dense "
+        "singular value decomposition. With half the columns needed, the certificate must not certify. The slides "
+        "show a picture without numbers."
     ),
     presets={
         "smoke": Preset(LowRankSyntheticOptions(rows=30, columns=20, rank=4, sweeps=200), (0,), 0.03),

@@ -1,4 +1,4 @@
-"""Parts of faces: the number of parts found by the certificate, and scikit-learn's answers judged by it."""
+"""NMF of faces: the number of parts found by the certificate, and certificates of scikit-learn's factors."""
 
 import dataclasses
 import warnings
@@ -26,14 +26,14 @@ class NMFFacesOptions:
     """Images as rows of a non-negative matrix.
 
     Args:
-        source: "orl" or "yale": faces/ of the data directory; "lfw": the hundred faces that scikit-image brings;
-            "digits": scikit-learn's; "auto": the first of these faces that is there.
-        limit: How many images.
-        height: To which they are shrunk; rows and columns in all should stay below 500 for the tight bound.
-        width: To which they are shrunk.
-        fractions: Of λmax, downwards; the last is compared with scikit-learn.
-        sizes: Of scikit-learn's factorisations, in multiples of the size that was found.
-        effort: For the bound on the polar; 1 is about five seconds each.
+        source: "orl" or "yale": faces/ of the data directory; "lfw": the hundred faces in scikit-image;
+            "digits": scikit-learn's; "auto": the first of these that exists.
+        limit: Number of images.
+        height: Height after shrinking; images plus pixels should stay below 500 for the tight bound.
+        width: Width after shrinking.
+        fractions: Values of λ/λmax in decreasing order; the last is compared with scikit-learn.
+        sizes: Sizes of scikit-learn's factorisations, in multiples of the size found.
+        effort: Effort for the bound on the polar; 1 is about five seconds per certificate.
         tol: The relative gap to certify.
     """
 
@@ -48,7 +48,7 @@ class NMFFacesOptions:
 
 
 def faces(options: NMFFacesOptions, lab: Lab) -> tuple[np.ndarray, str]:
-    """Images in 0 … 1, images × height × width, and where they are from."""
+    """Images in 0 … 1, images × height × width, and the name of their source."""
     if options.source not in SOURCES:
         raise OptionError(f"source is one of {', '.join(SOURCES)}, got {options.source!r}")
     orl, yale = "faces/orl_400x112x92.npz", "faces/YaleB_32x32_ori.mat"
@@ -72,7 +72,7 @@ def faces(options: NMFFacesOptions, lab: Lab) -> tuple[np.ndarray, str]:
 
 
 def _spread(count: int, limit: int) -> np.ndarray:
-    """Images of all the persons, who follow each other in the file."""
+    """Indices spread over the file, so that all persons are included."""
     return np.linspace(0, count - 1, min(limit, count)).round().astype(int)
 
 
@@ -162,7 +162,7 @@ def _sheet(U: np.ndarray, V: np.ndarray, options: NMFFacesOptions) -> str:
 
 
 def _sklearn(Y: np.ndarray, lam: float, size: int, seed: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """The same objective, at a size that is given; the record tells when it stopped at the last sweep."""
+    """scikit-learn's NMF on the same objective at a given size; the record has the number of sweeps."""
     from sklearn.decomposition import NMF as Sklearn
     from sklearn.exceptions import ConvergenceWarning
 
@@ -223,7 +223,7 @@ def plots(results: Results[NMFFacesOptions]) -> list[Plot]:
 
 
 def findings(results: Results[NMFFacesOptions]) -> Sequence[str]:
-    """The size, what is proved of it, and how scikit-learn's answers fare."""
+    """The size found, the certificates, and scikit-learn's objectives."""
     said = []
     source, ranks = last(results, OURS, "source"), results.final(OURS, "rank")
     if source and ranks:
@@ -252,10 +252,10 @@ experiment = Experiment(
     title="Parts of faces, with a certificate",
     source="[Vidal2018], non-negative matrix factorisation and Theorems 1 and 2",
     about=(
-        "Non-negative factors of a matrix of face images, ½‖Y − UVᵀ‖² + λΣ‖Uᵢ‖‖Vᵢ‖. The number of parts is found "
-        "along a path of λ, and the doubly non-negative bound says how far each answer can be from the global "
-        "minimum over all sizes. scikit-learn's NMF minimises the same objective for sizes that it is given; its "
-        "answers are judged by the same certificate."
+        "Non-negative factors of a matrix of face images minimise ½‖Y − UVᵀ‖² + λΣ‖Uᵢ‖‖Vᵢ‖. The number of parts is "
+        "found along a path of λ, and the doubly non-negative bound limits the distance to the global minimum over "
+        "all sizes. scikit-learn's NMF minimises the same objective at given sizes; its factors get the same "
+        "certificate."
     ),
     presets={
         "smoke": Preset(

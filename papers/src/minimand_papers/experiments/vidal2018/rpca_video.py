@@ -1,4 +1,4 @@
-"""Background and people: video frames as low rank plus sparse."""
+"""Robust PCA of a video: frames as low rank plus sparse."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -30,11 +30,11 @@ class RPCAVideoOptions:
 
     Args:
         video: "escalator" or "shop": video/ of the data directory; "synthetic": a square that crosses a photograph
-            under changing light; "auto": the escalator where it is, else synthetic.
-        frames: At most this many.
-        shrink: Frames are made smaller by this factor; of the synthetic video, 128 pixels high.
-        noise: Residuals up to this are noise where there is a noise term, in 0 … 1.
-        iterations: Of ADMM at most.
+            under changing light; "auto": the escalator if the file exists, else synthetic.
+        frames: The largest number of frames.
+        shrink: Factor by which frames are shrunk; synthetic frames are 128 pixels high before.
+        noise: In the formulation with a noise term, residuals up to this size (of 0 … 1) count as noise.
+        iterations: The largest number of iterations of ADMM.
         tol: The relative gap to certify.
     """
 
@@ -48,7 +48,7 @@ class RPCAVideoOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Clip:
-    """Frames × height × width in 0 … 1, and what is known of the background and of where things move."""
+    """Frames × height × width in 0 … 1, with the true background and motion if they are known."""
 
     frames: np.ndarray
     name: str
@@ -115,7 +115,7 @@ def run(options: RPCAVideoOptions, part: str, lab: Lab) -> Iterator[Metrics]:
 
 
 def _scores(video: Clip, low: np.ndarray, sparse: np.ndarray) -> dict[str, float | str]:
-    """How much moves; against the truth where there is one; and one frame taken apart."""
+    """The share of moving pixels, errors against the ground truth if there is one, and one decomposed frame."""
     shape = video.frames.shape
     low, moved = low.reshape(shape), np.abs(sparse.reshape(shape)) > THRESHOLD
     scores: dict[str, float | str] = {"moving": 100 * float(moved.mean()), "video": video.name}
@@ -146,7 +146,7 @@ def compare(results: Results[RPCAVideoOptions]) -> list[Comparison]:
 
 
 def plots(results: Results[RPCAVideoOptions]) -> list[Plot]:
-    """A frame taken apart by each method, and the descent."""
+    """One frame decomposed by each method, and the descent."""
     grid = []
     for part in (PURSUIT, NOISY, MEDIAN):
         keys = {"frame": "a frame", "background": f"background:\n{part}", "foreground": "what moves"}
@@ -159,7 +159,7 @@ def plots(results: Results[RPCAVideoOptions]) -> list[Plot]:
 
 
 def findings(results: Results[RPCAVideoOptions]) -> Sequence[str]:
-    """Ranks, certificates, and who is closer to the truth."""
+    """Ranks, certificates, and distances to the ground truth."""
     said = []
     name = last(results, PURSUIT, "video")
     for part in (PURSUIT, NOISY):
@@ -186,10 +186,10 @@ experiment = Experiment(
     title="Robust principal components of a video",
     source="[Vidal2018], robust PCA",
     about=(
-        "The frames of a video with a resting camera are the rows of Y. The background is of low rank even when the "
-        "light changes; people are sparse. λ‖X‖* + ‖Y − X‖₁ with λ the root of the longer side, and the same with a "
-        "noise term, are compared with the median over time. The synthetic video knows the truth: a square crosses a "
-        "photograph whose light comes and goes."
+        "The frames of a video with a fixed camera are the rows of Y. The background has low rank even when the "
+        "light changes; people are sparse. λ‖X‖* + ‖Y − X‖₁ with λ the root of the longer side, and the same with "
+        "a noise term, are compared with the median over time. The synthetic video has a ground truth: a square "
+        "crosses a photograph under changing light."
     ),
     presets={
         "smoke": Preset(RPCAVideoOptions("synthetic", frames=16, shrink=6, iterations=150), (0,), 0.04),
