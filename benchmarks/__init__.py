@@ -1,7 +1,7 @@
-"""Side by side with peers, in ratios: ``python -m benchmarks [name …]``.
+"""Run time and memory relative to peers: ``python -m benchmarks [name …]``.
 
-A benchmark is a module of this package with a ``run() -> list[Row]``; it joins by existing. Ratios are taken in one
-process on one thread, because absolute times do not travel between machines.
+A benchmark is a module of this package with a function ``run() -> list[Row]``. Ratios are measured in one process on
+one thread, because absolute times differ between machines.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ _MOST_ROUNDS, _ENOUGH_SECONDS = 200, 3.0
 
 
 class Ratio(NamedTuple):
-    """One time over another: the middle of the ratios of single rounds, and their middle half."""
+    """One time over another: the median of the ratios of single rounds, and their interquartile range."""
 
     value: float
     low: float
@@ -43,9 +43,9 @@ class Ratio(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One measured ratio, its spread over the rounds, and what it was to reach.
+    """One measured ratio, its spread over the rounds, and its target.
 
-    There is no ratio where a peer is missing. Rows of one name with an ``at`` are the points of a curve.
+    The ratio is None if a peer is missing. Rows of one name with an ``at`` are the points of a curve.
     """
 
     name: str
@@ -70,7 +70,7 @@ def at_most(name: str, ratio: float | Ratio, target: float, note: str = "") -> R
 
 
 def reported(name: str, ratio: float | Ratio, note: str = "") -> Row:
-    """A row that was set no target."""
+    """A row without a target."""
     value, spread = _parts(ratio)
     return Row(name, value, "", True, note, spread)
 
@@ -86,7 +86,7 @@ def skipped(name: str, module: str) -> Row:
 
 
 def peer(module: str) -> Any | None:
-    """A peer's module, or None where it is not installed."""
+    """A peer's module, or None if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -94,11 +94,10 @@ def peer(module: str) -> Any | None:
 
 
 def in_turn(calls: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
-    """Seconds of each call in every round, after a round that is not counted.
+    """Seconds of each call in every round, after one warm-up round.
 
-    There are ``rounds`` of them or, of short calls, as many as take three seconds, up to 200. The calls take turns, so
-    that a machine that slows down slows all of them, and it is the processor's time that is counted: on one thread
-    that is the time on an idle machine, whatever else runs.
+    There are ``rounds`` rounds; for short calls as many as take three seconds, up to 200. The calls take turns, so that
+    a slower machine slows all of them. Processor time is measured, which on one thread does not depend on other load.
     """
     for call in calls:
         call()
@@ -112,7 +111,7 @@ def in_turn(calls: Sequence[Callable[[], object]], rounds: int) -> list[list[flo
 
 
 def ratio(times: Sequence[float], base: Sequence[float], *, mean: bool = False) -> Ratio:
-    """Seconds over seconds, round by round; with ``mean`` the ratio of the means, where rounds differ in their work."""
+    """The ratio of seconds, round by round; with ``mean`` the ratio of the means, for rounds of unequal work."""
     single = sorted(ours / theirs for ours, theirs in zip(times, base, strict=True))
     quarter = len(single) // 4
     value = statistics.mean(times) / statistics.mean(base) if mean else statistics.median(single)
@@ -120,7 +119,7 @@ def ratio(times: Sequence[float], base: Sequence[float], *, mean: bool = False) 
 
 
 def ratios(base: Callable[[], object], others: Sequence[Callable[[], object]], rounds: int) -> list[Ratio]:
-    """What each of the others takes over what the first takes, all in turn."""
+    """The time of each other call over the time of the first, measured in turn."""
     first, *rest = in_turn([base, *others], rounds)
     return [ratio(times, first) for times in rest]
 

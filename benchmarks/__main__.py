@@ -2,8 +2,8 @@
 
 python -m benchmarks [NAME …] [--save [--label LABEL]]
 
-With --save, results are also written to benchmarks/results/NAME.json; with a label to NAME-LABEL.json, which the
-documentation shows beside it: the same on another processor, say.
+With --save, results are also written to benchmarks/results/NAME.json; with a label to NAME-LABEL.json, for example
+for another processor. The documentation shows both side by side.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from rich.table import Table
 
 import benchmarks
 
-# Whose versions are recorded, where they are installed.
+# The versions of these packages are recorded if they are installed.
 _PACKAGES = (
     *("minimand", "torch", "numpy", "scipy", "scikit-learn"),
     *("torchdeq", "orthogonium", "isaac", "pytorch_optimizer", "tensorly"),
@@ -71,7 +71,7 @@ def _table(name: str, rows: list[benchmarks.Row]) -> Table:
 
 
 def _write(name: str, label: str, rows: list[benchmarks.Row], seconds: float) -> None:
-    """The rows with what they were measured on."""
+    """Write the rows with the versions and the processor that they were measured on."""
     record = {
         "benchmark": name,
         "versions": dict(filter(None, map(_version, _PACKAGES))),
@@ -89,7 +89,7 @@ def _write(name: str, label: str, rows: list[benchmarks.Row], seconds: float) ->
 
 
 def _processor() -> str:
-    """What the processor calls itself, where it can be asked: ratios differ from one to the next."""
+    """The name of the processor, if it is known; ratios differ between processors."""
     described = Path("/proc/cpuinfo")
     lines = described.read_text().splitlines() if described.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

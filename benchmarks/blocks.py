@@ -1,4 +1,4 @@
-"""Networks that are algorithms against their plain special cases: a training step of each, and the bytes it holds.
+"""Networks of algorithms against their plain special cases: time and memory of a training step.
 
 Both networks of a pair have the same blocks.
 """
@@ -18,7 +18,7 @@ __all__ = ["run"]
 def _compare(
     plain: nn.Module, others: dict[str, tuple[nn.Module, float]], batch: int, rounds: int, *, memory: float = 1.2
 ) -> list[Row]:
-    """Time and memory of each network over the plain one's."""
+    """Time and memory of each network over those of the plain one."""
     images, labels = torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,))
     nets = [plain, *(net for net, _ in others.values())]
     base, *steps = [training_step(net, torch.optim.SGD(net.parameters(), 0.0, 0.9), images, labels) for net in nets]
@@ -48,7 +48,7 @@ class _Block(nn.Module):
 
 
 def _user() -> list[Row]:
-    """A user's own network, before and after."""
+    """A user's network before and after ``as_algorithm``."""
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)]
     blocks = nn.Sequential(*(_Block(16) for _ in range(6)))
     plain = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), blocks, *head)
@@ -57,7 +57,7 @@ def _user() -> list[Row]:
 
 
 def _history() -> list[Row]:
-    """How memory grows with depth: the bytes of 16 blocks over those of 8, above the plain network's growth."""
+    """The growth of memory with depth: bytes of 16 blocks over those of 8, relative to the plain network."""
     rows = []
     x = torch.randn(256, 64, requires_grad=True)
 
@@ -88,7 +88,7 @@ def _trunk(update: Update, learnable: bool = False) -> nn.Module:
 
 
 def _others() -> list[Row]:
-    """All past terms on six blocks, and two streams, which have the blocks of a network twice as deep."""
+    """Nesterov in all past terms on six blocks, and two streams, which have the blocks of a network twice as deep."""
     past: dict[str, tuple[nn.Module, float]] = {
         "Nesterov, all past terms, fixed": (_trunk(AcceleratedUpdate()), 1.15),
         "Nesterov, all past terms, learned": (_trunk(AcceleratedUpdate(), True), 1.5),
@@ -103,7 +103,7 @@ def _others() -> list[Row]:
 
 
 def run() -> list[Row]:
-    """Ratios of step time and memory, with the targets they were set."""
+    """Ratios of step time and memory, with their targets."""
     torch.manual_seed(0)
     resnets = {
         "HB-Net, learned": (HBNet(2), 1.15),

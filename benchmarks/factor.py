@@ -30,7 +30,7 @@ PATIENCE = 120.0
 
 
 class Race(NamedTuple):
-    """Our time over scikit-learn's at its objective, without and with the certificate, and how it went."""
+    """Our time over scikit-learn's at its objective, without and with the certificate, and a remark."""
 
     bare: Ratio
     proved: Ratio
@@ -123,7 +123,7 @@ def _completion() -> list[Row]:
 
 
 def _linear() -> list[Row]:
-    """Seconds per sweep and observed entry at three sizes: linear cost keeps the largest over the smallest at one."""
+    """Seconds per sweep and observed entry at three sizes; for linear cost, largest over smallest is one."""
     per_entry = []
     for scale in (1, 2, 4):
         Y, seen = _observed(500 * scale, 400 * scale, 0.1 / scale)
@@ -135,14 +135,14 @@ def _linear() -> list[Row]:
 
 
 def _fitted(hidden: np.ndarray, sweeps: int) -> tuple[float, int]:
-    """Seconds of a fit and its sweeps; two fits that differ in these tell what a sweep takes, start and proof apart."""
+    """Seconds and sweeps of a fit; two fits give the time of a sweep without start and certificate."""
     model = MatrixCompletion(15.0, n_components=10, max_iter=sweeps, tol=1e-12, random_state=0)
     model.fit(hidden)
     return statistics.median(in_turn([lambda: model.fit(hidden)], 3)[0]), model.n_iter_
 
 
 def _memory() -> Row:
-    """The peak of what fitting holds, over the dense matrix: sparse in, nothing dense formed."""
+    """The peak memory of a fit of sparse data over the size of the dense matrix."""
     code = (
         "import numpy as np, scipy.sparse as sp, torch\n"
         "from minimand.factor import MatrixCompletion\n"
@@ -191,7 +191,7 @@ def _robust() -> Row:
 
 
 def _certificate() -> Row:
-    """What a certificate asks: is the norm at most a level that it nearly reaches?"""
+    """The time to certify that a norm is at most a level slightly above it."""
     Y = torch.randn(4000, 2000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     level = float(torch.linalg.svdvals(Y)[0]) * (1 + 1e-6)
     (found,) = ratios(lambda: cholesky_bound(DenseDual(Y), level), [lambda: torch.linalg.svdvals(Y)], 3)
@@ -211,5 +211,5 @@ def _nuclear() -> Row:
 
 
 def run() -> list[Row]:
-    """Ratios of time and memory, with the targets they were set."""
+    """Ratios of time and memory, with their targets."""
     return [*_nmf("random"), *_nmf("nndsvda"), *_completion(), _robust(), _certificate(), _nuclear()]

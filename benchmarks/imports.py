@@ -1,4 +1,4 @@
-"""What ``import minimand`` adds to ``import torch``, in fresh interpreters."""
+"""The time that ``import minimand`` adds to ``import torch``, in fresh interpreters."""
 
 import resource
 import subprocess
@@ -12,7 +12,7 @@ ROUNDS = 9
 
 
 def _seconds(code: str) -> float:
-    """The processor's seconds of an interpreter that runs the code."""
+    """Processor seconds of an interpreter that runs the code."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-c", code], check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -20,7 +20,7 @@ def _seconds(code: str) -> float:
 
 
 def run() -> list[Row]:
-    """The package alone, whose parts load when they are used, and two of the parts."""
+    """The package alone, whose parts are loaded on first use, and two of the parts."""
     rows = []
     for part, base in (("minimand", "torch"), ("minimand.nn", "torch"), ("minimand.factor", "torch, sklearn.base")):
         _seconds(f"import {base}, {part}")

@@ -54,8 +54,8 @@ def _dense() -> list[Row]:
 
 
 def _products(weight: Tensor, y: Tensor, upstream: Tensor, iterations: int) -> Callable[[], None]:
-    """The matrix products of a ProxGD layer and of its gradients, in memory that is there, and nothing else."""
-    # Zeros: what the memory held may be numbers so small that products with them are slow.
+    """Only the matrix products of a ProxGD layer and of its gradients, in preallocated memory."""
+    # Zeros, because uninitialised memory may hold denormal numbers, which are slow.
     x, matrix, total = torch.empty_like(upstream), torch.zeros_like(weight @ weight.mT), torch.empty_like(weight)
     below = torch.empty_like(y)
 
@@ -95,7 +95,7 @@ def _convolution() -> list[Row]:
 
 
 def _equal_objective() -> list[Row]:
-    """What FISTA costs when it stops at the objective that plain descent reaches."""
+    """The cost of FISTA when it stops at the objective of plain descent."""
     rows = []
     for iters, stretch in ((10, 4.0), (30, 7.0)):
         plain = SolverLinear(512, 512, solver=ProxGD(iters))
@@ -110,7 +110,7 @@ def _equal_objective() -> list[Row]:
 
 
 class Naive(nn.Module):
-    """Iterations of proximal gradient descent as one would write them down, differentiated by autograd."""
+    """A straightforward implementation of proximal gradient descent, differentiated by autograd."""
 
     def __init__(self, problem: Problem, iterations: int) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Naive(nn.Module):
 
 
 class Equilibrium(Naive):
-    """The same map as torchdeq's: as many steps forward, and as many for the implicit gradient."""
+    """The same map in torchdeq, with as many forward steps and as many steps for the implicit gradient."""
 
     def forward(self, y: Tensor) -> Tensor:
         """The fixed point."""
@@ -147,7 +147,7 @@ class Equilibrium(Naive):
 
 
 def _peers() -> list[Row]:
-    """Others' ways to the same layer: the same weight, input, step and number of iterations."""
+    """The same layer in other libraries: equal weight, input, step and number of iterations."""
     rows, y = [], torch.randn(128, 512)
     for iters in (10, 30):
         ours = SolverLinear(512, 512, solver=ProxGD(iters))
@@ -162,6 +162,6 @@ def _peers() -> list[Row]:
 
 
 def run() -> list[Row]:
-    """Ratios of time and memory, with the targets they were set."""
+    """Ratios of time and memory, with their targets."""
     torch.manual_seed(0)
     return [*_dense(), *_least(), *_wide(), *_convolution(), *_equal_objective(), *_peers()]

@@ -40,7 +40,7 @@ def _ratio(data: list[tuple[Tensor, Tensor]], loss: str) -> Ratio:
 
 
 def _to_accuracy() -> list[Row]:
-    """Seconds of training until 95 % of held-out digits are right: each method at the best of three step sizes."""
+    """Seconds of training until 95 % accuracy on held-out digits, each method at the best of three step sizes."""
     x, y = (torch.tensor(part) for part in load_digits(return_X_y=True))
     x = (x.float() - 8) / 8
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
@@ -69,7 +69,7 @@ def _trainer(kind: Callable[..., Any], net: nn.Module, **options: float) -> Call
 
 def _lifted(rate: float, net: nn.Module) -> Callable[[Tensor, Tensor], None]:
     fast = _MiniBatchRun(LPOM(net, loss="cross_entropy", recipe=Recipe(rate=rate)))
-    # A share of nothing: the rate stays what it is at first, as the others' do.
+    # No decay: the rate is constant, like those of the other methods.
     return lambda x, y: fast.batch(x, y, 0.0)
 
 
@@ -114,7 +114,7 @@ def _memory(x: Tensor, y: Tensor) -> float:
 
 
 def run() -> list[Row]:
-    """Ratios of time and memory, with the targets they were set."""
+    """Ratios of time and memory, with their targets."""
     torch.manual_seed(0)
     data = [(torch.randn(128, 784), torch.randint(10, (128,))) for _ in range(BATCHES)]
     return [

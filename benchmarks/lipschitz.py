@@ -44,7 +44,7 @@ def full_svd(weight: Tensor, size: int, share: float = 1.0) -> Tensor:
 
 
 def truth(operator: Conv2d, tolerance: float = 1e-6) -> float:
-    """Lanczos on the real pair in float64, restarted until it stands still."""
+    """The norm by Lanczos in float64, restarted until it is stationary."""
     double = operator.with_weight(operator.weight.detach().double())
     vector = torch.randn(double.output_shape, dtype=torch.float64).flatten()
     value = 0.0
@@ -88,7 +88,7 @@ def tightness() -> list[Row]:
 
 
 def others() -> list[Row]:
-    """What users would take instead: time over ours, and the value over the truth, for a plain and a strided layer."""
+    """Other libraries: time over ours, and value over the true norm, for a plain and a strided layer."""
     rows = []
     for stride in (1, 2):
         layer = nn.Conv2d(64, 64, 3, stride=stride, padding=1)
@@ -121,7 +121,7 @@ def memory() -> list[Row]:
 
 
 def run() -> list[Row]:
-    """All rows; the slow peers are timed on a share of their work."""
+    """All rows; slow peers are timed on a part of their work."""
     torch.manual_seed(0)
     return speed() + tightness() + others() + memory() + tracker()
 
@@ -175,7 +175,7 @@ class _Run:
 
 
 def _train(net: nn.Module, operator: Dense | Conv2d, layers: dict[str, nn.Module], steps: int = 300) -> _Run:
-    """Digits, lr 0.05, batch 64. The layers are timed along the way, so that a busy machine slows both alike."""
+    """Digits, lr 0.05, batch 64. The layers are timed in the same run, so that other load slows both."""
     from sklearn.datasets import load_digits
 
     pixels, targets = load_digits(return_X_y=True)

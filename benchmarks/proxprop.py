@@ -1,7 +1,7 @@
 """ProxProp against plain backpropagation: the same network, batch and optimizer; a whole training step, one thread.
 
-Two more tables have no target: what the layers hold between backward pass and step, and how
-far the directions of cheaper Gram matrices are from the exact one.
+Two more tables have no target: the memory between backward pass and step, and the angles between the exact directions
+and those of cheaper Gram matrices.
 """
 
 import copy
@@ -37,7 +37,7 @@ def _group(
     base, *others = in_turn([_step(model, x, y, None), *(_step(model, x, y, case[1]) for case in cases)], rounds)
     rows = []
     for (name, _, target, stretch), record in zip(cases, others, strict=True):
-        # A cached Gram matrix is paid for once in a while: its cost is the mean.
+        # A cached Gram matrix is computed in some rounds only, so the mean is its cost.
         cost = ratio(record, base, mean="cached" in name)
         rows.append(at_most(name, cost, target, f"stretch {stretch:g}" if stretch else ""))
     return rows
@@ -69,7 +69,7 @@ def _convolutions() -> list[Row]:
 
 
 def _peers() -> list[Row]:
-    """What users would pick instead, on the same network and batch: a whole step over one of SGD's."""
+    """Other optimizers on the same network and batch: the time of a step over one of SGD."""
     x, y = torch.randn(500, 3, 32, 32), torch.randint(10, (500,))
     plain = ProxPropMLP()
     methods = [method for method in PEERS if method != PEERS[0] and peer(PACKAGES.get(method, "torch"))]
@@ -89,7 +89,7 @@ def _by(method: str, model: ProxPropMLP, x: Tensor, y: Tensor) -> Callable[[], N
 
 
 def _held(name: str, model: nn.Module, x: Tensor, options: dict[str, Any]) -> Row:
-    """What the records hold after a backward pass, by the parameters' memory."""
+    """The memory of the records after a backward pass over that of the parameters."""
     prox = ProxProp(model, **options).attach(torch.optim.SGD(model.parameters(), lr=0.0))
     F.cross_entropy(model(x), torch.randint(10, (len(x),))).backward()
     parts: dict[int, int] = {}
@@ -123,7 +123,7 @@ _RULES: dict[str, dict[str, Any]] = {
 
 
 def angles(steps: int = 12) -> list[Row]:
-    """Medians over Adam's first steps of the paper's conv net, by exact directions, on enlarged digits, batch 128."""
+    """Median angles over the first steps of the paper's conv net under Adam, on enlarged digits, batch 128."""
     torch.manual_seed(0)
     source = load_digits()
     images = F.interpolate(torch.tensor(source.images, dtype=torch.float32)[:, None] / 16, (32, 32), mode="bilinear")
@@ -167,6 +167,6 @@ def _by_layer(net: nn.Module) -> list[Tensor]:
 
 
 def run() -> list[Row]:
-    """Ratios of time, with the targets they were set; memory; angles."""
+    """Ratios of time with their targets, memory, angles."""
     torch.manual_seed(0)
     return [*_perceptron(), *_square(), *_convolutions(), *_peers(), *_memory(), *angles()]

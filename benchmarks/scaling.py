@@ -1,4 +1,4 @@
-"""How costs grow: with the width, the iterations and the batch of a layer, and with the size of a matrix."""
+"""The growth of costs with the width, iterations and batch of a layer, and with the size of a matrix."""
 
 from collections.abc import Iterator, Sequence
 
@@ -20,7 +20,7 @@ LAYER = "over dropout → linear → ReLU"
 
 
 def _layers(title: str, sizes: Sequence[tuple[int, int, int, int]]) -> Iterator[Row]:
-    """Rows of a picture: where on its axis, the width, the iterations and the batch."""
+    """Points of a curve: the place on its axis, the width, the iterations and the batch."""
     for at, width, iters, batch in sizes:
         solvers: dict[str, Solver] = {"ProxGD": ProxGD(iters), "ProxSG, shared sample": ProxSG(iters, tau=0.5)}
         layers = [SolverLinear(width, width, solver=solver, shared_sample=True) for solver in solvers.values()]
@@ -46,7 +46,7 @@ def _matrices() -> Iterator[Row]:
 
 
 def run() -> list[Row]:
-    """Every row has a place on its picture's axis."""
+    """The points of all curves."""
     torch.manual_seed(0)
     return [
         *_layers("width", [(n, n, 10, 128) for n in (64, 128, 256, 512, 1024)]),

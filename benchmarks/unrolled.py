@@ -1,7 +1,7 @@
-"""Training steps of ISTA-Net against the network written down from the paper, in one process, with the same losses.
+"""Training steps of ISTA-Net against a direct implementation of the paper, in one process, with the same losses.
 
-The baseline is the paper's network as its equations and its published training script have it: the matrix ΦᵀΦ formed in
-every pass, soft thresholds by sign and ReLU, convolutions in torch's default layout. Ours is
+The baseline follows the paper's equations and its published training script: the matrix ΦᵀΦ is formed in every pass,
+soft thresholds are computed by sign and ReLU, convolutions have torch's default layout. Ours is
 :class:`~minimand.nn.ISTANet` with the same weights; losses and gradients are compared before anything is timed.
 """
 
@@ -83,7 +83,7 @@ def _step(parameters: list[nn.Parameter], loss: Callable[[], Tensor]) -> Callabl
 
 
 def _losses(plus: bool, rows: int, dtype: torch.dtype) -> tuple[Plain, ISTANet, list[Callable[[], Tensor]]]:
-    """The network as the paper gives it, ours with the same weights, and the loss of each."""
+    """The network of the paper, ours with the same weights, and the loss of each."""
     generator = torch.Generator().manual_seed(0)
     phi = orthonormal_gaussian(rows, PIXELS, generator=generator)
     # Not Φᵀ itself, at which the gradient of the first step vanishes.
@@ -101,7 +101,7 @@ def _steps(plus: bool, rows: int) -> list[Callable[[], None]]:
 
 
 def _difference(plus: bool, rows: int) -> float:
-    """The largest relative difference of their losses and gradients, in float64: whether they are one function."""
+    """The largest relative difference of their losses and gradients in float64."""
     plain, net, losses = _losses(plus, rows, torch.float64)
     theirs, ours = (loss() for loss in losses)
     theirs.backward()

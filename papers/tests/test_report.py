@@ -149,4 +149,4 @@ def test_a_damaged_result_is_named_and_the_rest_shown(runs: Path, tmp_path: Path
     (tmp_path / "runs" / "layer-convergence" / "smoke" / "result.json").write_text('{"experiment": ')
     text = write_report(tmp_path / "runs").read_text()
     assert "is damaged" in text
-    assert "A network that survives heavy dropout" in text
+    assert "A network that works at heavy dropout" in text
