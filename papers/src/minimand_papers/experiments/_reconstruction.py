@@ -283,15 +283,22 @@ def verdicts(net: UnrolledNet, y: Tensor) -> dict[str, Any]:
     }
 
 
-def standing(results: Results[Any], part: str) -> list[str]:
-    """A sentence on whether a network is a convergent solver; empty if it was not diagnosed."""
-    convergent = results.final(part, "convergent")
-    if not convergent:
-        return []
-    word = "has" if min(convergent) > 0 else "does not have"
-    gains = [max(values[-1]) for values in results.curve(part, "gains").values() if values]
-    more = f"; its learned prox stretches changes by up to {max(gains):.2f}, where a prox has 1" if gains else ""
-    return [f"{part} {word} the steps and thresholds of a convergent solver by its diagnosis{more}."]
+def standing(results: Results[Any], parts: Sequence[str]) -> list[str]:
+    """Sentences on which networks have the steps and thresholds of a convergent solver, and on their learned proxes."""
+    diagnosed = {part: min(values) > 0 for part in parts if (values := results.final(part, "convergent"))}
+    gains = [max(values[-1]) for part in diagnosed for values in results.curve(part, "gains").values() if values]
+    found = []
+    texts = {True: "Steps and thresholds of a convergent solver", False: "Steps or thresholds outside its range"}
+    for convergent, text in texts.items():
+        names = [part for part, holds in diagnosed.items() if holds is convergent]
+        if names:
+            found.append(f"{text}: {'; '.join(names)}.")
+    if gains:
+        found.append(
+            f"The learned proxes increase distances up to {min(gains):.2f} to {max(gains):.2f}-fold, depending "
+            "on the network; a prox of a convex function never increases them."
+        )
+    return found
 
 
 def crops(images: ImageSplits, options: UnrolledOptions, phi: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:

@@ -18,6 +18,8 @@ __all__ = ["INDEX", "claims_of", "counts", "index_table", "page_of", "write_page
 
 INDEX = "README.md"
 OTHER = "other"
+# Notes up to this length stay in their rows.
+_SHORT = 24
 VERDICTS: tuple[Verdict, ...] = ("reproduced", "partly", "not", "not run")
 
 
@@ -144,12 +146,12 @@ def _section(section: Section) -> list[Block]:
 
 
 def _footnotes(notes: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Notes that several rows share become numbers, explained below the table.
+    """Long notes that several rows share become numbers, explained below the table.
 
-    >>> _footnotes(["a", "b", "a", ""])
-    (['(1)', 'b', '(1)', ''], ['(1) a'])
+    >>> _footnotes(["the same long note in two rows", "short", "the same long note in two rows", ""])
+    (['(1)', 'short', '(1)', ''], ['(1) the same long note in two rows'])
     """
-    shared = [note for note, times in Counter(notes).items() if note and times > 1]
+    shared = [note for note, times in Counter(notes).items() if len(note) > _SHORT and times > 1]
     marks = {note: f"({number})" for number, note in enumerate(shared, 1)}
     return [marks.get(note, note) for note in notes], [f"{mark} {note}" for note, mark in marks.items()]
 

@@ -110,7 +110,7 @@ def _ends(problem: Problem) -> dict[str, Tensor]:
 
 def compare(results: Results[LayerConvergenceOptions]) -> list[Comparison]:
     """The remaining gap after the last iteration, in per cent."""
-    note = f"relative gap left after {results.options.iters} iterations"
+    note = f"relative gap after {results.options.iters} iterations"
     return [
         Comparison(part, None, [100 * gap for gap in results.final(part, "gap")], "%", 3, note)
         for part in solvers(results.options.iters)
@@ -126,7 +126,7 @@ def plots(results: Results[LayerConvergenceOptions]) -> list[Plot]:
             names,
             key="gap",
             over="iteration",
-            title="All solvers on the problem of one layer",
+            title="One ReLU layer as a solver",
             y="(objective − optimum) / (start − optimum)",
             log=True,
             dashed=[name for name in names if name not in DETERMINISTIC],
@@ -142,10 +142,10 @@ def findings(results: Results[LayerConvergenceOptions]) -> Sequence[str]:
     best = min(ends, key=lambda part: ends[part])
     first = [values[0] for values in results.curve("Prox-GD", "gap").values() if values]
     said = [
-        f"{best} gets closest, to {100 * ends[best]:.2g} % of the initial gap in {results.options.iters} iterations."
+        f"{best} has the smallest gap after {results.options.iters} iterations: {100 * ends[best]:.2g} % of the first."
     ]
     if first:
-        said.append(f"One Prox-GD step, which is the ordinary layer scaled by 1/L, leaves {100 * first[0]:.0f} %.")
+        said.append(f"After one Prox-GD step, the ordinary layer scaled by 1/L, it is {100 * first[0]:.0f} %.")
     return said
 
 
@@ -155,7 +155,7 @@ def claims(results: Results[LayerConvergenceOptions]) -> list[Claim]:
     ends = {part: [100 * gap for gap in results.final(part, "gap")] for part in solvers(results.options.iters)}
     text = "§3: more iterations than one bring a layer closer to the optimum of its problem"
     measured = (
-        f"gap left: {first[0]:.0f} % after one step, {span([mean_std(gaps)[0] for gaps in ends.values()], ' %')} after "
+        f"gap: {first[0]:.0f} % after one step, {span([mean_std(gaps)[0] for gaps in ends.values()], ' %')} after "
         f"{results.options.iters}"
         if first
         else "–"
@@ -166,7 +166,7 @@ def claims(results: Results[LayerConvergenceOptions]) -> list[Claim]:
 
 experiment = Experiment(
     name="layer-convergence",
-    title="One layer's problem, every solver",
+    title="All solvers on the problem of one layer",
     source="[Bibi2019], §3",
     about=(
         "A ReLU layer minimises ½‖Aᵀx − y‖² − ⟨b, x⟩ + (λ/2)‖x‖² over x ≥ 0. An ordinary layer takes one proximal "

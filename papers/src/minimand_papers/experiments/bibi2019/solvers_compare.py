@@ -132,7 +132,7 @@ def compare(results: Results[SolversCompareOptions]) -> list[Comparison]:
         if iters:
             note = "1 iteration" if iters[0] == 1 else f"{iters[0]:.0f} iterations"
             gap = left(int(iters[0]), part.partition(", ")[0], results.options.tau)
-            note += f"; that leaves {100 * gap:.1f} % of the gap in a random block of this shape"
+            note += f"; remaining gap {100 * gap:.1f} % in a random block of this shape"
         rows.append(Comparison(part, None, results.final(part, "test"), "%", note=note))
     return rows
 

@@ -194,7 +194,9 @@ def findings(results: Results[SolversDropoutRatesOptions]) -> Sequence[str | Dif
         if measured and network == "vgg":
             rest = ", ".join(f"{p:g}" for p in measured if p not in alike)
             missed = f", not for p = {rest}" if rest else ""
-            said.append(f"{network}: the mean has the paper's sign in {len(alike)} of {len(measured)} rows{missed}.")
+            said.append(
+                f"{network}: the mean difference has the paper's sign in {len(alike)} of {len(measured)} rows{missed}."
+            )
         for p in results.options.p:
             said.append(difference(results, f"{network} p = {p} Prox-SG", f"{network} p = {p} baseline"))
         if 0.0 in results.options.p:

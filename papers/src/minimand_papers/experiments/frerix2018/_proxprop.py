@@ -200,4 +200,4 @@ def scaled(results: Results[Any], epochs: int, width: float = 1.0) -> str:
     changes = [f"{epochs} epochs"] if epochs != 50 else []
     changes += [f"widths × {width:g}"] if width != 1 else []
     changes += [f"{options.limit} images"] if options.limit else []
-    return f"the paper's is for 50 epochs, full width, all images; here {', '.join(changes)}" if changes else ""
+    return f"source: 50 epochs, full width, all images; ours: {', '.join(changes)}" if changes else ""

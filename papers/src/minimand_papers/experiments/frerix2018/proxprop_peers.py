@@ -231,7 +231,7 @@ def findings(results: Results[ProxPropPeersOptions]) -> Sequence[str | Differenc
     if ordered:
         order = ", ".join(f"{method} {mean_std(times[method])[0]:.3g} s" for method in ordered)
         said.append(
-            f"Mean training time to {results.options.target:g} % validation accuracy, by seeds that did: {order}."
+            f"Mean training time to {results.options.target:g} % validation accuracy (seeds that reached it): {order}."
         )
     said += [f"{method} did not reach {results.options.target:g} %." for method in methods if not times[method]]
     grid = results.options.rates

@@ -136,7 +136,7 @@ def findings(results: Results[CSPhasesOptions]) -> Sequence[str | Difference]:
         if values:
             rises = sum(after > before for before, after in itertools.pairwise(values[-1]))
             said.append(
-                f"In the longest network {rises} of {lengths[-1]} phases raise the PSNR; only the last is trained."
+                f"In the longest network {rises} of {lengths[-1]} phases raise the PSNR; the loss sees only the last."
             )
     return said
 

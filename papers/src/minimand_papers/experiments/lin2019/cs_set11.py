@@ -178,7 +178,7 @@ def compare(results: Results[CSSet11Options]) -> list[Comparison]:
             for test, measured in (known or {"set11": []}).items():
                 public = PUBLIC.get((method, ratio)) if test == "set11" else None
                 note = (
-                    "beside it a public checkpoint, trained longer, with another Φ and network"
+                    "source: a public checkpoint measured here, trained longer, with another Φ and network"
                     if public is not None
                     else ""
                 )
@@ -227,8 +227,8 @@ def findings(results: Results[CSSet11Options]) -> Sequence[str | Difference]:
             free = net.removesuffix(CONSTRAINED)
             if free != net and free in results.options.nets:
                 said.append(difference(results, part, name(free, ratio), unit=" dB"))
-            said += standing(results, part)
-    return said
+    parts = [name(net, ratio) for ratio in results.options.ratios for net in results.options.nets]
+    return [*said, *standing(results, parts)]
 
 
 def claims(results: Results[CSSet11Options]) -> list[Claim]:

@@ -50,8 +50,8 @@ def accuracies(results: Results[LPOMMNISTOptions]) -> list[Comparison]:
     for net in results.options.nets:
         for method in METHODS:
             paper = PAPER.get(net, {}).get(method) if results.options.dataset == "mnist" else None
-            note = "the source's number is that of Askari et al.'s own training" if method == "LiftedReLU" else ""
-            note = "hidden layers stay random; not in the source" if method == CONTROL else note
+            note = "source: the number of Askari et al., from their own training" if method == "LiftedReLU" else ""
+            note = "random hidden layers; not in the source" if method == CONTROL else note
             part = f"{net} {method}"
             rows.append(Comparison(part, paper, results.final(part, "test"), "%", note=note))
     return rows

@@ -161,9 +161,9 @@ def _speed_up(results: Results[LPOMParallelOptions], part: str, other: str) -> s
     """A sentence on the speed-up of an epoch, with its range over the seeds."""
     ratios = [1 / max(ratio, 1e-9) for ratio in relative_time(results, part, other, "").measured]
     if not ratios:
-        return f"The times of {part} and {other} have not been measured together yet."
+        return f"The times of {part} and {other} have no seed in common yet."
     span = f"{min(ratios):.2f} to {max(ratios):.2f} over {len(ratios)} seeds" if len(ratios) > 1 else "one seed"
-    return f"{part}: {statistics.fmean(ratios):.2f} times as fast an epoch as {other} ({span})."
+    return f"An epoch of {part} is {statistics.fmean(ratios):.2f} times as fast as one of {other} ({span})."
 
 
 experiment = Experiment(

@@ -103,7 +103,7 @@ def run(options: LPOMSVHNOptions, part: str, lab: Lab) -> Iterator[Metrics]:
 def accuracies(results: Results[LPOMSVHNOptions]) -> list[Comparison]:
     """Test accuracy beside the slides'."""
     paper = PAPER if results.options.dataset == "svhn" else {}
-    notes = {CONTROL: "hidden layers stay random; not in the source", ADMM: "the splitting of Taylor et al."}
+    notes = {CONTROL: "random hidden layers; not in the source", ADMM: "the splitting of Taylor et al."}
     return [
         Comparison(part, paper.get(part), results.final(part, "test"), "%", note=notes.get(part, ""))
         for part in METHODS

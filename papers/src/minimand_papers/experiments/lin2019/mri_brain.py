@@ -148,8 +148,7 @@ def findings(results: Results[MRIBrainOptions]) -> Sequence[str | Difference]:
     said: list[str | Difference] = []
     for net in results.options.nets:
         said.append(difference(results, net, CLASSICAL, unit=" dB"))
-        said += standing(results, net)
-    return said
+    return [*said, *standing(results, results.options.nets)]
 
 
 def claims(results: Results[MRIBrainOptions]) -> list[Claim]:

@@ -178,16 +178,12 @@ def findings(results: Results[StructureRatesOptions]) -> Sequence[str]:
         shares = results.final(part, "share")
         if shares:
             holds = "holds" if max(shares) <= 1 else "is violated"
-            said.append(f"Theorem {number} {holds} for {part}: at most {max(shares):.3f} of its bound is used.")
+            said.append(f"Theorem {number} {holds} for {part}: the gap is at most {max(shares):.3f} of the bound.")
     for group in (SOLVERS, tuple(NETWORKS)):
         ends = {name: results.final(name, "final") for name in group}
         ranked = sorted((sum(v) / len(v), name) for name, v in ends.items() if v)
         if ranked:
-            said.append(
-                "By the mean over the seeds, smallest gap first: "
-                + ", ".join(f"{name} ({mean:.2g})" for mean, name in ranked)
-                + "."
-            )
+            said.append("Mean final gaps: " + ", ".join(f"{name} ({mean:.2g})" for mean, name in ranked) + ".")
     return said
 
 

@@ -152,9 +152,7 @@ def findings(results: Results[JacobianRegularizerOptions]) -> Sequence[str | Dif
     ]
     edge = sum(weight == max(results.options.jacobian) for weight in weights)
     if edge:
-        said.append(
-            f"LM takes its largest candidate in {edge} of {len(weights)} fits: a larger one may do better still."
-        )
+        said.append(f"LM chooses its largest candidate in {edge} of {len(weights)} fits: a larger one may be better.")
     return said
 
 

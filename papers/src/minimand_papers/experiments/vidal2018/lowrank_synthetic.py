@@ -102,8 +102,8 @@ def compare(results: Results[LowRankSyntheticOptions]) -> list[Comparison]:
     rows = []
     for part in (CLOSED, GROWN, SMALL, LARGE):
         above, gap = results.final(part, "above"), results.final(part, "gap")
-        rows.append(Comparison(f"{part}: above the minimum", None, above, "%", 5, "of its objective"))
-        rows.append(Comparison(f"{part}: at most, by its certificate", None, gap, "%", 5, "of its objective"))
+        rows.append(Comparison(f"{part}: above the minimum", None, above, "%", 5, "relative to its objective"))
+        rows.append(Comparison(f"{part}: at most, by its certificate", None, gap, "%", 5, "relative to its objective"))
         rows.append(Comparison(f"{part}: rank", None, results.final(part, "rank"), "", 0))
     return rows
 
@@ -138,8 +138,8 @@ def findings(results: Results[LowRankSyntheticOptions]) -> Sequence[str]:
         above, ranks, wanted = (results.final(part, key) for key in ("above", "rank", "wanted"))
         if above:
             said.append(
-                f"{part} ends at rank {ranks[0]:.0f} (closed form: {wanted[0]:.0f}) and {max(max(above), 0):.2g} % of "
-                "its objective above the closed form's at worst."
+                f"{part} ends at rank {ranks[0]:.0f} (closed form: {wanted[0]:.0f}), with an objective at most "
+                f"{max(max(above), 0):.2g} % above that of the closed form."
             )
     return [*said, *statuses(results, (CLOSED, GROWN, LARGE, SMALL))]
 
