@@ -6,9 +6,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minimand.errors import ShapeError
-from minimand.operators import Dense, lipschitz
 from minimand.geometry import ConvGeometry
 from minimand.norms.convolution import convolution_norm_sq
+from minimand.operators import Dense, lipschitz
 from minimand.operators.tensor_product import (
     bdiag,
     circ,
