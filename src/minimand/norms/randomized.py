@@ -19,6 +19,7 @@ FAILURE = 1e-10
 RTOL = 0.1
 STARTS = 4
 SEED = 0
+BASIS = 1 << 23  # entries of the Krylov bases that are held at the same time; one basis is always held
 
 Map = Callable[[Tensor], Tensor]
 
@@ -71,7 +72,7 @@ def randomized_norm_sq(
     ``apply`` and ``adjoint`` take batches: ``(batch, *input_shape)`` to ``(batch, *output_shape)`` and back. Where the
     smaller side of A has no more entries than Lanczos would take products, the matrix is formed and its norm is
     certified, without randomness. Otherwise :math:`\xi` is the largest Ritz value of 4 Lanczos runs on the smaller of
-    :math:`AA^\top` and :math:`A^\top A`, all runs in one batch, and the bound is :math:`\xi` times
+    :math:`AA^\top` and :math:`A^\top A`, in one batch where memory allows, and the bound is :math:`\xi` times
     :func:`lanczos_factor`.
 
     The products are computed in float64 where the callables take it and return it; otherwise in ``dtype``, torch's
@@ -105,12 +106,14 @@ def randomized_norm_sq(
             return certified_norm_sq(matrix) * margin
 
         def normal(vectors: Tensor) -> Tensor:
-            return second(first(vectors.to(work))).to(vectors)
+            product = second(first(vectors.to(work)))
+            require_finite("the operator's product", product)
+            return product.to(vectors)
 
         start = torch.empty(STARTS, n, dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
         start.normal_(generator=generator or torch.Generator(device).manual_seed(SEED))
-        values = to_float64(lanczos(normal, start, steps)[0])
-        require_finite("the operator's products", values)
+        runs = start.split(max(1, BASIS // (n * steps)))
+        values = torch.cat([to_float64(lanczos(normal, part, steps)[0]) for part in runs])
         return values.max().clamp_min(0) * lanczos_factor(n, steps, failure) * margin
 
 

@@ -103,9 +103,7 @@ def lanczos(matvec: Callable[[Tensor], Tensor], start: Tensor, steps: int = 24) 
         if j + 1 == steps:
             break
         image = image - space.mT @ along
-        image = image - space.mT @ (
-            space.conj() @ image
-        )  # in floating point it takes two of these
+        image = image - space.mT @ (space.conj() @ image)  # in floating point it takes two of these
         norm = torch.linalg.vector_norm(image, dim=(-2, -1))
         largest = torch.maximum(largest, torch.maximum(alphas[-1].abs(), norm))
         # Once the Krylov space is exhausted only rounding noise is left, which must not become a direction.
