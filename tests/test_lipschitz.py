@@ -129,7 +129,7 @@ def test_scales_neither_overflow_nor_vanish(case: OperatorCase, dtype: torch.dty
 
 
 def test_the_circular_value_is_no_bound_but_ours_is() -> None:
-    """math.md: on a map of 4 with a kernel of 7 the circular norm can be a factor 60 too small."""
+    """On a map of 4 with a kernel of 7 the circular norm can be a factor 60 too small."""
     t = torch.arange(7.0, dtype=torch.float64)
     weight = (torch.cos(math.pi * (t + 0.5) / 4)[:, None] * torch.cos(math.pi * (t + 0.5) / 4)).reshape(1, 1, 7, 7)
     operator = Conv2d(weight, (4, 4), padding=3)
