@@ -3,8 +3,8 @@ Bounding a convolution from a few frequencies
 =============================================
 
 The squared norm of a convolution is the maximum over frequencies of the largest eigenvalue of its symbol,
-:math:`\lambda_{\max}(G(\omega))`. At every frequency it is the maximum of trigonometric polynomials of low degree, so that
-the theorem of Ehlich and Zeller bounds it everywhere by its values on a coarse grid.
+:math:`\lambda_{\max}(G(\omega))`. At every frequency it is the maximum of trigonometric polynomials of low degree, so
+that the theorem of Ehlich and Zeller bounds it everywhere by its values on a coarse grid.
 """
 
 # %%

@@ -1,4 +1,4 @@
-"""Laws: the convergence rates of Theorems 1 to 3 of [Lin2019], on random convex problems, with the solvers of the core."""
+"""Laws: the convergence rates of [Lin2019], Theorems 1 to 3, on random convex problems, with the library's solvers."""
 
 import dataclasses
 

@@ -174,6 +174,8 @@ def test_shapes_are_checked():
     op = operator(lambda y: y, lambda x: x, (8,), (8,))
     with pytest.raises(ShapeError, match=r"8.*\(2, 7\)"):
         op.apply(torch.ones(2, 7))
+    with pytest.raises(ShapeError, match=r"Forgetful.*super\(\)"):
+        _ = type("Forgetful", (Matrix,), {"__init__": lambda self: None})().input_shape
     with pytest.raises(ShapeError, match="input_shape"):
         operator(lambda y: y, lambda x: x, (), (8,))
     with pytest.raises(ShapeError, match=r"input_norms_sq.*8.*\(3,\)"):

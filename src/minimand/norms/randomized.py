@@ -27,9 +27,10 @@ Map = Callable[[Tensor], Tensor]
 def lanczos_factor(n: int, steps: int, failure: float = FAILURE, starts: int = STARTS) -> float:
     r"""The factor :math:`1/(1-\varepsilon)` from a Lanczos estimate to an upper bound on :math:`\lambda_{\max}`.
 
-    Theorem (Kuczyński & Woźniakowski 1992, Theorem 4.1 (b)). Let M be a symmetric positive semidefinite n × n matrix
-    and :math:`\xi` the largest Ritz value after k steps of Lanczos from a start that is uniform on the sphere. For
-    every :math:`0 < \varepsilon < 1`,
+    Theorem (Kuczyński & Woźniakowski, *Estimating the largest eigenvalue by the power and Lanczos algorithms with a
+    random start*, SIAM J. Matrix Anal. Appl. 1992). Let M be a symmetric positive semidefinite n × n matrix and
+    :math:`\xi` the largest Ritz value after k steps of Lanczos from a start that is uniform on the sphere. For every
+    :math:`0 < \varepsilon < 1`,
 
     .. math:: P\bigl(\xi < (1 - \varepsilon)\,\lambda_{\max}(M)\bigr)
               \le 1.648\,\sqrt n\; e^{-\sqrt\varepsilon\,(2k - 1)} .
@@ -41,6 +42,13 @@ def lanczos_factor(n: int, steps: int, failure: float = FAILURE, starts: int = S
 
     Where this is 1 or more the factor is infinite. The theorem holds whatever the eigenvalues and their gaps are, and
     assumes exact arithmetic.
+
+    Proof for :math:`n \ge 3`, with :math:`\lambda_{\max} = 1` and the start b in the eigenbasis. A failure means
+    :math:`\sum_i (\lambda_i - 1 + \varepsilon)\,q(\lambda_i)^2 b_i^2 < 0` for all polynomials q of degree k − 1. For
+    the q with :math:`\sqrt{1-s}\,q((1-\varepsilon)s) = T_{2k-1}(\sqrt{1-s})`, T a Chebyshev polynomial, this implies
+    :math:`b_1^2/(1 - b_1^2) < 1/\sinh^2 z` with :math:`z = (2k-1)\operatorname{artanh}\sqrt\varepsilon`, that is
+    :math:`|b_1| < 1/\cosh z`. The density of :math:`b_1` is at most :math:`\sqrt{n/2\pi}`, so the probability is at
+    most :math:`\sqrt{2n/\pi}/\cosh z \le 1.596\sqrt n\,e^{-z}`, and :math:`z \ge (2k-1)\sqrt\varepsilon`.
 
     >>> round(lanczos_factor(10_000, 19), 3)
     1.094
