@@ -65,8 +65,7 @@ def sample_size(tau: float | int | None, features: int, *, default: float = 0.5)
         return max(1, round(tau * features))
     if isinstance(tau, bool) or not 1 <= tau <= features:
         raise OptionError(
-            f"tau as a count must lie between 1 and {features} features, got {tau}; "
-            f"a float in (0, 1] is a fraction"
+            f"tau as a count must lie between 1 and {features} features, got {tau}; a float in (0, 1] is a fraction"
         )
     return tau
 
