@@ -196,6 +196,8 @@ def chain(network: "Network") -> Line:
     if len(network.inputs) != 1:
         names = ", ".join(value.name for value in network.inputs[1:]) or "none"
         return Line((), f"{kind} does not take exactly one tensor as input (also {names})")
+    if len(network.outputs) != 1:
+        return Line((), f"{kind} returns {len(network.outputs)} tensors instead of one")
     done: list[Step] = []
     value, last = network.inputs[0], "the input"
     for step in steps(network):
@@ -205,8 +207,6 @@ def chain(network: "Network") -> Line:
             return Line(tuple(done), f"{step} hands on {len(step.outputs)} tensors instead of one")
         done.append(step)
         value, last = step.outputs[0], str(step)
-    if len(network.outputs) != 1:
-        return Line(tuple(done), f"{kind} returns {len(network.outputs)} tensors instead of one")
     if network.outputs != (value,):
         return Line(tuple(done), f"{kind} does not return the output of {last}")
     return Line(tuple(done))
