@@ -9,7 +9,7 @@ from torch import nn
 
 from minimand.network import read, role
 
-from .cases import forwards
+from .cases.forwards import FORWARDS, architectures, limits
 from .cases.networks import NETWORKS
 
 
@@ -19,7 +19,7 @@ def only(calls):
 
 
 def test_neighbours_of_a_residual_block():
-    net = read(forwards.ResNet(), torch.randn(2, 3, 16, 16))
+    net = read(architectures.ResNet(), torch.randn(2, 3, 16, 16))
     first, second = net.neighbours(only(net.of("layer1.1.conv1"))), net.neighbours(only(net.of("layer1.1.conv2")))
     assert (first.norm.path, first.skip, first.activation.path) == ("layer1.1.bn1", None, "layer1.1.relu")
     assert (second.norm.path, second.skip.path, second.activation.path) == (
@@ -55,7 +55,7 @@ def test_an_output_that_others_read_has_no_neighbours():
 
 
 def test_residual_blocks_with_and_without_downsampling():
-    net = read(forwards.ResNet(), torch.randn(2, 3, 16, 16))
+    net = read(architectures.ResNet(), torch.randn(2, 3, 16, 16))
     plain, down = net.residuals()
     assert plain.shortcut == ()
     assert [call.path for call in plain.branch if role(call) == "conv"] == ["layer1.0.conv1", "layer1.0.conv2"]
@@ -67,12 +67,12 @@ def test_residual_blocks_with_and_without_downsampling():
 
 @pytest.mark.parametrize(("name", "count"), [("gpt", 4), ("vit", 2), ("mixer", 2), ("mobilenet", 1), ("u-net", 0)])
 def test_residual_blocks_of_other_networks(name, count):
-    case = forwards.FORWARDS[name]
+    case = FORWARDS[name]
     assert len(read(case.make(), case.example()).residuals()) == count
 
 
 def test_skips_are_told_apart_in_evaluation():
-    case = forwards.FORWARDS["two dropouts and a skip in evaluation"]
+    case = FORWARDS["two dropouts and a skip in evaluation"]
     net = read(case.make(), case.example())
     adds = [call for call in net.calls if role(call) == "add"]
     assert [add.inputs[0].source for add in adds] == ["input", "call"]
@@ -81,20 +81,20 @@ def test_skips_are_told_apart_in_evaluation():
 
 
 def test_tied_parameters_are_shared():
-    net = read(forwards.GPT(), torch.randint(0, 11, (2, 5)))
+    net = read(architectures.GPT(), torch.randint(0, 11, (2, 5)))
     found = only(net.shared())
     assert found.names == ("wte.weight", "lm_head.weight")
     assert [call.name for call in found.calls] == ["embedding", "linear"]
-    net = read(forwards.Siamese())
+    net = read(architectures.Siamese())
     assert {shared.names[0] for shared in net.shared()} == {
         f"encoder.{i}.{n}" for i in (0, 2) for n in ("weight", "bias")
     }
-    net = read(forwards.TiedAutoencoder())
+    net = read(architectures.TiedAutoencoder())
     assert [(s.names, [c.name for c in s.calls]) for s in net.shared()] == [(("encoder.weight",), ["linear", "t"])]
 
 
 def test_frames_are_runs_of_modules():
-    net = read(forwards.Siamese())
+    net = read(architectures.Siamese())
     assert [(f.path, f.kind, f.run) for f in net.frames if f.path == "encoder.2"] == [
         ("encoder.2", "Linear", 0), ("encoder.2", "Linear", 1),
     ]  # fmt: skip
@@ -145,7 +145,7 @@ def test_a_module_without_parts_is_one_step():
     ],
 )
 def test_a_broken_chain_is_explained(name, words):
-    case = forwards.FORWARDS[name]
+    case = FORWARDS[name]
     assert words in read(case.make(), case.example()).chain().broken
 
 
@@ -178,7 +178,7 @@ def test_roles():
             self.weight = nn.Parameter(torch.randn(4, 4))
 
         def forward(self, x):
-            h = x @ self.weight
+            h = x @ self.weight.t()
             h = torch.addmm(self.weight[0], h, self.weight)
             h = F.conv1d(h.unsqueeze(1), h.new_ones(1, 1, 1)).squeeze(1)
             h = torch.cat([h.clamp(min=0), F.softmax(h, -1)], 1).contiguous()
@@ -187,7 +187,7 @@ def test_roles():
 
     found = [(call.name, role(call)) for call in read(Roles(), torch.randn(2, 4)).calls]
     assert found == [
-        ("matmul", "linear"), ("__getitem__", "other"), ("addmm", "linear"), ("unsqueeze", "reshape"),
+        ("t", "reshape"), ("matmul", "linear"), ("__getitem__", "other"), ("addmm", "linear"), ("unsqueeze", "reshape"),
         ("new_ones", "other"), ("conv1d", "conv"), ("squeeze", "reshape"), ("clamp", "activation"),
         ("softmax", "other"), ("cat", "cat"), ("contiguous", "identity"), ("gelu", "activation"),
         ("max_pool1d", "pool"), ("layer_norm", "norm"), ("T", "reshape"), ("mT", "reshape"), ("dropout", "dropout"),
@@ -227,9 +227,32 @@ def test_recomputing_follows_the_weights():
 
 def test_a_record_of_another_branch_does_not_verify():
     torch.manual_seed(0)
-    model = forwards.Branching()
+    model = limits.Branching()
     x = torch.randn(2, 4)
     net = read(model, x)
     assert net.verify(x)
     outcomes = {net.verify(torch.randn(2, 4)) for _ in range(10)}
     assert outcomes == {True, False}
+
+
+def test_reading_does_not_depend_on_the_surroundings():
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.BatchNorm1d(3))
+    with torch.inference_mode():
+        net = read(model, torch.randn(2, 3))
+        assert net.verify(torch.randn(2, 3))
+    assert net.grad
+    assert not net.opaque()
+
+
+def test_a_forward_without_end_is_cut_off(monkeypatch):
+    class Endless(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+
+        def forward(self, x):
+            while True:
+                x = self.fc(x)
+
+    monkeypatch.setattr("minimand.network.recorder._MOST_CALLS", 50)
+    assert "the recorder stopped after 50 calls" in read(Endless()).reasons[0]

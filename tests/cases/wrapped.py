@@ -10,7 +10,7 @@ from torch import nn
 
 from minimand.network import read, role
 
-from .forwards import GPT, ResNet
+from .forwards.architectures import GPT, ResNet
 
 
 def found(network):

@@ -53,23 +53,26 @@ def assemble(model: nn.Module, run: RecordedRun, other: RecordedRun | None, gues
     for identity, value in unknown(run).items():
         if identity in both:
             run.recorder.values[value].source = "constant"
-    _mark(run.recorder)
     network = _frozen(model, run, guessed)
-    if other is None or other.error is not None or other.modes == run.modes:
+    if other is None or other.modes == run.modes:
         return network
+    if other.error is not None:
+        reason = f"in {'training' if other.modes[''] else 'evaluation'} {other.error}"
+        return dataclasses.replace(network, reasons=(*network.reasons, reason))
     return _marked_by_mode(network, _frozen(model, other, guessed))
 
 
-def _mark(recorder: Recorder) -> None:
-    """Give every call that the record does not explain its reason."""
+def _origins(recorder: Recorder) -> list[set[str]]:
+    """From which sources every value was computed, and whether with random numbers; marks calls that are opaque."""
     origins: list[set[str]] = [{draft.source} for draft in recorder.values]
     for call in recorder.calls:
         befores = [before for before, _ in call.mutates]
-        come = {origin for value in (*call.inputs, *befores) for origin in origins[value]} - {"call", "constant"}
+        come = {origin for value in (*call.inputs, *befores) for origin in origins[value]}
         come |= {"random"} if _RANDOM.search(call.name) else set()
         for value in (*call.outputs, *(after for _, after in call.mutates)):
             origins[value] = come
         call.opaque = call.opaque or _reason(recorder, call, come)
+    return origins
 
 
 def _reason(recorder: Recorder, call: CallDraft, come: set[str]) -> str | None:
@@ -85,7 +88,10 @@ def _reason(recorder: Recorder, call: CallDraft, come: set[str]) -> str | None:
 
 def _frozen(model: nn.Module, run: RecordedRun, guessed: bool) -> Network:
     recorder = run.recorder
-    values = tuple(Value(i, v.source, v.name, v.shape, v.dtype, v.call) for i, v in enumerate(recorder.values))
+    values = tuple(
+        Value(i, v.source, v.name, v.shape, v.dtype, frozenset(origins), v.call)
+        for i, (v, origins) in enumerate(zip(recorder.values, _origins(recorder), strict=True))
+    )
     frames = tuple(
         ModuleFrame(i, f.path, f.kind, f.run, f.parent, _pick(values, f.inputs), _pick(values, f.outputs))
         for i, f in enumerate(recorder.frames)

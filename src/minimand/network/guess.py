@@ -92,11 +92,11 @@ class _Makers:
     def make(self, kind: tuple[Any, ...]) -> Tensor:
         """A tensor with fixed pseudo-random entries."""
         what, shape, *limit = kind
-        device = self._like.device
+        draw, device = self._generator, self._like.device
         if what == "index":
-            return torch.randint(0, max(*limit, 1), shape, generator=self._generator).to(device)
-        dtype = self._like.dtype
-        return torch.randn(shape, generator=self._generator, dtype=torch.float64).to(device=device, dtype=dtype)
+            return torch.randint(0, max(*limit, 1), shape, generator=draw, device=draw.device).to(device)
+        made = torch.randn(shape, generator=draw, dtype=torch.float64, device=draw.device)
+        return made.to(device=device, dtype=self._like.dtype)
 
 
 def _features(count: int) -> list[tuple[Any, ...]]:

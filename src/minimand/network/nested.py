@@ -56,4 +56,10 @@ def replace(tree: Any, kind: type, function: Callable[[Any], Any]) -> Any:
         return copied
     if isinstance(tree, slice):
         return slice(*(replace(item, kind, function) for item in (tree.start, tree.stop, tree.step)))
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        twin = copy.copy(tree)
+        for field in dataclasses.fields(tree):
+            if field.name in vars(tree):  # written past a frozen class's own __setattr__
+                object.__setattr__(twin, field.name, replace(vars(tree)[field.name], kind, function))
+        return twin
     return tree

@@ -86,8 +86,8 @@ class Network:
         return graph.ancestors(self, (value,)) - {value}
 
     def depends(self, value: Value) -> bool:
-        """Whether a value was computed from an input of the network, or is one."""
-        return value.index in self._data
+        """Whether a value is an input of the network, was computed from one, or is of unknown origin."""
+        return not value.origins.isdisjoint(("input", "unseen"))
 
     @functools.cached_property
     def live(self) -> tuple[Call, ...]:
@@ -198,11 +198,3 @@ class Network:
     @functools.cached_property
     def _live(self) -> frozenset[Call]:
         return frozenset(self.live)
-
-    @functools.cached_property
-    def _data(self) -> frozenset[int]:
-        found = {value.index for value in self.inputs}
-        for call in self.calls:
-            if any(value.index in found for value in call.reads):
-                found |= {value.index for value in call.produces}
-        return frozenset(found)

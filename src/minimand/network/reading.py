@@ -105,7 +105,7 @@ def _run(model: nn.Module, inputs: Inputs, training: bool | None) -> RecordedRun
 
 def _record(model: nn.Module, inputs: Inputs, training: bool | None, grad: bool) -> RecordedRun:
     root = unwrapped(model)
-    with preserved(model) as saved, eager(), warnings.catch_warnings():
+    with preserved(model) as saved, torch.inference_mode(False), eager(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if training is not None:
             set_mode(model, training)

@@ -22,6 +22,7 @@ class Value:
         name: The path of a parameter, buffer or attribute, or the name of an input; otherwise empty.
         shape: Its shape.
         dtype: Its type.
+        origins: The sources from which it was computed, and ``"random"`` where random numbers were drawn for it.
         call: The index of the call that computed it; None for other sources.
     """
 
@@ -30,6 +31,7 @@ class Value:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    origins: frozenset[str] = frozenset()
     call: int | None = None
 
 

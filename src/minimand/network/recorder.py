@@ -29,6 +29,8 @@ _DYNAMIC = {
 }  # fmt: skip
 #: Functions by which Python learns the number of entries of a tensor.
 _SHAPE_READS = {"size", "shape", "numel", "nelement", "__len__", "unbind", "split", "chunk", "tensor_split"}
+#: A forward may loop until its data satisfy a condition, which a made-up input need not reach.
+_MOST_CALLS = 100_000
 _WRITERS = {"__setitem__", "data=", "batch_norm", "instance_norm"}
 #: Functions that ask a tensor for no data; they are frequent and not recorded.
 _QUERIES = {
@@ -206,6 +208,8 @@ class Recorder(TorchFunctionMode):
         if _may_write(name, args, kwargs):
             for tensor in given:
                 self._save(tensor)
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            self._saved.add_generator(kwargs["generator"])
         refer = lambda tensor: Ref(self._value(tensor))  # noqa: E731
         draft = CallDraft(
             self._stack[-1], func, name, replace(args, Tensor, refer), replace(kwargs, Tensor, refer), inputs,
@@ -222,6 +226,8 @@ class Recorder(TorchFunctionMode):
             draft.opaque = "the number of entries depends on the data, and Python reads it"
         elif not returned and not changed and draft.name not in DATA_READS:
             return result
+        if len(self.calls) >= _MOST_CALLS:
+            raise RuntimeError(f"the recorder stopped after {_MOST_CALLS} calls")
         draft.site = calling_site()
         self.calls.append(draft)
         index = len(self.calls) - 1

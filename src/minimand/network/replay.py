@@ -12,7 +12,7 @@ from ..errors import ShapeError
 from .nested import replace, tensors
 from .record import Context, Value
 from .running import bound, copied, eager, set_mode, unwrapped
-from .state import preserved
+from .state import Saved, preserved
 
 if TYPE_CHECKING:
     from .network import Network
@@ -31,11 +31,12 @@ class _Inert(TorchFunctionMode):
 
 def recompute(network: "Network", example: Any) -> tuple[Tensor, ...]:
     """See :meth:`Network.recompute`."""
-    args, kwargs = copied(bound(example))
-    given = list(tensors((args, kwargs)))
-    if len(given) != len(network.inputs):
-        raise ShapeError(f"the record has {len(network.inputs)} input tensors, got {len(given)}")
-    with preserved(network.model), eager():
+    with preserved(network.model) as saved, torch.inference_mode(False), eager():
+        args, kwargs = copied(bound(example))
+        given = list(tensors((args, kwargs)))
+        if len(given) != len(network.inputs):
+            raise ShapeError(f"the record has {len(network.inputs)} input tensors, got {len(given)}")
+        _save_generators(network, saved)
         known = _sources(network, copies=True)
         known.update({value.index: tensor for value, tensor in zip(network.inputs, given, strict=True)})
         for call in network.calls:
@@ -52,10 +53,11 @@ def verify(network: "Network", example: Any) -> bool:
     """See :meth:`Network.verify`."""
     if not network.complete:
         return False
-    with preserved(network.model) as saved, eager():
+    with preserved(network.model) as saved, torch.inference_mode(False), eager():
         for index, tensor in _sources(network, copies=False).items():
             if index in _changed(network):
                 saved.add(tensor)
+        _save_generators(network, saved)
         set_mode(network.model, network.modes)
         args, kwargs = copied(bound(example))
         with _Inert(), torch.set_grad_enabled(network.grad):
@@ -79,6 +81,12 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 def _changed(network: "Network") -> set[int]:
     """The values that calls change in place."""
     return {before.index for call in network.calls for before, _ in call.mutates}
+
+
+def _save_generators(network: "Network", saved: Saved) -> None:
+    for call in network.calls:
+        if isinstance(call.kwargs.get("generator"), torch.Generator):
+            saved.add_generator(call.kwargs["generator"])
 
 
 def _sources(network: "Network", copies: bool) -> dict[int, Tensor]:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..functions.activations import is_activation
-from .record import Call
+from .record import Call, Value
 
 __all__ = ["Role", "role"]
 
@@ -61,9 +61,10 @@ _CASTS = _functions("to type type_as float double half bfloat16 cpu cuda")
 def role(call: Call) -> Role:
     """What a call does.
 
-    A product with a parameter is ``"linear"``, whichever function computes it. ``"add"`` adds two tensors;
-    ``"identity"`` returns the entries of its input as they are, in the same order and type. Activations are the
-    functions of torch that act on each entry, and clamping between numbers. Softmax is ``"other"``.
+    A product of data with a parameter, or with a matrix computed from parameters alone, is ``"linear"``, whichever
+    function computes it. ``"add"`` adds two tensors; ``"identity"`` returns the entries of its input as they are, in
+    the same order and type. Activations are the functions of torch that act on each entry, and clamping between
+    numbers. Softmax is ``"other"``.
 
     >>> from minimand.network import read
     >>> net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.GELU(), torch.nn.Flatten())
@@ -76,13 +77,17 @@ def role(call: Call) -> Role:
         return known
     if target in _ADDS and len(call.inputs) == 2 and not call.kwargs:
         return "add"
-    if target in _PRODUCTS and any(value.source == "parameter" for value in call.inputs):
+    if target in _PRODUCTS and any(map(_is_learned, call.inputs)) and "input" in call.outputs[0].origins:
         return "linear"
     if is_activation(target) or (target in _CLAMPS and len(call.inputs) == 1):
         return "activation"
     if target in _CASTS and _keeps(call):
         return "identity"
     return "other"
+
+
+def _is_learned(value: Value) -> bool:
+    return "parameter" in value.origins and "input" not in value.origins
 
 
 def _keeps(call: Call) -> bool:

@@ -20,7 +20,8 @@ def bound(example: Any) -> Inputs:
     """Positional and keyword arguments from a tensor, a tuple of positional or a mapping of keyword arguments."""
     if isinstance(example, Mapping):
         return (), dict(example)
-    return (tuple(example) if isinstance(example, tuple) else (example,)), {}
+    # A named tuple, such as a packed sequence, is one argument.
+    return (example if type(example) is tuple else (example,)), {}
 
 
 def copied(inputs: Inputs) -> Inputs:
@@ -47,7 +48,7 @@ def named(root: nn.Module, inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
     for name, value in (*zip(names, args, strict=False), *kwargs.items()):
         found = list(tensors(value))
         for i, tensor in enumerate(found):
-            yield name if found == [value] or value is tensor else f"{name}.{i}", tensor
+            yield name if value is tensor else f"{name}.{i}", tensor
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

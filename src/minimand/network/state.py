@@ -19,10 +19,16 @@ _CONTAINERS = (dict, list, set, collections.deque)
 
 
 class Saved:
-    """Tensors whose contents are restored after a run."""
+    """Tensors and random generators whose contents are restored after a run."""
 
     def __init__(self) -> None:
         self._tensors: dict[int, tuple[Tensor, Tensor, int | None]] = {}
+        self._generators: dict[torch.Generator, Tensor] = {}
+
+    def add_generator(self, generator: torch.Generator) -> None:
+        """Save a generator's state, unless that has been done before."""
+        if generator not in self._generators:
+            self._generators[generator] = generator.get_state()
 
     def add(self, tensor: Tensor) -> None:
         """Save a tensor's contents, unless that has been done before."""
@@ -32,6 +38,8 @@ class Saved:
 
     def restore(self) -> None:
         """Write the contents back where they changed, and reset the version counters that autograd checks."""
+        for generator, state in self._generators.items():
+            generator.set_state(state)
         for tensor, content, count in self._tensors.values():
             comparable = tensor.layout is torch.strided
             if count == version(tensor) and (not comparable or torch.equal(tensor.detach(), content)):
@@ -53,7 +61,7 @@ def preserved(model: nn.Module) -> Iterator[Saved]:
     These are the contents of buffers and of tensors added to the yielded :class:`Saved`; the attributes of all modules,
     including their hooks, training flags and registered parameters, and the items of attributes that are lists,
     dictionaries, sets or deques; ``requires_grad`` and ``.grad`` of the parameters; and the random states of Python,
-    numpy, torch and of generators that are attributes. Other objects that a forward changes stay changed.
+    numpy, torch and of generators that are attributes or were added. Other objects that a forward changes stay changed.
     """
     with _LOCK:
         with torch._C.DisableTorchFunction():
@@ -61,6 +69,9 @@ def preserved(model: nn.Module) -> Iterator[Saved]:
             undo = [*_undo(model), saved.restore]
             for buffer in model.buffers():
                 saved.add(buffer)
+            for generator in (value for module in model.modules() for value in vars(module).values()):
+                if isinstance(generator, torch.Generator):
+                    saved.add_generator(generator)
         try:
             yield saved
         finally:
@@ -73,7 +84,6 @@ def _undo(model: nn.Module) -> list[Callable[[], None]]:
     modules = list(model.modules())
     return [
         *(_attributes(module) for module in modules),
-        *(_generators(module) for module in modules),
         *(_gradient(parameter) for parameter in model.parameters()),
         _random_states(),
     ]
@@ -120,16 +130,6 @@ def _fill(container: Any, content: list[Any]) -> None:
         container.update(content)
     else:
         container.extend(content)
-
-
-def _generators(module: nn.Module) -> Callable[[], None]:
-    states = [(value, value.get_state()) for value in vars(module).values() if isinstance(value, torch.Generator)]
-
-    def restore() -> None:
-        for generator, state in states:
-            generator.set_state(state)
-
-    return restore
 
 
 def _gradient(parameter: Tensor) -> Callable[[], None]:
