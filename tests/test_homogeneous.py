@@ -19,7 +19,7 @@ from minimand.homogeneous import (
     certify_relu,
 )
 from minimand.homogeneous.certificate import judge_relu
-from minimand.homogeneous.neurons import Neurons, merged
+from minimand.homogeneous.neurons import Neurons, merge_neurons
 from minimand.homogeneous.polar import ascend, exact_polar, slopes, upper_bound
 
 
@@ -151,7 +151,7 @@ def test_merging_changes_no_output_and_raises_no_norm(count: int, seed: int) -> 
     V = torch.randint(-1, 2, (count, 2), generator=generator).double()
     kept = (W.norm(dim=1) > 0) & (V.norm(dim=1) > 0)
     before = Neurons(W[kept], V[kept])
-    after = merged(X, before)
+    after = merge_neurons(X, before)
     assert torch.allclose(torch.relu(X @ before.W.mT) @ before.V, torch.relu(X @ after.W.mT) @ after.V, atol=1e-10)
     assert len(after.W) <= len(before.W)
 

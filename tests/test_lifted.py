@@ -142,7 +142,7 @@ def test_theorem_4_block_multiconvexity(name, seed, t):
     lpom = LPOM(net, loss="cross_entropy")
     x, y = _batch(samples=4)
     with torch.no_grad():
-        v = lpom._fresh(x, y)
+        v = lpom._forward_variables(x, y)
         g = torch.Generator().manual_seed(seed)
 
         def noise(like, scale=2.0):
@@ -252,7 +252,7 @@ def test_weight_step_of_the_last_layer_is_the_ridge_regression():
     lpom = LPOM(net)
     hidden = torch.relu(x @ net[0].weight.mT + net[0].bias).detach()
     with torch.no_grad():
-        v = lpom._fresh(x, y)
+        v = lpom._forward_variables(x, y)
         v.xs[-1] = F.one_hot(y, 3).double()
         lpom._move_weights(v)
     wide = torch.cat([hidden, torch.ones(40, 1, dtype=torch.float64)], 1)
@@ -270,9 +270,9 @@ def test_quick_steps_are_proximal_gradient_steps(weight):
     point = x
     for _ in range(3):
         point = (weight * x + 0.5 * point - loss.gradient(point)) / (weight + 0.5)
-    torch.testing.assert_close(loss.quick(x, 1 / weight), point)
+    torch.testing.assert_close(loss.approximate_prox(x, 1 / weight), point)
     squared = SquaredError(loss.target)
-    torch.testing.assert_close(squared.quick(x, 1 / weight), squared.prox(x, 1 / weight))
+    torch.testing.assert_close(squared.approximate_prox(x, 1 / weight), squared.prox(x, 1 / weight))
 
 
 @pytest.mark.parametrize("coupled", [False, True])
@@ -282,7 +282,7 @@ def test_estimates_move_by_the_inverse_of_their_preconditioner(coupled):
     net = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)).double()
     lpom = LPOM(net)
     with torch.no_grad():
-        v = lpom._fresh(torch.randn(6, 5, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64))
+        v = lpom._forward_variables(torch.randn(6, 5, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64))
         v.xs[-1] = torch.randn(6, 3, dtype=torch.float64)
         q, (mu, r) = torch.randn(6, 3, dtype=torch.float64), ((0.1, 1.0), 10.0)
         share = 2.0 if coupled else 1.0

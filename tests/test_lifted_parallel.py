@@ -13,7 +13,7 @@ from minimand.lab.experiments import lpom_parallel
 from minimand.lab.registry import find
 from minimand.train.lifted import LPOM, LayerParallel
 from minimand.train.lifted.chain import parse
-from minimand.train.lifted.parallel import stretches
+from minimand.train.lifted.parallel import partition_layers
 
 from .cases.ranks import on_ranks
 
@@ -110,11 +110,11 @@ def test_the_experiment_gives_synchronous_processes_the_batches_of_one(tmp_path)
 
 def test_layers_are_spread_evenly():
     layers = parse(_net()).layers
-    assert stretches(layers, 1) == [(0, 4)]
-    assert stretches(layers, 2) == [(0, 1), (1, 4)]
-    assert stretches(layers, 4) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert partition_layers(layers, 1) == [(0, 4)]
+    assert partition_layers(layers, 2) == [(0, 1), (1, 4)]
+    assert partition_layers(layers, 4) == [(0, 1), (1, 2), (2, 3), (3, 4)]
     with pytest.raises(OptionError, match="5 processes"):
-        stretches(layers, 5)
+        partition_layers(layers, 5)
 
 
 def test_needs_a_process_group():

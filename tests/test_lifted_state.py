@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 
 from minimand.errors import CapabilityError, ChainError, MinimandError, NonFiniteError, OptionError, ShapeError
 from minimand.train.lifted import LPOM, MAC, BlockPenalty, Recipe, ridge_control
-from minimand.train.lifted.base import _Fast
+from minimand.train.lifted.base import _MiniBatchRun
 from minimand.train.lifted.nonlinear import pre_activation
 from minimand.train.lifted.units import unit_of
 from tests.test_lifted import ACTIVATIONS, METHODS, STEEP, _batch, _loss, _net
@@ -36,13 +36,13 @@ def test_a_diverged_fit_ends_with_the_last_weights_that_gave_a_finite_loss(epoch
     x, y = _batch()
     x, seen = x.float(), []
 
-    def batch(self, x, y, share, plain=_Fast.batch):
+    def batch(self, x, y, share, plain=_MiniBatchRun.batch):
         if math.isfinite(_loss(net, x, y, "squared")):
             seen.append(_state(net))
         return plain(self, x, y, share)
 
-    monkeypatch.setattr(_Fast, "batch", batch)
-    with pytest.raises(NonFiniteError, match=r"last good ones: the (weight|activation) update (of|below) [024]\b"):
+    monkeypatch.setattr(_MiniBatchRun, "batch", batch)
+    with pytest.raises(NonFiniteError, match=r"last good weights: the (weight|activation) update (of|below) [024]\b"):
         LPOM(net, recipe=Recipe(rate=1e22, damping=1e-6)).fit([(x, y)], epochs)
     assert _same(net, seen[-1])
     assert math.isfinite(_loss(net, x, y, "squared"))
@@ -126,15 +126,15 @@ def test_pre_activations_are_minimisers(name):
     """To a thousandth, against every point of a fine grid, steep activations included."""
     unit = unit_of("unit", (ACTIVATIONS | STEEP)[name]())
     g = torch.Generator().manual_seed(0)
-    centre, x, noise = 3 * torch.randn(3, 300, generator=g, dtype=torch.float64)
+    center, x, noise = 3 * torch.randn(3, 300, generator=g, dtype=torch.float64)
     x = unit.phi(x) + 0.2 * noise
 
     def value(u):
-        return (u - centre).square() + (x - unit.phi(u)).square()
+        return (u - center).square() + (x - unit.phi(u)).square()
 
-    ends = torch.stack([centre, centre + unit.slope * (x - unit.phi(centre))])
+    ends = torch.stack([center, center + unit.slope * (x - unit.phi(center))])
     grid = ends[0] + torch.linspace(0, 1, 2001, dtype=torch.float64)[:, None] * (ends[1] - ends[0])
-    found, least = value(pre_activation(unit, centre, centre, x)), value(grid).amin(0)
+    found, least = value(pre_activation(unit, center, center, x)), value(grid).amin(0)
     assert bool((found <= least * (1 + 1e-3) + 1e-4).all())
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from minimand.errors import NonFiniteError
 from minimand.train.lifted import LPOM
-from minimand.train.lifted.weights import ridge_shift, toward, toward_all
+from minimand.train.lifted.weights import ridge_shift, weight_direction, weight_directions
 
 
 @pytest.mark.parametrize("block", [None, 4, 5, 64])
@@ -25,7 +25,7 @@ def test_layers_regressed_at_once_have_their_own_directions(block, bias):
         outputs, inputs = affine.layer.weight.shape
         x, residual = (torch.randn(samples, width, dtype=torch.float64) for width in (inputs, outputs))
         layers.append((affine, x, residual))
-    for (affine, x, residual), direction in zip(layers, toward_all(layers, damping, block=block), strict=True):
+    for (affine, x, residual), direction in zip(layers, weight_directions(layers, damping, block=block), strict=True):
         wide = torch.cat([x, torch.ones(samples, 1, dtype=torch.float64)], 1) if bias else x
         shift = ridge_shift(x, damping, block)
         whole = block is None or min(samples, block) >= wide.shape[1]
@@ -35,7 +35,9 @@ def test_layers_regressed_at_once_have_their_own_directions(block, bias):
             for part, goal in zip(wide.chunk(parts), residual.chunk(parts), strict=True)
         ]
         torch.testing.assert_close(direction.dense(), torch.stack(means).mean(0))
-        torch.testing.assert_close(direction.dense(), toward(affine, x, residual, damping, block=block).dense())
+        torch.testing.assert_close(
+            direction.dense(), weight_direction(affine, x, residual, damping, block=block).dense()
+        )
 
 
 def test_what_one_layer_needs_is_not_added_to_the_others():
@@ -46,8 +48,8 @@ def test_what_one_layer_needs_is_not_added_to_the_others():
     large = 1e6 * torch.randn(6, 8, generator=g)
     large[1] = large[0]
     layers = [(maps[0], torch.randn(6, 9, generator=g), torch.ones(6, 8)), (maps[1], large, torch.ones(6, 7))]
-    for layer, direction in zip(layers, toward_all(layers, 1e-6, block=6), strict=True):
-        torch.testing.assert_close(direction.dense(), toward(*layer, 1e-6, block=6).dense())
+    for layer, direction in zip(layers, weight_directions(layers, 1e-6, block=6), strict=True):
+        torch.testing.assert_close(direction.dense(), weight_direction(*layer, 1e-6, block=6).dense())
 
 
 def test_a_layer_that_cannot_be_regressed_is_named():
@@ -58,7 +60,7 @@ def test_a_layer_that_cannot_be_regressed_is_named():
         (maps[1], torch.full((6, 8), math.nan), torch.ones(6, 7)),
     ]
     with pytest.raises(NonFiniteError, match="weight update of 1"):
-        toward_all(layers, 1.0, block=3)
+        weight_directions(layers, 1.0, block=3)
 
 
 def test_patches_are_regressed_together_however_short_the_blocks():
@@ -71,4 +73,4 @@ def test_patches_are_regressed_together_however_short_the_blocks():
     rows = F.pad(F.unfold(x, 3, padding=1).mT.flatten(0, 1), (0, 1), value=1.0)
     system = rows.mT @ rows + 0.3 * len(rows) * torch.eye(19, dtype=torch.float64)
     expected = torch.linalg.solve(system, rows.mT @ residual.flatten(2).mT.flatten(0, 1)).mT
-    torch.testing.assert_close(toward(affine, x, residual, 0.3, block=4).dense(), expected)
+    torch.testing.assert_close(weight_direction(affine, x, residual, 0.3, block=4).dense(), expected)

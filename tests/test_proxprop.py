@@ -5,6 +5,7 @@ made column by column, and a dense solve with JᵀJ + I/τθ.
 """
 
 import copy
+import math
 import pickle
 
 import numpy as np
@@ -14,8 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from minimand.geometry import ConvGeometry
+from minimand.operators.patches import patches
 from minimand.train import AutocorrelationGram, CachedGram, ExactGram, ProxProp, SubsampledGram
-from minimand.train.proxprop.patches import Geometry, autocorrelation_gram, patch_gram, patches
+from minimand.train.proxprop.grams import autocorrelation_gram, patch_gram
 
 TAU = 0.7
 
@@ -253,6 +256,10 @@ def test_any_shape_and_tau(rows, inputs, outputs, tau, fused, seed):
 # --- the Gram matrices of convolutions ------------------------------------------------------------------------------
 
 
+def _geometry(dims, kernel, stride, padding, dilation=1, groups=1):
+    return ConvGeometry.build((kernel,) * dims, None, stride, padding, dilation, groups)
+
+
 @given(
     kernel=st.integers(1, 4),
     stride=st.integers(1, 3),
@@ -262,24 +269,24 @@ def test_any_shape_and_tau(rows, inputs, outputs, tau, fused, seed):
     dims=st.integers(1, 3),
 )
 def test_patch_grams_are_products_of_patches(kernel, stride, padding, dilation, groups, dims):
-    geometry = Geometry((kernel,) * dims, (stride,) * dims, (padding,) * dims, (dilation,) * dims, groups)
+    geometry = _geometry(dims, kernel, stride, padding, dilation, groups)
     x = torch.randn(2, 2, *(8, 7, 7)[:dims], dtype=torch.float64)
     rows = patches(x, geometry)
-    assert rows.shape[1] == 2 * geometry.positions(tuple(x.shape[2:]))
+    assert rows.shape[1] == 2 * math.prod(geometry.with_size(tuple(x.shape[2:])).output())
     rows = torch.cat([rows, rows.new_ones(*rows.shape[:2], 1)], -1)
     torch.testing.assert_close(patch_gram(x, geometry, True), rows.mT @ rows)
     torch.testing.assert_close(patch_gram(x, geometry, False), (rows.mT @ rows)[:, :-1, :-1])
     if stride == 1:
-        wide = Geometry(geometry.kernel, geometry.stride, (dilation * (kernel - 1),) * dims, geometry.dilation, groups)
+        wide = _geometry(dims, kernel, 1, dilation * (kernel - 1), dilation, groups)
         torch.testing.assert_close(autocorrelation_gram(x, geometry, True), patch_gram(x, wide, True))
 
 
 def test_blocks_of_the_batch_add_up(monkeypatch):
-    from minimand.train.proxprop import patches as module
+    from minimand.train.proxprop import grams as module
 
     x = torch.randn(7, 3, 6, 6, dtype=torch.float64)
     for stride in (1, 2):
-        geometry = Geometry((3, 3), (stride, stride), (1, 1), (1, 1), 1)
+        geometry = _geometry(2, 3, stride, 1)
         whole = patch_gram(x, geometry, True)
         monkeypatch.setattr(module, "_BLOCK", 1)
         torch.testing.assert_close(patch_gram(x, geometry, True), whole)
@@ -331,7 +338,7 @@ def test_a_cached_gram_is_an_average_per_row():
     layer = nn.Conv2d(3, 4, 3).double()
     batches = [_images(n, seed) for seed, n in enumerate((8, 8, 4, 8, 6))]
     found = _directions(layer, batches, CachedGram(every=2, decay=0.25, of=ExactGram()))
-    geometry = Geometry((3, 3), (1, 1), (0, 0), (1, 1), 1)
+    geometry = _geometry(2, 3, 1, 0)
     mean = None
     for turn, (x, got) in enumerate(zip(batches, found, strict=True)):
         count = len(x) * 14 * 14

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minimand.train.proxprop import patches
+from minimand.train.proxprop import grams
 from tests.test_proxprop_training import BOTH, _batch, _grads, _loss, _net, _start
 
 
@@ -94,7 +94,7 @@ def test_under_autocast_a_gradient_is_still_its_layers_own():
     prox, optimizer = _start(net, fused=False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         _loss(net, x, y).backward()
-    assert not any(tap.record.foreign or tap._changed() for tap in prox._taps.values())
+    assert not any(layer.accumulator.foreign or layer._changed() for layer in prox._hooked.values())
     optimizer.step()
     prox.detach()
 
@@ -116,7 +116,7 @@ class _Largest(TorchDispatchMode):
 @pytest.mark.parametrize("gram", ["exact", "autocorrelation", "subsampled"])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_the_unfolded_batch_never_stands_in_memory_whole(monkeypatch, stride, gram, fused):
-    monkeypatch.setattr(patches, "_BLOCK", 1 << 14)
+    monkeypatch.setattr(grams, "_BLOCK", 1 << 14)
     torch.manual_seed(0)
     layer, x = nn.Conv2d(3, 4, 5, stride=stride, padding=2), torch.rand(64, 3, 16, 16)
     prox, optimizer = _start(layer, gram=gram, fused=fused, skip_last=False)
@@ -131,8 +131,8 @@ def test_the_unfolded_batch_never_stands_in_memory_whole(monkeypatch, stride, gr
 def _held(prox):
     """Entries that the records hold on their own, by layer."""
     found = {}
-    for path, tap in prox._taps.items():
-        record = tap.record
+    for path, layer in prox._hooked.items():
+        record = layer.accumulator
         mine = [record.gram, record.plain, None if record._metric is None else record._metric.gram]
         if record.rows is not None:
             mine += [record.rows.a, record.rows.delta]
@@ -148,7 +148,7 @@ def test_what_is_held_between_backward_and_step(fused):
     prox, optimizer = _start(net, fused=fused)
     net(torch.rand(10, 6)).square().sum().backward()
     assert _held(prox) == {"0": 7 * 7 + fused * 20 * 7, "2": 10 * (20 + 30)}
-    assert all(tap.record._metric is None for tap in prox._taps.values())
+    assert all(layer.accumulator._metric is None for layer in prox._hooked.values())
     optimizer.step()
     assert set(_held(prox).values()) == {0}
     prox.detach()

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..operators.gram import gram
-from ..operators.spectral import EPS, certified_lambda_max, lanczos, start_vector
+from ..linalg import gram
+from ..norms.spectral import EPS, certified_lambda_max, lanczos, start_vector
 from .duals import DualMatrix
 from .svd import leading_singular
 

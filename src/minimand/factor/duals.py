@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..operators.gram import gram
-from ..operators.spectral import EPS
+from ..linalg import gram
+from ..norms.spectral import EPS
 from .rows import Rows, row_blocks
 
 __all__ = ["Dense", "DualMatrix", "Moments", "Sparse", "summation"]

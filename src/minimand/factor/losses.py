@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import require_positive
 from ..functions import L1
-from ..operators.spectral import EPS
+from ..norms.spectral import EPS
 from .duals import Dense, DualMatrix, Moments, Sparse
 from .rows import Rows, row_blocks
 

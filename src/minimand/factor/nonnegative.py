@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..functions import PositiveSemidefinite
-from ..operators.spectral import certified_lambda_max
+from ..norms.spectral import certified_lambda_max
 from ..solvers.iterate import iterate
 from .bounds import Bound, gram_bound, has_gram, small_gram, spectral_bound
 from .duals import DualMatrix

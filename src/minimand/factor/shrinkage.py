@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..operators.spectral import EPS, lanczos
+from ..norms.spectral import EPS, lanczos
 from .bounds import FAILURE, Bound, lanczos_slack, spectral_bound
 from .certificate import Certificate
 from .duals import Dense

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..data import Augmentation, Batches, Dataset, Normalisation, Split, batches, load
 from ..errors import DataError, OptionError
-from ..operators.tracker import LipschitzTracker
+from ..norms.tracker import LipschitzTracker
 from .clock import Stopwatch
 from .experiment import Metrics
 from .store import Records, atomically, slug

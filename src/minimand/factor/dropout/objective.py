@@ -14,7 +14,7 @@ Here :math:`\theta = 1 - p` for the drop rate p of ``torch.nn.Dropout``.
 from torch import Tensor
 
 from ...errors import CapabilityError, ShapeError, require_real
-from ...operators.tracker import LipschitzTracker
+from ...norms.tracker import LipschitzTracker
 from .arrays import require_rank, require_rate
 
 __all__ = [

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ...errors import OptionError
-from ...operators.accumulate import Weight
+from ...linalg import Weight
 from ...solvers.momentum import extrapolate
 
 __all__ = ["Coefficients", "Learning", "Momentum", "learning"]

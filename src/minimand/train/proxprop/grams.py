@@ -1,96 +1,42 @@
-r"""The rows that a convolution's weight meets: patches, and their Gram matrices without the patches.
+r"""Gram matrices of a layer's rows: of given rows, and of a convolution's patches without forming all patches.
 
-A convolution multiplies its weight with patches of the padded input. Two patches that lie one step apart in the first
-spatial dimension share all their lines but one, so at stride 1 the block of the Gram matrix for the kernel lines i and
-i + d,
+Two patches that lie one step apart in the first spatial dimension share all their lines but one. So at stride 1 the
+block of the Gram matrix for the kernel lines i and i + d,
 
 .. math:: G_{i,i+d} = \sum_{r=i}^{i+H_o-1} U_r^\top U_{r+d},
 
-is one product for all i up to a few lines at the edges (:math:`U_r` holds the patches' parts in line r of the map).
+is one product for all i, up to a few lines at the edges (:math:`U_r` holds the patches' entries in line r of the map).
 
-Long sums of positive products lose digits in float32: products are short, and summed in float64.
+Long sums of positive products lose digits in float32. Products are therefore short and are summed in float64.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ...operators.gram import gram
+from ...geometry import ConvGeometry
+from ...linalg import gram
+from ...operators.patches import padded_groups, patches, windows
 
-__all__ = ["Geometry", "autocorrelation_gram", "patch_gram", "patches", "row_gram"]
+__all__ = ["autocorrelation_gram", "patch_gram", "row_gram"]
 
-# Entries of one block: what is unfolded at a time.
+# Entries unfolded at a time.
 _BLOCK = 1 << 22
 
-# Rows of one product: in float32 longer ones lose digits, while shorter ones cost time.
+# Rows per product. Longer float32 products lose digits, shorter ones cost time.
 _SHORT = 1024
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """Where a convolution puts its kernel: one entry per spatial dimension, zero padding on both sides."""
-
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-
-    def padded(self, x: Tensor) -> Tensor:
-        """Channels split by groups, zeros around the map: batch × groups × channels × map."""
-        pads = [pad for both in reversed(self.padding) for pad in (both, both)]
-        x = F.pad(x, pads) if any(pads) else x
-        return x.reshape(len(x), self.groups, -1, *x.shape[2:])
-
-    def outputs(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """The output's map for an input map that is already padded."""
-        ways = zip(sizes, self.kernel, self.stride, self.dilation, strict=True)
-        return tuple((size - d * (k - 1) - 1) // s + 1 for size, k, s, d in ways)
-
-    def positions(self, sizes: tuple[int, ...]) -> int:
-        """How many patches a map of these sizes, not padded, has."""
-        return math.prod(self.outputs(tuple(size + 2 * p for size, p in zip(sizes, self.padding, strict=True))))
-
-
-def _windows(x: Tensor, geometry: Geometry, dims: range) -> Tensor:
-    """A view with the kernel's offsets in the spatial ``dims`` as last dimensions, windows in place of those dims."""
-    out = geometry.outputs(tuple(x.shape[3:]))
-    shape, stride = list(x.shape), list(x.stride())
-    offsets, steps = [], []
-    for dim in dims:
-        offsets.append(geometry.kernel[dim])
-        steps.append(stride[3 + dim] * geometry.dilation[dim])
-        shape[3 + dim] = out[dim]
-        stride[3 + dim] *= geometry.stride[dim]
-    return x.as_strided((*shape, *offsets), (*stride, *steps), x.storage_offset())
 
 
 def _blocks(x: Tensor, per_sample: int) -> Iterator[Tensor]:
     return iter(x.split(max(1, _BLOCK // max(1, per_sample))))
 
 
-def patches(x: Tensor, geometry: Geometry) -> Tensor:
-    """All patches as rows, groups × (batch · positions) × columns; columns as a weight's row is laid out.
-
-    >>> x = torch.arange(4.0).reshape(1, 1, 4)
-    >>> patches(x, Geometry((2,), (1,), (0,), (1,), 1))
-    tensor([[[0., 1.],
-             [1., 2.],
-             [2., 3.]]])
-    """
-    x = geometry.padded(x)
-    d = len(geometry.kernel)
-    view = _windows(x, geometry, range(d))
-    order = (1, 0, *range(3, 3 + d), 2, *range(3 + d, 3 + 2 * d))
-    return view.permute(order).reshape(geometry.groups, -1, x.shape[2] * math.prod(geometry.kernel))
-
-
 def row_gram(rows: Tensor, ones: bool, wide: bool) -> Tensor:
-    """The Gram matrix of the rows (and a column of ones), n × n; ``wide``: every product in float64.
+    """The Gram matrix of the rows, with a column of ones appended if ``ones``: n × n.
+
+    ``wide`` computes every product in float64.
 
     >>> row_gram(torch.tensor([[1.0, 2.0]]), True, False)
     tensor([[1., 2., 1.],
@@ -108,42 +54,44 @@ def row_gram(rows: Tensor, ones: bool, wide: bool) -> Tensor:
     return total
 
 
-def patch_gram(x: Tensor, geometry: Geometry, ones: bool, wide: bool = False) -> Tensor:
-    """The Gram matrix of all patches (and a column of ones), groups × n × n, a block of the batch at a time.
+def patch_gram(x: Tensor, geometry: ConvGeometry, ones: bool, wide: bool = False) -> Tensor:
+    """The Gram matrix of all patches, with a column of ones appended if ``ones``: groups × n × n.
 
-    ``wide``: every product in float64; without it only their sum is.
+    Patches are unfolded for one block of samples at a time. ``wide`` computes every product in float64; otherwise only
+    the sums of products are float64.
     """
-    sizes = tuple(x.shape[2:])
+    output = geometry.with_size(tuple(x.shape[2:])).output()
     columns = x.shape[1] // geometry.groups * math.prod(geometry.kernel)
     n = columns + ones
     total = x.new_zeros((geometry.groups, n, n), dtype=torch.float64)
     if geometry.stride[0] == 1:
-        rest = math.prod(geometry.outputs(tuple(s + 2 * p for s, p in zip(sizes, geometry.padding, strict=True)))[1:])
-        per_sample = x.shape[1] * (sizes[0] + 2 * geometry.padding[0]) * rest * math.prod(geometry.kernel[1:])
+        height = x.shape[2] + sum(geometry.padding[0])
+        per_sample = x.shape[1] * height * math.prod(output[1:]) * math.prod(geometry.kernel[1:])
         for block in _blocks(x, per_sample):
             total += _by_lines(block.double() if wide else block, geometry, ones)
         return total
-    for block in _blocks(x, columns * geometry.groups * geometry.positions(sizes)):
+    for block in _blocks(x, columns * geometry.groups * math.prod(output)):
         total += torch.stack([row_gram(part, ones, wide) for part in patches(block, geometry)])
     return total
 
 
 def _border(total: Tensor, sums: Tensor, count: int) -> None:
-    """Add what the column of ones contributes."""
+    """Add the entries of the column of ones: the rows' sums and their number."""
     total[..., :-1, -1] += sums
     total[..., -1, :-1] += sums
     total[..., -1, -1] += count
 
 
-def _by_lines(x: Tensor, geometry: Geometry, ones: bool) -> Tensor:
-    """One block of the batch at stride 1 in the first dimension: products of lines, not of patches."""
-    x = geometry.padded(x)
+def _by_lines(x: Tensor, geometry: ConvGeometry, ones: bool) -> Tensor:
+    """The Gram matrix of one block of samples from products of lines; stride 1 in the first dimension."""
+    output = geometry.with_size(tuple(x.shape[2:])).output()
+    x = padded_groups(x, geometry)
     d = len(geometry.kernel)
-    view = _windows(x, geometry, range(1, d))
+    view = windows(x, geometry, output, range(1, d))
     order = (1, 3, 0, *range(4, 3 + d), 2, *range(3 + d, 2 + 2 * d))
     channels, rest = x.shape[2], math.prod(geometry.kernel[1:])
     lines = view.permute(order).reshape(geometry.groups, x.shape[3], -1, channels * rest)
-    k, step, height = geometry.kernel[0], geometry.dilation[0], geometry.outputs(tuple(x.shape[3:]))[0]
+    k, step, height = geometry.kernel[0], geometry.dilation[0], output[0]
     columns = channels * k * rest
     out = x.new_zeros((geometry.groups, columns + ones, columns + ones), dtype=torch.float64)
     blocks = out.new_zeros(geometry.groups, channels, k, rest, channels, k, rest)
@@ -162,9 +110,9 @@ def _by_lines(x: Tensor, geometry: Geometry, ones: bool) -> Tensor:
 
 
 def _line_products(lines: Tensor, count: int, step: int, height: int, offset: int) -> Iterator[Tensor]:
-    """For i < ``count``: Σ over the lines r from i·step on, ``height`` of them, of Uᵣᵀ U₍ᵣ₊offset₎.
+    """For every i < ``count`` the sum of Uᵣᵀ U₍ᵣ₊offset₎ over the ``height`` lines r that start at i·step.
 
-    The lines that all sums share are multiplied once; each sum adds its own at the edges, so nothing is subtracted.
+    Lines common to all sums are multiplied once. Each sum adds its own lines at the edges, so nothing is subtracted.
     """
 
     def product(start: int, end: int) -> Tensor:
@@ -184,14 +132,13 @@ def _line_products(lines: Tensor, count: int, step: int, height: int, offset: in
         yield sum((product(*edge) for edge in edges if edge[0] < edge[1]), core)
 
 
-def autocorrelation_gram(x: Tensor, geometry: Geometry, ones: bool, wide: bool = False) -> Tensor:
-    """The Gram matrix of all patches that touch the map, from the autocorrelation of its channels by FFT."""
+def autocorrelation_gram(x: Tensor, geometry: ConvGeometry, ones: bool, wide: bool = False) -> Tensor:
+    """The Gram matrix of all patches that touch the map, from its channels' autocorrelation, computed by FFT."""
     d = len(geometry.kernel)
-    reach = tuple(step * (k - 1) for step, k in zip(geometry.dilation, geometry.kernel, strict=True))
     x = x.reshape(len(x), geometry.groups, -1, *x.shape[2:])
     sizes = tuple(x.shape[3:])
-    # Room for the largest shift on one side keeps the circular correlation from wrapping.
-    grid = tuple(size + r for size, r in zip(sizes, reach, strict=True))
+    # Room for the largest shift keeps the circular correlation from wrapping.
+    grid = tuple(size + r for size, r in zip(sizes, geometry.reach, strict=True))
     dims = tuple(range(3, 3 + d))
     spectrum: Tensor | float = 0.0
     for block in _blocks(x, 2 * x.shape[1] * x.shape[2] * math.prod(grid)):
@@ -218,6 +165,6 @@ def autocorrelation_gram(x: Tensor, geometry: Geometry, ones: bool, wide: bool =
 
 
 def _shifts(kernel: int, step: int, device: torch.device) -> Tensor:
-    """How far kernel offset j lies ahead of offset i, as a table."""
+    """The table of distances from kernel offset i to kernel offset j."""
     place = torch.arange(kernel, device=device) * step
     return place[None, :] - place[:, None]
