@@ -4,5 +4,6 @@ from .network import Network
 from .reading import read
 from .record import Call, ModuleFrame, Opaque, Value
 from .roles import role
+from .sequence import Part, sequence
 
-__all__ = ["Call", "ModuleFrame", "Network", "Opaque", "Value", "read", "role"]
+__all__ = ["Call", "ModuleFrame", "Network", "Opaque", "Part", "Value", "read", "role", "sequence"]

@@ -12,7 +12,7 @@ from .network import Network
 from .record import Call, ModuleFrame, Value
 from .recorder import DATA_READS, CallDraft, Recorder, Ref
 
-__all__ = ["RecordedRun", "assemble", "unknown"]
+__all__ = ["RecordedRun", "assemble"]
 
 _RANDOM = re.compile(
     r"rand|dropout|bernoulli|multinomial|(normal|uniform|exponential|random|geometric|cauchy)_$|^normal$"
@@ -38,23 +38,23 @@ class RecordedRun:
     drew: tuple[str, ...] = ()
 
 
-def unknown(run: RecordedRun) -> dict[int, int]:
+def _unknown(run: RecordedRun) -> dict[int, int]:
     """The tensors of a run that are neither registered nor computed in it: identity and value."""
     values = run.recorder.values
     return {id(t): v for v, t in run.recorder.outside.items() if values[v].source == "unseen"}
 
 
 def assemble(model: nn.Module, run: RecordedRun, other: RecordedRun | None, guessed: bool) -> Network:
-    """The record of a run. ``other`` is a second run, in the other mode or in the same.
+    """The record of a run. ``other`` is a run in the other mode; None where the first did not end.
 
     A tensor of unknown origin that both runs meet existed before the second one, so it is a constant.
     """
-    both = {} if other is None else unknown(other)
-    for identity, value in unknown(run).items():
+    both = {} if other is None else _unknown(other)
+    for identity, value in _unknown(run).items():
         if identity in both:
             run.recorder.values[value].source = "constant"
     network = _frozen(model, run, guessed)
-    if other is None or other.modes == run.modes:
+    if other is None:
         return network
     if other.error is not None:
         reason = f"in {'training' if other.modes[''] else 'evaluation'} {other.error}"

@@ -20,6 +20,7 @@ __all__ = [
     "Step",
     "ancestors",
     "chain",
+    "is_layer",
     "neighbours",
     "residuals",
     "shared",
@@ -162,16 +163,17 @@ def _leaf(network: "Network", call: Call) -> int | None:
     index: int | None = call.frame
     while index is not None:
         frame = network.frames[index]
-        if _is_layer(network.module(frame.path)):
+        if is_layer(network.module(frame.path)):
             found = index
         index = frame.parent
     return found
 
 
-def _is_layer(module: nn.Module) -> bool:
+def is_layer(module: nn.Module) -> bool:
+    """Whether a module has no submodules, or a forward of torch's own that is not a container's."""
     if next(module.children(), None) is None:
         return True
-    return type(module).__module__.startswith("torch.nn.modules.") and not isinstance(module, _CONTAINERS)
+    return type(module).forward.__module__.startswith("torch.nn.modules.") and not isinstance(module, _CONTAINERS)
 
 
 def _step(network: "Network", kind: str, index: int, calls: list[Call]) -> Step:
@@ -197,7 +199,10 @@ def chain(network: "Network") -> Line:
         names = ", ".join(value.name for value in network.inputs[1:]) or "none"
         return Line((), f"{kind} does not take exactly one tensor as input (also {names})")
     if len(network.outputs) != 1:
-        return Line((), f"{kind} returns {len(network.outputs)} tensors instead of one")
+        return Line((), f"{kind} returns {'more than' if network.outputs else 'less than'} one tensor")
+    for part in network.opaque():
+        if part.call is None or network.is_live(part.call) or any(map(network.depends, part.call.inputs)):
+            return Line((), str(part))
     done: list[Step] = []
     value, last = network.inputs[0], "the input"
     for step in steps(network):

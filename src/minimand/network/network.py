@@ -126,6 +126,8 @@ class Network:
     def chain(self) -> Line:
         """The steps from the input to the output, if each takes exactly the output of the one before.
 
+        A network with a part on the way that is opaque is no chain.
+
         >>> from minimand.network import read
         >>> line = read(nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.ReLU())).chain()
         >>> [step.path for step in line.steps], line.broken

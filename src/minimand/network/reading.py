@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ..errors import CapabilityError
-from .assemble import RecordedRun, assemble, unknown
+from .assemble import RecordedRun, assemble
 from .guess import guesses
 from .nested import tensors
 from .network import Network
@@ -44,8 +44,8 @@ def read(model: nn.Module, example: Any = None, *, training: bool | None = None)
         model: The network. Wrappers for data parallelism and compilation are looked through.
         example: An input: a tensor, a tuple of positional arguments, or a dictionary of keyword arguments. None: inputs
             are made up from the sizes of the first layers, until one runs; ``Network.guessed`` says so.
-        training: The mode to record. None: the mode in which the network is, and calls that the other mode does not
-            make are marked.
+        training: The mode to record; None: the mode in which the network is. The network runs in the other mode, too,
+            and calls that it makes in one mode only are marked.
 
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> network = read(net)
@@ -60,15 +60,13 @@ def read(model: nn.Module, example: Any = None, *, training: bool | None = None)
         return _empty(model, example is None, reason)
     if example is not None:
         inputs: Inputs | None = bound(example)
-        run: RecordedRun | None = _run(model, bound(example), training)
+        run = _run(model, bound(example), training)
     else:
         inputs, run = _first_that_runs(model, training)
-    if inputs is None or run is None:
-        why = "it has no inputs that could be made up" if run is None else run.error
-        return _empty(model, True, f"no made-up input runs through the network (the last: {why}); {_ASK}")
-    other = None
-    if run.error is None and (training is None or unknown(run)):
-        other = _run(model, inputs, training if training is not None else not model.training)
+    if inputs is None:
+        return _empty(model, True, f"no made-up input runs through the network (the last: {run.error}); {_ASK}")
+    mode = model.training if training is None else training
+    other = _run(model, inputs, not mode) if run.error is None else None
     return assemble(model, run, other, example is None)
 
 
@@ -86,13 +84,17 @@ def _empty(model: nn.Module, guessed: bool, reason: str) -> Network:
     return Network(model, (), (), (), (), (), model.training, guessed, False, (reason,))
 
 
-def _first_that_runs(model: nn.Module, training: bool | None) -> tuple[Inputs | None, RecordedRun | None]:
-    run = None
-    for args in guesses(unwrapped(model)):
+def _first_that_runs(model: nn.Module, training: bool | None) -> tuple[Inputs | None, RecordedRun]:
+    search = guesses(unwrapped(model))
+    args = next(search)
+    while True:
         run = _run(model, (args, {}), training)
         if run.error is None:
             return (args, {}), run
-    return None, run
+        try:
+            args = search.send(run.error)
+        except StopIteration:
+            return None, run
 
 
 def _run(model: nn.Module, inputs: Inputs, training: bool | None) -> RecordedRun:
