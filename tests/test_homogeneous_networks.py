@@ -1,4 +1,4 @@
-"""Subnetworks in parallel: degrees that match, regularisers that rescale, growth that descends."""
+"""Parallel subnetworks: degrees of homogeneity, regularisers under rescaling, monotone growth."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Lifted training refuses what it cannot train, by name, before any work; a run that diverges keeps good weights."""
+"""Lifted training rejects bad models and inputs by name, before any work; a diverged run keeps good weights."""
 
 import math
 

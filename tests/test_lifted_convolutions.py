@@ -74,7 +74,7 @@ POOLINGS = [
 
 @pytest.mark.parametrize("kind", [nn.MaxPool2d, nn.AvgPool2d])
 def test_norms_of_poolings_are_never_below_the_truth(kind):
-    """Over kernels, strides, paddings, dilations and rounding, against the singular values of the dense matrix."""
+    """For all kernels, strides, paddings, dilations and ceil modes, against singular values of the dense matrix."""
     torch.manual_seed(0)
     for module in (module for module in POOLINGS if isinstance(module, kind)):
         for x in (torch.randn(1, 1, 7, 7, dtype=torch.float64), -_cone()):
@@ -88,7 +88,7 @@ def test_norms_of_poolings_are_never_below_the_truth(kind):
 
 
 def _cone():
-    """Largest in the middle, where as many windows as possible then meet."""
+    """A map with its maximum in the middle, which the largest number of windows then select."""
     axis = torch.arange(7, dtype=torch.float64) - 3
     return (axis[:, None].square() + axis.square()).reshape(1, 1, 7, 7)
 

@@ -34,7 +34,7 @@ def _normalised():
 
 
 def _data():
-    """Ten noisy clusters: workers that start in no time."""
+    """Ten noisy clusters; generated data keeps the workers' start fast."""
     g = torch.Generator().manual_seed(0)
     centres = torch.randn(10, 64, generator=g)
     labels = torch.randint(10, (1600,), generator=g)

@@ -1,4 +1,4 @@
-"""Laws: lifted training carries nothing over that it should not, and leaves alone what is not its own."""
+"""Laws: lifted training carries no stale state between calls and changes only the parameters that it trains."""
 
 import copy
 import math
@@ -31,7 +31,7 @@ def _same(net, state):
 
 @pytest.mark.parametrize("epochs", [1, 2, 3, 50])
 def test_a_diverged_fit_ends_with_the_last_weights_that_gave_a_finite_loss(epochs, monkeypatch):
-    """To the bit, wherever it diverges: in the middle, or with its last update."""
+    """Bit-identical, whether the run diverges in the middle or with its last update."""
     net = _net(nn.ReLU).float()
     x, y = _batch()
     x, seen = x.float(), []
@@ -123,7 +123,7 @@ def test_the_penalty_schedule_grows_in_a_fit_and_starts_anew_in_the_next(mode, m
 
 @pytest.mark.parametrize("name", ["tanh", "softplus", "elu", "selu", "elu2", "leaky3"])
 def test_pre_activations_are_minimisers(name):
-    """To a thousandth, against every point of a fine grid, steep activations included."""
+    """To a thousandth, against every point of a fine grid, including steep activations."""
     unit = unit_of("unit", (ACTIVATIONS | STEEP)[name]())
     g = torch.Generator().manual_seed(0)
     center, x, noise = 3 * torch.randn(3, 300, generator=g, dtype=torch.float64)

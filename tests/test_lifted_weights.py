@@ -1,4 +1,4 @@
-"""Laws of the weight step that lifted methods share: ridge regressions, whole or by blocks of rows."""
+"""Laws of the weight step of lifted methods: ridge regressions, of all rows together or by blocks."""
 
 import math
 
@@ -15,7 +15,7 @@ from minimand.train.lifted.weights import ridge_shift, weight_direction, weight_
 @pytest.mark.parametrize("block", [None, 4, 5, 64])
 @pytest.mark.parametrize("bias", [True, False])
 def test_layers_regressed_at_once_have_their_own_directions(block, bias):
-    """Whatever the blocks are (dense oracle): the mean of the ridge regressions of the blocks' rows."""
+    """For any blocks, the mean of the ridge regressions of the blocks' rows (dense oracle)."""
     torch.manual_seed(0)
     samples, damping = 12, 0.3
     net = nn.Sequential(*(nn.Linear(*size, bias=bias) for size in ((9, 20), (20, 2), (2, 7), (7, 1)))).double()
@@ -41,7 +41,7 @@ def test_layers_regressed_at_once_have_their_own_directions(block, bias):
 
 
 def test_what_one_layer_needs_is_not_added_to_the_others():
-    """Rows of size 1e6, two of them equal, and hardly a ridge: rounding asks for damping there, and only there."""
+    """Rows of size 1e6, two of them equal, with a tiny ridge: only this layer needs additional damping."""
     g = torch.Generator().manual_seed(0)
     net = nn.Sequential(nn.Linear(9, 8), nn.Linear(8, 7))
     maps = LPOM(net).chain.forward(torch.randn(6, 9, generator=g))[2]
@@ -64,7 +64,7 @@ def test_a_layer_that_cannot_be_regressed_is_named():
 
 
 def test_patches_are_regressed_together_however_short_the_blocks():
-    """All patches of the batch in one ridge regression (dense oracle), though a block holds fewer rows than weights."""
+    """All patches of the batch are regressed together, although a block has fewer rows than weights (dense oracle)."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(192, 3)).double()
     x = torch.randn(10, 2, 8, 8, dtype=torch.float64)

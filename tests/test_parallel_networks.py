@@ -1,4 +1,4 @@
-"""No bound lies below what an ascent finds, no certificate above the true optimum, and fits follow their data."""
+"""Upper bounds exceed every slope that an ascent finds, certified gaps contain the true optimum, fits keep dtypes."""
 
 import copy
 import itertools
@@ -162,7 +162,7 @@ def test_the_direction_of_a_hidden_layer_attains_the_lower_bound(features: int) 
 
 
 def test_convolutions_of_full_length_are_neurons() -> None:
-    """A kernel as long as its input is one ReLU neuron with a bias, whose optimum is certified elsewhere."""
+    """A kernel as long as its input is a ReLU neuron with a bias, for which ParallelReLU certifies the optimum."""
     x = torch.linspace(-2, 2, 15, dtype=torch.float64)[:, None]
     y = torch.sin(2 * x)
     make = lambda: _chain(nn.Conv1d(1, 1, 1), nn.ReLU(), nn.Flatten(), nn.Linear(1, 1, bias=False))  # noqa: E731
@@ -195,7 +195,7 @@ def test_what_changes_in_training_is_refused_by_name_however_deep(layer: nn.Modu
 
 
 def test_each_layer_enters_the_output_once() -> None:
-    """Degree two in two layers is not enough: the product of norms is zero where one of them is."""
+    """Degree two in two layers does not suffice: the product of norms is zero if one norm is."""
 
     class Unequal(nn.Module):
         def __init__(self) -> None:
@@ -222,7 +222,7 @@ def test_mismatched_degrees_are_undecided_however_steep(lam: float) -> None:
 
 
 def test_the_path_norm_of_one_unit_is_the_product_of_norms() -> None:
-    """So in parallel it is the nuclear norm, though without a bound nothing is certified."""
+    """In parallel it is the nuclear norm, but without an upper bound nothing is certified."""
     X = torch.linalg.qr(torch.randn(8, 3, dtype=torch.float64)).Q
     Y = torch.randn(8, 2, dtype=torch.float64)
     net = ParallelNetwork(lambda: _chain(*_linear(3, 1, 2)), 0.4, regularizer="path", restarts=4).fit(X, Y)

@@ -1,7 +1,7 @@
-"""Law: after a step, .grad holds G(AᵀA + I/τθ)⁻¹ for every kind of layer, by every route.
+"""Law: after a step, .grad holds G(AᵀA + I/τθ)⁻¹ for every kind of layer and every method of computation.
 
-The oracle is Proposition 2 of 004 as it is printed: the Jacobian J of a layer's output with respect to its parameters,
-made column by column, and a dense solve with JᵀJ + I/τθ.
+The oracle is [Frerix2018], Proposition 2, as printed: the Jacobian J of a layer's output with respect to its
+parameters, formed column by column, and a dense solve with JᵀJ + I/τθ.
 """
 
 import copy
@@ -24,7 +24,7 @@ TAU = 0.7
 
 
 class Still(torch.optim.SGD):
-    """Steps of length zero, so that .grad is all that a step changes."""
+    """SGD with learning rate zero, so that a step changes only .grad."""
 
     def __init__(self, parameters):
         super().__init__(parameters, lr=0.0)
@@ -61,7 +61,7 @@ def _layer(name):
 
 
 def _jacobian(layer, x):
-    """Columns: the output for each unit vector of (weight, bias), the parameters' offset taken off."""
+    """Columns: the output for each unit vector of (weight, bias), minus the output at zero."""
     columns = []
     parameters = list(layer.parameters())
     with torch.no_grad():
@@ -139,7 +139,7 @@ def _textbook(M, b, k):
 @pytest.mark.parametrize("k", [1, 3, 6])
 @pytest.mark.parametrize("name", ["linear", "linear, many rows", "conv2d", "conv2d, few patches", "conv2d, groups"])
 def test_cg_is_the_textbook_method_for_each_output_unit(name, k, changed, fused):
-    """One system per output unit: its row of weights and its bias. ``changed``: the gradient is edited first."""
+    """One system per output unit, for its weights and its bias. ``changed``: the gradient is edited first."""
     layer, x = _layer(name)
     J = _jacobian(layer, x)
     M = (J.T @ J + torch.eye(J.shape[1], dtype=J.dtype) / TAU).numpy()
@@ -219,7 +219,7 @@ def test_a_frozen_part_is_no_unknown(name, frozen, fused):
     prox.detach()
 
 
-def test_a_layer_thawed_after_attaching_takes_part():
+def test_a_layer_unfrozen_after_attaching_is_preconditioned():
     layer, x = _layer("linear")
     layer.requires_grad_(False)
     prox, optimizer = _attached(layer)
@@ -307,7 +307,7 @@ def _directions(layer, batches, gram):
 
 
 def _images(count, seed=0):
-    """Smooth random maps with a mean, so that patches are correlated as those of photographs are."""
+    """Smooth random maps with non-zero mean, whose patches are correlated like those of photographs."""
     g = torch.Generator().manual_seed(seed)
     noise = torch.randn(count, 3, 20, 20, generator=g, dtype=torch.float64)
     return nn.functional.avg_pool2d(noise, 5, stride=1) * 3 + 0.5

@@ -17,7 +17,7 @@ __all__ = ["padded_groups", "patches", "positions_as_rows", "windows"]
 def padded_groups(x: Tensor, geometry: ConvGeometry) -> Tensor:
     """The zero-padded maps with channels split by groups: batch × groups × channels × map."""
     x = F.pad(x, geometry.pads) if any(geometry.pads) else x
-    return x.reshape(len(x), geometry.groups, -1, *x.shape[2:])
+    return x.unflatten(1, (geometry.groups, -1))
 
 
 def windows(x: Tensor, geometry: ConvGeometry, output: tuple[int, ...], dims: range) -> Tensor:

@@ -135,7 +135,7 @@ def _line_products(lines: Tensor, count: int, step: int, height: int, offset: in
 def autocorrelation_gram(x: Tensor, geometry: ConvGeometry, ones: bool, wide: bool = False) -> Tensor:
     """The Gram matrix of all patches that touch the map, from its channels' autocorrelation, computed by FFT."""
     d = len(geometry.kernel)
-    x = x.reshape(len(x), geometry.groups, -1, *x.shape[2:])
+    x = x.unflatten(1, (geometry.groups, -1))
     sizes = tuple(x.shape[3:])
     # Room for the largest shift keeps the circular correlation from wrapping.
     grid = tuple(size + r for size, r in zip(sizes, geometry.reach, strict=True))
