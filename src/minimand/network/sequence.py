@@ -10,8 +10,7 @@ from torch import nn
 
 from ..errors import MinimandError
 from ..functions.activations import activation_module
-from .graph import Step, is_layer
-from .network import Network
+from .graph import is_layer
 from .reading import read
 from .record import Call, Value
 from .roles import role
@@ -35,24 +34,28 @@ class Part:
 
     Attributes:
         path: Its path in the network, or, for a call outside of a layer, words such as "the call of relu".
-        module: The module that computes it: the network's own, or a new one that computes the same as the call. None
-            where no module of torch does.
-        call: The call, for a function called outside of a layer.
+        module: The module that computes it: the network's own, or a new one that computes the same as the call.
         broken: Why this module is not a sequence of layers itself; None where it is a single layer or call.
+        call: The call for which torch has no module, where that is why.
     """
 
     path: str
-    module: nn.Module | None
-    call: Call | None = None
+    module: nn.Module
     broken: str | None = None
+    call: Call | None = None
 
 
-def sequence(model: nn.Module) -> tuple[Part, ...]:
+def sequence(model: nn.Module, example: Any = None) -> tuple[Part, ...]:
     """The layers that a network calls in turn, each on the output of the one before.
 
-    The parts of a plain ``nn.Sequential`` are called in turn by definition. Any other module with submodules is read,
-    in training mode and with made-up inputs. If it turns out to be a chain, the steps of the chain take its place;
-    otherwise it is one part, whose ``broken`` says why. Modules without submodules and layers of torch are one part.
+    The parts of a plain ``nn.Sequential`` are called in turn by definition. Any other module with submodules is read in
+    training mode. If it turns out to be a chain, the steps of the chain take its place; otherwise it is one part, whose
+    ``broken`` says why. Modules without submodules and layers of torch are one part.
+
+    Args:
+        model: The network.
+        example: An input, as for :func:`read`, for a network that is not an ``nn.Sequential``. Parts of an
+            ``nn.Sequential`` are read with made-up inputs.
 
     >>> class Block(nn.Module):
     ...     def __init__(self):
@@ -64,10 +67,10 @@ def sequence(model: nn.Module) -> tuple[Part, ...]:
     >>> [(part.path, type(part.module).__name__) for part in sequence(nn.Sequential(Block(), nn.Linear(3, 2)))]
     [('the call of view in 0', 'Flatten'), ('0.fc', 'Linear'), ('the call of relu in 0', 'ReLU'), ('1', 'Linear')]
     """
-    return tuple(_parts(model, ""))
+    return tuple(_parts(model, "", example))
 
 
-def _parts(module: nn.Module, path: str) -> Iterator[Part]:
+def _parts(module: nn.Module, path: str, example: Any = None) -> Iterator[Part]:
     hooked = bool(module._forward_hooks or module._forward_pre_hooks)
     if type(module).forward is nn.Sequential.forward and not hooked and "forward" not in vars(module):
         for name, child in module._modules.items():  # a module that comes twice is called twice
@@ -76,27 +79,31 @@ def _parts(module: nn.Module, path: str) -> Iterator[Part]:
     elif is_layer(module):
         yield Part(path, module)
     else:
-        yield from _read(module, path)
+        yield from _opened(module, path, example)
 
 
-def _read(module: nn.Module, path: str) -> Iterator[Part]:
-    network = read(module, training=True)
+def _opened(module: nn.Module, path: str, example: Any) -> list[Part]:
+    """The parts of a module whose forward has to be read; itself, where it is no sequence."""
+    network = read(module, example, training=True)
     line = network.chain()
     if line.broken is not None:
-        yield Part(path, module, broken=line.broken)
-        return
+        return [Part(path, module, line.broken)]
+    found = []
     for step in line.steps:
         if step.frame is not None:
-            yield Part(f"{path}.{step.path}" if path else step.path, network.module(step.path))
-        else:
-            inside = ".".join(filter(None, (path, step.path)))
-            where = f"the call of {step.calls[0].name}" + (f" in {inside}" if inside else "")
-            yield Part(where, _module(network, step), step.calls[0])
+            found.append(Part(f"{path}.{step.path}" if path else step.path, network.module(step.path)))
+            continue
+        call = step.calls[0]
+        inside = ".".join(filter(None, (path, step.path)))
+        where = f"the call of {call.name}" + (f" in {inside}" if inside else "")
+        if (made := _module(call)) is None:
+            return [Part(path, module, f"{where} is not a layer", call)]
+        found.append(Part(where, made))
+    return found
 
 
-def _module(network: Network, step: Step) -> nn.Module | None:
+def _module(call: Call) -> nn.Module | None:
     """A module that computes the same as a call; None where torch has none, or where its options are tensors."""
-    call = step.calls[0]
     args, kwargs = _options(call)
     if any(isinstance(option, Value) for option in (*args, *kwargs.values())):
         return None

@@ -8,7 +8,7 @@ from torch.nn.utils import parametrize
 
 from ...errors import CapabilityError, ChainError, MinimandError, OptionError
 from ...functions.activations import activation_module, is_activation
-from ...network import Call, sequence
+from ...network import Part, sequence
 from ...nn.layers import SolverLayer
 from .maps import AffineMap, LiftedLayer
 from .units import LINEAR, unit_of
@@ -192,17 +192,14 @@ def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for part in sequence(model):
         path = part.path or type(model).__name__
         if part.broken is not None:
-            raise ChainError(f"{part.path + ': ' if part.path else ''}{part.broken}; {_REMEDY}")
-        if part.module is not None:
-            yield path, part.module
-        elif part.call is not None:
-            raise _unknown_call(path, part.call)
+            raise _not_a_chain(part)
+        yield path, part.module
 
 
-def _unknown_call(path: str, call: Call) -> MinimandError:
-    """Why a function cannot be a step of the chain."""
+def _not_a_chain(part: Part) -> MinimandError:
     try:
-        activation_module(call.target)
+        if part.call is not None:
+            activation_module(part.call.target)
     except MinimandError as error:
-        return type(error)(f"{path} cannot be lifted: {error}; {_REMEDY}")
-    return ChainError(f"{path} cannot be lifted with its options; {_REMEDY}")
+        return type(error)(f"{part.broken} that can be lifted: {error}; {_REMEDY}")
+    return ChainError(f"{part.path + ': ' if part.path else ''}{part.broken}; {_REMEDY}")
