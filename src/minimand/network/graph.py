@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from .record import Call, ModuleFrame, Value
@@ -170,8 +171,8 @@ def _leaf(network: "Network", call: Call) -> int | None:
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether a module has no submodules, or a forward of torch's own that is not a container's."""
-    if next(module.children(), None) is None:
+    """Whether a module is scripted, has no submodules, or has a forward of torch's own that is not a container's."""
+    if isinstance(module, torch.jit.ScriptModule) or next(module.children(), None) is None:
         return True
     return type(module).forward.__module__.startswith("torch.nn.modules.") and not isinstance(module, _CONTAINERS)
 

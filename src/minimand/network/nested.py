@@ -12,7 +12,7 @@ __all__ = ["replace", "tensors"]
 
 
 def tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors of a tree of lists, tuples, mappings, slices and dataclass instances, in order.
+    """The tensors of a tree of lists, tuples, mappings, slices, dataclass instances and distributions, in order.
 
     >>> [t.item() for t in tensors({"a": torch.tensor(1), "b": [2, (torch.tensor(3),)]})]
     [1, 3]
@@ -27,6 +27,8 @@ def tensors(tree: Any) -> Iterator[Tensor]:
             yield from tensors(item)
     elif isinstance(tree, slice):
         yield from tensors((tree.start, tree.stop, tree.step))
+    elif isinstance(tree, torch.distributions.Distribution):
+        yield from tensors(vars(tree))
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
             yield from tensors(getattr(tree, field.name, None))

@@ -137,6 +137,10 @@ class Recorder(TorchFunctionMode):
         self._dynamic: set[int] = set()
         self._thread = threading.get_ident()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Recorder":
+        # A forward may copy its own module, with the hooks on it.
+        return self
+
     # -- frames ---------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:

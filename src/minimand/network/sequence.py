@@ -71,8 +71,7 @@ def sequence(model: nn.Module, example: Any = None) -> tuple[Part, ...]:
 
 
 def _parts(module: nn.Module, path: str, example: Any = None) -> Iterator[Part]:
-    hooked = bool(module._forward_hooks or module._forward_pre_hooks)
-    if type(module).forward is nn.Sequential.forward and not hooked and "forward" not in vars(module):
+    if _is_plain_sequential(module):
         for name, child in module._modules.items():  # a module that comes twice is called twice
             if child is not None:
                 yield from _parts(child, f"{path}.{name}" if path else name)
@@ -80,6 +79,13 @@ def _parts(module: nn.Module, path: str, example: Any = None) -> Iterator[Part]:
         yield Part(path, module)
     else:
         yield from _opened(module, path, example)
+
+
+def _is_plain_sequential(module: nn.Module) -> bool:
+    """Whether a module calls its parts in turn and does nothing else."""
+    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
+        return False
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def _opened(module: nn.Module, path: str, example: Any) -> list[Part]:

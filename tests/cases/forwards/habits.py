@@ -1,5 +1,6 @@
 """Ways to write a forward: hooks, in-place changes, dictionaries, state, tensors from outside."""
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -263,3 +264,49 @@ def evaluation():
             return x + self.fc(self.drop(self.drop(x)).contiguous())
 
     return nn.Sequential(Skip(), nn.Identity(), Skip()).eval()
+
+
+@listed("copies itself", (2, 4))
+class Copying(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        fast = copy.deepcopy(self.fc)
+        return self.fc(x) + fast(x).detach()
+
+
+@listed("distributions", (2, 4))
+class Policy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.actor, self.log_std = nn.Linear(4, 2), nn.Parameter(torch.zeros(2))
+
+    def forward(self, x):
+        return torch.distributions.Normal(self.actor(x), self.log_std.exp(), validate_args=False)
+
+
+@listed("calls forward directly", (2, 4))
+class Direct(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.b.forward(F.silu(self.a.forward(x)))
+
+
+@listed("diffusion", lambda: (torch.randn(2, 3, 32, 32), torch.tensor([1, 5])))
+class Diffusion(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inc, self.out = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1)
+        self.time = nn.Sequential(nn.Linear(6, 8), nn.SiLU(), nn.Linear(8, 8))
+        self.norm = nn.GroupNorm(2, 8)
+
+    def forward(self, x, t):
+        frequencies = torch.exp(-torch.arange(3, device=x.device) * 0.5)
+        angles = t[:, None].float() * frequencies[None]
+        emb = self.time(torch.cat([angles.sin(), angles.cos()], -1))
+        return self.out(F.silu(self.norm(self.inc(x)) + emb[:, :, None, None]))
