@@ -153,7 +153,7 @@ def _maps(channels: int, dims: int) -> Search:
         if excess is not None:
             break
     if excess is None:
-        for side in (16, 4, 12, 20, 24, 48, 96, 128):
+        for side in (16, 4, 12, 20, 24, 48, 96, 128, 299, 256, 384):
             yield shaped(*(side,) * dims)
         return
     yield from _bisected(lambda n: shaped(*(n,) * dims), side, excess, math.isqrt(_MOST_PIXELS))
