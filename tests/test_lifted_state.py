@@ -122,7 +122,7 @@ def test_the_penalty_schedule_grows_in_a_fit_and_starts_anew_in_the_next(mode, m
 
 
 @pytest.mark.parametrize("name", ["tanh", "softplus", "elu", "selu", "elu2", "leaky3"])
-def test_pre_activations_are_minimisers(name):
+def test_pre_activations_are_minimizers(name):
     """To a thousandth, against every point of a fine grid, including steep activations."""
     unit = unit_of("unit", (ACTIVATIONS | STEEP)[name]())
     g = torch.Generator().manual_seed(0)
@@ -155,14 +155,14 @@ def test_frozen_layers_stay(name):
     assert not any(_same(net[k], state) for k, state in zip((0, 4), others, strict=True))
 
 
-def _normalised():
+def _normalized():
     torch.manual_seed(0)
     parts = (nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 3))
     return nn.Sequential(*parts).double(), torch.randn(10, 2, 6, 6, dtype=torch.float64), torch.randint(3, (10,))
 
 
 def test_running_statistics_move_with_training_only():
-    net, x, y = _normalised()
+    net, x, y = _normalized()
     kept, twin = _state(net[1]), copy.deepcopy(net)
     lpom = LPOM(net)
     lpom.energy(x, y)
@@ -175,10 +175,10 @@ def test_running_statistics_move_with_training_only():
     torch.testing.assert_close(_state(net[1]), _state(twin[1]))
     lpom.step(x, y)
     torch.testing.assert_close(_state(net[1]), _state(twin[1]))
-    net, x, y = _normalised()
+    net, x, y = _normalized()
     LPOM(net).fit([(x, y)], 1)
     torch.testing.assert_close(_state(net[1]), _state(twin[1]))
-    torch.testing.assert_close(_state(ridge_control(_normalised()[0], x, y)[1]), _state(twin[1]))
+    torch.testing.assert_close(_state(ridge_control(_normalized()[0], x, y)[1]), _state(twin[1]))
 
 
 class _Doubled(nn.Linear):

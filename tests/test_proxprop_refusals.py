@@ -215,7 +215,7 @@ def test_the_user_is_told_once_what_stays_plain(caplog):
     prox.detach()
 
 
-def test_a_normalised_head_is_the_last_layer():
+def test_a_normalized_head_is_the_last_layer():
     net = _net()
     nn.utils.parametrizations.weight_norm(net[4])
     assert ProxProp(net).layers == ("0", "2")

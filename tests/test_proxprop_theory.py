@@ -104,7 +104,7 @@ def test_algorithm_2_is_what_the_hooks_and_sgd_do(tau, tau_theta, rows, fused):
         torch.testing.assert_close(_theta(net[index]), theta, rtol=1e-9, atol=1e-11)
 
 
-def test_the_proximal_step_minimises_eq_11():
+def test_the_proximal_step_minimizes_eq_11():
     net, (x, _) = _net(), _data()
     layer, tau_theta = net[0], 0.3
     A, theta = _with_ones(x), _theta(net[0])

@@ -63,9 +63,10 @@ class DropoutPenalty:
     .. math:: \lambda\sum_i \|u_i\|^2 \sum_n h_i(x_n)^2, \qquad \lambda = \frac{p}{1-p} ,
 
     where :math:`h_i = \max(v_i^\top x, 0)` for two-layer ReLU networks and :math:`h_i = v_i^\top x` for linear ones
-    ([Vidal2018]; Mianjy, Arora and Vidal 2018). Several dropouts in a deep linear network are exact, too: with
-    :math:`M_L = W_L^\top W_L` and :math:`M_{l} = W_{l}^\top(M_{l+1} + \lambda\operatorname{Diag} M_{l+1})W_{l}` every
-    layer adds :math:`\lambda\sum_i (M_l)_{ii}\,\bar h_i^2`, where :math:`\bar h` are its inputs without noise.
+    ([Vidal2018]; Mianjy, Arora and Vidal 2018). The penalty of several dropouts in a deep linear network is exact as
+    well: with :math:`M_L = W_L^\top W_L` and
+    :math:`M_{l} = W_{l}^\top(M_{l+1} + \lambda\operatorname{Diag} M_{l+1})W_{l}` every layer adds
+    :math:`\lambda\sum_i (M_l)_{ii}\,\bar h_i^2`, where :math:`\bar h` are its inputs without noise.
 
     Any module without noise may precede the first dropout. Only linear layers, dropouts and identities may follow it,
     because a nonlinearity after a dropout has no closed form. Other modules after a dropout, other kinds of dropout,

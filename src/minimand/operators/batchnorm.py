@@ -30,7 +30,7 @@ class BatchStatistics:
 
 
 class FoldedBatchNorm(NamedTuple):
-    """The map :math:`z \\mapsto sz + t` with one scale and one shift per feature.
+    r"""The map :math:`z \mapsto sz + t` with one scale and one shift per feature.
 
     ``statistics`` are those of the batch, or None if the running statistics were used.
     """

@@ -1,7 +1,7 @@
-"""Convolutions as matrix products: the patches of a map as rows, and a map's positions as rows.
+r"""Convolutions as matrix products: the patches of a map as rows, and a map's positions as rows.
 
 A convolution multiplies each patch of its padded input with its weight. With the patches as rows of a matrix R and the
-weight flattened to W (outputs × columns), the output at every position is a row of :math:`RW^\\top`.
+weight flattened to W (outputs × columns), the output at every position is a row of :math:`RW^\top`.
 """
 
 import math

@@ -111,7 +111,7 @@ class Lifted(abc.ABC, Generic[V]):
         return [None if kept else next(found) for kept in frozen]
 
     def _move_weights(self, v: V) -> None:
-        """Minimise the energy, or a majoriser of it, over the weights of every layer."""
+        """Minimise the energy, or its majoriser, over the weights of every layer."""
         for affine, direction in zip(v.maps, self._directions(v, RELATIVE_RIDGE, None), strict=True):
             if direction is not None:
                 affine.layer.assign(affine.layer.parameters() + direction.dense())
