@@ -113,6 +113,7 @@ class Recorder(TorchFunctionMode):
         paths: Path and module of every module to attach to.
         known: For the identity of every registered tensor, its source and its name.
         saved: Tensors from outside are added to it before a call that may change them.
+        device: The type of device whose autocast state is recorded beside the CPU's.
     """
 
     def __init__(
@@ -148,10 +149,9 @@ class Recorder(TorchFunctionMode):
         key: Any = _HookKey()
         for module in self._paths:
             # Scripted modules refuse register_forward_hook, but call the hooks in these dictionaries.
-            hooks = module._forward_pre_hooks
-            others = list(hooks.items())
-            hooks.clear()
-            hooks.update([(key, self._enter), *others])
+            hooks: Any = module._forward_pre_hooks
+            hooks[key] = self._enter
+            hooks.move_to_end(key, last=False)
             module._forward_pre_hooks_with_kwargs[key] = True
             module._forward_hooks[key] = self._leave
             module._forward_hooks_with_kwargs[key] = True

@@ -95,10 +95,7 @@ def _attributes(module: nn.Module) -> Callable[[], None]:
     training = module.training  # not an attribute of scripted modules
 
     def restore() -> None:
-        live = vars(module)
-        if not _same(live.items(), attributes.items()):
-            live.clear()
-            live.update(attributes)
+        _set_items(vars(module), attributes)
         for name, content in items.items():
             if not _same(_items(attributes[name]), content):
                 _fill(attributes[name], content)
@@ -124,7 +121,20 @@ def _identical(a: Any, b: Any) -> bool:
     return a is b
 
 
+def _set_items(live: dict[Any, Any], items: dict[Any, Any]) -> None:
+    """Give a dictionary the former items, without touching those that are the same: other threads may use them."""
+    for name in live.keys() - items.keys():
+        del live[name]
+    for name, value in items.items():
+        if name not in live or live[name] is not value:
+            live[name] = value
+
+
 def _fill(container: Any, content: list[Any]) -> None:
+    if isinstance(container, dict):
+        _set_items(container, dict(content))
+        if list(container) == [name for name, _ in content]:
+            return
     container.clear()
     if isinstance(container, dict | set):
         container.update(content)
