@@ -4,6 +4,6 @@ from .network import Network
 from .reading import read
 from .record import Call, ModuleFrame, Opaque, Value
 from .roles import role
-from .sequence import Part, sequence
+from .sequence import SequencePart, sequence
 
-__all__ = ["Call", "ModuleFrame", "Network", "Opaque", "Part", "Value", "read", "role", "sequence"]
+__all__ = ["Call", "ModuleFrame", "Network", "Opaque", "SequencePart", "Value", "read", "role", "sequence"]

@@ -15,7 +15,7 @@ from .reading import read
 from .record import Call, Value
 from .roles import role
 
-__all__ = ["Part", "sequence"]
+__all__ = ["SequencePart", "sequence"]
 
 _FLATTENS = {"flatten", "reshape", "view", "squeeze", "reshape_as", "view_as"}
 _POOLS: dict[str, tuple[type[nn.Module], tuple[str, ...]]] = {
@@ -29,7 +29,7 @@ _CLAMPS = {"clamp": ("min", "max"), "clip": ("min", "max"), "clamp_min": ("min",
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Part:
+class SequencePart:
     """One layer of a sequence.
 
     Attributes:
@@ -45,7 +45,7 @@ class Part:
     call: Call | None = None
 
 
-def sequence(model: nn.Module, example: Any = None) -> tuple[Part, ...]:
+def sequence(model: nn.Module, example: Any = None) -> tuple[SequencePart, ...]:
     """The layers that a network calls in turn, each on the output of the one before.
 
     The parts of a plain ``nn.Sequential`` are called in turn by definition. Any other module with submodules is read in
@@ -70,13 +70,13 @@ def sequence(model: nn.Module, example: Any = None) -> tuple[Part, ...]:
     return tuple(_parts(model, "", example))
 
 
-def _parts(module: nn.Module, path: str, example: Any = None) -> Iterator[Part]:
+def _parts(module: nn.Module, path: str, example: Any = None) -> Iterator[SequencePart]:
     if _is_plain_sequential(module):
         for name, child in module._modules.items():  # a module that comes twice is called twice
             if child is not None:
                 yield from _parts(child, f"{path}.{name}" if path else name)
     elif is_layer(module):
-        yield Part(path, module)
+        yield SequencePart(path, module)
     else:
         yield from _opened(module, path, example)
 
@@ -88,23 +88,23 @@ def _is_plain_sequential(module: nn.Module) -> bool:
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
-def _opened(module: nn.Module, path: str, example: Any) -> list[Part]:
+def _opened(module: nn.Module, path: str, example: Any) -> list[SequencePart]:
     """The parts of a module whose forward has to be read; itself, where it is no sequence."""
     network = read(module, example, training=True)
     line = network.chain()
     if line.broken is not None:
-        return [Part(path, module, line.broken)]
+        return [SequencePart(path, module, line.broken)]
     found = []
     for step in line.steps:
         if step.frame is not None:
-            found.append(Part(f"{path}.{step.path}" if path else step.path, network.module(step.path)))
+            found.append(SequencePart(f"{path}.{step.path}" if path else step.path, network.module(step.path)))
             continue
         call = step.calls[0]
         inside = ".".join(filter(None, (path, step.path)))
         where = f"the call of {call.name}" + (f" in {inside}" if inside else "")
         if (made := _module(call)) is None:
-            return [Part(path, module, f"{where} is not a layer", call)]
-        found.append(Part(where, made))
+            return [SequencePart(path, module, f"{where} is not a layer", call)]
+        found.append(SequencePart(where, made))
     return found
 
 

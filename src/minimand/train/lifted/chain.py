@@ -8,7 +8,7 @@ from torch.nn.utils import parametrize
 
 from ...errors import CapabilityError, ChainError, MinimandError, OptionError
 from ...functions.activations import activation_module, is_activation
-from ...network import Part, sequence
+from ...network import SequencePart, sequence
 from ...nn.layers import SolverLayer
 from .maps import AffineMap, LiftedLayer
 from .units import LINEAR, unit_of
@@ -196,7 +196,7 @@ def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield path, part.module
 
 
-def _not_a_chain(part: Part) -> MinimandError:
+def _not_a_chain(part: SequencePart) -> MinimandError:
     try:
         if part.call is not None:
             activation_module(part.call.target)
