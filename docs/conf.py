@@ -43,7 +43,6 @@ napoleon_use_ivar = True
 # The copy button leaves out prompts and printed output.
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
-copybutton_selector = "div:not(.no-copy) > div.highlight > pre"
 
 sphinx_gallery_conf = {
     "examples_dirs": "../examples",
