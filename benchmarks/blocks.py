@@ -7,15 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import Row, at_most, ratios, training_step
-from minimand.nn import (
-    AcceleratedUpdate,
-    ADMMUpdate,
-    HeavyBallUpdate,
-    NesterovUpdate,
-    OptimizationNet,
-    as_algorithm,
-)
-from minimand.nn.blocks import Update
+from minimand.nn import HeavyBallUpdate, NesterovUpdate, OptimizationNet, as_algorithm
+from minimand.nn.blocks import AcceleratedUpdate, ADMMUpdate, Update
 from minimand.nn.explain import held_bytes
 from minimand_papers.zoo import AGDNet, DenseNet, DMRNet, HBNet, ResNet
 

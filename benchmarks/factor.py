@@ -22,7 +22,7 @@ from sklearn.utils.extmath import randomized_svd
 from benchmarks import Ratio, Row, at_least, at_most, in_turn, peer, ratios, reported, skipped
 from minimand.factor import NMF, LowRank, MatrixCompletion, RobustPCA
 from minimand.factor.bounds import cholesky_bound
-from minimand.factor.duals import Dense
+from minimand.factor.matrices import DenseDual
 
 __all__ = ["parts", "race", "run"]
 
@@ -194,8 +194,8 @@ def _certificate() -> Row:
     """What a certificate asks: is the norm at most a level that it nearly reaches?"""
     Y = torch.randn(4000, 2000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     level = float(torch.linalg.svdvals(Y)[0]) * (1 + 1e-6)
-    (found,) = ratios(lambda: cholesky_bound(Dense(Y), level), [lambda: torch.linalg.svdvals(Y)], 3)
-    excess = cholesky_bound(Dense(Y), level).value / level - 1
+    (found,) = ratios(lambda: cholesky_bound(DenseDual(Y), level), [lambda: torch.linalg.svdvals(Y)], 3)
+    excess = cholesky_bound(DenseDual(Y), level).value / level - 1
     note = f"bound {excess:+.1e} of the level"
     return at_least("σmax certificate 4000×2000: svdvals / Cholesky", found, 5, note)
 

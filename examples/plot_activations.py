@@ -2,9 +2,8 @@
 Activations as proximal operators
 =================================
 
-A smooth activation is the prox of one convex function exactly, at step 1; at other steps the prox of the same
-function has another shape. The logarithmic barriers of Bibi et al. (2019) come near, and how near depends on
-their weight.
+A smooth activation is exactly the prox of a convex function at step 1. At other steps the prox of the same function has
+another shape. The logarithmic barriers of [Bibi2019] approximate activations; the error depends on their weight.
 """
 
 import matplotlib.pyplot as plt
@@ -17,9 +16,9 @@ z = torch.linspace(-5, 5, 1001, dtype=torch.float64)
 # %%
 # The barriers against the activations
 # ------------------------------------
-# Each is drawn with the weight of the paper (for the sigmoid, whose barrier is centred at ½ and shifted here: the
-# weight with its slope at the centre) and with the one whose largest error over all inputs is smallest. The second
-# row shows the errors.
+# Each barrier is plotted with the weight of the paper and with the weight of the smallest maximal error. The barrier of
+# the sigmoid is centred at ½ and shifted here; its first weight has the sigmoid's slope at the centre. The second row
+# shows the errors.
 
 panels = [
     ("softplus", LogBarrier, 0.0, 1.0, 0.381),
@@ -52,8 +51,8 @@ figure.suptitle("Logarithmic barriers approximate smooth activations")
 # %%
 # The step changes the shape
 # --------------------------
-# A solver with step η applies the prox of ηg. At η = 1 that is the activation; a small step barely moves its
-# argument inside the activation's range, a large step pulls towards the minimiser of g.
+# A solver with step η applies the prox of ηg. At η = 1 this is the activation. A small step barely changes arguments
+# inside the activation's range; a large step moves them towards the minimiser of g.
 
 figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
 steps = (0.05, 0.3, 1.0, 4.0, 20.0)

@@ -3,14 +3,14 @@ Dropout is sampling
 ===================
 
 One step of proximal stochastic gradient with a τ-nice sample, from zero and with unit step, is
-dropout → linear → ReLU (Bibi et al. 2019, Proposition 1). More steps of the same solver average the masks: the
-output depends less and less on which inputs were dropped.
+dropout → linear → ReLU ([Bibi2019], Proposition 1). More steps of the same solver average over masks, so that the
+output depends less on which inputs were dropped.
 """
 
 # %%
 # One step is the block
 # ---------------------
-# The sample of the solver is the mask of the dropout; the scale n/τ is dropout's 1/(1 − p).
+# The sample of the solver is the dropout mask, and the scale n/τ is dropout's 1/(1 − p).
 
 import matplotlib.pyplot as plt
 import torch
@@ -54,10 +54,10 @@ with torch.no_grad():
             if size == 32:
                 clouds[iters] = draws
 
-colours = ["#0072B2", "#E69F00", "#D55E00"]  # Okabe–Ito
+colors = ["#0072B2", "#E69F00", "#D55E00"]  # Okabe–Ito
 figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4.4), layout="constrained")
-for (name, values), colour, marker in zip(spread.items(), colours, "os^", strict=True):
-    left.loglog(counts, values, color=colour, marker=marker, label=name)
+for (name, values), color, marker in zip(spread.items(), colors, "os^", strict=True):
+    left.loglog(counts, values, color=color, marker=marker, label=name)
 left.set(xlabel="iterations", ylabel="spread of the output / norm of its mean", title="All outputs")
 left.set_xticks(counts, [str(c) for c in counts])
 left.grid(alpha=0.3, which="both")
@@ -79,7 +79,7 @@ for axis in (left, right):
     axis.spines[["top", "right"]].set_visible(False)
 
 # %%
-# The bars reach from the 5th to the 95th percentile, the dots are medians. The output also moves: with more iterations
-# it approaches the minimiser of the layer's problem, which one scaled step is far from.
+# The bars show the 5th to the 95th percentile, the dots the medians. With more iterations the output also approaches
+# the minimiser of the layer's problem, which is far from the result of one scaled step.
 
 plt.show()

@@ -1,15 +1,15 @@
 """
-The landscape that dropout sees
-===============================
+The loss surface of dropout
+===========================
 
 A linear autoencoder with one input, two hidden units and one output has four weights. With tied weights
 :math:`u = v = (w_1, w_2)` there are two, and the loss with dropout, in expectation, is a surface:
 
 .. math:: f(w) = (1 - w_1^2 - w_2^2)^2 + \\lambda(w_1^4 + w_2^4), \\qquad \\lambda = \\frac{p}{1-p} .
 
-Without dropout a whole circle of weights is optimal. Any rate leaves four points of it, where both units weigh the
-same: the minima are *equalised*. A large rate also draws them towards zero (003, "Effect of Dropout Rate on the
-Landscape").
+Without dropout a whole circle of weights is optimal. With any rate four minima remain, at which both units have the
+same weight: the minima are *equalised*. A large rate also moves them towards zero ([Vidal2018], "Effect of Dropout Rate
+on the Landscape").
 """
 
 import matplotlib.pyplot as plt
@@ -52,9 +52,9 @@ panels[0].set_ylabel("$w_2$")
 figure.colorbar(shown, ax=panels, label="expected loss", shrink=0.9)
 
 # %%
-# Sampling goes there
-# -------------------
-# Gradient steps on sampled masks, which never see the formula, end at the same points.
+# Sampled dropout converges to the same minima
+# --------------------------------------------
+# Gradient steps on sampled masks do not use the formula and end at the same points.
 
 torch.manual_seed(0)
 p, paths = 0.2, []

@@ -2,9 +2,9 @@
 Dropout equalises
 =================
 
-All terms of a dropout optimum have the same norm. ``equalize`` turns any factors into such ones without changing their
-product, and dropout training gets there by itself, slower the more terms there are (003, "Any Factorization Can Be
-Equalized").
+All terms of a dropout optimum have the same norm. ``equalize`` turns any factors into equalised ones with the same
+product. Training with dropout converges to equalised factors, more slowly with more terms ([Vidal2018], "Any
+Factorization Can Be Equalized").
 """
 
 import matplotlib.pyplot as plt
@@ -16,8 +16,8 @@ from minimand.factor import DropoutFactorization, equalize
 # %%
 # One rotation
 # ------------
-# Factors of a 40 × 30 matrix whose norms differ by two orders of magnitude, before and after. For 13 terms twelve
-# Givens rotations do it.
+# Factors of a 40 × 30 matrix whose norms differ by two orders of magnitude, before and after equalisation. For 13
+# terms it takes twelve Givens rotations.
 
 torch.manual_seed(0)
 U = torch.randn(40, 13, dtype=torch.float64) * torch.logspace(-1, 1, 13, dtype=torch.float64)
@@ -37,9 +37,9 @@ axes.legend(frameon=False)
 axes.spines[["top", "right"]].set_visible(False)
 
 # %%
-# Training gets there
-# -------------------
-# Norms of the terms while sampled dropout factorises a 24 × 16 matrix, 4 and 16 terms. The dashed lines are
+# Dropout training converges to equal norms
+# ------------------------------------------
+# Norms of the terms while sampled dropout factorises a 24 × 16 matrix with 4 and with 16 terms. The dashed lines are
 # :math:`\|X\|_*/r` of the closed form.
 
 Y = torch.randn(24, 16, dtype=torch.float64).numpy()

@@ -9,16 +9,16 @@ The layer :math:`\varphi(Wx)` with a symmetric positive definite :math:`W` is a 
     f(z) = \tfrac12\|z\|^2 - \sum_i \tilde\varphi\bigl((W^{1/2}z)_i\bigr), \qquad
     z = W^{1/2}x,\quad \tilde\varphi' = \varphi .
 
-So a feed-forward network is gradient descent, and a skip connection is a momentum term. Here four algorithms run as
-networks: first on the objective that they minimise, then trained on digits, and last as a new form of a network that
-exists already.
+So a feed-forward network is gradient descent, and a skip connection is a momentum term. This example runs four
+algorithms as networks: first on the objective that they minimise, then trained on digits. Last it gives an existing
+residual network momentum.
 """
 
 # %%
 # Layers are iterations
 # ---------------------
-# One weight for all layers, so that there is one objective. ``iterates`` returns what the network would return after
-# each of its blocks.
+# All layers share one weight, so that there is one objective. ``iterates`` returns the output of the network after each
+# of its blocks.
 
 import matplotlib.pyplot as plt
 import torch
@@ -47,11 +47,11 @@ for algorithm in algorithms:
     points = OptimizationNet([Layer()] * 100, algorithm).iterates(x)
     gaps[algorithm] = [float(objective.value(objective.lift(point)) - best) for point in points]
 
-colours = dict(zip(algorithms, ["#000000", "#0072B2", "#D55E00", "#009E73"], strict=True))  # Okabe–Ito
+colors = dict(zip(algorithms, ["#000000", "#0072B2", "#D55E00", "#009E73"], strict=True))  # Okabe–Ito
 styles = dict(zip(algorithms, ["-", "--", "-.", ":"], strict=True))
 figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
 for algorithm, name in algorithms.items():
-    axis.semilogy(gaps[algorithm], color=colours[algorithm], linestyle=styles[algorithm], linewidth=2, label=name)
+    axis.semilogy(gaps[algorithm], color=colors[algorithm], linestyle=styles[algorithm], linewidth=2, label=name)
 t = torch.arange(2, 101)
 axis.semilogy(t, 2 * objective.lift(x).square().sum() / t**2, color="#999999", linewidth=1, label="bound of Theorem 3")
 axis.set(xlabel="layer", ylabel="f − f*", xlim=(0, 100))
@@ -60,14 +60,14 @@ axis.spines[["top", "right"]].set_visible(False)
 axis.legend(frameon=False)
 
 # %%
-# Momentum gets further in the same number of layers. ADMM splits the work between two streams that have to agree, and
-# its steps are half as long.
+# With momentum the objective is lower after the same number of layers. ADMM has two streams that have to agree, and its
+# steps are half as long.
 #
-# Trained
-# -------
-# With weights of their own the blocks have no objective in common any more; what stays is the structure. Four networks
-# with the same blocks, started alike, on scikit-learn's digits. The coefficients of heavy ball, Nesterov and ADMM are
-# learned, from the algorithm's values on.
+# Training
+# --------
+# Blocks with different weights have no common objective; only the structure of the algorithm remains. Four networks
+# with the same blocks and the same initial weights are trained on scikit-learn's digits. The coefficients of the heavy
+# ball, Nesterov's method and ADMM are learned, starting from the algorithm's values.
 
 images, labels = load_digits(return_X_y=True)
 images = torch.tensor(images, dtype=torch.float32) / 16 - 0.3
@@ -105,7 +105,7 @@ def fit(net, epochs=12):
 figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
 for algorithm, name in algorithms.items():
     losses, accuracy = fit(network(algorithm))
-    axis.semilogy(range(1, 13), losses, color=colours[algorithm], linestyle=styles[algorithm], linewidth=2, label=name)
+    axis.semilogy(range(1, 13), losses, color=colors[algorithm], linestyle=styles[algorithm], linewidth=2, label=name)
     print(f"{name:18s} test accuracy {accuracy:.1f} %")
 axis.set(xlabel="epoch", ylabel="training loss", xlim=(1, 12))
 axis.grid(alpha=0.3)
@@ -113,12 +113,12 @@ axis.spines[["top", "right"]].set_visible(False)
 axis.legend(frameon=False)
 
 # %%
-# One seed says nothing about which is better; ``minimand run structure-cifar`` compares them over several seeds.
+# One seed does not show which is better; ``minimand run structure-cifar`` compares them over several seeds.
 #
-# A network that exists
-# ---------------------
-# ``as_algorithm`` finds the residual blocks of a network and adds the past iterate to their skip connections, with a
-# coefficient that starts at zero. The function is the same, to the bit, until training moves it.
+# An existing network
+# -------------------
+# ``as_algorithm`` finds the residual blocks of a network and adds the previous iterate to their skip connections, with
+# a coefficient that starts at zero. The function is the same to the bit until training changes the coefficients.
 
 
 class Block(nn.Module):

@@ -2,7 +2,7 @@ r"""
 How many parts? Non-negative factorisation with a proof
 =======================================================
 
-Images of handwritten digits are sums of strokes. How many strokes, is for :math:`\lambda` to say: the penalty
+Images of handwritten digits are sums of strokes. The weight :math:`\lambda` determines how many: the penalty
 :math:`\lambda\sum_i\|U_i\|\|V_i\|` limits the number of columns, the algorithm adds columns until the polar of the
 residual allows no more, and the certificate bounds the distance to the global minimum over *all* sizes.
 """
@@ -10,9 +10,8 @@ residual allows no more, and the certificate bounds the distance to the global m
 # %%
 # The first picture: rank and gap over λ
 # --------------------------------------
-# A hundred digits of 8 × 8 pixels that come with scikit-learn. Each fit starts from the one before, at a larger λ. The
-# gap is an upper bound: where many components overlap, the relaxation behind it is no longer tight, and the status
-# says so instead of claiming more.
+# A hundred digits of 8 × 8 pixels from scikit-learn. Each fit starts from the one before, at a larger λ. The gap is an
+# upper bound. If many components overlap, the relaxation behind it is not tight, and the status is UNDECIDED.
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -39,7 +38,7 @@ for fitted in path:
 # %%
 # The parts
 # ---------
-# At the smallest λ of the path, the heaviest sixteen.
+# The sixteen largest components at the smallest λ of the path.
 
 fitted = path[-1]
 order = np.argsort(-np.linalg.norm(fitted.components_, axis=1))[:16]
@@ -53,8 +52,8 @@ plt.show()
 # %%
 # Other libraries' factors
 # ------------------------
-# scikit-learn minimises the same objective at a size that it is given. ``certify`` says of each answer how far it can
-# be from the global minimum: the gap stays open until there are enough components.
+# scikit-learn minimises the same objective at a given size. ``certify`` bounds the distance of each result to the
+# global minimum: the gap stays large until there are enough components.
 
 lam = path[3].lam
 sizes = [1, 2, 3, 4, 6, 8, 12]
@@ -65,7 +64,7 @@ for size in sizes:
     )
     W = other.fit_transform(Y)
     H = other.components_
-    found = certify(Y, W, H.T, lam=lam, regulariser="nonnegative", effort=0.1)
+    found = certify(Y, W, H.T, lam=lam, regularizer="nonnegative", effort=0.1)
     gaps.append(found.gap)
     fit = 0.5 * np.square(Y - W @ H).sum()
     objectives.append(fit + lam * (np.linalg.norm(W, axis=0) * np.linalg.norm(H, axis=1)).sum())

@@ -1,17 +1,17 @@
 r"""
-Unrolled reconstruction beside the classical one
-================================================
+Unrolled and classical reconstruction
+=====================================
 
-A camera that measures a quarter of what there is: every block of 33 × 33 pixels gives 272 numbers :math:`y = \Phi x`.
-Three reconstructions of a photograph that none of them has seen: the best linear one, the classical sparse one (FISTA
-on cosines with cycle-spinning), and an unrolled solver with a learned transform, ISTA-Net+ with few channels, trained
-here for some seconds.
+A camera takes a quarter of the measurements: every block of 33 × 33 pixels gives 272 numbers :math:`y = \Phi x`.
+This example compares three reconstructions of a test photograph: the best linear one, the classical sparse one (FISTA
+on cosines with cycle-spinning), and an unrolled solver with a learned transform, ISTA-Net+ with few channels, which is
+trained here for some seconds.
 """
 
 # %%
 # Photographs
 # -----------
-# scikit-image's: six to train on, one to choose the classical weight by, one to test.
+# From scikit-image: six for training, one for choosing the classical weight, one for testing.
 
 import time
 
@@ -58,8 +58,8 @@ def measured(image: torch.Tensor) -> tuple[BlockSensing, torch.Tensor]:
 # %%
 # The classical control
 # ---------------------
-# Its one number, the weight of the penalty, is chosen on the validation photograph. It starts from the linear
-# reconstruction. The measurements are exact, so small weights are best.
+# Its only parameter, the weight of the penalty, is chosen on the validation photograph. The solver starts from the
+# linear reconstruction. The measurements are exact, so small weights are best.
 
 
 def classical(image: torch.Tensor, weight: float, iters: int) -> torch.Tensor:
@@ -76,8 +76,8 @@ print("classical weights:", ", ".join(f"{w}: {score:.2f} dB" for w, score in sco
 # %%
 # Train
 # -----
-# The network works on whole images, across the borders of the blocks; its steps and thresholds are constrained, so it
-# stays a solver.
+# The network works on whole images, across the borders of the blocks. Its steps and thresholds are constrained to those
+# of a convergent solver.
 
 net = ISTANet(phi, 4, plus=True, architecture=Architecture(channels=12), constrained=True, initial=start)
 steps = 320
@@ -110,7 +110,7 @@ window = (slice(60, 120), slice(75, 135))
 axes[0, 0].imshow(test[0].numpy(), cmap="gray", vmin=0, vmax=1)
 axes[0, 0].set_title("photograph")
 axes[1, 0].imshow(test[0][window].numpy(), cmap="gray", vmin=0, vmax=1)
-axes[1, 0].set_title("part of it")
+axes[1, 0].set_title("detail")
 for column, (name, image) in enumerate(answers.items(), 1):
     score, similarity = float(psnr(image, test)), float(ssim(image, test))
     print(f"{name:18s} {score:.2f} dB, SSIM {similarity:.3f}")
@@ -123,8 +123,8 @@ for axis in axes.flat:
     axis.set_axis_off()
 
 # %%
-# Still a solver
-# --------------
+# Diagnosis
+# ---------
 # Every phase has a step in :math:`(0, 2/\|\Phi\|^2)` and a threshold above zero.
 
 report = diagnose(net, y)

@@ -1,4 +1,4 @@
-"""An activation is the prox of its function at step 1, to the bit; the ones that are no prox are refused."""
+"""An activation is the prox of its function at step 1, to the bit. Activations that are not proxes are rejected."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""Laws: a user's residual network becomes another algorithm without a change of its function, and learns from there."""
+"""Laws: a residual network becomes another algorithm, initially computes the same function, and can be trained."""
 
 import copy
 import io
@@ -127,7 +127,7 @@ def _set(net, current, past):
 
 
 def test_heavy_ball_is_inside_the_block():
-    """relu(F(x) + β₁x + β₂x₋), where x₋ is what the block before was given; a stage starts at rest."""
+    """relu(F(x) + β₁x + β₂x₋), where x₋ is the input of the previous block; each stage starts with x₋ = x."""
     net, other, x = _pair("usual", "heavy_ball")
     for module in (net, other):
         module.eval()
@@ -211,7 +211,7 @@ def test_in_place_and_by_stage():
     assert names == [f"layer1.{k}.heavy_ball.coefficients.weight" for k in range(3)]
     as_algorithm(net, "nesterov", stages=["layer[23]"], inplace=True)
     assert sum("nesterov" in path for path, _ in net.named_parameters()) == 2
-    with pytest.raises(ConversionError, match=r"layer1\.0 \(Residual\): has its heavy_ball form already"):
+    with pytest.raises(ConversionError, match=r"layer1\.0 \(Residual\): already has its heavy_ball form"):
         as_algorithm(net, "nesterov", stages="layer1")
 
 
@@ -248,7 +248,7 @@ def test_dtype_and_learning_follow_the_model():
 
 
 class Scaled(nn.Module):
-    """A block with arguments of its own that have defaults, and a bare Parameter for a branch."""
+    """A block with optional arguments, whose branch is a bare Parameter."""
 
     def __init__(self):
         super().__init__()
@@ -284,7 +284,7 @@ class Branching(nn.Module):
         return x + self.layer(x) if x.sum() > 0 else x
 
 
-def test_a_network_without_a_stage_gets_the_list_of_what_was_looked_at():
+def test_a_network_without_a_stage_gets_the_list_of_examined_modules():
     net = nn.Sequential(Branching(), Branching(), nn.Sequential(Residual(4, 4), nn.ReLU()), nn.Linear(2, 2))
     before = list(net.state_dict())
     with pytest.raises(ConversionError) as caught:
@@ -292,7 +292,7 @@ def test_a_network_without_a_stage_gets_the_list_of_what_was_looked_at():
     text = str(caught.value)
     assert "0 (Branching): cannot be traced" in text
     assert "2.0 (Residual): a residual block" in text
-    assert "the model (Sequential): adds its input to nothing" in text
+    assert "the model (Sequential): has no residual addition of its input" in text
     assert list(net.state_dict()) == before
 
 
@@ -314,7 +314,7 @@ def test_blocks_that_are_called_with_more_than_their_input_are_named():
         as_algorithm(Conditioned(), "heavy_ball")
     text = str(caught.value)
     assert "blocks.1 (Scaled): a residual block" in text
-    assert "blocks.1: the model calls it with more than its input, so it is in no stage" in text
+    assert "blocks.1: the model calls it with additional arguments, so it is in no stage" in text
 
 
 @pytest.mark.parametrize("constraint", ["positive", "unit"])
@@ -330,8 +330,8 @@ def test_a_bad_constraint_leaves_the_model_as_it_is(constraint, inplace):
 
 
 @pytest.mark.parametrize("stages", [[], 5, [3]])
-def test_what_is_no_pattern_is_refused(stages):
-    with pytest.raises(OptionError, match="stages is a pattern"):
+def test_stages_must_be_patterns(stages):
+    with pytest.raises(OptionError, match="stages must be a pattern"):
         as_algorithm(Usual(), "heavy_ball", stages=stages)
 
 
@@ -343,9 +343,9 @@ def test_plain_networks_have_no_stage():
 
 
 def test_other_algorithms_and_patterns_are_refused():
-    with pytest.raises(OptionError, match='"heavy_ball" and a "nesterov"'):
+    with pytest.raises(OptionError, match='must be "heavy_ball" or "nesterov"'):
         as_algorithm(Usual(), "admm")
-    with pytest.raises(ConversionError, match=r"'head' picks no residual stage.*layer1 \(3 updates\)"):
+    with pytest.raises(ConversionError, match=r"'head' matches no residual stage.*layer1 \(3 updates\)"):
         as_algorithm(Usual(), "heavy_ball", stages="head")
     with pytest.raises(ConversionError, match=r"convert model\.module"):
         as_algorithm(nn.DataParallel(Usual()), "heavy_ball")
@@ -356,5 +356,5 @@ def test_other_algorithms_and_patterns_are_refused():
 def test_a_taken_name_is_refused():
     net = Listed()
     net.blocks[0].heavy_ball = 3
-    with pytest.raises(ConversionError, match=r"blocks\.0 has an attribute 'heavy_ball'"):
+    with pytest.raises(ConversionError, match=r"blocks\.0 already has an attribute 'heavy_ball'"):
         as_algorithm(net, "heavy_ball")

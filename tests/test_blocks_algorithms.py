@@ -1,4 +1,4 @@
-"""Laws: a network is its algorithm, iterate by iterate (002, Lemma 4), and the rules are the solvers' own."""
+"""Laws: the iterates of a network are those of its algorithm ([Lin2019], Lemma 4) and of the solvers."""
 
 import itertools
 
@@ -12,19 +12,12 @@ from torch import nn
 
 from minimand.errors import OptionError, ShapeError
 from minimand.functions import LayerObjective, NonNegative, curves
-from minimand.nn import (
-    AcceleratedUpdate,
-    ADMMUpdate,
-    HeavyBallUpdate,
-    MergeUpdate,
-    NesterovUpdate,
-    OptimizationNet,
-    Twin,
-)
+from minimand.nn import HeavyBallUpdate, NesterovUpdate, OptimizationNet
+from minimand.nn.blocks import AcceleratedUpdate, ADMMUpdate, MergeUpdate, TwoStreamBlock
 from minimand.operators import Dense
 from minimand.solvers import FISTA, HeavyBall, Problem, ProxGD, solve
 
-# 002's table of objectives, each with the activation and its integral as printed (errata mended, up to a constant).
+# The table of objectives of [Lin2019]: each activation with its integral, errata corrected, up to a constant.
 LI2 = curves.dilogarithm
 TABLE = {
     "sigmoid": ("sigmoid", torch.sigmoid, lambda t: t + torch.log(torch.exp(-t) + 1)),
@@ -157,7 +150,7 @@ def _heavy_ball(f, z, beta=0.5):
 
 
 def _nesterov(f, z):
-    """The slide's: λ, γ; y is the sequence with the rate, x the one where gradients are taken."""
+    """The sequences λ and γ of the slides; y is the sequence with the rate, gradients are taken at x."""
     y, lam = z, 1.0
     while True:
         yield y
@@ -168,7 +161,7 @@ def _nesterov(f, z):
 
 
 def _admm(f, z):
-    """argmin of the linearised augmented Lagrangian in turn, with unit weights; multiplier with its running sum."""
+    """Alternating minimisation of the linearised augmented Lagrangian with unit weights, and the multiplier."""
     first, second, dual = z, z, torch.zeros_like(z)
     while True:
         yield 0.5 * (first + second)
@@ -203,17 +196,17 @@ def test_all_past_terms_are_the_points_of_the_two_term_form(name, learnable):
 
 
 def test_admm_minimises_the_objective():
-    """Its fixed points are those of the gradient step: convex where ‖W‖ < 1."""
+    """The fixed points are those of the gradient step; the objective is convex for ‖W‖ < 1."""
     f = LayerObjective(_weight(top=0.9), "tanh")
     net = OptimizationNet([Layer(_weight(top=0.9), torch.tanh)] * 300, "admm")
     assert f.gradient(f.lift(net(_points()))).abs().max() < 1e-6
 
 
-# The recurrences as written in 002 --------------------------------------------------------------------------------
+# The recurrences as written in [Lin2019] --------------------------------------------------------------------------
 
 
 class Blocks(nn.Module):
-    """Different blocks, to tell the terms apart."""
+    """Different blocks, so that terms cannot be confused."""
 
     def __init__(self, count, n=5):
         super().__init__()
@@ -249,7 +242,9 @@ def test_merge_is_eq_20_with_its_sums():
     """α and β that depend on the term alone, δ = 1: a running sum."""
     first, second = Blocks(5).layers, Blocks(5).layers
     x = torch.randn(3, 5, dtype=torch.float64)
-    net = OptimizationNet([Twin(a, b) for a, b in zip(first, second, strict=True)], MergeUpdate(0.4, 0.1, 1.0))
+    net = OptimizationNet(
+        [TwoStreamBlock(a, b) for a, b in zip(first, second, strict=True)], MergeUpdate(0.4, 0.1, 1.0)
+    )
     primes, plains = [x], [x]
     for a, b in zip(first, second, strict=True):
         total = sum(0.4 * p for p in primes) + sum(0.1 * q for q in plains)
@@ -274,7 +269,7 @@ def test_learned_coefficients_start_at_the_algorithm(update):
 
 
 class GradientStep(nn.Module):
-    """x − η∇f(x) of a layer's problem, which a solver knows how to make."""
+    """The gradient step x − η∇f(x) of a layer's problem."""
 
     def __init__(self, problem):
         super().__init__()

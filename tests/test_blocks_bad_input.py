@@ -1,22 +1,12 @@
-"""Law: blocks, shapes, coefficients and options that do not fit are refused in one sentence that names them."""
+"""Law: blocks, shapes, coefficients and options that do not fit raise an error of one sentence that names them."""
 
 import pytest
 import torch
 from torch import nn
 
 from minimand.errors import MinimandError, OptionError, ShapeError
-from minimand.nn import (
-    AcceleratedUpdate,
-    ADMMUpdate,
-    DenseUpdate,
-    HeavyBallUpdate,
-    Learning,
-    MergeUpdate,
-    NesterovUpdate,
-    OptimizationNet,
-    Transition,
-    Twin,
-)
+from minimand.nn import HeavyBallUpdate, Learning, NesterovUpdate, OptimizationNet, Transition
+from minimand.nn.blocks import AcceleratedUpdate, ADMMUpdate, DenseUpdate, MergeUpdate, TwoStreamBlock
 
 UPDATES = [HeavyBallUpdate(), NesterovUpdate(0.3), AcceleratedUpdate(), ADMMUpdate(), MergeUpdate()]
 
@@ -49,7 +39,7 @@ def test_what_torch_refuses_is_named_with_its_block(learnable):
 
 def test_errors_of_shapes_say_what_to_do():
     two = Transition(nn.Linear(4, 3), nn.Linear(4, 2))
-    with pytest.raises(ShapeError, match=r"blocks\.1 takes \(2, 4\) to \(2, 3\), but its shortcut.*\(2, 2\)"):
+    with pytest.raises(ShapeError, match=r"blocks\.1 maps \(2, 4\) to \(2, 3\), but its shortcut.*\(2, 2\)"):
         OptimizationNet([nn.Linear(4, 4), two], "heavy_ball")(torch.randn(2, 4))
     grown = [nn.Conv2d(2, 4, 1), nn.Conv2d(6, 3, 1)]
     images = torch.randn(2, 2, 5, 5)
@@ -66,13 +56,13 @@ def test_errors_of_shapes_say_what_to_do():
     [
         (lambda: OptimizationNet([], "gd"), "empty"),
         (lambda: OptimizationNet(nn.Linear(2, 2), "gd"), "list of modules"),
-        (lambda: OptimizationNet([torch.relu], "gd"), "blocks.0 is no module"),
-        (lambda: OptimizationNet([Twin(nn.Identity(), nn.Identity())], "gd"), "one stream"),
+        (lambda: OptimizationNet([torch.relu], "gd"), "blocks.0 is not a module"),
+        (lambda: OptimizationNet([TwoStreamBlock(nn.Identity(), nn.Identity())], "gd"), "one stream"),
         (lambda: OptimizationNet([Transition(nn.Linear(2, 3))], "heavy_ball"), "give it a shortcut"),
-        (lambda: OptimizationNet([Transition(nn.Linear(2, 3), nn.Linear(2, 3))], "gd"), "never use"),
+        (lambda: OptimizationNet([Transition(nn.Linear(2, 3), nn.Linear(2, 3))], "gd"), "does not use"),
         (lambda: OptimizationNet([nn.Identity()], "heavy_ball", learnable="channel"), "channels="),
         (lambda: OptimizationNet([nn.Identity()], "heavy_ball", learnable="channel", channels=[2, 3]), "2 for 1"),
-        (lambda: OptimizationNet([nn.Identity()], "heavy_ball", learnable="always"), "learnable is"),
+        (lambda: OptimizationNet([nn.Identity()], "heavy_ball", learnable="always"), "learnable must be"),
         (lambda: OptimizationNet([nn.Identity()], "gd")(torch.ones(3)), "batch"),
         (lambda: Learning("rows"), "channel"),
         (lambda: Learning("scalar", "unit"), "constraint"),
@@ -80,9 +70,9 @@ def test_errors_of_shapes_say_what_to_do():
         (lambda: NesterovUpdate("foo"), 'finite number or "auto"'),
         (lambda: NesterovUpdate(None), 'finite number or "auto"'),
         (lambda: NesterovUpdate(float("nan")), 'finite number or "auto"'),
-        (lambda: HeavyBallUpdate(1.0, float("inf")), "past is a finite number"),
-        (lambda: DenseUpdate("x"), "past is a finite number"),
-        (lambda: MergeUpdate(memory=None), "memory is a finite number"),
+        (lambda: HeavyBallUpdate(1.0, float("inf")), "past must be a finite number"),
+        (lambda: DenseUpdate("x"), "past must be a finite number"),
+        (lambda: MergeUpdate(memory=None), "memory must be a finite number"),
     ],
 )
 def test_bad_input_is_one_sentence(call, words):

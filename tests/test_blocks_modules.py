@@ -1,4 +1,4 @@
-"""Laws: networks that are algorithms behave as modules do: constraints hold, graphs, copies, states and two ranks."""
+"""Laws of networks as algorithms as modules: constraints, graphs, copies, states and two ranks."""
 
 import copy
 
@@ -6,19 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from minimand.nn import (
-    AcceleratedUpdate,
-    ADMMUpdate,
-    DenseUpdate,
-    GradientUpdate,
-    HeavyBallUpdate,
-    Learning,
-    MergeUpdate,
-    NesterovUpdate,
-    OptimizationNet,
-    Twin,
-    coefficient_parameters,
-)
+from minimand.nn import HeavyBallUpdate, Learning, NesterovUpdate, OptimizationNet, coefficient_parameters
+from minimand.nn.blocks import AcceleratedUpdate, ADMMUpdate, DenseUpdate, GradientUpdate, MergeUpdate, TwoStreamBlock
 from minimand.nn.blocks.network import resolve
 
 from .cases.ranks import on_ranks
@@ -31,7 +20,7 @@ def _net(update, learnable=True, width=4, count=4):
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(count)]
     if update.streams == 2:
-        blocks = [Twin(block, copy.deepcopy(block)) for block in blocks]
+        blocks = [TwoStreamBlock(block, copy.deepcopy(block)) for block in blocks]
         for block in blocks:
             nn.init.normal_(block.second[0].weight, std=0.5)
     return OptimizationNet(blocks, update, learnable=learnable, channels=width)
@@ -54,7 +43,7 @@ def test_sums_are_kept_while_coefficients_learn(update, kind):
 
 
 class Affine(nn.Module):
-    """A contraction, or what is left of it over the identity, with the fixed point or the zero (1, …, 1)."""
+    """A contraction T with the fixed point (1, …, 1), or T − I, which is zero there."""
 
     def __init__(self, residual):
         super().__init__()
@@ -79,7 +68,7 @@ class Affine(nn.Module):
 )
 @pytest.mark.parametrize("kind", ["scalar", "channel"])
 def test_kept_sums_keep_the_fixed_points(update, residual, kind):
-    """Whatever is learned, a network that starts at a fixed point of its blocks stays there."""
+    """A network that starts at a fixed point of its blocks stays there, for all values of the parameters."""
     block = Affine(residual)
     net = OptimizationNet([block] * 5, update, learnable=Learning(kind, "sum"), channels=4).double()
     for weight in coefficient_parameters(net):
@@ -96,7 +85,7 @@ def test_kept_sums_keep_the_fixed_points(update, residual, kind):
     ids=str,
 )
 def test_signs_are_kept_while_coefficients_learn(update):
-    """A coefficient that starts at 0 has none, and stays out."""
+    """A coefficient that starts at 0 has no sign, and stays 0."""
     net = _net(resolve(update), Learning("scalar", "positive"))
     rows = [row for row in net.coefficients if row.start]
     start = [row.weight.detach().clone() for row in rows]
@@ -121,7 +110,7 @@ def _train(net, steps, lr=0.1):
 @pytest.mark.parametrize("update", UPDATES, ids=str)
 @pytest.mark.parametrize("learnable", LEARNING, ids=str)
 def test_every_parameter_gets_a_gradient(update, learnable):
-    """DistributedDataParallel asks for it."""
+    """DistributedDataParallel requires it."""
     net = _net(update, learnable)
     net(torch.randn(3, 4)).square().sum().backward()
     assert all(p.grad is not None for p in net.parameters())
@@ -147,7 +136,7 @@ CASES = [(update, learnable) for update in UPDATES for learnable in (False, "cha
 
 
 def _all(learnable):
-    """Every update in one network: graphs take long to make."""
+    """Every update in one network, because compiling takes long."""
     signed = isinstance(learnable, Learning) and learnable.constraint == "positive"
     updates = [HeavyBallUpdate(), NesterovUpdate(0.3), ADMMUpdate()] if signed else UPDATES
     return nn.Sequential(*(_net(update, learnable, count=2) for update in updates))
@@ -207,7 +196,7 @@ def test_autocast_of_convolutions():
 @pytest.mark.parametrize("learnable", ["scalar", "channel"])
 @pytest.mark.parametrize("update", [*UPDATES, DenseUpdate()], ids=str)
 def test_iterates_stay_in_the_precision_of_autocast(update, learnable):
-    """A coefficient per channel is a tensor of float32 and does not spread."""
+    """A coefficient per channel is a float32 tensor and does not promote the iterates."""
     widths = [4, 8, 12] if isinstance(update, DenseUpdate) else [4] * 3
     net = OptimizationNet([nn.Conv2d(w, 4, 1) for w in widths], update, learnable=learnable, channels=4)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -265,7 +254,7 @@ def test_momentum_holds_no_more_than_the_plain_residual_network(learnable):
 
 
 def test_the_algorithm_in_all_past_terms_needs_no_history():
-    """Fixed: as much per block as the heavy ball. Its live state does not grow, either."""
+    """With fixed coefficients memory per block is that of the heavy ball, and the live state does not grow."""
     grown = _saved(AcceleratedUpdate(), False, 16) - _saved(AcceleratedUpdate(), False, 8)
     assert grown <= _saved(HeavyBallUpdate(), False, 16) - _saved(HeavyBallUpdate(), False, 8)
     net = OptimizationNet([nn.Identity()] * 5, AcceleratedUpdate())
@@ -276,7 +265,7 @@ def test_the_algorithm_in_all_past_terms_needs_no_history():
 
 
 def test_the_sum_of_all_values_needs_no_history():
-    """α = 1, β = 0, fixed: x⁺ = Σ T(x_j), as learned coefficients that are still there, with one sum alive."""
+    """Fixed α = 1, β = 0: x⁺ = Σ T(x_j) with one running sum equals learned coefficients at these values."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double() for _ in range(5)]
     x = torch.randn(2, 3, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Law: a certificate never understates the gap, whatever point it is asked about."""
+"""Law: a certificate never understates the gap, at any point."""
 
 import cvxpy as cp
 import numpy as np
@@ -9,20 +9,18 @@ from hypothesis import strategies as st
 
 from minimand.errors import OptionError, ShapeError
 from minimand.factor import L2, NonNegativeL2, SparseL2, Status, certify
-from minimand.factor.bounds import cholesky_bound, lanczos_bound, unfolding_bound
+from minimand.factor.bounds import cholesky_bound, lanczos_bound, sparse_bound
 from minimand.factor.certificate import judge
-from minimand.factor.duals import Dense
-from minimand.factor.gauges import Euclidean, Gauge
-from minimand.factor.regularisers import Asked, Regulariser
-from minimand.factor.rows import Rows
-from minimand.factor.sparse import sparse_bound
+from minimand.factor.cp import unfolding_bound
+from minimand.factor.matrices import DenseDual, RowSharding
+from minimand.factor.regularizers import BoundOptions, Euclidean, Gauge, Regularizer
 
 SOLVER = {"solver": cp.CLARABEL, "tol_gap_abs": 1e-10, "tol_gap_rel": 1e-10, "tol_feas": 1e-10}
 
 
 def objective(Y, U, V, lam, theta, seen=None):
     residual = (Y - U @ V.mT) if seen is None else (Y - U @ V.mT) * seen
-    return float(0.5 * residual.square().sum() + lam * theta.values(U.mT, V.mT, Rows()).sum())
+    return float(0.5 * residual.square().sum() + lam * theta.values(U.mT, V.mT, RowSharding()).sum())
 
 
 def nuclear_minimum(Y, lam):
@@ -105,7 +103,7 @@ def test_the_gap_is_never_understated_for_masked_data(generator):
 
 
 def doubly_nonnegative_minimum(Y, lam):
-    """A lower bound on the minimum over all sizes; exact where rows + columns ≤ 4, where the cones coincide."""
+    """A lower bound on the minimum over all sizes; exact for rows + columns ≤ 4, because the cones coincide."""
     n, m = Y.shape
     W = cp.Variable((n + m, n + m), PSD=True)
     fit = 0.5 * cp.sum_squares(Y.numpy() - W[:n, n:])
@@ -119,12 +117,12 @@ def test_the_gap_is_never_understated_for_nonnegative_factors(generator):
         U, V = (torch.rand(n, 3, generator=generator, dtype=torch.float64) for n in shape)
         for left, right in adversaries(Y, U, V, generator):
             left, right = left.clamp_min(0), right.clamp_min(0)
-            found = certify(Y, left, right, lam=lam, regulariser="nonnegative", effort=2e-5)
+            found = certify(Y, left, right, lam=lam, regularizer="nonnegative", effort=2e-5)
             assert found.gap >= objective(Y, left, right, lam, NonNegativeL2()) - best - 1e-7
 
 
 def polar_by_search(Z, theta, generator):
-    return theta.directions(Dense(Z), 8, generator, sweeps=25).best
+    return theta.directions(DenseDual(Z), 8, generator, sweeps=25).best
 
 
 @pytest.mark.parametrize("theta", [L2(), NonNegativeL2(), SparseL2(0.3), SparseL2(2.0)], ids=str)
@@ -135,19 +133,19 @@ def test_no_direction_exceeds_the_upper_bound(theta, generator):
         Z = torch.randn(shape, generator=generator, dtype=torch.float64)
         kind = trial % 5
         Z = [Z, Z.abs(), Z * (Z > 1), torch.ones_like(Z), -Z.abs()][kind] * 10.0 ** (trial % 7 - 3)
-        bound = theta.upper(Dense(Z), float(Z.abs().max()), Asked(effort=0.02)).value
+        bound = theta.upper(DenseDual(Z), float(Z.abs().max()), BoundOptions(effort=0.02)).value
         assert bound >= polar_by_search(Z, theta, generator) * (1 - 1e-12)
-    assert theta.upper(Dense(torch.zeros(3, 2)), 1.0).value <= 1e-12
+    assert theta.upper(DenseDual(torch.zeros(3, 2)), 1.0).value <= 1e-12
 
 
 def test_the_sparse_bound_holds_between_its_grid_points():
     """A row of ones: the code is one number, its polar 3/(1 + γ). A column: the dense code attains 3/(1 + 3γ)."""
     row, column = torch.ones(1, 9), torch.ones(9, 1)
-    assert 2.0 <= sparse_bound(Dense(row), 2.0, 0.5).value <= 2.01
-    assert sparse_bound(Dense(column), 1.2, 0.5).value >= 1.2
+    assert 2.0 <= sparse_bound(DenseDual(row), 2.0, 0.5).value <= 2.01
+    assert sparse_bound(DenseDual(column), 1.2, 0.5).value >= 1.2
     for gamma in (0.1, 0.5, 3.0):
         for k in range(1, 10):  # the best of k equal entries
-            assert sparse_bound(Dense(column), 1.0, gamma).value >= k / k**0.5 / (1 + gamma * k**0.5) - 1e-12
+            assert sparse_bound(DenseDual(column), 1.0, gamma).value >= k / k**0.5 / (1 + gamma * k**0.5) - 1e-12
 
 
 @given(seed=st.integers(0, 10**6), rows=st.integers(1, 30), columns=st.integers(1, 30), scale=st.integers(-8, 8))
@@ -158,8 +156,8 @@ def test_norm_bounds_are_above_the_norm_and_near_it(seed, rows, columns, scale):
         Z = torch.linalg.qr(Z).Q * 10.0**scale  # all singular values tie
     sigma = float(torch.linalg.matrix_norm(Z, 2))
     for level in (sigma, 0.5 * sigma, 2 * sigma):
-        assert sigma <= cholesky_bound(Dense(Z), level).value <= 1.001 * sigma
-    assert sigma * (1 - 1e-14) <= lanczos_bound(Dense(Z), generator=generator).value <= 1.001 * sigma
+        assert sigma <= cholesky_bound(DenseDual(Z), level).value <= 1.001 * sigma
+    assert sigma * (1 - 1e-14) <= lanczos_bound(DenseDual(Z), generator=generator).value <= 1.001 * sigma
 
 
 def test_the_unfolding_bound_is_above_every_rank_one_direction(generator):
@@ -185,7 +183,7 @@ def test_the_statuses():
 
 
 def test_a_zero_column_pair_proves_nothing():
-    """003, Theorem 1 asks for a local minimum: at U = V = 0 every gradient vanishes, and the polar tells."""
+    """[Vidal2018], Theorem 1 needs a local minimum. At U = V = 0 the gradient vanishes, but the polar exceeds λ."""
     found = certify(np.diag([3.0, 2.0]), np.zeros((2, 1)), np.zeros((2, 1)), lam=1.0)
     assert found.status is Status.IMPROVABLE
     assert found.polar_lower == pytest.approx(3)
@@ -200,9 +198,9 @@ def test_factors_of_other_libraries_are_certified():
     options = {"alpha_W": lam / 9, "alpha_H": lam / 12, "l1_ratio": 0.0, "max_iter": 20000, "tol": 1e-10}
     model = NMF(3, init="nndsvda", **options)
     W = model.fit_transform(Y)
-    assert certify(Y, W, model.components_.T, lam=lam, regulariser="nonnegative").relative_gap < 0.01
+    assert certify(Y, W, model.components_.T, lam=lam, regularizer="nonnegative").relative_gap < 0.01
     assert certify(torch.from_numpy(Y), torch.from_numpy(W), model.components_.T, lam=lam).gap >= 0
-    # Principal components fit too well for this objective: the certificate says by how much.
+    # Principal components are not penalised, so they are not optimal for this objective.
     pca = PCA(2).fit(Y)
     found = certify(Y, pca.transform(Y), pca.components_.T, lam=lam)
     assert found.status is not Status.CERTIFIED
@@ -213,26 +211,26 @@ class Doubled(Gauge):
 
     floor = 2.0
 
-    def values(self, vectors, rows=Rows()):  # noqa: B008
+    def values(self, vectors, rows=RowSharding()):  # noqa: B008
         return 2 * vectors.norm(dim=1)
 
-    def prox(self, vectors, step, rows=Rows()):  # noqa: B008
+    def prox(self, vectors, step, rows=RowSharding()):  # noqa: B008
         return Euclidean().prox(vectors, 2 * step, rows)
 
 
-class Own(Regulariser):
+class Own(Regularizer):
     left, right = Doubled(), Euclidean()
 
 
-def test_a_regulariser_of_ones_own(generator):
+def test_a_regularizer_of_ones_own(generator):
     """θ = 2‖u‖‖v‖ at λ is the nuclear norm at 2λ."""
     Y = torch.randn(8, 6, generator=generator, dtype=torch.float64)
     U, V = optimum(Y, 2.0)
-    mine, known = certify(Y, U, V, lam=1.0, regulariser=Own()), certify(Y, U, V, lam=2.0)
+    mine, known = certify(Y, U, V, lam=1.0, regularizer=Own()), certify(Y, U, V, lam=2.0)
     assert mine.status is Status.CERTIFIED
     assert mine.polar_upper == pytest.approx(known.polar_upper / 2, rel=1e-6)
     assert mine.polar_lower == pytest.approx(known.polar_lower / 2, rel=1e-3)
-    assert certify(Y, 0 * U, 0 * V, lam=1.0, regulariser=Own()).status is Status.IMPROVABLE
+    assert certify(Y, 0 * U, 0 * V, lam=1.0, regularizer=Own()).status is Status.IMPROVABLE
 
 
 @pytest.mark.parametrize("gauge", [Euclidean(), Euclidean(0.3), Euclidean(0.3, True), Euclidean(0.0, True)], ids=str)
@@ -262,11 +260,11 @@ def test_gauges(gauge, generator):
 BAD = [
     ({"lam": 0.0}, OptionError, "lam"),
     ({"lam": 1.0, "tol": 0.0}, OptionError, "tol"),
-    ({"lam": 1.0, "regulariser": "l1"}, OptionError, "regulariser is"),
-    ({"lam": 1.0, "regulariser": "sparse"}, OptionError, "gamma"),
+    ({"lam": 1.0, "regularizer": "l1"}, OptionError, "regularizer must be"),
+    ({"lam": 1.0, "regularizer": "sparse"}, OptionError, "gamma"),
     ({"lam": 1.0, "gamma": 1.0}, OptionError, "gamma belongs"),
     ({"lam": 1.0, "mask": np.ones((2, 2))}, ShapeError, "mask"),
-    ({"lam": 1.0, "regulariser": "nonnegative"}, OptionError, "negative entries"),
+    ({"lam": 1.0, "regularizer": "nonnegative"}, OptionError, "negative entries"),
 ]
 
 

@@ -8,16 +8,15 @@ import pytest
 import torch
 
 from minimand.factor import CPTensor, Huber, NonNegativeL2, RobustPCA, SparseL2, Status, certify, certify_tensor
-from minimand.factor.descent import Pair
-from minimand.factor.duals import Dense
-from minimand.factor.gap import certificate_of
-from minimand.factor.regularisers import L2
-from minimand.factor.rows import Rows
+from minimand.factor.certificate import FactorProblem, certify_factors
+from minimand.factor.descent import Components
+from minimand.factor.matrices import DenseDual, RowSharding
+from minimand.factor.regularizers import L2
 
 from .test_certificate import adversaries, nuclear_minimum, objective
 
-HERE = Rows()
-# Clarabel's own tolerances, 1e-8: at tighter ones it gives up on some of these programs.
+HERE = RowSharding()
+# Clarabel's default tolerances, 1e-8: with tighter ones it fails on some of these programs.
 SOLVER = {"solver": cp.CLARABEL}
 
 
@@ -27,7 +26,7 @@ def normal(generator, *shape):
 
 @pytest.mark.parametrize(("gamma", "s"), [(0.1, [3.0, 2.0, 1.0, 0.2]), (1.0, [1.0, 1.0, 1.0, 0.0])])
 def test_sparse_codes_where_the_minimum_is_known(gamma, s, generator):
-    """Y = diag(s)Qᵀ: codes of one entry cost 1 + γ, and none cost less, so that it is the nuclear norm's minimum."""
+    """Y = diag(s)Qᵀ: codes of one entry cost 1 + γ, none cost less, so the minimum is that of the nuclear norm."""
     theta = SparseL2(gamma)
     Q = torch.linalg.qr(normal(generator, 6, 4)).Q
     sizes = torch.tensor(s, dtype=torch.float64)
@@ -36,12 +35,12 @@ def test_sparse_codes_where_the_minimum_is_known(gamma, s, generator):
     best = nuclear_minimum(Y, lam * (1 + gamma))
     root = (sizes - lam * (1 + gamma)).clamp_min(0).sqrt()
     for U, V in adversaries(Y, torch.diag(root), Q * root, generator):
-        found = certify(Y, U, V, lam=lam, regulariser="sparse", gamma=gamma)
+        found = certify(Y, U, V, lam=lam, regularizer="sparse", gamma=gamma)
         assert found.gap >= objective(Y, U, V, lam, theta) - best - 1e-12
 
 
 def test_sparse_codes_of_one_feature(generator):
-    """One column: the induced norm is ‖x‖₂ + γ‖x‖₁ itself, and cvxpy has its minimum."""
+    """One column: the induced norm is ‖x‖₂ + γ‖x‖₁, and cvxpy computes the minimum."""
     theta = SparseL2(0.3)
     for _ in range(2):
         Y = normal(generator, 7, 1)
@@ -50,14 +49,14 @@ def test_sparse_codes_of_one_feature(generator):
         best = cp.Problem(cp.Minimize(0.5 * cp.sum_squares(Y.numpy()[:, 0] - x) + charge)).solve(**SOLVER)
         point = torch.from_numpy(x.value).unsqueeze(1)
         for U, V in adversaries(Y, point, torch.ones(1, 1, dtype=torch.float64), generator):
-            found = certify(Y, U, V, lam=0.2, regulariser="sparse", gamma=0.3)
+            found = certify(Y, U, V, lam=0.2, regularizer="sparse", gamma=0.3)
             assert found.gap >= objective(Y, U, V, 0.2, theta) - best - 1e-6
 
 
 @pytest.mark.filterwarnings("ignore:.*stopped before its certificate")
 @pytest.mark.parametrize("gamma", [None, 0.5, 4.0])
 def test_robust_principal_components(gamma, generator):
-    """The loss in both formulations, and IMPROVABLE only where the convex minimum is below."""
+    """Both formulations of the loss; IMPROVABLE only above the convex minimum."""
     rng = np.random.default_rng(0)
     Y = rng.normal(size=(6, 2)) @ rng.normal(size=(2, 5)) + np.where(rng.random((6, 5)) < 0.1, 5.0, 0.0)
     X = cp.Variable(Y.shape)
@@ -70,7 +69,7 @@ def test_robust_principal_components(gamma, generator):
         loss = Huber(scale * data, None if gamma is None else gamma / scale)
         for u, v in adversaries(data, U, V, generator):
             u, v = u * scale**0.5, v * scale**0.5
-            found = certificate_of(loss, L2(), u, v, 1.5).certificate
+            found = certify_factors(FactorProblem(loss, L2(), 1.5), u, v).certificate
             value = loss.value(u, v) + 1.5 * float((u.norm(dim=0) * v.norm(dim=0)).sum())
             assert found.gap >= value - scale * best - 1e-6 * scale
             assert found.status is not Status.IMPROVABLE or value > scale * (best - 1e-6)
@@ -81,11 +80,11 @@ def test_robust_principal_components(gamma, generator):
         model = RobustPCA(1.5, gamma, max_iter=sweeps, random_state=0).fit(Y)
         assert model.certificate_.gap >= model.objective_ - best - 1e-6
         assert model.certificate_.status is not Status.IMPROVABLE or model.objective_ > best - 1e-6
-        assert "zero" not in model.certificate_.method  # also where one sweep has found nothing yet
+        assert "zero" not in model.certificate_.method  # also if one sweep has no component yet
 
 
-def test_masked_entries_with_any_regulariser(generator):
-    """Against the best point known, which the minimum does not exceed; masked arrays as well as masks."""
+def test_masked_entries_with_any_regularizer(generator):
+    """The best known value is at least the minimum; masked arrays and masks."""
     Y = normal(generator, 5, 4).abs()
     seen = torch.rand(5, 4, generator=generator) < 0.6
     masked = np.ma.MaskedArray(np.where(seen, Y, np.nan), ~seen.numpy())
@@ -98,7 +97,7 @@ def test_masked_entries_with_any_regulariser(generator):
         points = [(u.clamp_min(0), v.clamp_min(0)) for u, v in adversaries(Y, U, V, generator)]
         values = [objective(Y, u, v, 0.3, theta, seen) for u, v in points]
         for (u, v), value in zip(points, values, strict=True):
-            found = certify(masked, u, v, lam=0.3, regulariser=name, **options)
+            found = certify(masked, u, v, lam=0.3, regularizer=name, **options)
             assert found.gap >= value - min(values) - 1e-12
 
 
@@ -142,7 +141,7 @@ def test_factors_of_tensorly_start_a_fit_and_are_checked(generator):
     ):
         with pytest.raises(ValueError, match=message):
             CPTensor(1.0).fit(Y, start=bad)
-    with pytest.raises(ValueError, match="factors are"):
+    with pytest.raises(ValueError, match="factors must be"):
         certify_tensor(Y, A, lam=1.0)
     with pytest.raises(ValueError, match="three dimensions"):
         certify_tensor(Y[0], (A, B, C), lam=1.0)
@@ -151,7 +150,7 @@ def test_factors_of_tensorly_start_a_fit_and_are_checked(generator):
 
 
 def induced(X):
-    """Ω of the non-negative regulariser by the doubly non-negative program: exact where rows + columns ≤ 4."""
+    """Ω of the non-negative regularizer by the doubly non-negative program; exact for rows + columns ≤ 4."""
     n, m = X.shape
     W = cp.Variable((n + m, n + m), PSD=True)
     return cp.Problem(cp.Minimize(0.5 * cp.trace(W)), [W >= 0, W[:n, n:] == X.numpy()]).solve(**SOLVER)
@@ -159,12 +158,12 @@ def induced(X):
 
 @pytest.mark.parametrize("shape", [(2, 2), (1, 3), (3, 3)])
 def test_the_induced_penalty_of_nonnegative_factors_is_convex_and_dual_to_the_polar(shape, generator):
-    """003: convex on segments, below what any factors are charged, and ⟨Z, X⟩ ≤ Ω(X) · polar(Z)."""
+    """[Vidal2018]: convex on segments, at most the penalty of any factors, and ⟨Z, X⟩ ≤ Ω(X) · polar(Z)."""
     theta = NonNegativeL2()
     for _ in range(3):
-        pairs = [Pair(*(torch.rand(k, n, generator=generator).double() for n in shape)) for k in (2, 3)]
+        pairs = [Components(*(torch.rand(k, n, generator=generator).double() for n in shape)) for k in (2, 3)]
         t = float(torch.rand((), generator=generator))
-        joined = Pair(*(torch.cat([t**0.5 * a, (1 - t) ** 0.5 * b]) for a, b in zip(*pairs, strict=True)))
+        joined = Components(*(torch.cat([t**0.5 * a, (1 - t) ** 0.5 * b]) for a, b in zip(*pairs, strict=True)))
         X = [p.U.mT @ p.V for p in (*pairs, joined)]
         first, second, between = (induced(x) for x in X)
         assert between <= t * first + (1 - t) * second + 1e-6
@@ -172,4 +171,4 @@ def test_the_induced_penalty_of_nonnegative_factors_is_convex_and_dual_to_the_po
             assert float(theta.values(pair.U, pair.V, HERE).sum()) >= omega - 1e-6
             Z = normal(generator, *shape)
             product = float((Z * (pair.U.mT @ pair.V)).sum())
-            assert product <= theta.upper(Dense(Z), 0.1).value * omega + 1e-6
+            assert product <= theta.upper(DenseDual(Z), 0.1).value * omega + 1e-6

@@ -58,7 +58,7 @@ def test_one_sampled_step_is_dropout_linear_activation():
 
 
 def test_batch_normalisation_is_folded_to_rounding_at_many_iterations():
-    """The folded problem is that of a layer whose weight was scaled by hand."""
+    """The folded problem equals that of a layer whose weight is scaled explicitly."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()).double()
     with torch.no_grad():
         model[1].weight.uniform_(0.5, 2)

@@ -1,4 +1,4 @@
-"""What a conversion refuses: every problem at once, with its path, and nothing changed."""
+"""A conversion that fails lists every problem with its path and leaves the model unchanged."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_every_problem_is_listed_with_its_path_and_nothing_changes():
         "h.0": "parametrised",
         "i.0": "run the model once",
         "j": "no forward calls it",
-        "nothing.*": "matches no module",
+        "nothing.*": "no such layer",
     }
     for path, reason in expected.items():
         assert any(line.startswith(f"{path}: ") and reason in line for line in lines), (path, lines)

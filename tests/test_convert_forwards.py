@@ -111,7 +111,7 @@ def test_a_shared_forward_must_lose_the_same_in_every_run():
         def forward(self, x):
             return self.squash(1 + self.squash(self.fc(x)))
 
-    with pytest.raises(ConversionError, match=r"squash: its forward has to go on .* runs 2 times per pass"):
+    with pytest.raises(ConversionError, match=r"squash: its forward must be rewritten .* runs 2 times per pass"):
         convert(Net(), {"fc": ONE})
 
 
@@ -200,14 +200,14 @@ def _masked(self, x, mask=None):
         (_keeps, "sets its attribute 'last'"),
         (_noisy, "draws random numbers"),
         (_without_gradients, "computes inside a with statement"),
-        (_made, "makes a tensor"),
-        (_asks_a_child, "asks whether one of its submodules"),
+        (_made, "creates a tensor"),
+        (_asks_a_child, "branches on the training flag of a submodule"),
         (_masked, "branches on its arguments .*mask"),
     ],
 )
 def test_a_forward_that_a_graph_would_not_repeat_is_refused(forward, reason):
     model = forwarding(forward)
-    with pytest.raises(ConversionError, match=f"Net: its forward has to go on .* but it {reason}"):
+    with pytest.raises(ConversionError, match=f"Net: its forward must be rewritten .* but it {reason}"):
         convert(model, {"fc": ONE})
     # Nothing has to be rewritten when the activation stays.
     converted = convert(model, {"fc": Rule(ONE, activation=None)})
@@ -262,5 +262,5 @@ def test_layers_inside_modules_of_torch_are_left_alone():
     converted = convert(model, {"*": ONE})
     assert set(solver_layers(converted)) == {"fc"}
     assert torch.equal(converted(x), model(x))
-    with pytest.raises(ConversionError, match=r"encoder\.\*: picks only .*encoder\.linear1"):
+    with pytest.raises(ConversionError, match=r"encoder\.\*: matches only .*encoder\.linear1"):
         convert(model, {"encoder.*": ONE})

@@ -1,7 +1,10 @@
 """The documentation is true: its code runs, the files and tests it names exist, the errata it lists are errata."""
 
 import ast
+import contextlib
 import doctest
+import io
+import itertools
 import re
 import textwrap
 from pathlib import Path
@@ -37,6 +40,33 @@ def _fenced_blocks(text: str) -> list[str]:
     return [textwrap.dedent(match[2]) for match in found]
 
 
+def _output_after(node: ast.stmt, lines: list[str]) -> str:
+    """The output in a comment ``# → …`` at the end of a statement, or in the comment lines below it."""
+    end = node.end_lineno or 0
+    if found := re.search(r"# → (.*)", lines[end - 1]):
+        return found[1]
+    below = itertools.takewhile(lambda line: line.startswith("#"), lines[end:])
+    text = "\n".join(line[1:] for line in below)
+    return text.replace("→", "", 1) if text.startswith(" →") else ""
+
+
+def _execute(block: str, names: dict[str, object], where: str) -> None:
+    """Run a block without prompts; outputs in comments must be those of the statement before them."""
+    lines = block.splitlines()
+    for node in ast.parse(block).body:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            if isinstance(node, ast.Expr):
+                value = eval(compile(ast.Expression(node.value), where, "eval"), names)
+                if value is not None:
+                    print(repr(value))
+            else:
+                exec(compile(ast.Module([node], []), where, "exec"), names)
+        if wanted := _output_after(node, lines):
+            message = f"{where}, line {node.lineno}: expected {wanted!r}, got {printed.getvalue()!r}"
+            assert doctest.OutputChecker().check_output(wanted + "\n", printed.getvalue(), FLAGS), message
+
+
 def _run(path: Path, blocks: list[str]) -> None:
     """Examples with a prompt must print what they say; plain blocks must run, all in one namespace."""
     names: dict[str, object] = {"__name__": "__docs__"}
@@ -44,7 +74,7 @@ def _run(path: Path, blocks: list[str]) -> None:
     for number, block in enumerate(blocks, 1):
         where = f"{path.name}, block {number}"
         if ">>>" not in block:
-            exec(compile(block, where, "exec"), names)
+            _execute(block, names, where)
             continue
         report: list[str] = []
         test = parser.get_doctest(block, names, where, str(path), 0)

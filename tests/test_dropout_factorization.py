@@ -13,8 +13,15 @@ from sklearn.utils.estimator_checks import check_estimator
 
 from minimand.errors import CapabilityError, OptionError, ShapeError
 from minimand.factor import DropoutFactorization, dropout_optimum, equalize, nuclear_squared
-from minimand.factor.dropout import dropout_objective, dropout_sample, dropout_weight, variable_rate
-from minimand.factor.dropout.equalize import _hadamard, _rotations, equalizing_rotation
+from minimand.factor.dropout import (
+    _hadamard,
+    _rotations,
+    dropout_objective,
+    dropout_sample,
+    dropout_weight,
+    equalizing_rotation,
+    variable_rate,
+)
 from minimand.functions import NuclearNorm
 
 SHAPES = [(8, 5, 2), (6, 9, 3), (7, 7, 5), (12, 10, 10), (10, 6, 17), (9, 12, 40)]
@@ -225,8 +232,8 @@ def test_bad_input_is_one_sentence() -> None:
         ({"step": -1}, "step must be"),
         ({"step": float("nan")}, "step must be"),
         ({"step": None}, "step is"),
-        ({"decay": "x"}, "decay is None or a Schedule"),
-        ({"decay": 0.9}, "decay is None or a Schedule"),
+        ({"decay": "x"}, "decay must be None or a Schedule"),
+        ({"decay": 0.9}, "decay must be None or a Schedule"),
     ],
 )
 def test_a_bad_step_is_one_sentence(option: dict[str, object], message: str) -> None:

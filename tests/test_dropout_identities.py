@@ -1,4 +1,4 @@
-"""Laws: one step of a stochastic solver from zero is a block with dropout (000, Propositions 1, 2 and 6)."""
+"""Laws: one step of a stochastic solver from zero is a block with dropout ([Bibi2019], Propositions 1, 2 and 6)."""
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ def test_svrg_first_inner_step_is_the_plain_block_without_noise():
 
 
 def test_svrg_second_inner_step_is_additive_dropout():
-    """In the input space, at unit step: act(A(y − w ⊙ Aᵀx) + b + x) (000, eq. 31)."""
+    """In the input space, at unit step: act(A(y − w ⊙ Aᵀx) + b + x) ([Bibi2019], eq. 31)."""
     linear, y = _layer(torch.float64)
     problem = Problem(Dense(linear.weight), NonNegative(), y, linear.bias)
     weight = _mask(8, 16, 5, y, 3).weight

@@ -1,4 +1,4 @@
-"""Law: ``explain`` names every solver layer, tells the truth about it, and leaves the model as it was."""
+"""Law: ``explain`` names every solver layer, reports correct numbers, and leaves the model unchanged."""
 
 import pytest
 import torch
@@ -134,7 +134,7 @@ def test_the_report_is_of_the_solver_that_runs():
     first, second = (explain(nn.Sequential(layer), x).layers[0].objective for _ in range(2))
     assert first == second
     noiseless = SolverLinear(16, 16, solver=ProxSG(2, tau=1.0))
-    assert "most of it the samples' noise" not in explain(nn.Sequential(noiseless), x).layers[0].advice
+    assert "mostly because of sampling noise" not in explain(nn.Sequential(noiseless), x).layers[0].advice
 
 
 def test_hooks_of_the_user_fire_once():

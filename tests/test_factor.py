@@ -1,4 +1,4 @@
-"""Law: the factorised problems reach the minimum of their convex counterparts, and know it."""
+"""Law: the factorised problems reach the minimum of their convex counterparts and certify it."""
 
 import cvxpy as cp
 import numpy as np
@@ -17,18 +17,17 @@ from minimand.factor import (
     Status,
     certify,
 )
-from minimand.factor.als import rotated
-from minimand.factor.descent import Descent, Pair, balanced
-from minimand.factor.growth import merged, pruned
+from minimand.factor.descent import Components, SquaredDescent, balanced, merged, pruned
 from minimand.factor.losses import Huber
-from minimand.factor.regularisers import L2
-from minimand.factor.rows import Rows
+from minimand.factor.matrices import RowSharding
+from minimand.factor.observed import rotated
+from minimand.factor.regularizers import L2
 from minimand.factor.shrinkage import shrunk
 from minimand.functions import NuclearNorm
 
 from .test_certificate import SOLVER, doubly_nonnegative_minimum, nuclear_minimum
 
-HERE = Rows()
+HERE = RowSharding()
 
 
 def test_without_a_certificate_the_factors_are_the_same_and_nothing_is_claimed():
@@ -61,7 +60,7 @@ def test_lowrank_is_the_closed_form(shape):
 
 
 def test_lowrank_finds_singular_values_next_to_the_threshold():
-    """The edge of the noise is where a randomised SVD misses some: the certificate notices."""
+    """A randomised SVD can miss singular values at the edge of the noise. The certificate detects it."""
     Y = torch.from_numpy(low_rank(200, 150, 3, noise=1.0))
     s = torch.linalg.svdvals(Y)
     lam = float(s[3] + s[4]) / 2
@@ -157,7 +156,7 @@ def test_the_prox_of_the_loss(generator):
 
 
 def test_theorem_1_a_local_minimum_with_a_zero_pair_and_polar_at_most_lam_is_global():
-    """003: certified, and its value is that of the convex problem (exact for 2 × 2, where the cones coincide)."""
+    """[Vidal2018]: it is certified, and its value is that of the convex problem (exact for 2 × 2: equal cones)."""
     rng = np.random.default_rng(0)
     for _ in range(4):
         Y = torch.from_numpy(rng.random((2, 2)))
@@ -165,7 +164,7 @@ def test_theorem_1_a_local_minimum_with_a_zero_pair_and_polar_at_most_lam_is_glo
         model = NMF(lam, tol=1e-5, random_state=0)
         U = model.fit_transform(Y)
         padded = torch.cat([U, 0 * U[:, :1]], 1), torch.cat([model.components_.mT, 0 * model.components_.mT[:, :1]], 1)
-        found = certify(Y, *padded, lam=lam, regulariser="nonnegative", tol=1e-4)
+        found = certify(Y, *padded, lam=lam, regularizer="nonnegative", tol=1e-4)
         assert found.status is Status.CERTIFIED
         assert model.objective_ == pytest.approx(doubly_nonnegative_minimum(Y, lam), rel=2e-4)
 
@@ -195,8 +194,8 @@ def test_nmf_grows_to_the_planted_parts_and_proves_it():
 @pytest.mark.parametrize("theta", [L2(), NonNegativeL2(), SparseL2(0.3)], ids=str)
 def test_descent_never_rises_and_growth_promises_less_than_it_brings(theta, generator):
     Y = torch.rand(20, 15, generator=generator, dtype=torch.float64)
-    descent = Descent(Y, 0.5 * float(Y.square().sum()), theta, 0.3, HERE, tol=1e-9)
-    pair = Pair(*(torch.rand(3, n, generator=generator, dtype=torch.float64) for n in (20, 15)))
+    descent = SquaredDescent(Y, 0.5 * float(Y.square().sum()), theta, 0.3, HERE, tol=1e-9)
+    pair = Components(*(torch.rand(3, n, generator=generator, dtype=torch.float64) for n in (20, 15)))
     before = float("inf")
     for _ in range(8):
         pair, objective, _ = descent.run(pair, 3)
@@ -209,25 +208,25 @@ def test_descent_never_rises_and_growth_promises_less_than_it_brings(theta, gene
     assert len(found.values) == 1
     squares = float(found.left.square().sum() * found.right.square().sum())
     size = ((float(found.values[0]) - 0.3) / squares) ** 0.5
-    grown = pair.joined(Pair(size * found.left, size * found.right))
+    grown = pair.joined(Components(size * found.left, size * found.right))
     after = 0.5 * (Y - grown.U.mT @ grown.V).square().sum() + 0.3 * theta.values(grown.U, grown.V, HERE).sum()
     # math: (p − λ)²/(2‖u‖²‖v‖²)
     assert float(direct - after) == pytest.approx((float(found.values[0]) - 0.3) ** 2 / (2 * squares), rel=1e-9)
 
 
 def descent_residual(Y, pair):
-    from minimand.factor.duals import Dense
+    from minimand.factor.matrices import DenseDual
 
-    return Dense(Y, pair.U.mT, pair.V.mT)
+    return DenseDual(Y, pair.U.mT, pair.V.mT)
 
 
 @pytest.mark.parametrize("theta", [L2(), NonNegativeL2(), SparseL2(0.5)], ids=str)
 def test_the_induced_penalty_is_convex_on_segments(theta, generator):
-    """003, Proposition: joining the factors of X and X′, scaled by √t and √(1−t), charges the mean for the mean."""
+    """[Vidal2018], Proposition: the factors of X and X′, scaled by √t and √(1−t) and joined, have the mean penalty."""
     for _ in range(10):
-        pairs = [Pair(*(torch.rand(k, n, generator=generator).double() for n in (6, 5))) for k in (2, 3)]
+        pairs = [Components(*(torch.rand(k, n, generator=generator).double() for n in (6, 5))) for k in (2, 3)]
         t = float(torch.rand((), generator=generator))
-        joined = Pair(*(torch.cat([t**0.5 * a, (1 - t) ** 0.5 * b]) for a, b in zip(*pairs, strict=True)))
+        joined = Components(*(torch.cat([t**0.5 * a, (1 - t) ** 0.5 * b]) for a, b in zip(*pairs, strict=True)))
         products = [p.U.mT @ p.V for p in (*pairs, joined)]
         torch.testing.assert_close(products[2], t * products[0] + (1 - t) * products[1])
         charges = [float(theta.values(p.U, p.V, HERE).sum()) for p in (*pairs, joined)]
@@ -241,7 +240,7 @@ def test_the_induced_penalty_is_convex_on_segments(theta, generator):
 
 @pytest.mark.filterwarnings("ignore:.*stopped before its certificate")
 def test_sizes_stay_below_the_bound_of_the_theory():
-    """003, Theorem 2: the size needed is bounded by the number of entries of the output; there was room for more."""
+    """[Vidal2018], Theorem 2: the size needed is at most the number of entries of the output; r_max is larger."""
     for seed in range(2):
         Y = np.random.default_rng(seed).random((3, 2))
         for model in (NMF(1e-3, effort=0.01), SparseDictionary(1e-2, 0.5), CPTensor(1e-3)):
@@ -298,8 +297,10 @@ def test_cp_gap_is_never_understated():
 
 
 def test_pruning_merging_and_balancing_keep_the_product_and_the_penalty(generator):
-    pair = Pair(*(torch.rand(3, n, generator=generator, dtype=torch.float64) for n in (6, 5)))
-    doubled = Pair(torch.cat([pair.U, 3 * pair.U[:1], 0 * pair.U[:1]]), torch.cat([pair.V, pair.V[:1], pair.V[:1]]))
+    pair = Components(*(torch.rand(3, n, generator=generator, dtype=torch.float64) for n in (6, 5)))
+    doubled = Components(
+        torch.cat([pair.U, 3 * pair.U[:1], 0 * pair.U[:1]]), torch.cat([pair.V, pair.V[:1], pair.V[:1]])
+    )
     for theta in (L2(), NonNegativeL2(), SparseL2(0.4)):
         tidy = merged(pruned(doubled, HERE), HERE)
         assert tidy.rank == 3

@@ -1,4 +1,4 @@
-"""Law: rows spread over two ranks are factorised as on one process, with the same certificate."""
+"""Law: a fit with rows sharded over two processes equals the fit in one process, with the same certificate."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Law: a fit ends where it can prove its answer, where nothing improves it, or where it may not go on."""
+"""Law: a fit ends certified, without an improving direction, or out of sweeps or components."""
 
 import numpy as np
 import pytest
@@ -7,12 +7,10 @@ from sklearn.base import clone
 from sklearn.exceptions import ConvergenceWarning
 
 from minimand.factor import NMF, CPTensor, SparseDictionary, Status, certify
-from minimand.factor.descent import Descent, Pair
-from minimand.factor.gap import certificate_of
-from minimand.factor.growth import Growth, run
+from minimand.factor.certificate import FactorProblem, Stop, certify_factors
+from minimand.factor.growth import GrowthOptions, grow
 from minimand.factor.losses import Squared
-from minimand.factor.regularisers import L2, SparseL2
-from minimand.factor.rows import Rows
+from minimand.factor.regularizers import L2, SparseL2
 
 
 def test_no_fit_ends_improvable_with_sweeps_and_room_left():
@@ -20,42 +18,41 @@ def test_no_fit_ends_improvable_with_sweeps_and_room_left():
     model = SparseDictionary(0.4, 0.1, random_state=1).fit(Y)
     assert model.certificate_.status is not Status.IMPROVABLE or model.n_iter_ >= 500 or model.n_components_ == 100
     assert np.diff(model.history_).max(initial=0) <= 1e-3 * model.objective_
-    # Asked again, with other directions, it is the same.
-    again = certify(Y, model.transform(Y), model.components_.T, lam=0.4, regulariser="sparse", gamma=0.1)
+    # A second certificate, from other random starts, agrees.
+    again = certify(Y, model.transform(Y), model.components_.T, lam=0.4, regularizer="sparse", gamma=0.1)
     assert again.polar_lower <= 0.4 * (1 + 1e-3)
 
 
 @pytest.mark.parametrize("theta", [L2(), SparseL2(0.3)], ids=str)
 def test_a_direction_like_a_pair_in_hand_is_not_discarded(theta, generator):
-    """From a start at which every direction looks familiar, the fit goes on to the end."""
+    """The fit continues from a start that is parallel to every direction."""
     Y = torch.randn(5, 4, generator=generator, dtype=torch.float64)
     found = theta.directions(Squared(Y).zero(), 1, generator)
-    start = Pair(0.1 * found.left, found.right)
-    descent = Descent(Y, 0.5 * float(Y.square().sum()), theta, 0.5, Rows())
-    options = Growth(None, 30, 200, 1e-3)
-    outcome = run(descent, Squared(Y), options, start=start, dtype=Y.dtype, generator=generator, report=lambda *_: None)
-    assert outcome.certificate.status is not Status.IMPROVABLE or outcome.sweeps >= 200
+    problem, options = FactorProblem(Squared(Y), theta, 0.5), GrowthOptions(None, 30, 200, 1e-3)
+    fitted = grow(problem, options, like=Y, generator=generator, start=(0.1 * found.left.mT, found.right.mT))
+    assert fitted.stop in (Stop.CERTIFIED, Stop.NO_DIRECTION, Stop.MAX_ITER)
+    assert fitted.certificate.status is not Status.IMPROVABLE or fitted.iterations >= 200
 
 
 def test_improvable_means_that_the_direction_lowers_the_objective(generator):
-    """At points an inch from the minimum: what is in hand, appended at its best size, goes down visibly."""
+    """Near the minimum: appending the direction at its best size lowers the objective."""
     Y = torch.randn(6, 5, generator=generator, dtype=torch.float64)
     lam = 0.7
     left, s, right = torch.linalg.svd(Y, full_matrices=False)
     root = (s - lam).clamp_min(0).sqrt()
-    said = 0
+    improvable = 0
     for size in (1e-10, 1e-8, 1e-7, 1e-6, 1e-5, 1e-3, 1e-1):
         U, V = left * root * (1 - size), right.mT * root
-        certificate, objective, found = certificate_of(Squared(Y), L2(), U, V, lam, tol=1e-14)
+        certificate, objective, found = certify_factors(FactorProblem(Squared(Y), L2(), lam), U, V, tol=1e-14)
         if certificate.status is not Status.IMPROVABLE:
             assert size < 1e-5
             continue
-        said += 1
+        improvable += 1
         step = float(found.values[0]) - lam
         new = 0.5 * (Y - U @ V.mT - step * torch.outer(found.left[0], found.right[0])).square().sum()
         new = float(new + lam * ((U.norm(dim=0) * V.norm(dim=0)).sum() + step))
         assert new < objective
-    assert said >= 3
+    assert improvable >= 3
 
 
 MODELS = [NMF(1.0, effort=0), NMF(1.0, effort=0, n_components=2), SparseDictionary(1.0, 0.2, n_components=2)]
@@ -101,7 +98,7 @@ def test_a_fit_that_stops_before_its_certificate_warns_with_the_remedy(model, sa
 @pytest.mark.parametrize("verb", ["fit", "fit_transform"])
 @pytest.mark.parametrize("lam", [0.5, 100.0])
 def test_warnings_point_at_the_caller(verb, lam):
-    """Not into scikit-learn, whose set_output wraps fit_transform."""
+    """The warning's location is not in scikit-learn, whose set_output wraps fit_transform."""
     model = SparseDictionary(lam, 0.2, r_max=3, random_state=0)
     with pytest.warns(UserWarning, match=r"(no component|stopped before)") as caught:
         getattr(model, verb)(np.random.default_rng(1).normal(size=(10, 6)))

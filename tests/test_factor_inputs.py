@@ -1,4 +1,4 @@
-"""Law: whatever the data come in, what was not observed is not used, and what comes back is what was certified."""
+"""Law: for every kind of input, missing entries are not used, and the returned factors are the certified ones."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ RNG = np.random.default_rng(0)
 Y = RNG.random((12, 2)) @ RNG.random((2, 8)) + 0.05 * RNG.random((12, 8))
 HIDDEN = np.zeros(Y.shape, dtype=bool)
 HIDDEN[[0, 3, 5, 8], [1, 2, 7, 0]] = True
-MASKED = np.ma.MaskedArray(np.where(HIDDEN, 1e6, Y), HIDDEN)  # what is masked would be noticed
+MASKED = np.ma.MaskedArray(np.where(HIDDEN, 1e6, Y), HIDDEN)  # using a masked entry would change the result
 ESTIMATORS = [LowRank(0.5), NMF(0.5), SparseDictionary(0.5), RobustPCA(1.0), CPTensor(0.5)]
 
 
@@ -23,7 +23,7 @@ def test_completion_takes_what_a_masked_array_masks_for_missing():
     np.testing.assert_array_equal(masked.fit_transform(MASKED), U)
     np.testing.assert_array_equal(masked.transform(MASKED), plain.transform(np.where(HIDDEN, np.nan, Y)))
     assert masked.lambda_max(MASKED) == plain.lambda_max(np.where(HIDDEN, np.nan, Y))
-    whole = np.ma.MaskedArray(np.arange(12).reshape(4, 3), np.eye(4, 3))  # whole numbers hold no NaN
+    whole = np.ma.MaskedArray(np.arange(12).reshape(4, 3), np.eye(4, 3))  # integers cannot be NaN
     assert MatrixCompletion(0.1, random_state=0).fit(whole).n_components_ > 0
     found = certify(MASKED, U, plain.components_.T, lam=0.1)
     assert found == certify(Y, U, plain.components_.T, lam=0.1, mask=~HIDDEN)
@@ -41,14 +41,14 @@ def test_who_needs_every_entry_refuses_masked_arrays(model):
         factorize(MASKED, lam=0.5)
     with pytest.raises(ValueError, match=r"U is a masked array.*filled"):
         certify(Y, np.ma.MaskedArray(np.ones((12, 1)), HIDDEN[:, :1]), np.ones((8, 1)), lam=0.5)
-    nothing = np.ma.MaskedArray(Y, np.zeros_like(HIDDEN))  # a mask that masks nothing is no obstacle
+    nothing = np.ma.MaskedArray(Y, np.zeros_like(HIDDEN))  # an empty mask is accepted
     assert LowRank(0.5).fit(nothing).n_components_ == LowRank(0.5).fit(Y).n_components_
 
 
 @pytest.mark.filterwarnings("ignore:.*stopped before its certificate")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_comes_back_as_float32_with_a_gap_that_holds(dtype):
-    """The factors that are returned are the ones that were certified: not rounded afterwards."""
+    """The returned factors are the certified ones, without further rounding."""
     data = torch.from_numpy(Y).to(dtype)
     exact = data.double()
     model = LowRank(0.3, random_state=0)

@@ -1,13 +1,13 @@
-"""Law: what is larger than memory is read in blocks, and bounded as sharply without a Gram matrix."""
+"""Law: data larger than memory are read in blocks, and bounds without a Gram matrix are as sharp."""
 
 import numpy as np
 import pytest
 import torch
 
-from minimand.factor import NMF, LowRank, MatrixCompletion, RobustPCA, SparseDictionary, Status, bounds, duals, rows
+from minimand.factor import NMF, LowRank, MatrixCompletion, RobustPCA, SparseDictionary, Status, bounds, matrices
 from minimand.factor.bounds import lanczos_bound, lanczos_slack, largest_singular, small_gram, spectral_bound
-from minimand.factor.duals import Dense, Sparse
-from minimand.factor.rows import Rows
+from minimand.factor.matrices import DenseDual, RowSharding
+from minimand.factor.observed import SparseDual
 
 
 def noisy(n, m, k=3, seed=0):
@@ -25,16 +25,16 @@ MODELS = [
 @pytest.mark.parametrize("shape", [(30, 10), (10, 30)])
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_a_memory_mapped_file_is_read_in_blocks(tmp_path, monkeypatch, model, shape):
-    """The estimators read the file itself; no bound holds all of it in float64, whichever side is shorter."""
+    """The estimators read the file itself, and no bound forms the whole matrix in float64, for either shape."""
     Y = noisy(*shape).astype(np.float32)
     model = model.set_params(random_state=0)
     X = model.inverse_transform(model.fit_transform(Y))
     expected, top = (model.objective_, model.certificate_.status), model.lambda_max(Y)
     np.save(tmp_path / "Y.npy", Y)
-    monkeypatch.setattr(rows, "BLOCK", 100)
-    monkeypatch.setattr(duals.Dense, "dense", lambda self: pytest.fail("the whole matrix was formed"))
+    monkeypatch.setattr(matrices, "BLOCK", 100)
+    monkeypatch.setattr(matrices.DenseDual, "dense", lambda self: pytest.fail("the whole matrix was formed"))
     mapped = np.load(tmp_path / "Y.npy", mmap_mode="r")
-    # Single precision does not settle the factors along the objective's flat directions, but their product.
+    # In single precision the product converges, but not the factors along flat directions of the objective.
     np.testing.assert_allclose(model.inverse_transform(model.fit_transform(mapped)), X, rtol=1e-4, atol=1e-4)
     assert (model.objective_, model.certificate_.status) == (pytest.approx(expected[0], rel=1e-6), expected[1])
     assert model.lambda_max(mapped) == pytest.approx(top, rel=1e-9)
@@ -55,8 +55,8 @@ def test_lambda_max_is_the_norm_from_above():
 def test_products_by_blocks_are_the_products(monkeypatch, generator, shape):
     Y, U, V = (torch.randn(s, generator=generator, dtype=torch.float64) for s in (shape, (shape[0], 2), (shape[1], 2)))
     Z = Y - U @ V.mT
-    monkeypatch.setattr(rows, "BLOCK", 500)
-    matrix = Dense(Y, U, V)
+    monkeypatch.setattr(matrices, "BLOCK", 500)
+    matrix = DenseDual(Y, U, V)
     torch.testing.assert_close(matrix.gram(), Z.mT @ Z)
     torch.testing.assert_close(matrix.outer(), Z @ Z.mT)
     torch.testing.assert_close(matrix.outer(torch.relu), Z.relu() @ Z.relu().mT)
@@ -68,12 +68,12 @@ def test_products_by_blocks_are_the_products(monkeypatch, generator, shape):
 
 
 def test_lanczos_is_as_accurate_as_asked_as_far_as_its_basis_fits(monkeypatch, generator):
-    """A spectrum whose top is a continuum: nothing converges early."""
+    """The spectrum is dense at its top, so Lanczos does not converge early."""
     n = 2000
     values = torch.linspace(0, 1, n, dtype=torch.float64).sqrt()
     needed = {}
 
-    class Diagonal(Dense):
+    class Diagonal(DenseDual):
         def times(self, x):
             return values * x
 
@@ -114,7 +114,7 @@ def test_a_gram_matrix_is_formed_only_where_a_krylov_basis_would_be_as_large(sha
     entries = torch.rand(shape, generator=generator) < 0.02
     index = tuple(torch.nonzero(entries).unbind(1))
     values = torch.randn(len(index[0]), dtype=torch.float64, generator=generator)
-    matrix = Sparse(values, index, shape, Rows())
+    matrix = SparseDual(values, index, shape, RowSharding())
     dense = torch.zeros(shape, dtype=torch.float64)
     dense[index] = values
     norm = float(torch.linalg.matrix_norm(dense, 2))

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from minimand.factor import Entrywise, Huber, Logistic, Squared, Status, certify, factorize
-from minimand.factor.descent import Descent, Pair
-from minimand.factor.proximal import ProximalDescent
-from minimand.factor.regularisers import L2, NonNegativeL2, SparseL2
-from minimand.factor.rows import Rows
+from minimand.factor.descent import Components, ProximalDescent, SquaredDescent
+from minimand.factor.matrices import RowSharding
+from minimand.factor.regularizers import L2, NonNegativeL2, SparseL2
 
 from .test_certificate import SOLVER, adversaries
 
@@ -47,7 +46,7 @@ LOSSES = {
 
 @pytest.fixture(params=LOSSES)
 def problem(request):
-    """A loss, its data, λ, and what cvxpy makes of them."""
+    """A loss, its data, λ, and the minimum and minimiser that cvxpy finds."""
     loss, data, convex, lam = LOSSES[request.param]
     X = cp.Variable(data.shape)
     best = cp.Problem(cp.Minimize(convex(X) + lam * cp.normNuc(X))).solve(**SOLVER)
@@ -81,9 +80,9 @@ def test_the_gap_is_never_understated_and_improvable_means_it(problem, generator
 @pytest.mark.parametrize("theta", [L2(), NonNegativeL2(), SparseL2(0.3)], ids=str)
 def test_on_squares_a_proximal_gradient_step_is_the_exact_update(theta, generator):
     data = torch.rand(9, 7, generator=generator, dtype=torch.float64)
-    pair = Pair(*(torch.rand(3, n, generator=generator, dtype=torch.float64) for n in (9, 7)))
-    exact = Descent(data, 0.5 * float(data.square().sum()), theta, 0.1, Rows())
-    steps = ProximalDescent(Squared(data), theta, 0.1, Rows())
+    pair = Components(*(torch.rand(3, n, generator=generator, dtype=torch.float64) for n in (9, 7)))
+    exact = SquaredDescent(data, 0.5 * float(data.square().sum()), theta, 0.1, RowSharding())
+    steps = ProximalDescent(Squared(data), theta, 0.1, RowSharding())
     torch.testing.assert_close(steps.left(pair), exact.left(pair))
     (V, objective), (W, same) = steps.right(pair), exact.right(pair)
     torch.testing.assert_close(V, W)
@@ -91,7 +90,7 @@ def test_on_squares_a_proximal_gradient_step_is_the_exact_update(theta, generato
 
 
 def test_a_loss_knows_its_gradient_and_conjugate(generator):
-    """Differences of the value; and Fenchel's inequality, with equality at the gradient."""
+    """The gradient is autograd's, and Fenchel's inequality holds, with equality at the gradient."""
     data = torch.rand(5, 4, generator=generator, dtype=torch.float64)
     X = torch.randn(5, 4, generator=generator, dtype=torch.float64, requires_grad=True)
     for loss in (Logistic(data), Quartered(data)):
@@ -108,7 +107,7 @@ def test_a_loss_knows_its_gradient_and_conjugate(generator):
 
 
 def test_nonnegative_and_sparse_factors_take_other_losses():
-    for options in ({"regulariser": "nonnegative"}, {"regulariser": "sparse", "gamma": 0.1}):
+    for options in ({"regularizer": "nonnegative"}, {"regularizer": "sparse", "gamma": 0.1}):
         found = factorize(np.abs(Y), lam=1.0, loss=partial(Huber, gamma=2.0), random_state=0, max_iter=60, **options)
         assert np.diff(found.history).max(initial=0) <= 1e-9 * found.objective
         assert found.certificate.gap >= 0
@@ -119,11 +118,11 @@ def test_nonnegative_and_sparse_factors_take_other_losses():
 def test_bad_losses():
     with pytest.raises(ValueError, match=r"no gradient here.*RobustPCA"):
         factorize(Y, lam=1.0, loss=partial(Huber, gamma=None))
-    with pytest.raises(ValueError, match="loss is what makes a Loss"):
+    with pytest.raises(ValueError, match="loss must be a function from the data"):
         factorize(Y, lam=1.0, loss="huber")
     with pytest.raises(ValueError, match="between 0 and 1"):
         factorize(Y, lam=1.0, loss=Logistic)
     with pytest.raises(ValueError, match="gamma"):
         factorize(Y, lam=1.0, loss=partial(Huber, gamma=-1.0))
-    with pytest.raises(ValueError, match="mask goes with squares only"):
+    with pytest.raises(ValueError, match="mask needs the squared loss"):
         certify(SIGNS, np.ones((8, 1)), np.ones((6, 1)), lam=1.0, loss=Logistic, mask=SIGNS > 0)

@@ -24,7 +24,7 @@ SOLVERS = [
 
 
 class Layer(torch.nn.Module):
-    """The least a layer can be: weights and a solve."""
+    """A minimal layer: weights and a solve."""
 
     def __init__(self, solver, adjoint=Unroll(), act="relu", conv=False):  # noqa: B008
         super().__init__()

@@ -1,4 +1,4 @@
-"""Laws of solver layers: they are the block they replace, they follow their weights, they sample as they say."""
+"""Laws of solver layers: they equal the block they replace, track their weights, and sample as documented."""
 
 import copy
 import pickle
@@ -140,7 +140,7 @@ def test_checkpointed_layers_have_the_unrolled_gradient(solver, adjoint, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)], ids=["32", "64"])
 def test_gradients_equal_naive_unrolled_autograd(kind, dtype, tolerance):
-    """The fast paths (one Gram, fused products) against the update written out."""
+    """The fast paths (one Gram matrix, fused products) against the plain update."""
     make, shape = KINDS[kind]
     layer, y = make(solver=ProxGD(8)).to(dtype), torch.randn(64, *shape[1:], dtype=dtype, requires_grad=True)
     operator, step = layer.operator(y), float(layer.solver.first_step(layer.problem(y)))
@@ -336,7 +336,7 @@ def test_bad_dropouts():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("solver", [ProxGD(6), FISTA(6), ADMM(4)], ids=str)
 def test_equal_weights_give_equal_answers_in_evaluation(kind, solver):
-    """However the weight got there: a checkpoint that is loaded predicts what the trained network did."""
+    """A loaded checkpoint predicts the same as the trained network, whatever the history of the weight."""
     make, shape = KINDS[kind]
     layer, y = make(solver=solver), torch.randn(shape)
     layer(y)

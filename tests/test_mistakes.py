@@ -1,4 +1,4 @@
-"""Law: a plausible mistake is answered by one sentence that says what, where and what to do, before any work."""
+"""Law: a plausible mistake raises, before any work, an error of one sentence with the place and the remedy."""
 
 import re
 from collections.abc import Callable
@@ -130,9 +130,9 @@ def test_a_mistake_is_answered_by_a_sentence(name):
     call, words = MISTAKES[name]
     with pytest.raises(MinimandError) as caught:
         call()
-    said = str(caught.value)
-    assert re.search(words, said), said
-    assert "\n" not in said
+    message = str(caught.value)
+    assert re.search(words, message), message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -148,7 +148,7 @@ class _Own(RuntimeError):
 
 
 class _Casting(nn.Linear):
-    """Takes every type, and fails for a reason of its own."""
+    """Takes every dtype, and fails for another reason."""
 
     def forward(self, x):
         super().forward(x.to(self.weight.dtype))
@@ -177,7 +177,7 @@ def _hooked() -> nn.Linear:
     ids=["a penalty's module", "a penalty's hook", "a tapped layer's hook", "a block", "a block's hook"],
 )
 def test_errors_of_the_user_s_modules_and_hooks_come_through(call):
-    """Though the input is of another type than the weight: it is converted in time, and not what went wrong."""
+    """The dtypes of input and weight differ, but the module converts them, so they are not the cause."""
     with pytest.raises(_Own, match=r"^of the (module|hook)$"):
         call()
 

@@ -1,4 +1,4 @@
-"""Moreau's decomposition: a function's prox and its conjugate's, each computed on its own, add up to the point."""
+"""Moreau's decomposition: a function's prox and its conjugate's, computed separately, add up to the point."""
 
 import pytest
 import torch

@@ -7,7 +7,7 @@ from torch import Tensor
 from minimand import functions as mf
 
 SINGULAR = [mf.NuclearNorm(0.7), mf.SpectralBall(0.7)]
-SYMMETRIC = [mf.PositiveSemidefinite(), mf.NegativeSemidefinite()]
+SYMMETRIC = [mf.PositiveSemidefinite(), mf.spectral.NegativeSemidefinite()]
 SPECTRA = {
     "repeated": [2.0, 2.0, 0.3],
     "all equal": [1.5, 1.5, 1.5],

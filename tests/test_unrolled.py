@@ -1,4 +1,4 @@
-"""Unrolled networks are the library's solvers with learned numbers, and the papers' networks to rounding."""
+"""Unrolled networks equal the library's solvers with learned parameters, and the papers' networks up to rounding."""
 
 import math
 from collections.abc import Callable
@@ -98,7 +98,7 @@ def test_two_conjugate_gradients_solve_a_split_with_orthonormal_rows() -> None:
 
 
 class _Residual(Function):
-    """v + g S_θ(v): what a residual transform of identities is."""
+    """v + g S_θ(v), the residual transform with identities."""
 
     def __init__(self, gain: float, threshold: float) -> None:
         self.gain, self.threshold = gain, threshold
@@ -148,7 +148,7 @@ def test_learned_momentum_is_fista_nets_formula() -> None:
         problem = net.problem(y)
         r = ahead + setting.step * problem.descent(ahead, problem.linear())
         transform = net.transforms[0]
-        shrunk = transform.synthesise(soft_threshold(transform.analyse(transform.features(r)), setting.threshold))
+        shrunk = transform.synthesize(soft_threshold(transform.analyze(transform.features(r)), setting.threshold))
         torch.testing.assert_close(three, transform.image(shrunk, r))
 
 
@@ -181,7 +181,7 @@ def _public_state(phases: int, plus: bool, channels: int, prefix: str) -> dict[s
 def _paper(
     state: dict[str, Tensor], prefix: str, phases: int, phi: Tensor, q: Tensor, y: Tensor, plus: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    """ISTA-Net and ISTA-Net+ written down from the paper's equations."""
+    """ISTA-Net and ISTA-Net+ as in the paper's equations."""
     x, side, residuals = y @ q.mT, math.isqrt(phi.shape[1]), []
     for k in range(phases):
         p = {key.rpartition(".")[2]: value for key, value in state.items() if key.startswith(f"{prefix}fcs.{k}.")}

@@ -76,13 +76,13 @@ def test_every_phase_is_admm_with_a_dense_inverse(make: Callable[[], LinearOpera
         torch.testing.assert_close(net(y).flatten(), expected, rtol=0, atol=tolerance)
 
 
-def test_a_matrix_of_other_rows_is_solved_approximately_and_said_so() -> None:
+def test_a_matrix_of_other_rows_is_solved_approximately_with_a_note() -> None:
     phi = torch.randn(5, 16, generator=_generator())
     with pytest.warns(UserWarning, match="not orthonormal"):
         net = ADMMNet(phi, 2, architecture=Architecture(channels=2))
     assert not net.exact
     report = diagnose(net, torch.rand(2, 16) @ phi.mT)
-    assert "10 conjugate gradients, not exactly" in str(report)
+    assert "10 conjugate gradient iterations do not solve" in str(report)
     tight = orthonormal_gaussian(5, 16, generator=_generator())
     assert ADMMNet(tight, 2).exact
     assert ADMMNet(SubsampledFourier(cartesian_mask((8, 8), 0.4, generator=_generator())), 2, cg_iters=2).exact

@@ -1,4 +1,4 @@
-"""Unrolled networks refuse what they cannot reconstruct from, in one sentence."""
+"""Unrolled networks reject bad input with an error of one sentence."""
 
 from collections.abc import Callable
 
@@ -49,7 +49,7 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         CapabilityError,
         "real floating-point",
     ),
-    "phi of zeros": (lambda: ISTANet(torch.zeros(3, 9)), OptionError, "measures nothing"),
+    "phi of zeros": (lambda: ISTANet(torch.zeros(3, 9)), OptionError, "positive and finite"),
     "phi on colours": (lambda: ISTANet(Inpainting(torch.ones(3, 4, 4))), ShapeError, r"\(1, H, W\)"),
     "phi of another kind": (lambda: ISTANet("phi"), OptionError, "measurement matrix or an operator"),
     "no phases": (lambda: ISTANet(_phi(), 0), OptionError, "phases"),
@@ -61,7 +61,7 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a start for an operator": (
         lambda: ISTANet(gaussian_blur((4, 4), 0.5), initial=torch.eye(3)),
         OptionError,
-        "starts from its adjoint",
+        "starts from Φᵀy",
     ),
     "y of another size": (lambda: _net()(torch.rand(2, 6)), ShapeError, r"\(B, 5\)"),
     "y of another shape": (lambda: _net()(torch.rand(5)), ShapeError, r"\(B, 5\)"),
@@ -94,12 +94,12 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ShapeError,
         "multiples of 3",
     ),
-    "shrinking": (lambda: _net().grown(1), OptionError, "grows"),
+    "shrinking": (lambda: _net().grown(1), OptionError, "phases must be at least 2"),
     "diagnosing another net": (lambda: diagnose(nn.Linear(2, 2), torch.rand(1, 2)), CapabilityError, "explain"),
     "no frame": (
         lambda: sparse_reconstruction(torch.rand(1, 5), Dense(_phi()), Dense(_phi()), 0.1),
         OptionError,
-        "BlockDCT or Wavelet",
+        "BlockDCT or a Wavelet",
     ),
     "blocks of another size": (lambda: least_squares_start(_phi(), torch.rand(3, 9)), ShapeError, "columns"),
     "a checkpoint of another layout": (
@@ -117,7 +117,7 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         DataError,
         "phases",
     ),
-    "a checkpoint that is a module": (lambda: from_public_checkpoint(_net(), _phi()), DataError, "of the type ISTANet"),
+    "a checkpoint that is a module": (lambda: from_public_checkpoint(_net(), _phi()), DataError, "it is a ISTANet"),
     "a checkpoint with numbers for keys": (
         lambda: from_public_checkpoint({0: torch.rand(1)}, _phi()),
         DataError,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minimand.errors import OptionError
 from minimand.nn import sparse_reconstruction
-from minimand.nn.unrolled import CycleSpun
+from minimand.nn.unrolled import CycleSpinning
 from minimand.operators import BlockDCT, BlockSensing, Frame, Wavelet, orthonormal_gaussian
 from minimand.operators.frames import dct_matrix
 from minimand.solvers import ADMM, FISTA, ProxGD
@@ -78,16 +78,16 @@ def test_the_prox_is_the_mean_over_the_positions(seed: int, step: float) -> None
         shrunk[..., 0, 0] = found[..., 0, 0]
         back = idctn(shrunk, axes=(2, 3), norm="ortho").swapaxes(1, 2).reshape(8, 8)
         total += np.roll(back, tuple(-k for k in move), (0, 1)) / len(frame.moves)
-    np.testing.assert_allclose(CycleSpun(frame, 0.3).prox(x[None, None], step)[0, 0].numpy(), total, atol=1e-12)
+    np.testing.assert_allclose(CycleSpinning(frame, 0.3).prox(x[None, None], step)[0, 0].numpy(), total, atol=1e-12)
 
 
 @pytest.mark.parametrize("frame", [BlockDCT((7, 9), block=4, count=4), Wavelet((16, 20), levels=2, count=4)])
 def test_the_prox_is_firmly_nonexpansive_and_leaves_flat_images(frame: Frame) -> None:
-    g = CycleSpun(_wide(frame), 0.2)
+    g = CycleSpinning(_wide(frame), 0.2)
     a, b = (torch.randn(1, 1, *frame.size, dtype=torch.float64) for _ in range(2))
     difference = g.prox(a) - g.prox(b)
     assert difference.square().sum() <= (difference * (a - b)).sum() + 1e-12
-    whole = CycleSpun(_wide(Wavelet((16, 16), levels=2, count=4)), 5.0)
+    whole = CycleSpinning(_wide(Wavelet((16, 16), levels=2, count=4)), 5.0)
     flat = torch.full((1, 1, 16, 16), 0.7, dtype=torch.float64)
     torch.testing.assert_close(whole.prox(flat), flat)
     # The filters are the float32 ones.

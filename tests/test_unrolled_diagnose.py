@@ -1,4 +1,4 @@
-"""Constrained networks stay convergent solvers whatever is learned; free ones are told when they leave."""
+"""Constrained networks keep the parameters of convergent solvers; the diagnosis reports when free ones do not."""
 
 import copy
 import itertools
@@ -19,7 +19,7 @@ from minimand.nn import (
     UnrolledNet,
     diagnose,
 )
-from minimand.nn.unrolled.parameters import Interval, Positive, Signed, Softplus, assign, constrain
+from minimand.nn.unrolled.parameters import Interval, MonotoneSlope, Positive, Softplus, assign, constrain
 from minimand.operators import orthonormal_gaussian
 
 SMALL = Architecture(channels=3)
@@ -49,7 +49,7 @@ def _numbers(net: UnrolledNet) -> list[nn.Parameter]:
 def test_constrained_numbers_are_those_of_a_convergent_solver(
     build: Callable[..., UnrolledNet], seed: int, spread: float
 ) -> None:
-    """Whatever values an optimizer gives the parameters."""
+    """For all values of the parameters."""
     net = build(_phi(), 4, architecture=SMALL, constrained=True)
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -83,7 +83,7 @@ def test_free_and_constrained_networks_start_from_the_same_numbers(build: Callab
         (Interval(-1.0, 3.0), [-0.9, 0.0, 2.5]),
         (Positive(), [1e-4, 0.01, 5.0]),
         (Positive(0.01), [1e-4, 0.01, 5.0]),
-        (Signed(-1.0), [-3.0, -0.01]),
+        (MonotoneSlope(-1.0), [-3.0, -0.01]),
     ],
 )
 def test_parametrisations_invert(parametrisation: nn.Module, values: list[float]) -> None:
@@ -165,7 +165,7 @@ def test_a_threshold_that_is_no_number_is_a_fault(build: Callable[..., UnrolledN
 
 @every_net
 def test_a_state_brings_the_norm_of_its_own_phi(build: Callable[..., UnrolledNet]) -> None:
-    """Steps are judged by the Φ that the network has, not by the one that it was built with."""
+    """Steps are compared with the norm of the current Φ, not of the one at construction."""
     net = build(_phi(), 2, architecture=SMALL)
     with pytest.warns(UserWarning, match="not orthonormal"):
         other = build(_phi(3.0), 2, architecture=SMALL)
@@ -197,7 +197,7 @@ def test_the_gain_is_the_norm_of_the_jacobian(plus: bool) -> None:
 
 
 def test_numbers_alone_make_no_solver() -> None:
-    """A residual transform of identities doubles its input: its numbers are a solver's, and repeating it diverges."""
+    """A residual transform of identities doubles its input: its parameters are those of a solver, but it diverges."""
     phi = _phi()
     net = ISTANet(phi, 60, plus=True, architecture=Architecture(channels=1, depth=1), constrained=True)
     with torch.no_grad():
@@ -209,8 +209,8 @@ def test_numbers_alone_make_no_solver() -> None:
     assert report.phases[0].gain == pytest.approx(2.0, rel=1e-3)
     assert not report.nonexpansive
     assert report.phases[-1].residual > 1e3
-    assert "stretches changes by up to 2" in str(report)
-    assert "a convergent solver: every phase is" not in str(report)
+    assert "gain of up to 2" in str(report)
+    assert "every phase is a step of a convergent solver" not in str(report)
 
 
 def test_fista_needs_the_shorter_step() -> None:
@@ -251,7 +251,7 @@ def test_the_diagnosis_is_true(build: Callable[..., UnrolledNet]) -> None:
             residual = x @ phi.mT - y
             assert phase.residual == pytest.approx(float(residual.norm() / y.norm()), rel=1e-4)
             transform = result.shrinkage.transform
-            penalty = transform.analyse(transform.features(result.x)).abs().sum()
+            penalty = transform.analyze(transform.features(result.x)).abs().sum()
             weight = result.setting.threshold / result.setting.step
             objective = (0.5 * residual.square().sum() + weight * penalty) / 3
             assert phase.objective == pytest.approx(float(objective), rel=1e-4)
@@ -280,7 +280,7 @@ def test_an_exact_transform_never_raises_the_objective() -> None:
     assert max(phase.symmetry for phase in report.phases) < 1e-6
     assert report.nonexpansive
     assert report.as_dict()["nonexpansive"]
-    assert "a convergent solver: every phase is" in str(report)
+    assert "every phase is a step of a convergent solver" in str(report)
 
 
 def test_the_picture() -> None:

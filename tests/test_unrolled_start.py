@@ -1,4 +1,4 @@
-"""Unrolled networks begin as their solver and learn from there."""
+"""Unrolled networks start as their solver and improve by training."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from minimand.operators import BlockSensing, orthonormal_gaussian, to_blocks
 
 
 def _images(count: int, side: int) -> Tensor:
-    """Rectangles of constant brightness over each other."""
+    """Overlapping rectangles of constant brightness."""
     g = torch.Generator().manual_seed(3)
     images = torch.rand(count, 1, 1, 1, generator=g).expand(count, 1, side, side).clone()
     for image in images:
@@ -43,18 +43,18 @@ def test_flat_patches_have_no_coefficients_but_the_carried_ones(depth: int) -> N
     residual = Transform(Architecture(6, depth), residual=True)
     plain = Transform(Architecture(6, depth), residual=False)
     inside = (..., slice(6, 9), slice(6, 9))
-    assert residual.analyse(residual.features(flat))[inside].abs().max() < 1e-6
-    coefficients = plain.analyse(plain.features(flat))[inside]
+    assert residual.analyze(residual.features(flat))[inside].abs().max() < 1e-6
+    coefficients = plain.analyze(plain.features(flat))[inside]
     torch.testing.assert_close(coefficients[:, 0], torch.full((1, 3, 3), 0.6))
     assert coefficients[:, 1:].abs().max() < 1e-6
     brightness = Transform(Architecture(6, depth, start="xavier"), residual=False)
-    assert brightness.analyse(flat)[inside].abs().max() > 1e-2
+    assert brightness.analyze(flat)[inside].abs().max() > 1e-2
 
 
 def test_too_few_channels_to_carry_the_image_start_at_random() -> None:
     transform = Transform(Architecture(1, 2), residual=False)
     x = torch.rand(1, 1, 5, 5)
-    assert not torch.allclose(transform.synthesise(transform.analyse(x)), x, atol=1e-2)
+    assert not torch.allclose(transform.synthesize(transform.analyze(x)), x, atol=1e-2)
 
 
 @pytest.mark.parametrize("plus", [False, True])

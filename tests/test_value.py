@@ -75,7 +75,7 @@ def test_the_gradient_of_the_value_is_the_residual_of_the_prox(case: FunctionCas
 
 
 def test_values_of_the_table() -> None:
-    """Lin (2019), Table 1, up to the constants that the Fenchel–Young equality fixes."""
+    """[Lin2019], Table 1, up to the constants that the Fenchel–Young equality fixes."""
     x = torch.tensor([0.2, 0.5, 0.9], dtype=torch.float64)
     half = 0.5 * x * x
     entropy = x * x.log() + (1 - x) * (1 - x).log()
@@ -102,11 +102,11 @@ def test_dilogarithm() -> None:
     ("function", "point"),
     [
         (mf.NonNegative(), [-1e-3]),
-        (mf.NonPositive(), [1e-3]),
-        (mf.Origin(), [1e-3]),
-        (mf.NonPositiveRidge(1.0), [1e-3]),
+        (mf.separable.NonPositive(), [1e-3]),
+        (mf.separable.Origin(), [1e-3]),
+        (mf.separable.NonPositiveRidge(1.0), [1e-3]),
         (mf.Box(-1.0, 1.0), [1.001]),
-        (mf.Support(0.0, math.inf), [0.1]),
+        (mf.separable.Support(0.0, math.inf), [0.1]),
         (mf.LogBarrier(1.0), [0.0]),
         (mf.LogBox(1.0), [-1.0]),
         (mf.LogUnit(1.0), [1.0]),
@@ -116,7 +116,7 @@ def test_dilogarithm() -> None:
         (mf.SpectralBall(1.0), [[1.001, 0.0], [0.0, 1.0]]),
         (mf.PositiveSemidefinite(), [[1.0, 0.0], [0.0, -1e-3]]),
         (mf.PositiveSemidefinite(), [[1.0, 0.1], [0.0, 1.0]]),
-        (mf.NegativeSemidefinite(), [[1e-3, 0.0], [0.0, -1.0]]),
+        (mf.spectral.NegativeSemidefinite(), [[1e-3, 0.0], [0.0, -1.0]]),
         (mf.from_activation("tanh"), [1.001]),
         (mf.from_activation("sigmoid"), [-1e-3]),
         (mf.from_activation("softplus"), [-1e-3]),

@@ -4,16 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from minimand.nn import (
-    DenseUpdate,
-    HeavyBallUpdate,
-    MergeUpdate,
-    NesterovUpdate,
-    OptimizationNet,
-    Transition,
-    Twin,
-    coefficient_parameters,
-)
+from minimand.nn import HeavyBallUpdate, NesterovUpdate, OptimizationNet, Transition, coefficient_parameters
+from minimand.nn.blocks import DenseUpdate, MergeUpdate, TwoStreamBlock
 from minimand_papers.zoo import AGDNet, AGDNet121, DenseNet, DenseNet121, DMRNet, HBNet, HBNet34, ResNet, ResNet34
 
 
@@ -29,7 +21,7 @@ def _images(count=2, side=32):
 
 
 def _plain_resnet(net, images, *, preactivation):
-    """He's forward pass, written down, with the parameters of one of ours."""
+    """The forward pass of He et al., with the parameters of one of our networks."""
     x = net.stem(images)
     for block in net.trunk.blocks:
         if isinstance(block, Transition):
@@ -79,7 +71,7 @@ def test_nesterov_without_momentum_is_resnet_to_the_bit():
 
 
 def test_the_second_coefficient_reaches_two_blocks_back():
-    """Turn β₂ on: the change is β₂ times the iterate before, and nothing at the start of a stage but x itself."""
+    """A nonzero β₂ adds β₂ times the previous iterate, which is x at the start of a stage."""
     blocks = [nn.Linear(3, 3) for _ in range(2)]
     x = torch.randn(4, 3)
     net = OptimizationNet(blocks, HeavyBallUpdate(1.0, 0.25))
@@ -148,7 +140,7 @@ def test_learned_betas_of_agd_net_weight_the_iterates(kind):
 def test_halves_are_dmrnet():
     """x′ ← T′(x′) + ½(x′ + x), x ← T(x) + ½(x′ + x)."""
     first, second = ([nn.Linear(4, 4) for _ in range(3)] for _ in range(2))
-    net = OptimizationNet([Twin(a, b) for a, b in zip(first, second, strict=True)], MergeUpdate())
+    net = OptimizationNet([TwoStreamBlock(a, b) for a, b in zip(first, second, strict=True)], MergeUpdate())
     x = torch.randn(5, 4)
     left = right = x
     for a, b in zip(first, second, strict=True):

@@ -1,4 +1,4 @@
-"""The reconstruction experiments run on bundled photographs, and their numbers are what they say."""
+"""The reconstruction experiments run on bundled photographs and report correct numbers."""
 
 import dataclasses
 import itertools
@@ -121,7 +121,7 @@ def test_training_lowers_the_loss(tmp_path: Path) -> None:
 
 
 def _trained(folder: Path, stop: int | None = None) -> tuple[UnrolledNet, list[float]]:
-    """A short run, or what one that was stopped has left of it: its network and losses."""
+    """The network and losses of a short run, or of an interrupted one."""
     options = dataclasses.replace(cs_set11.SMOKE, epochs=4, steps=3)
     torch.manual_seed(0)
     lab = Lab(folder, 0)
@@ -158,7 +158,7 @@ def test_some_crops_end_like_padded_images() -> None:
 
 
 def test_the_start_knows_the_borders_of_whole_images(tmp_path: Path) -> None:
-    """Better on padded images than the start of inner blocks alone, by which their zeros were never seen."""
+    """Better on padded images than a start fitted to inner blocks, which have no zero padding."""
     torch.manual_seed(0)
     images = [torch.rand(1, 50, 50).cumsum(-1) / 50 for _ in range(12)]
     phi, start = measurement(0.25, Images(images, [], {}, ""), Lab(tmp_path, 0))

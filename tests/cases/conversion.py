@@ -1,4 +1,4 @@
-"""What tests of conversions share: rules that keep the function, and how a network is looked at."""
+"""Shared cases of the conversion tests: networks, rules that keep the function, and helpers."""
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ RULES = {name: {"*": ONE} for name in NETWORKS} | {
 
 
 def network(name):
-    """A network, an input of it, and rules that replace all its layers by single unit steps."""
+    """A network, an input, and rules that replace all layers by single unit steps."""
     make, shape = NETWORKS[name]
     return make(), torch.randn(shape), RULES[name]
 

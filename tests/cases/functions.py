@@ -16,7 +16,7 @@ __all__ = ["ACTIVATIONS", "ALL", "CONJUGATE", "SEPARABLE", "SMOOTH", "FunctionCa
 
 @dataclass(frozen=True)
 class FunctionCase:
-    """A function, the shape of the points it acts on, and what the laws may ask of it."""
+    """A function, the shape of its points, and the laws that apply to it."""
 
     name: str
     function: mf.Function
@@ -37,23 +37,23 @@ def _soft_clip(z: Tensor) -> Tensor:
 
 ALL: tuple[FunctionCase, ...] = (
     FunctionCase("zero", mf.Zero(), smooth=True),
-    FunctionCase("origin", mf.Origin(), smooth=True),
+    FunctionCase("origin", mf.separable.Origin(), smooth=True),
     FunctionCase("nonnegative", mf.NonNegative()),
-    FunctionCase("nonpositive", mf.NonPositive()),
+    FunctionCase("nonpositive", mf.separable.NonPositive()),
     FunctionCase("squared_hinge", mf.SquaredHinge(0.7)),
     FunctionCase("squared_hinge_shifted", mf.SquaredHinge(1.3, 0.4)),
     FunctionCase("leaky_hinge", mf.LeakyHinge(0.2)),
-    FunctionCase("nonpositive_ridge", mf.NonPositiveRidge(0.6, -0.3)),
+    FunctionCase("nonpositive_ridge", mf.separable.NonPositiveRidge(0.6, -0.3)),
     FunctionCase("l1", mf.L1(0.6)),
     FunctionCase("box", mf.Box(-0.5, 1.5)),
     FunctionCase("half_line", mf.Box(0.25, float("inf"))),
-    FunctionCase("support", mf.Support(-0.5, 1.5)),
-    FunctionCase("support_half_line", mf.Support(0.25, float("inf"))),
+    FunctionCase("support", mf.separable.Support(-0.5, 1.5)),
+    FunctionCase("support_half_line", mf.separable.Support(0.25, float("inf"))),
     FunctionCase("log_barrier", mf.LogBarrier(0.38), smooth=True),
-    FunctionCase("log_barrier_conjugate", mf.LogBarrierConjugate(0.38), smooth=True),
+    FunctionCase("log_barrier_conjugate", mf.barriers.LogBarrierConjugate(0.38), smooth=True),
     FunctionCase("log_box", mf.LogBox(0.06), smooth=True),
     FunctionCase("log_box_wide", mf.LogBox(2.0), smooth=True),
-    FunctionCase("log_box_conjugate", mf.LogBoxConjugate(0.5), smooth=True),
+    FunctionCase("log_box_conjugate", mf.barriers.LogBoxConjugate(0.5), smooth=True),
     FunctionCase("log_unit", mf.LogUnit(0.375), smooth=True, conjugate=False),
     FunctionCase("simplex", mf.Simplex(), (3, 5)),
     FunctionCase("maximum", mf.Maximum(), (3, 5)),
@@ -63,7 +63,7 @@ ALL: tuple[FunctionCase, ...] = (
     FunctionCase("nuclear_wide", mf.NuclearNorm(0.7), (3, 4)),
     FunctionCase("spectral_ball", mf.SpectralBall(0.7), (2, 5, 3)),
     FunctionCase("positive_semidefinite", mf.PositiveSemidefinite(), (2, 4, 4)),
-    FunctionCase("negative_semidefinite", mf.NegativeSemidefinite(), (2, 4, 4)),
+    FunctionCase("negative_semidefinite", mf.spectral.NegativeSemidefinite(), (2, 4, 4)),
     FunctionCase("monotone_user", mf.Monotone(_soft_clip), smooth=True, conjugate=False),
     _activation("tanh", "tanh"),
     _activation("sigmoid", "sigmoid"),

@@ -1,4 +1,4 @@
-"""Small networks, written as users write them."""
+"""Small networks in the style of user code."""
 
 import torch
 import torch.nn.functional as F
@@ -97,7 +97,7 @@ class ResNet(nn.Module):
 
 
 class Shared(nn.Module):
-    """One activation and one dropout module for everything, one of whose uses is not a layer's."""
+    """One activation and one dropout module with several calls, one of them not after a layer."""
 
     def __init__(self):
         super().__init__()
@@ -111,7 +111,7 @@ class Shared(nn.Module):
 
 
 class Branching(nn.Module):
-    """A branch on data, which cannot be traced, around parts that can."""
+    """A branch on data, which cannot be traced, around parts that can be traced."""
 
     def __init__(self):
         super().__init__()
@@ -125,7 +125,7 @@ class Branching(nn.Module):
 
 
 class Attention(nn.Module):
-    """Layers inside a module of torch's own."""
+    """Layers inside one of torch's modules."""
 
     def __init__(self):
         super().__init__()

@@ -1,52 +1,57 @@
-"""Factorisations that choose their own size and prove how good they are: estimators, certificates, dropout."""
+"""Factorisations that choose their own size and certify the distance to the global optimum; dropout as a regularizer.
+
+The names load when they are used, because scikit-learn takes longer to import than the rest of the library. Without
+scikit-learn the functions, losses and regularizers work, and the estimators raise
+:class:`~minimand.errors.MissingExtra`.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ..errors import MissingExtra
+
 if TYPE_CHECKING:
     from ..homogeneous import DropoutPenalty, ParallelNetwork, ParallelReLU
-    from .certificate import Certificate, Status
+    from .certificate import Certificate, Status, certify
     from .completion import MatrixCompletion
     from .cp import certify_tensor
     from .dictionary import SparseDictionary
-    from .dropout import DropoutFactorization, dropout_optimum, equalize, nuclear_squared
-    from .engine import factorize
-    from .gap import certify
-    from .losses import Huber, Loss, Squared
+    from .dropout import dropout_optimum, equalize, nuclear_squared
+    from .dropout_factorization import DropoutFactorization
+    from .generic import factorize
+    from .losses import Entrywise, Huber, Logistic, Loss, Squared
     from .lowrank import LowRank
     from .nmf import NMF
-    from .regularisers import L2, NonNegativeL2, Regulariser, SparseL2
+    from .regularizers import L2, NonNegativeL2, Regularizer, SparseL2
     from .robust import RobustPCA
-    from .smooth import Entrywise, Logistic
     from .tensor import CPTensor
 
-# scikit-learn takes longer to import than the rest of the library: each name is imported when it is asked for.
 _HOMES = {
-    "Certificate": "certificate",
-    "Status": "certificate",
-    "certify": "gap",
-    "certify_tensor": "cp",
-    "factorize": "engine",
-    "LowRank": "lowrank",
-    "NMF": "nmf",
-    "SparseDictionary": "dictionary",
-    "RobustPCA": "robust",
-    "MatrixCompletion": "completion",
-    "CPTensor": "tensor",
-    "Loss": "losses",
-    "Squared": "losses",
-    "Huber": "losses",
-    "Entrywise": "smooth",
-    "Logistic": "smooth",
-    "Regulariser": "regularisers",
-    "L2": "regularisers",
-    "NonNegativeL2": "regularisers",
-    "SparseL2": "regularisers",
-    "dropout_optimum": "dropout",
-    "equalize": "dropout",
-    "DropoutFactorization": "dropout",
+    "Certificate": ".certificate",
+    "Status": ".certificate",
+    "certify": ".certificate",
+    "certify_tensor": ".cp",
+    "factorize": ".generic",
+    "LowRank": ".lowrank",
+    "NMF": ".nmf",
+    "SparseDictionary": ".dictionary",
+    "RobustPCA": ".robust",
+    "MatrixCompletion": ".completion",
+    "CPTensor": ".tensor",
+    "Loss": ".losses",
+    "Squared": ".losses",
+    "Huber": ".losses",
+    "Entrywise": ".losses",
+    "Logistic": ".losses",
+    "Regularizer": ".regularizers",
+    "L2": ".regularizers",
+    "NonNegativeL2": ".regularizers",
+    "SparseL2": ".regularizers",
+    "dropout_optimum": ".dropout",
+    "equalize": ".dropout",
+    "nuclear_squared": ".dropout",
+    "DropoutFactorization": ".dropout_factorization",
     "DropoutPenalty": "..homogeneous",
-    "nuclear_squared": "dropout",
     "ParallelReLU": "..homogeneous",
     "ParallelNetwork": "..homogeneous",
 }
@@ -67,7 +72,7 @@ __all__ = [
     "NonNegativeL2",
     "ParallelNetwork",
     "ParallelReLU",
-    "Regulariser",
+    "Regularizer",
     "RobustPCA",
     "SparseDictionary",
     "SparseL2",
@@ -85,8 +90,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = _HOMES[name]
-    value = getattr(importlib.import_module(home if home.startswith(".") else f".{home}", __name__), name)
+    try:
+        value = getattr(importlib.import_module(_HOMES[name], __name__), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "sklearn":
+            raise
+        raise MissingExtra(f"{__name__}.{name} needs scikit-learn: pip install scikit-learn") from error
     globals()[name] = value
     return value
 

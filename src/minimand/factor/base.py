@@ -1,4 +1,4 @@
-"""What the estimators share: scikit-learn's conventions, the kind of the input, paths over λ, progress."""
+"""The base class of the estimators: scikit-learn's methods, input checks, paths over λ, warnings and progress."""
 
 import abc
 import contextlib
@@ -14,9 +14,8 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
 from ..errors import MissingExtra, OptionError, ShapeError, require_finite
-from .certificate import Certificate, Status
-from .engine import LARGEST
-from .growth import Report
+from .certificate import Certificate, Factors, Stop
+from .growth import Report, no_report
 from .inputs import (
     as_tensor,
     real,
@@ -28,20 +27,26 @@ from .inputs import (
     seeded_generator,
     working,
 )
-from .rows import Rows
+from .matrices import RowSharding
 
 __all__ = ["Factorization", "Path"]
 
 FLOATS = [np.float64, np.float32]
 _MISSING = "fill them, or complete them with MatrixCompletion"
+_REMEDIES = {
+    Stop.MAX_ITER: "all max_iter={max_iter} iterations are made; raise max_iter, or use a larger lam or tol",
+    Stop.R_MAX: "it has {rank} components, as many as r_max allows; raise r_max, or use a larger lam",
+    Stop.SEARCH_ENDED: "its search ended too early; continue from its factors with start=…, or try another "
+    "random_state",
+}
 
 
 class Path(tuple[Any, ...]):
-    """Fitted estimators along a grid of λ, with the columns of the first picture: rank and gap over λ."""
+    """Fitted estimators along a grid of λ, with their λ, ranks, objectives and gaps as arrays."""
 
     @property
     def lams(self) -> np.ndarray:
-        """The weights."""
+        """λ of each estimator."""
         return np.array([model.lam for model in self])
 
     @property
@@ -61,10 +66,11 @@ class Path(tuple[Any, ...]):
 
 
 class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator, abc.ABC):
-    """Base of the estimators: everything but the mathematics.
+    """Base of the estimators.
 
-    Tensors and arrays are taken, and what comes back is of the same kind, type and device; half precision comes back
-    as float32, in which the factors are certified.
+    An estimator checks its input, builds a problem, solves it and stores the result in its fitted attributes.
+    Results have the input's kind (array or tensor), dtype and device. Results for half precision are float32, the
+    precision in which the factors are certified.
     """
 
     lam: float
@@ -80,81 +86,76 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     objective_: float
     certificate_: Certificate
 
-    # -- what an estimator adds ------------------------------------------------------------------------------------
+    # -- defined by each estimator ---------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def _solve(self, Y: Any, start: Any, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Fit to checked input; returns U and V with vectors as columns and sets what is particular."""
+    def _solve(self, Y: Any, start: Any, rows: RowSharding, report: Report) -> Factors:
+        """The factors of checked data."""
 
     @abc.abstractmethod
     def _code(self, Y: Any, V: Tensor) -> Tensor:
-        """The rows' codes for fixed V."""
+        """The codes of the rows of Y for fixed V."""
 
     @abc.abstractmethod
     def lambda_max(self, Y: Any) -> float:
-        """The smallest λ at which zero is the answer."""
+        """The smallest λ whose solution is zero."""
 
-    # -- scikit-learn's verbs --------------------------------------------------------------------------------------
+    # -- scikit-learn's methods ------------------------------------------------------------------------------------
 
     def fit(self, Y: Any, y: Any = None, *, start: Any = None, process_group: Any = None) -> Self:
         """Fit to Y.
 
         Args:
-            Y: n_samples × n_features, array or tensor; with a process group, the rows of this rank.
+            Y: n_samples × n_features, array or tensor; with a process group, the rows of this process.
             y: Ignored.
-            start: Factors (U, V) to start from, of whatever origin; None is the estimator's own start.
-            process_group: A torch.distributed group over whose ranks the rows are spread.
+            start: Factors (U, V) of any origin to start from; None: the estimator's own start.
+            process_group: A torch.distributed group over which the rows are sharded.
         """
-        self._fit(Y, start, process_group)
-        self._warn(3)
+        self._warn(self._fit(Y, start, process_group)[1], 3)
         return self
 
     def fit_transform(self, Y: Any, y: Any = None, *, start: Any = None, process_group: Any = None) -> Any:
         """Fit to Y and return U; see :meth:`fit`."""
-        codes = self._fit(Y, start, process_group)
-        self._warn(4)  # scikit-learn's set_output wraps it
+        codes, stop = self._fit(Y, start, process_group)
+        self._warn(stop, 4)  # one level more: scikit-learn's set_output wraps this method
         return codes
 
-    def _warn(self, level: int) -> None:
-        """Of an answer that is zero, and of a fit that may grow and ended before its certificate; ``level`` is the
-        caller's on the stack."""
+    def _warn(self, stop: Stop, level: int) -> None:
+        """Warn if the solution is zero or not certified; ``level`` is the caller's on the stack."""
         zero = self.objective_ > 0 and not self.components_.any()
         if zero and self.certificate_.finds_nothing_above(self.lam):
             warnings.warn(
-                f"{type(self).__name__} has no component: at lam={self.lam:g} the answer is zero, as it is from "
-                f"lambda_max(Y) on; take a smaller lam, or see path(Y)",
+                f"{type(self).__name__} has no component: at lam={self.lam:g} the solution is zero, as for every lam "
+                f"≥ lambda_max(Y); use a smaller lam, or see path(Y)",
                 stacklevel=level,
             )
-        elif stop := self._stopped():
+        elif stop in _REMEDIES:
+            remedy = _REMEDIES[stop].format(max_iter=self.max_iter, rank=self.n_components_)
             warnings.warn(
                 f"{type(self).__name__} stopped before its certificate ({self.certificate_.status}, relative gap "
-                f"{self.certificate_.relative_gap:.2g} > tol={self.tol:g}): {stop}",
+                f"{self.certificate_.relative_gap:.2g} > tol={self.tol:g}): {remedy}",
                 ConvergenceWarning,
                 stacklevel=level,
             )
 
-    def _stopped(self) -> str:
-        """What kept a fit of free size from going on, and what to do; empty where nothing did."""
-        # A size that was asked for is the answer, whatever a larger one would bring.
-        if getattr(self, "n_components", None) is not None or self.certificate_.status is Status.CERTIFIED:
-            return ""
-        exhausted = self.n_iter_ >= self.max_iter
-        if not exhausted and self.certificate_.polar_lower <= self.lam * (1 + self.tol / 4):
-            return ""
-        if exhausted:
-            return f"all max_iter={self.max_iter} iterations are made; raise max_iter, or take a larger lam or tol"
-        if hasattr(self, "r_max") and self.n_components_ >= (self.r_max or LARGEST):
-            return f"it has {self.n_components_} components, as many as r_max allows; raise r_max, or take a larger lam"
-        return "its search ended too early; go on from its factors with start=…, or try another random_state"
-
-    def _fit(self, Y: Any, start: Any, group: Any) -> Any:
+    def _fit(self, Y: Any, start: Any, group: Any) -> tuple[Any, Stop]:
+        """Check, solve and store; returns U and the reason for the end of the fit."""
         self._check_options()
         like, data = self._checked(Y, reset=True)
-        pair = None if start is None else self._checked_start(start, data)
-        U, V = self._solve(data, pair, Rows(group))
-        self.n_components_ = int(V.shape[1])
-        self.components_ = same_kind(V.mT.contiguous(), like)
-        return same_kind(U, like)
+        begin = None if start is None else self._checked_start(start, data)
+        with self._progress() as report:
+            found = self._solve(data, begin, RowSharding(group), report)
+        self._store(found, data, like)
+        return same_kind(found.U, like), found.stop
+
+    def _store(self, found: Factors, data: Any, like: Any) -> None:
+        """Set the fitted attributes; arrays and tensors are of the kind of ``like``."""
+        self.n_components_ = int(found.V.shape[1])
+        self.components_ = same_kind(found.V.mT.contiguous(), like)
+        self.objective_ = found.objective
+        self.history_ = list(found.history)
+        self.n_iter_ = found.iterations
+        self.certificate_ = found.certificate
 
     def transform(self, Y: Any) -> Any:
         """The codes of the rows of Y for the fitted components: a convex problem for each row."""
@@ -171,10 +172,10 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         return same_kind(codes @ self._right(codes).mT, U)
 
     def path(self, Y: Any, lams: Sequence[float] | None = None, *, n_lams: int = 10) -> Path:
-        """Fit along a grid of λ, each from the solution before it, and return the fitted estimators in the order given.
+        """Fit along a grid of λ and return the fitted estimators, in the order of the grid.
 
-        Without ``lams`` the grid is geometric, ``n_lams`` values from λmax down to a hundredth of it. Large λ come
-        first, because their answers are small and good starts.
+        Without ``lams`` the grid is geometric, ``n_lams`` values from λmax down to λmax/100. The fits run from large to
+        small λ, each from the solution before it: solutions for large λ have few components and are good starts.
         """
         grid = np.geomspace(1.0, 0.01, n_lams) * self.lambda_max(Y) if lams is None else np.asarray(lams, dtype=float)
         if grid.ndim != 1 or not len(grid):
@@ -185,7 +186,7 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         before: tuple[Any, Any] | None = None
         for i in np.argsort(-grid, kind="stable"):
             model = clone(self).set_params(lam=float(grid[i]))
-            U = model._fit(Y, before, None)
+            U, _ = model._fit(Y, before, None)
             V = model.components_.T
             before = (U, V) if model.n_components_ else None
             models[int(i)] = model
@@ -204,7 +205,7 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             raise OptionError(f"max_iter must be a whole number ≥ 1, got {self.max_iter!r}")
 
     def _checked(self, Y: Any, *, reset: bool) -> tuple[Any, Any]:
-        """What the answer should look like, and the data as a tensor of float32 or float64."""
+        """An example of the kind of the results, and the data as a tensor of float32 or float64."""
         name = type(self).__name__
         refuse_masked("Y", Y, f"{name} needs them all: fill them, or complete them with MatrixCompletion")
         if isinstance(Y, Tensor):
@@ -224,6 +225,10 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         array = validate_data(self, Y, reset=reset, dtype=FLOATS, order=None, ensure_all_finite=False)
         require_entries("Y", array, name, _MISSING)
         return array, as_tensor(array)
+
+    def _data(self, Y: Any) -> Any:
+        """Checked data; a fitted estimator requires the number of features that it was fitted to."""
+        return self._checked(Y, reset="n_features_in_" not in vars(self))[1]
 
     def _checked_start(self, start: Any, data: Any) -> tuple[Tensor, ...]:
         try:
@@ -249,9 +254,9 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
     @contextlib.contextmanager
     def _progress(self) -> Iterator[Report]:
-        """A report of sweeps, rank and objective; a bar where ``verbose`` asks for it."""
+        """A function that reports sweeps, rank and objective: to a progress bar with ``verbose``."""
         if not self.verbose:
-            yield lambda sweeps, rank, objective: None
+            yield no_report
             return
         try:
             from rich.progress import Progress

@@ -1,72 +1,85 @@
-r"""Upper bounds on polars: the only thing that certifies.
+r"""Upper bounds on polars. Certificates rest on them.
 
-Each function returns a number that no direction exceeds, with the name of its proof. A bound is either a theorem
-about the computed matrix in floating point (Cholesky), or holds with a failure probability that its name states
-(Lanczos).
+The polar of a matrix Z is :math:`p = \max\{u^\top Z v : \theta(u, v) \le 1\}`. Each function returns a
+:class:`Bound`: a number that no direction exceeds, and the name of the method. A bound by Cholesky is a theorem about
+the computed matrix in floating point. A bound by Lanczos fails with a probability that its name states. There is one
+bound for each regularizer: :func:`spectral_bound` (L2), :func:`doubly_nonnegative_bound` and :func:`sparse_bound`.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..operators.gram import gram
+from ..functions import L1, PositiveSemidefinite
 from ..operators.spectral import EPS, certified_lambda_max, lanczos, start_vector
-from .duals import DualMatrix
-from .svd import leading_singular
+from ..solvers.iterate import iterate
+from .matrices import DualMatrix, leading_singular
 
 __all__ = [
     "Bound",
     "cholesky_bound",
+    "doubly_nonnegative_bound",
     "gram_bound",
     "has_gram",
     "lanczos_bound",
     "lanczos_slack",
     "largest_singular",
     "small_gram",
+    "sparse_bound",
     "spectral_bound",
-    "unfolding_bound",
 ]
 
 FAILURE = 1e-9
-# Columns beyond which a Gram matrix is neither formed nor factorised.
+# The largest number of columns of a Gram matrix that is formed and factorised.
 LARGEST_GRAM = 6000
 # Entries of a Krylov basis: half a gigabyte of float64.
 BASIS = 64_000_000
+# Floating point operations of the doubly non-negative bound at effort 1: about five seconds of one core.
+BUDGET = 6e10
+CHECK_EVERY = 20
+RELAXATION = 1.6
+MAX_ADMM = 600
+THRESHOLDS = 24
+GRID = 2000
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A number that the polar does not exceed, and why."""
+    """A number that the polar does not exceed, and the method that proves it."""
 
     value: float
     method: str
 
 
+# -- the largest singular value: L2 ------------------------------------------------------------------------------------
+
+
 def has_gram(matrix: DualMatrix) -> bool:
-    """Whether the Gram matrix of a side may be formed."""
+    """Whether the Gram matrix of the shorter side may be formed."""
     return _side(matrix) <= LARGEST_GRAM and not matrix.compact
 
 
 def _side(matrix: DualMatrix) -> int:
-    """The length of the shorter side, or of the one that is all here."""
+    """The size of :func:`small_gram`."""
     return matrix.shape[0] if matrix.flat else matrix.shape[1]
 
 
 def small_gram(matrix: DualMatrix, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """The Gram matrix of the shorter side, of ``part(Z)`` where a function of the entries is given."""
+    """The Gram matrix of the shorter side; with ``part``, a function of the entries, that of ``part(Z)``."""
     return matrix.outer(part) if matrix.flat else matrix.gram(part)
 
 
 def spectral_bound(
     matrix: DualMatrix, level: float, accuracy: float = 1e-4, generator: torch.Generator | None = None
 ) -> Bound:
-    r"""An upper bound on :math:`\sigma_{\max}(Z)`: Cholesky where the shorter side allows, else Lanczos.
+    r"""An upper bound on :math:`\sigma_{\max}(Z)`: by Cholesky if the shorter side is small enough, else by Lanczos.
 
-    Where Lanczos would need as many vectors as the side is long, their basis is as large as the Gram matrix, and
-    Cholesky is the cheaper proof, and one that cannot fail.
+    If Lanczos needs as many vectors as the side is long, its basis is as large as the Gram matrix. Then Cholesky is
+    cheaper, and it cannot fail.
     """
     side = _side(matrix)
     if has_gram(matrix) or (_lanczos_steps(side, accuracy) >= side and side * side <= BASIS):
@@ -75,58 +88,58 @@ def spectral_bound(
 
 
 def largest_singular(matrix: DualMatrix, generator: torch.Generator | None = None) -> float:
-    r""":math:`\sigma_{\max}(Z)`: the spectrum of the Gram matrix, its rounding on the safe side, where that may be
-    formed; else block Krylov iteration, from below.
+    r""":math:`\sigma_{\max}(Z)`: an upper bound from the eigenvalues of the Gram matrix if that may be formed, else a
+    lower bound by block Krylov iteration.
 
-    >>> from .duals import Dense
-    >>> round(largest_singular(Dense(torch.diag(torch.tensor([1.0, 2.0])))), 9)
+    >>> from .matrices import DenseDual
+    >>> round(largest_singular(DenseDual(torch.diag(torch.tensor([1.0, 2.0])))), 9)
     2.0
     """
     if not has_gram(matrix):
         return float(leading_singular(matrix, 2, generator=generator, sweeps=40)[1][0])
     product = small_gram(matrix)
-    return math.sqrt(max(float(torch.linalg.eigvalsh(product)[-1]), 0.0) + _hidden(product))
+    return math.sqrt(max(float(torch.linalg.eigvalsh(product)[-1]), 0.0) + _product_error(product))
 
 
 def cholesky_bound(matrix: DualMatrix, level: float, accuracy: float = 1e-4) -> Bound:
-    r"""An upper bound on :math:`\sigma_{\max}(Z)` by a Cholesky factorisation that ends.
+    r"""An upper bound on :math:`\sigma_{\max}(Z)` by a Cholesky factorisation that succeeds.
 
-    :math:`\lambda^2(1+\varepsilon)I - Z^\top Z` is factorised first at the level that would certify, then at a Lanczos
-    estimate of what the norm is; the rounding of the product and of the factorisation are part of the bound.
+    :math:`\lambda^2(1+\varepsilon)I - Z^\top Z` is factorised at the level that would certify and, if that fails, at a
+    Lanczos estimate of the norm. The rounding errors of the product and of the factorisation are part of the bound.
 
-    >>> from .duals import Dense
-    >>> 2.0 <= cholesky_bound(Dense(torch.diag(torch.tensor([1.0, 2.0]))), 2.0).value <= 2.00001
+    >>> from .matrices import DenseDual
+    >>> 2.0 <= cholesky_bound(DenseDual(torch.diag(torch.tensor([1.0, 2.0]))), 2.0).value <= 2.00001
     True
     """
     product = small_gram(matrix)
     return Bound(math.sqrt(gram_bound(product, level, rtol=min(5e-5, accuracy))), "Cholesky")
 
 
-def _hidden(product: Tensor) -> float:
-    """What the rounding of a product of float64 may hide of its largest eigenvalue."""
+def _product_error(product: Tensor) -> float:
+    """A bound on the error of the largest eigenvalue that the rounding of a float64 product causes."""
     return 8 * (product.shape[-1] + 4096) * EPS * float(product.diagonal().sum())
 
 
 def gram_bound(product: Tensor, level: float, rtol: float = 5e-5) -> float:
     r"""An upper bound on :math:`\lambda_{\max}` of a product :math:`ZZ^\top` that was computed in float64.
 
-    A computed product differs from the true one by at most :math:`\gamma_n \|Z\|_F^2`, which its trace bounds.
+    A computed product differs from the exact one by at most :math:`\gamma_n \|Z\|_F^2`, which its trace bounds.
     """
-    # The level is tried first only where it can be near: a bound that is needlessly high wastes the dual's scale.
+    # The level is tried first only if it is near the norm: a needlessly high bound scales the dual point down.
     near, floor = level * level * (1 + 1e-9), 0.0
     if near > 0:
         estimate = lanczos(lambda v: product @ v, start_vector((len(product),), product), 12)[0]
         floor = near if float(estimate) > 0.9 * near else 0.0
-    return max(0.0, float(certified_lambda_max(product, rtol=rtol, floor=floor))) + _hidden(product)
+    return max(0.0, float(certified_lambda_max(product, rtol=rtol, floor=floor))) + _product_error(product)
 
 
 def lanczos_slack(n: int, steps: int, failure: float) -> float:
-    r"""The :math:`\varepsilon` for which ``steps`` of Lanczos on an n × n matrix, from a random start, lie below
-    :math:`(1-\varepsilon)\lambda_{\max}` with probability at most ``failure``.
+    r"""The :math:`\varepsilon` for which ``steps`` steps of Lanczos on an n × n matrix, from a random start, give less
+    than :math:`(1-\varepsilon)\lambda_{\max}` with probability at most ``failure``.
 
     After k steps that probability is at most :math:`1.648\sqrt{n}\,e^{-\sqrt\varepsilon(2k-1)}` (Kuczyński &
     Woźniakowski, *Estimating the largest eigenvalue by the power and Lanczos algorithms with a random start*, 1992,
-    Theorem 4.2). A Krylov space that fills the whole space has no probability left to fail.
+    Theorem 4.2). It is zero for a Krylov space of full dimension.
 
     >>> lanczos_slack(10, 10, 1e-9), 0.0 < lanczos_slack(10**6, 1000, 1e-9) < 2e-4
     (0.0, True)
@@ -137,11 +150,11 @@ def lanczos_slack(n: int, steps: int, failure: float) -> float:
 def lanczos_bound(matrix: DualMatrix, *, accuracy: float = 2.5e-4, generator: torch.Generator | None = None) -> Bound:
     r"""An upper bound on :math:`\sigma_{\max}(Z)` that fails with probability at most ``FAILURE``.
 
-    The number of steps is what ``accuracy`` needs by :func:`lanczos_slack`, as far as the basis of the Krylov space, of
-    vectors as long as the shorter side, fits into ``BASIS``.
+    The number of steps is the one that ``accuracy`` needs by :func:`lanczos_slack`, limited by the size ``BASIS`` of
+    the Krylov basis, whose vectors are as long as the shorter side.
 
-    >>> from .duals import Dense
-    >>> 2.0 <= lanczos_bound(Dense(torch.diag(torch.tensor([1.0, 2.0])))).value <= 2.001
+    >>> from .matrices import DenseDual
+    >>> 2.0 <= lanczos_bound(DenseDual(torch.diag(torch.tensor([1.0, 2.0])))).value <= 2.001
     True
     """
     flat, n = matrix.flat, _side(matrix)
@@ -160,26 +173,173 @@ def lanczos_bound(matrix: DualMatrix, *, accuracy: float = 2.5e-4, generator: to
 
 
 def _lanczos_steps(n: int, accuracy: float) -> int:
-    """The steps after which :func:`lanczos_slack` allows a norm that is so much larger."""
+    """The number of steps after which :func:`lanczos_slack` bounds the norm to within a relative ``accuracy``."""
     return math.ceil((math.log(1.648 * math.sqrt(n) / FAILURE) / math.sqrt(1 - (1 + accuracy) ** -2) + 1) / 2)
 
 
-def unfolding_bound(tensor: Tensor, level: float) -> Bound:
-    r"""An upper bound on :math:`\max \langle Z, u \otimes v \otimes w\rangle` over unit vectors.
+# -- non-negative factors ----------------------------------------------------------------------------------------------
 
-    Each unfolding of the tensor into a matrix replaces :math:`v \otimes w` by any unit vector, so its norm is a
-    bound; the smallest of them is returned. It is tight for orthogonally decomposable tensors and loose in general.
 
-    >>> T = torch.zeros(2, 2, 2, dtype=torch.float64)
-    >>> T[0, 0, 0], T[1, 1, 1] = 3.0, 1.0
-    >>> round(unfolding_bound(T, 3.0).value, 5)
-    3.0
+def doubly_nonnegative_bound(
+    matrix: DualMatrix,
+    level: float,
+    *,
+    accuracy: float = 1e-4,
+    effort: float = 1.0,
+    pairs: tuple[Tensor, Tensor] | None = None,
+    generator: torch.Generator | None = None,
+) -> Bound:
+    r"""An upper bound on :math:`\max\{u^\top Z v : u, v \ge 0, \|u\| = \|v\| = 1\}`.
+
+    For :math:`u, v \ge 0` of unit length and any symmetric :math:`N \ge 0`,
+
+    .. math::
+
+        2u^\top Z v = w^\top M w \le w^\top (M + N) w \le 2\lambda_{\max}(M + N), \qquad
+        M = \begin{pmatrix} 0 & Z \\ Z^\top & 0 \end{pmatrix}, \quad w = \begin{pmatrix} u \\ v \end{pmatrix},
+
+    so :math:`p \le \lambda_{\max}(M + N)`. The best N solves the dual of maximising :math:`\langle M, W\rangle` over
+    matrices W that are positive semidefinite and non-negative. ADMM approximates it. Every N gives a valid bound,
+    because the largest eigenvalue is then bounded by a Cholesky factorisation.
+
+    The norms of Z and of its positive part, one factorisation each, are tried first. If neither is at most ``level``,
+    the relaxation is solved to within ``accuracy``, for as many iterations as ``effort`` allows, from the W of the
+    factors ``pairs`` (vectors as rows).
+
+    >>> from .matrices import DenseDual
+    >>> Z = torch.tensor([[1.0, -1.0], [-1.0, 1.0]])          # norm 2; the polar over u, v ≥ 0 is 1
+    >>> round(doubly_nonnegative_bound(DenseDual(Z), 1.0).value, 3)
+    1.0
     """
-    tensor = tensor.to(torch.float64)
-    bounds = []
-    for mode in range(tensor.dim()):
-        unfolded = tensor.movedim(mode, 0).flatten(1)
-        if unfolded.shape[0] > unfolded.shape[1]:
-            unfolded = unfolded.mT
-        bounds.append(math.sqrt(gram_bound(gram(unfolded), level)))
-    return Bound(min(bounds), "smallest unfolding norm, loose")
+    bound = _norm_bound(matrix, level, accuracy, generator)
+    size = matrix.full_rows() + matrix.shape[1]
+    iterations = min(MAX_ADMM, int(effort * BUDGET / (12.0 * max(size, 1) ** 3)))
+    if bound.value <= level * (1 + accuracy) or iterations < 2 * CHECK_EVERY:
+        return bound
+    Z = matrix.dense()
+    if pairs is not None:
+        pairs = (matrix.rows.gather(pairs[0].mT.contiguous()).mT, pairs[1])
+    value = _relaxation(Z, level, iterations, pairs, accuracy)
+    return Bound(value, "doubly non-negative dual") if value < bound.value else bound
+
+
+def _norm_bound(matrix: DualMatrix, level: float, accuracy: float, generator: torch.Generator | None) -> Bound:
+    """The smaller of the norms of Z and of its positive part."""
+    plain = spectral_bound(matrix, level, accuracy, generator)
+    if plain.value <= level * (1 + accuracy) or not has_gram(matrix):
+        return plain
+    positive = math.sqrt(gram_bound(small_gram(matrix, torch.relu), level))
+    return Bound(positive, "Cholesky, norm of the positive part") if positive < plain.value else plain
+
+
+class _RelaxationState(NamedTuple):
+    N: Tensor
+    t: float
+    W: Tensor  # the multiplier divided by the penalty
+    best: float
+    stalls: int
+
+
+def _relaxation(
+    Z: Tensor, level: float, iterations: int, pairs: tuple[Tensor, Tensor] | None, accuracy: float
+) -> float:
+    r"""ADMM on :math:`\min t` subject to :math:`S + M + N = tI`, :math:`S \succeq 0`, :math:`N \ge 0`, over-relaxed."""
+    rows, columns = Z.shape
+    size = rows + columns
+    scale = level if level > 0 else float(torch.linalg.matrix_norm(Z)) or 1.0
+    M = Z.new_zeros(size, size)
+    M[:rows, rows:], M[rows:, :rows] = Z / scale, Z.mT / scale
+    W = _first_multiplier(pairs, size, Z)
+    # Ten times the ratio of the two sides' sizes: measured to be near the best over sizes and ranks.
+    penalty = 10 * float(W.norm()) / math.sqrt(size)
+    identity = torch.eye(size, dtype=Z.dtype, device=Z.device)
+    cone = PositiveSemidefinite()
+
+    def step(state: _RelaxationState, k: int) -> _RelaxationState:
+        N, t, W, best, stalls = state
+        shifted = t * identity - M - N
+        S = RELAXATION * cone.prox(shifted - W) + (1 - RELAXATION) * shifted
+        N = torch.relu(-M - S - W)
+        # A positive diagonal entry only raises the eigenvalue.
+        N.diagonal().zero_()
+        t = float((S + W).diagonal().sum() - 1 / penalty) / size
+        W = W + S + M + N - t * identity
+        if (k + 1) % CHECK_EVERY == 0:
+            found = float(certified_lambda_max(M + N, rtol=min(1e-5, accuracy / 4), floor=1.0))
+            stalls = stalls + 1 if found > best - 0.05 * accuracy else 0
+            best = min(best, found)
+        return _RelaxationState(N, t, W, best, stalls)
+
+    def done(state: _RelaxationState, k: int) -> bool:
+        return state.best <= 1 + accuracy or state.stalls >= 3
+
+    start = _RelaxationState(torch.relu(-M), 1.0, W / penalty, math.inf, 0)
+    state, _ = iterate(step, start, iterations, until=done)
+    # The factor covers the rounding of the division by the scale and of M + N.
+    return state.best * scale * (1 + 1e-13)
+
+
+def _first_multiplier(pairs: tuple[Tensor, Tensor] | None, size: int, like: Tensor) -> Tensor:
+    """The primal point of the factors: Σ wwᵀ, scaled to trace one."""
+    uniform = torch.eye(size, dtype=like.dtype, device=like.device) / size
+    if pairs is None or not len(pairs[0]):
+        return uniform
+    stacked = torch.cat([pairs[0], pairs[1]], dim=1).to(like.dtype)
+    W = stacked.mT @ stacked
+    trace = float(W.diagonal().sum())
+    return W / trace if trace > 0 else uniform
+
+
+# -- sparse codes ------------------------------------------------------------------------------------------------------
+
+
+def sparse_bound(
+    matrix: DualMatrix,
+    level: float,
+    gamma: float,
+    *,
+    accuracy: float = 1e-4,
+    generator: torch.Generator | None = None,
+) -> Bound:
+    r"""An upper bound on the polar of :math:`\theta(u, v) = \|v\|_2(\|u\|_2 + \gamma\|u\|_1)`.
+
+    With :math:`s = \|u\|_1/\|u\|_2 \in [1, \sqrt n]`,
+
+    .. math::
+
+        p = \max_u \frac{\sqrt{u^\top Q u}}{\|u\|_2 + \gamma\|u\|_1}
+          \le \max_s \min_\rho \frac{\sqrt{\lambda_{\max}(\operatorname{ST}_\rho(Q)) + \rho s^2}}{1 + \gamma s},
+        \qquad Q = ZZ^\top ,
+
+    because :math:`u^\top Q u \le u^\top \operatorname{ST}_\rho(Q) u + \rho\|u\|_1^2` (the dual bound of sparse
+    principal components: d'Aspremont, El Ghaoui, Jordan & Lanckriet, 2007). Between two grid points of s, the numerator
+    is taken at the right end and the denominator at the left.
+
+    >>> from .matrices import DenseDual
+    >>> Z = torch.ones(9, 1)                                  # the polar is attained at u = 1: 3/(1 + 3γ)
+    >>> 1.2 <= sparse_bound(DenseDual(Z), 1.2, 0.5).value <= 1.5
+    True
+    """
+    n = matrix.full_rows()
+    if gamma == 0 or n > LARGEST_GRAM or n == 0:
+        norm = spectral_bound(matrix, level * (1 + gamma), accuracy, generator)
+        return Bound(norm.value / (1 + gamma), f"{norm.method}, norm")
+    product = matrix.outer()
+    largest = float(product.abs().max())
+    if largest == 0:
+        return Bound(0.0, "zero")
+    error = _product_error(product)
+    # A code of one entry needs a threshold near the largest off-diagonal entry; a dense code needs none.
+    ratios = torch.cat([torch.zeros(1), torch.logspace(-3, 0, THRESHOLDS)]).to(torch.float64)
+    thresholds = ratios * largest
+    tops = torch.tensor(
+        [
+            gram_bound(product if rho == 0 else L1(1.0).prox(product, float(rho)), 0.0, rtol=1e-4) + error
+            for rho in thresholds
+        ],
+        dtype=torch.float64,
+    )
+    edges = torch.linspace(1.0, math.sqrt(n) * (1 + 1e-12), GRID + 1, dtype=torch.float64)
+    above = (tops.unsqueeze(1) + thresholds.unsqueeze(1) * edges[1:].square()).amin(0)
+    bound = float((above.clamp_min(0).sqrt() / (1 + gamma * edges[:-1])).max()) * (1 + 1e-14)
+    return Bound(bound, "Cholesky, thresholded Gram")

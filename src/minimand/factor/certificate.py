@@ -1,22 +1,51 @@
-r"""The answer's proof: how far the objective is from the global minimum, at most.
+r"""Certificates: an upper bound on the distance of a factorisation's objective to the global minimum.
 
 With the polar :math:`p = \max\{u^\top R v : \theta(u, v) \le 1\}` of the negative loss gradient :math:`R`, a scaled
-:math:`R` is a feasible point of the dual problem, and weak duality bounds the distance to the global minimum at *any*
-point, whatever produced it. Only an upper bound on the polar proves anything; a lower bound comes with a direction
-and tells that the point can be improved.
+:math:`R` is a feasible point of the dual problem. Weak duality then bounds the distance to the global minimum at *any*
+point, however it was computed. Only an upper bound on the polar proves anything. A lower bound comes with a direction
+and shows that the point can be improved.
 """
 
 import enum
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
-from ..errors import require_positive
+import numpy as np
+import torch
+from torch import Tensor
 
-__all__ = ["UNSOUGHT", "Certificate", "Status", "judge"]
+from ..errors import OptionError, ShapeError, require_finite, require_positive
+from .bounds import Bound
+from .inputs import real
+from .losses import Loss, Squared, loss_from, rounding
+from .matrices import DualMatrix, RowSharding, summation_error
+from .observed import Observed
+from .regularizers import BoundOptions, Directions, Regularizer, named_regularizer
+
+__all__ = [
+    "NOT_CERTIFIED",
+    "Certificate",
+    "FactorProblem",
+    "Factors",
+    "Finding",
+    "Status",
+    "Stop",
+    "certify",
+    "certify_factors",
+    "conclude",
+    "judge",
+    "noted_if_zero",
+    "stop_reason",
+]
+
+DIRECTIONS = 4
+SWEEPS = 30
 
 
 class Status(enum.StrEnum):
-    """What is known of a point."""
+    """The verdict of a certificate."""
 
     CERTIFIED = "CERTIFIED"
     IMPROVABLE = "IMPROVABLE"
@@ -25,16 +54,16 @@ class Status(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Certificate:
-    r"""What is proved of a factorisation.
+    r"""A bound on the distance of a factorisation to the global minimum over all sizes.
 
     Attributes:
-        status: ``CERTIFIED``: the relative gap is at most the tolerance. ``IMPROVABLE``: it is not, and the polar
-            exceeds :math:`\lambda`, with a direction in hand. ``UNDECIDED``: neither is shown.
+        status: ``CERTIFIED``: the relative gap is at most the tolerance. ``IMPROVABLE``: it is not, and a known
+            direction attains a polar above :math:`\lambda`. ``UNDECIDED``: neither is shown.
         gap: An upper bound on :math:`f - F^*`, the distance of the objective to its global minimum.
-        relative_gap: The gap over the objective.
-        polar_lower: What a direction in hand attains, in the units of :math:`\lambda`.
-        polar_upper: No direction attains more; infinite where no bound is known.
-        method: How the upper bound was found, and what it assumes.
+        relative_gap: The gap divided by the objective.
+        polar_lower: The polar that a known direction attains, in the units of :math:`\lambda`.
+        polar_upper: An upper bound on the polar; infinite if no bound is known.
+        method: How the upper bound was computed, and its assumptions.
     """
 
     status: Status
@@ -45,10 +74,10 @@ class Certificate:
     method: str
 
     def finds_nothing_above(self, lam: float) -> bool:
-        """Whether a bound was sought, and no direction is known that attains more than ``lam``.
+        """Whether a bound was computed and no known direction attains more than ``lam``.
 
-        A bound below ``lam`` that proves nothing belongs to a dual point other than the gradient, of a fit that has
-        not converged: it says nothing about directions.
+        A bound below ``lam`` that does not certify belongs to a dual point other than the gradient, at a point that has
+        not converged. It says nothing about directions.
         """
         judged = self.status is Status.CERTIFIED or lam < self.polar_upper < math.inf
         return judged and self.polar_lower <= lam
@@ -60,8 +89,214 @@ class Certificate:
         )
 
 
-#: Nothing is known of the point, and nothing was asked.
-UNSOUGHT = Certificate(Status.UNDECIDED, math.inf, math.inf, 0.0, math.inf, "no certificate was sought")
+#: The certificate of a fit with ``effort=None``: nothing was computed.
+NOT_CERTIFIED = Certificate(Status.UNDECIDED, math.inf, math.inf, 0.0, math.inf, "no certificate was requested")
+
+
+@dataclass(frozen=True)
+class FactorProblem:
+    r"""The problem :math:`\min_{r, U, V} \ell(UV^\top) + \lambda\sum_{i=1}^r\theta(U_i, V_i)`.
+
+    Attributes:
+        loss: :math:`\ell`, with its data.
+        regularizer: :math:`\theta`.
+        lam: :math:`\lambda`.
+    """
+
+    loss: Loss
+    regularizer: Regularizer
+    lam: float
+
+    @property
+    def rows(self) -> RowSharding:
+        """Where the rows of the data are."""
+        return self.loss.rows
+
+    def penalty(self, U: Tensor, V: Tensor) -> float:
+        """Σ θ of factors with vectors as columns."""
+        return float(self.regularizer.values(U.mT, V.mT, self.rows).to(torch.float64).sum())
+
+    def objective(self, U: Tensor, V: Tensor) -> float:
+        """The objective of factors with vectors as columns, in float64."""
+        return self.loss.value(U, V) + self.lam * self.penalty(U, V)
+
+
+class Stop(enum.Enum):
+    """Why a fit ended."""
+
+    CERTIFIED = "the relative gap is at most tol"
+    FIXED_SIZE = "n_components was given"
+    NO_DIRECTION = "no direction was found that attains a polar above lam"
+    MAX_ITER = "max_iter iterations are made"
+    R_MAX = "the number of components is r_max"
+    SEARCH_ENDED = "a direction above lam is known, but its use did not lead to a certificate"
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The result of a fit.
+
+    Attributes:
+        U: n_samples × r (the rows of this process).
+        V: n_features × r.
+        objective: The objective of these factors.
+        certificate: Their certificate; the one that ended the fit.
+        history: The objective per round; the last is ``objective``.
+        iterations: The number of iterations made, at least 1.
+        stop: Why the fit ended.
+        modes: (A, B, C) of a CP decomposition; None for matrices.
+    """
+
+    U: Tensor
+    V: Tensor
+    objective: float
+    certificate: Certificate
+    history: tuple[float, ...]
+    iterations: int
+    stop: Stop
+    modes: tuple[Tensor, Tensor, Tensor] | None = None
+
+
+class Finding(NamedTuple):
+    """A certificate, the objective of the point, and the directions that were found, best first."""
+
+    certificate: Certificate
+    objective: float
+    directions: Directions | None
+
+
+def certify(
+    Y: Any,
+    U: Any,
+    V: Any,
+    *,
+    lam: float,
+    regularizer: Literal["l2", "nonnegative", "sparse"] | Regularizer = "l2",
+    gamma: float | None = None,
+    loss: Callable[[Tensor], Loss] = Squared,
+    mask: Any = None,
+    tol: float = 1e-3,
+    effort: float = 1.0,
+) -> Certificate:
+    r"""An upper bound on the distance of given factors to the global minimum of
+
+    .. math:: f(U, V) = \tfrac12\|P_\Omega(Y - UV^\top)\|^2 + \lambda\sum_i \theta(U_i, V_i) .
+
+    It holds for factors of any origin: scikit-learn, tensorly, an SVD, a guess. With the residual R, an upper bound
+    :math:`\hat p` on its polar and :math:`c = \operatorname{clip}(\langle Y,R\rangle/\|R\|^2, 0, \lambda/\hat p)`,
+
+    .. math:: f - F^* \le f - \bigl(c\langle Y, R\rangle - \tfrac12 c^2\|R\|^2\bigr) .
+
+    For other losses R is the negative gradient, and the bracket is the value of the conjugate.
+
+    Args:
+        Y: The data, n_samples × n_features; array, frame or tensor. Entries with a False ``mask`` are not read.
+        U: n_samples × r.
+        V: n_features × r.
+        lam: :math:`\lambda > 0`.
+        regularizer: ``"l2"`` (:math:`\|u\|\|v\|`, the nuclear norm), ``"nonnegative"`` (the same on
+            :math:`u, v \ge 0`), ``"sparse"`` (:math:`\|v\|_2(\|u\|_2 + \gamma\|u\|_1)`), or a
+            :class:`~minimand.factor.Regularizer`.
+        gamma: :math:`\gamma` of ``"sparse"``.
+        loss: A function from the data to a loss, as for :func:`factorize`.
+        mask: True for observed entries of Y; None: all. The masked entries of a masked array are not observed either.
+        tol: The largest relative gap of a certified point.
+        effort: The budget for bounding the polar of non-negative factors; 1 is about five seconds.
+
+    All computations are in float64. Bounds on the rounding errors are included.
+
+    >>> import numpy as np
+    >>> Y = np.diag([3.0, 1.0])
+    >>> best = np.array([[np.sqrt(2.0)], [0.0]])              # singular values 3 − 1 and 1 − 1
+    >>> certify(Y, best, best, lam=1.0).status
+    <Status.CERTIFIED: 'CERTIFIED'>
+    >>> certify(Y, 0 * best, 0 * best, lam=1.0).status
+    <Status.IMPROVABLE: 'IMPROVABLE'>
+    """
+    theta = named_regularizer(regularizer, gamma)
+    require_positive("lam", lam)
+    require_positive("tol", tol)
+    require_positive("effort", effort, zero=True)
+    Y, mask = _unmasked(Y, mask)
+    data, left, right = _matrix("Y", Y, finite=mask is None), _matrix("U", U), _matrix("V", V)
+    if (data.shape[0], left.shape[1]) != (left.shape[0], right.shape[1]) or data.shape[1] != right.shape[0]:
+        raise ShapeError(
+            f"Y is {tuple(data.shape)}, U {tuple(left.shape)} and V {tuple(right.shape)}; "
+            "U needs a row per row of Y, V a row per column of Y, and both the same number of columns"
+        )
+    if mask is not None and loss is not Squared:
+        raise OptionError("mask needs the squared loss: leave loss out, or fill the missing entries")
+    made = loss_from(loss, data) if mask is None else _observed(data, mask)
+    return certify_factors(FactorProblem(made, theta, lam), left, right, tol=tol, effort=effort).certificate
+
+
+def certify_factors(
+    problem: FactorProblem,
+    U: Tensor,
+    V: Tensor,
+    *,
+    tol: float = 1e-3,
+    effort: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> Finding:
+    """The certificate of factors (vectors as columns) for a problem; the rows may be sharded."""
+    loss, theta, lam = problem.loss, problem.regularizer, problem.lam
+    U, V = U.detach().to(torch.float64), V.detach().to(torch.float64)
+    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    penalty = problem.penalty(U, V)
+    if not penalty < float("inf"):
+        raise OptionError(
+            f"the factors lie outside the domain of {type(theta).__name__}: they hold negative entries; "
+            "clip them at zero, or certify with another regularizer"
+        )
+    Z = loss.dual(U, V)
+    upper = theta.upper(Z, lam, BoundOptions(min(1e-4, tol / 4), effort, (U.mT, V.mT), generator))
+    slope, found = loss.slope(U, V, Z), None
+    if slope is not None:
+        found = theta.directions(slope, DIRECTIONS, generator, sweeps=SWEEPS if effort > 0 else 5)
+    attained = 0.0 if found is None else found.best
+    certificate, objective = conclude(problem, U, V, dual=Z, penalty=penalty, polar=(attained, upper), tol=tol)
+    return Finding(certificate, objective, found)
+
+
+def conclude(
+    problem: FactorProblem,
+    U: Tensor,
+    V: Tensor,
+    *,
+    dual: DualMatrix,
+    penalty: float,
+    polar: tuple[float, Bound],
+    tol: float,
+) -> tuple[Certificate, float]:
+    r"""The certificate and the objective, from a dual point, the penalty Σ θ and the two bounds on the polar.
+
+    All rounding errors count against the point: of the residual, in the polar and the loss, and of the sums. The
+    polar that a direction attains is lowered by :math:`\sqrt{2\kappa h}/c`, where h bounds the rounding error of the
+    objective; above that, the direction lowers the objective by more than h.
+    """
+    loss, lam, floor = problem.loss, problem.lam, problem.regularizer.floor
+    value = loss.value(U, V)
+    objective = value + lam * penalty
+    attained, upper = polar
+    residual_error = rounding(U, V, loss.size(), loss.rows)
+    smooth = math.isfinite(loss.curvature)
+    gradient_error = loss.curvature * residual_error if smooth else 0.0
+    top = upper.value + gradient_error / floor
+    lower = loss.lower(dual, lam / top if top > 0 else math.inf)
+    error = lower.margin + residual_error * (loss.steepness(value) + gradient_error)
+    error = error + summation_error(loss.entries()) * objective
+    margin = (math.sqrt(2 * loss.curvature * error) + gradient_error) / floor if smooth else 0.0
+    certificate = judge(
+        gap=objective - lower.value + error if objective > 0 else 0.0,
+        objective=objective,
+        polar_lower=min(max(attained - margin, 0.0), top),
+        polar_upper=top,
+        lam=lam,
+        tol=tol,
+        method=upper.method,
+    )
+    return certificate, objective
 
 
 def judge(
@@ -76,7 +311,7 @@ def judge(
 ) -> Certificate:
     r"""The certificate of a point from its gap and the bounds on its polar.
 
-    A gap that rounding made negative is zero. An objective of zero is the global minimum: nothing is below it.
+    A gap that is negative by rounding becomes zero. An objective of zero is the global minimum.
 
     >>> judge(gap=1e-4, objective=2.0, polar_lower=0.9, polar_upper=1.0, lam=1.0, method="exact").status
     <Status.CERTIFIED: 'CERTIFIED'>
@@ -91,3 +326,55 @@ def judge(
     otherwise = Status.IMPROVABLE if polar_lower > lam else Status.UNDECIDED
     status = Status.CERTIFIED if relative <= tol else otherwise
     return Certificate(status, gap, relative, polar_lower, polar_upper, method)
+
+
+def stop_reason(
+    certificate: Certificate, *, lam: float, tol: float, fixed: bool, out_of_iterations: bool, full: bool
+) -> Stop:
+    """The reason for the end of a fit, from its certificate and what was left of its budget."""
+    if certificate.status is Status.CERTIFIED:
+        return Stop.CERTIFIED
+    if fixed:
+        return Stop.FIXED_SIZE
+    if out_of_iterations:
+        return Stop.MAX_ITER
+    if certificate.polar_lower <= lam * (1 + tol / 4):
+        return Stop.NO_DIRECTION
+    return Stop.R_MAX if full else Stop.SEARCH_ENDED
+
+
+def noted_if_zero(certificate: Certificate, rank: int, lam: float) -> Certificate:
+    """Annotates the certificate's method if every component is zero; ``rank`` counts the components that are not."""
+    if rank or not certificate.finds_nothing_above(lam):
+        return certificate
+    note = "lam ≥ lambda_max, so the answer is zero"
+    if certificate.polar_upper > lam * (1 + 1e-6):
+        note = "the answer is zero as far as is known: no direction found attains more than lam"
+    return replace(certificate, method=f"{certificate.method}; {note}")
+
+
+def _matrix(name: str, value: Any, *, finite: bool = True) -> Tensor:
+    tensor = real(name, value).to(torch.float64)
+    if tensor.dim() != 2:
+        raise ShapeError(f"{name} must be a real matrix, got shape {tuple(tensor.shape)}")
+    if finite:
+        require_finite(name, tensor)
+    return tensor
+
+
+def _unmasked(Y: Any, mask: Any) -> tuple[Any, Any]:
+    """The data of a masked array, and the mask of the observed entries."""
+    if not np.ma.is_masked(Y):
+        return Y, mask
+    seen = ~np.ma.getmaskarray(Y)
+    return np.ma.getdata(Y), seen if mask is None else seen & np.asarray(mask, dtype=bool)
+
+
+def _observed(Y: Tensor, mask: Any) -> Observed:
+    seen = torch.as_tensor(mask).to(torch.bool)
+    if seen.shape != Y.shape:
+        raise ShapeError(f"mask has shape {tuple(seen.shape)}, but Y has {tuple(Y.shape)}")
+    index = torch.nonzero(seen, as_tuple=True)
+    values = Y[index]
+    require_finite("Y, where mask is True,", values)
+    return Observed(values, (index[0], index[1]), (Y.shape[0], Y.shape[1]), compact=False)

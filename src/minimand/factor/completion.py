@@ -1,4 +1,4 @@
-"""Matrix completion: low rank from the entries that were observed."""
+"""The estimator MatrixCompletion: a low-rank matrix from some of its entries."""
 
 from typing import Any
 
@@ -9,16 +9,16 @@ from sklearn.utils.validation import validate_data
 from torch import Tensor
 
 from ..errors import NonFiniteError, OptionError, ShapeError, require_finite
-from .als import Groups, ObservedDescent
 from .base import FLOATS, Factorization
 from .bounds import largest_singular
-from .engine import grown, growth_options
+from .certificate import FactorProblem, Factors, Stop
+from .growth import GrowthOptions, Report, grow
 from .inputs import as_tensor, working
-from .losses import Observed
-from .rows import Rows
+from .matrices import RowSharding
+from .observed import Observed, RowGroups
+from .regularizers import L2
 
 __all__ = ["MatrixCompletion"]
-
 
 _INFINITE = "Input Y contains infinity; mark missing entries by NaN"
 
@@ -29,23 +29,24 @@ class MatrixCompletion(Factorization):
     .. math:: \min_{r,U,V} \tfrac12\sum_{(i,j) \in \Omega}\bigl(Y_{ij} - (UV^\top)_{ij}\bigr)^2
         + \lambda\sum_i\|U_i\|_2\|V_i\|_2 ,
 
-    the nuclear norm over the observed entries :math:`\Omega`. NaN is missing, and so is what a masked array masks; of a
-    sparse matrix the stored entries are what is observed, zeros included, and duplicates are summed. Memory and time
-    per sweep are linear in the number of observed entries: the dense matrix is formed by ``inverse_transform`` only.
+    with the observed entries :math:`\Omega`; the penalty is the nuclear norm. Missing entries are NaN, or the masked
+    entries of a masked array. The observed entries of a sparse matrix are its stored entries, zeros included;
+    duplicates are summed. Memory and time per sweep are linear in the number of observed entries. Only
+    ``inverse_transform`` forms the dense matrix.
 
-    ``fit`` refuses rows and columns of which nothing was observed, unless a sparse matrix has them. ``transform`` gives
-    such a row the code zero, its ridge regression on nothing.
+    ``fit`` rejects rows and columns without an observed entry, except in sparse matrices. ``transform`` gives such a
+    row the code zero.
 
     Args:
         lam: :math:`\lambda > 0`.
         n_components: None to grow until the polar allows no more; an int fixes the size.
-        r_max: No more components than this; None is the smaller side of Y, at most 100.
+        r_max: The largest number of components; None: the smaller side of Y, at most 100.
         tol: The relative gap to certify.
-        max_iter: Sweeps in all.
+        max_iter: The total number of sweeps.
         random_state: Seed of the starts.
         verbose: Show a progress bar.
 
-    Source: 003, matrix completion; Hastie, Mazumder, Lee & Zadeh, 2015, for the alternating ridge regressions.
+    Source: [Vidal2018], matrix completion; Hastie, Mazumder, Lee & Zadeh, 2015, for the alternating ridge regressions.
 
     >>> import numpy as np
     >>> Y = np.ones((6, 5))
@@ -83,7 +84,7 @@ class MatrixCompletion(Factorization):
         return tags
 
     def _checked(self, Y: Any, *, reset: bool) -> tuple[Any, Any]:
-        """The observed entries, whatever they came in."""
+        """An example of the kind of the results, and the observed entries."""
         if isinstance(Y, Tensor) and Y.layout != torch.strided:
             loss = _from_sparse_tensor(Y)
             validate_data(self, Y, reset=reset, skip_check_array=True)
@@ -109,15 +110,15 @@ class MatrixCompletion(Factorization):
             raise NonFiniteError(_INFINITE)
         return array, _from_dense(as_tensor(array))
 
-    def _fit(self, Y: Any, start: Any, group: Any) -> Any:
+    def _fit(self, Y: Any, start: Any, group: Any) -> tuple[Any, Stop]:
         if group is None:
             self._require_observed(Y)
         return super()._fit(Y, start, group)
 
     def _require_observed(self, Y: Any) -> None:
-        """Rows and columns of which nothing is known are refused by number.
+        """Raise for rows and columns without an observed entry, with their numbers.
 
-        A sparse matrix may have them: there they are users and items that nobody has met yet, with codes of zero.
+        A sparse matrix may have them: new users and items, whose codes are zero.
         """
         self._check_options()
         _, loss = self._checked(Y, reset=True)
@@ -130,29 +131,27 @@ class MatrixCompletion(Factorization):
             if len(empty):
                 shown = ", ".join(str(int(i)) for i in empty[:5])
                 raise OptionError(
-                    f"{len(empty)} {what}(s) of Y have no observed entry, the first of them {shown}; "
-                    f"drop them: nothing is known of them"
+                    f"{len(empty)} {what}(s) of Y have no observed entry, the first of them {shown}; drop them"
                 )
 
-    def _solve(self, Y: Observed, start: tuple[Tensor, Tensor] | None, rows: Rows) -> tuple[Tensor, Tensor]:
-        loss = Observed(Y.values, Y.index, Y.shape, rows)
-        options = growth_options(self, min(rows.count(loss.shape[0]), loss.shape[1]))
-        descent = ObservedDescent.of(loss, float(self.lam))
-        return grown(self, descent, loss, options, start, Y.values)
+    def _solve(self, Y: Observed, start: tuple[Tensor, Tensor] | None, rows: RowSharding, report: Report) -> Factors:
+        problem = FactorProblem(Observed(Y.values, Y.index, Y.shape, rows), L2(), float(self.lam))
+        bound = min(rows.count(Y.shape[0]), Y.shape[1])
+        options = GrowthOptions(self.n_components, self.r_max, int(self.max_iter), float(self.tol), bound=bound)
+        return grow(problem, options, like=Y.values, generator=self._generator(), start=start, report=report)
 
     def _code(self, Y: Observed, V: Tensor) -> Tensor:
-        """Each row's ridge regression on what was observed of it."""
+        """The ridge regression of each row on its observed entries."""
         if V.shape[1] == 0:
             return Y.values.new_zeros(Y.shape[0], 0)
-        return Groups.of(*Y.index, Y.shape, V.shape[1]).ridge(Y.values, V.contiguous(), float(self.lam))[0]
+        return RowGroups.of(*Y.index, Y.shape, V.shape[1]).ridge(Y.values, V.contiguous(), float(self.lam))[0]
 
     def _right(self, like: Any) -> Tensor:
         return super()._right(like.values if isinstance(like, Observed) else like)
 
     def lambda_max(self, Y: Any) -> float:
         """The largest singular value of the observed part of Y, by block Krylov iteration."""
-        _, loss = self._checked(Y, reset=not hasattr(self, "n_features_in_"))
-        return largest_singular(loss.zero(), self._generator())
+        return largest_singular(self._data(Y).zero(), self._generator())
 
 
 def _from_dense(Y: Tensor) -> Observed:

@@ -1,4 +1,4 @@
-"""Sums of three-way products: their factors, exact updates, directions of a tensor, and the certificate."""
+"""CP decompositions: factor matrices, exact updates, directions of a tensor, growth, bound and certificate."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,53 +8,52 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError, ShapeError, require_finite
+from ..operators.gram import gram
 from ..solvers.iterate import iterate
-from .bounds import unfolding_bound
-from .certificate import Certificate
-from .duals import Dense
-from .gap import concluded
-from .gauges import Euclidean
+from .bounds import Bound, gram_bound
+from .certificate import Certificate, FactorProblem, Factors, conclude, noted_if_zero
+from .growth import GrowthOptions, Report
 from .inputs import real, refuse_masked, require_number, working
 from .losses import Squared
-from .rows import Rows
+from .regularizers import L2, Euclidean
 
 __all__ = [
-    "Factors",
+    "Modes",
     "ascend",
-    "balanced",
+    "balanced_modes",
     "certify_tensor",
-    "descend",
-    "empty",
-    "factors_of",
-    "full",
+    "grow_tensor",
     "is_cp",
     "khatri_rao",
-    "split",
+    "modes_from",
+    "modes_from_codes",
+    "require_tensor",
     "tensor_certificate",
-    "tensor_of",
+    "unfolding_bound",
 ]
 
 GAUGE = Euclidean()
 STARTS = 16
 ASCENT = 60
+REFILLS = 3  # rounds in which components that became zero are replaced at a fixed size
 
-Factors = tuple[Tensor, Tensor, Tensor]  # vectors as rows: r × size of the mode
+Modes = tuple[Tensor, Tensor, Tensor]  # (A, B, C), vectors as rows: r × size of the mode
 
 
 def certify_tensor(Y: Any, factors: Any, *, lam: float, tol: float = 1e-3) -> Certificate:
-    r"""How far given factors are from the global minimum of the CP problem over all sizes,
+    r"""An upper bound on the distance of given factors to the global minimum of the CP problem over all sizes,
 
     .. math:: \tfrac12\Bigl\|\mathcal{Y} - \sum_i a_i \otimes b_i \otimes c_i\Bigr\|^2
-        + \lambda\sum_i \|a_i\|\|b_i\|\|c_i\| ,
+        + \lambda\sum_i \|a_i\|\|b_i\|\|c_i\| .
 
-    at most: :func:`~minimand.factor.certify` for three dimensions. The bound is the norm of the best unfolding, tight
-    for orthogonal components and loose in general.
+    It is :func:`~minimand.factor.certify` for tensors of three dimensions. The bound on the polar is the smallest norm
+    of an unfolding, tight for orthogonal components and loose in general.
 
     Args:
         Y: The tensor of three dimensions; array or tensor.
         factors: (A, B, C), each size × r, or tensorly's (weights, [A, B, C]).
         lam: :math:`\lambda > 0`.
-        tol: The relative gap up to which a point counts as certified.
+        tol: The largest relative gap of a certified point.
 
     >>> import numpy as np
     >>> Y = np.zeros((3, 3, 3))
@@ -65,13 +64,13 @@ def certify_tensor(Y: Any, factors: Any, *, lam: float, tol: float = 1e-3) -> Ce
     """
     require_number("lam", lam)
     require_number("tol", tol)
-    data = tensor_of(Y).to(torch.float64)
-    a, b, c = (x.to(torch.float64) for x in factors_of(factors, data))
+    data = require_tensor(Y).to(torch.float64)
+    a, b, c = (x.to(torch.float64) for x in modes_from(factors, data))
     return tensor_certificate(data, (a, b, c), float(lam), float(tol), torch.Generator().manual_seed(0))[0]
 
 
-def tensor_of(Y: Any) -> Tensor:
-    """A tensor of three dimensions, finite, in the precision that is computed in."""
+def require_tensor(Y: Any) -> Tensor:
+    """A finite tensor of three dimensions, in the working precision."""
     refuse_masked("Y", Y, "a CP decomposition needs them all: fill them")
     data = working(real("Y", Y)).contiguous()
     if data.dim() != 3 or 0 in data.shape:
@@ -81,19 +80,19 @@ def tensor_of(Y: Any) -> Tensor:
 
 
 def is_cp(value: Any) -> bool:
-    """Whether there are three factors, with or without weights: not a pair of codes and components."""
+    """Whether ``value`` has three factors, with or without weights, and is not a pair of codes and components."""
     return isinstance(value, Sequence | Mapping) and (len(value) == 3 or _weighted(value))
 
 
 def _weighted(value: Any) -> bool:
-    # tensorly's own class is a mapping that is indexed like the pair.
+    # tensorly's CPTensor is a mapping, indexed like the pair (weights, factors).
     return len(value) == 2 and isinstance(value[1], tuple | list)
 
 
-def factors_of(value: Any, like: Tensor) -> Factors:
-    """The vectors, as rows, of (A, B, C) or (weights, [A, B, C]), checked against a tensor."""
+def modes_from(value: Any, like: Tensor) -> Modes:
+    """The vectors, as rows, of (A, B, C) or (weights, [A, B, C]), checked against the tensor ``like``."""
     if not is_cp(value):
-        raise OptionError(f"factors are (A, B, C) or (weights, [A, B, C]), got {type(value).__name__}")
+        raise OptionError(f"factors must be (A, B, C) or (weights, [A, B, C]), got {type(value).__name__}")
     weights, parts = (value[0], value[1]) if _weighted(value) else (None, value)
     found = [working(real("a factor", x)) for x in parts]
     shapes = [tuple(x.shape) for x in found]
@@ -111,17 +110,17 @@ def factors_of(value: Any, like: Tensor) -> Factors:
     return a, b, c
 
 
-def empty(Y: Tensor) -> Factors:
-    """No component yet."""
+def _empty(Y: Tensor) -> Modes:
+    """Factors without components."""
     a, b, c = (Y.new_zeros(0, size) for size in Y.shape)
     return a, b, c
 
 
-def split(start: tuple[Tensor, Tensor], Y: Tensor) -> Factors:
-    """Factors from codes and components: each component's leading singular pair."""
+def modes_from_codes(start: tuple[Tensor, Tensor], Y: Tensor) -> Modes:
+    """Factors from codes and components, by the leading singular pair of each component."""
     U, V = (x.to(Y) for x in start)
     left, values, right = torch.linalg.svd(V.mT.reshape(-1, *Y.shape[1:]), full_matrices=False)
-    return balanced((U.mT * values[:, :1], left[..., 0], right[:, 0]))
+    return balanced_modes((U.mT * values[:, :1], left[..., 0], right[:, 0]))
 
 
 def khatri_rao(b: Tensor, c: Tensor) -> Tensor:
@@ -129,14 +128,14 @@ def khatri_rao(b: Tensor, c: Tensor) -> Tensor:
     return (b.unsqueeze(2) * c.unsqueeze(1)).flatten(1)
 
 
-def full(factors: Factors) -> Tensor:
-    """The tensor that they sum to."""
+def _full(factors: Modes) -> Tensor:
+    """The tensor Σ aᵢ ⊗ bᵢ ⊗ cᵢ."""
     a, b, c = factors
     return (a.mT @ khatri_rao(b, c)).reshape(a.shape[1], b.shape[1], c.shape[1])
 
 
-def balanced(factors: Factors) -> Factors:
-    """The same sum with ‖a‖ = ‖b‖‖c‖ and ‖b‖ = ‖c‖; a term with a zero factor is dropped."""
+def balanced_modes(factors: Modes) -> Modes:
+    """The same sum with ‖a‖ = ‖b‖‖c‖ and ‖b‖ = ‖c‖, without terms that are zero up to rounding."""
     sizes = torch.stack([x.norm(dim=1) for x in factors])
     total = sizes.prod(0)
     alive = total > 16 * torch.finfo(total.dtype).eps * total.max() if len(total) else total > 0
@@ -146,17 +145,17 @@ def balanced(factors: Factors) -> Factors:
     return a, b, c
 
 
-def descend(Y: Tensor, factors: Factors, lam: float, tol: float, sweeps: int) -> tuple[Factors, float, int]:
-    """Exact column updates of the three modes in turn."""
+def _descend(Y: Tensor, factors: Modes, lam: float, tol: float, sweeps: int) -> tuple[Modes, float, int]:
+    """Exact column updates of the three modes in turn; returns the factors, the objective and the sweeps made."""
     if not len(factors[0]):
         return factors, _objective(Y, factors, lam), 0
     unfolded = [Y.movedim(mode, 0).flatten(1).contiguous() for mode in range(3)]
 
-    def step(state: tuple[Factors, float, int], k: int) -> tuple[Factors, float, int]:
+    def step(state: tuple[Modes, float, int], k: int) -> tuple[Modes, float, int]:
         now, before, quiet = state
         for mode in range(3):
             now = _updated(now, mode, unfolded[mode], lam)
-        now = balanced(now)
+        now = balanced_modes(now)
         objective = _objective(Y, now, lam)
         return now, objective, quiet + 1 if before - objective <= tol * abs(objective) else 0
 
@@ -167,7 +166,7 @@ def descend(Y: Tensor, factors: Factors, lam: float, tol: float, sweeps: int) ->
     return factors, objective, made
 
 
-def _updated(factors: Factors, mode: int, unfolded: Tensor, lam: float) -> Factors:
+def _updated(factors: Modes, mode: int, unfolded: Tensor, lam: float) -> Modes:
     b, c = (factors[m] for m in range(3) if m != mode)
     other = khatri_rao(b, c)
     product = (b @ b.mT) * (c @ c.mT)
@@ -182,14 +181,14 @@ def _updated(factors: Factors, mode: int, unfolded: Tensor, lam: float) -> Facto
     return tuple(X if m == mode else factors[m] for m in range(3))  # type: ignore[return-value]
 
 
-def _objective(Y: Tensor, factors: Factors, lam: float) -> float:
-    residual = (Y - full(factors) if len(factors[0]) else Y).to(torch.float64)
+def _objective(Y: Tensor, factors: Modes, lam: float) -> float:
+    residual = (Y - _full(factors) if len(factors[0]) else Y).to(torch.float64)
     sizes = torch.stack([x.to(torch.float64).norm(dim=1) for x in factors]).prod(0)
     return 0.5 * float(residual.square().sum()) + lam * float(sizes.sum())
 
 
-def ascend(Z: Tensor, generator: torch.Generator) -> tuple[Tensor, Factors]:
-    """Distinct unit directions found by alternating ascent, best first, and what each attains."""
+def ascend(Z: Tensor, generator: torch.Generator) -> tuple[Tensor, Modes]:
+    """Distinct unit directions found by alternating ascent, best first, and the value that each attains."""
     Z = Z.to(torch.float64)
     starts = [torch.randn(STARTS, Z.shape[2], dtype=torch.float64, generator=generator).to(Z.device)]
     _, _, right = torch.linalg.svd(Z.flatten(0, 1), full_matrices=False)
@@ -198,7 +197,7 @@ def ascend(Z: Tensor, generator: torch.Generator) -> tuple[Tensor, Factors]:
     _, values, pairs = torch.linalg.svd(torch.einsum("ijk,rk->rij", Z, c), full_matrices=False)
     b = pairs[:, 0]
 
-    def step(state: tuple[Tensor, Factors], k: int) -> tuple[Tensor, Factors]:
+    def step(state: tuple[Tensor, Modes], k: int) -> tuple[Tensor, Modes]:
         _, (_, b, c) = state
         a = torch.nn.functional.normalize(torch.einsum("ijk,rj,rk->ri", Z, b, c), dim=1)
         b = torch.nn.functional.normalize(torch.einsum("ijk,ri,rk->rj", Z, a, c), dim=1)
@@ -214,18 +213,94 @@ def ascend(Z: Tensor, generator: torch.Generator) -> tuple[Tensor, Factors]:
     return values[order][kept], (a[kept], b[kept], c[kept])
 
 
+def grow_tensor(
+    Y: Tensor,
+    lam: float,
+    options: GrowthOptions,
+    *,
+    generator: torch.Generator,
+    start: Modes | None = None,
+    report: Report,
+) -> Factors:
+    """Solve the CP problem by descent and growth.
+
+    Each round descends and appends the directions found. Growth is not a fixed-point iteration and loops plainly;
+    every round but the first makes a sweep, so there are at most ``max_iter + 1``.
+    """
+    factors = _empty(Y) if start is None else start
+    if options.n_components is not None and len(factors[0]) > options.n_components:
+        raise OptionError(f"start has {len(factors[0])} components, but n_components={options.n_components}")
+    history: list[float] = []
+    used = 0
+    for _ in range(options.max_iter + 1):
+        factors, objective, made = _descend(Y, factors, lam, options.tol * 1e-4, options.max_iter - used)
+        used += made
+        if len(factors[0]) or made or not history:
+            history.append(objective)
+        report(used, len(factors[0]), objective)
+        room = options.largest - len(factors[0])
+        if room <= 0 or used >= options.max_iter:
+            break
+        values, found = ascend(Y - _full(factors), generator)
+        above = values > (0.0 if options.fixed else lam * (1 + options.tol / 4))
+        if not bool(above.any()) or (options.fixed and len(history) > REFILLS):
+            break
+        factors = _appended(factors, values[above][:room], [x[above][:room] for x in found], lam)
+    factors = balanced_modes(factors)
+    certificate, objective = tensor_certificate(Y, factors, lam, options.tol, generator)
+    iterations, history[-1] = max(used, 1), objective
+    missing = max((options.n_components or 0) - len(factors[0]), 0)
+    a, b, c = (torch.cat([x, x.new_zeros(missing, x.shape[1])]) for x in factors)
+    return Factors(
+        a.mT,
+        khatri_rao(b, c).mT,
+        objective,
+        noted_if_zero(certificate, len(factors[0]), lam),
+        tuple(history),
+        iterations,
+        options.stopped(certificate, lam, iterations, len(a)),
+        modes=(a.mT, b.mT, c.mT),
+    )
+
+
+def _appended(factors: Modes, values: Tensor, found: Sequence[Tensor], lam: float) -> Modes:
+    scale = ((values - lam).clamp_min(0.05 * values) / len(values)).pow(1 / 3).unsqueeze(-1)
+    a, b, c = (torch.cat([old, (scale * new).to(old.dtype)]) for old, new in zip(factors, found, strict=True))
+    return a, b, c
+
+
+def unfolding_bound(tensor: Tensor, level: float) -> Bound:
+    r"""An upper bound on :math:`\max \langle Z, u \otimes v \otimes w\rangle` over unit vectors.
+
+    An unfolding into a matrix replaces :math:`v \otimes w` by any unit vector, so its norm is a bound. The smallest of
+    the three is returned. It is tight for orthogonally decomposable tensors and loose in general.
+
+    >>> T = torch.zeros(2, 2, 2, dtype=torch.float64)
+    >>> T[0, 0, 0], T[1, 1, 1] = 3.0, 1.0
+    >>> round(unfolding_bound(T, 3.0).value, 5)
+    3.0
+    """
+    tensor = tensor.to(torch.float64)
+    bounds = []
+    for mode in range(tensor.dim()):
+        unfolded = tensor.movedim(mode, 0).flatten(1)
+        if unfolded.shape[0] > unfolded.shape[1]:
+            unfolded = unfolded.mT
+        bounds.append(math.sqrt(gram_bound(gram(unfolded), level)))
+    return Bound(min(bounds), "smallest unfolding norm, loose")
+
+
 def tensor_certificate(
-    Y: Tensor, factors: Factors, lam: float, tol: float, generator: torch.Generator
+    Y: Tensor, factors: Modes, lam: float, tol: float, generator: torch.Generator
 ) -> tuple[Certificate, float]:
-    """The gap of squared losses, with the unfoldings' bound on the polar."""
+    """The certificate and the objective of CP factors, with the unfoldings' bound on the polar."""
     a, b, c = (x.to(torch.float64) for x in factors)
     wide = Y.to(torch.float64)
     other = khatri_rao(b, c)
-    loss = Squared(wide.flatten(1), Rows())
-    Z = loss.dual(a.mT, other.mT)
-    assert isinstance(Z, Dense)
+    problem = FactorProblem(Squared(wide.flatten(1)), L2(), lam)
+    Z = problem.loss.dual(a.mT, other.mT)
     residual = Z.dense().reshape(wide.shape)
     upper = unfolding_bound(residual, lam)
     lower = float(ascend(residual, generator)[0].max())
-    charged = float((a.norm(dim=1) * other.norm(dim=1)).sum())
-    return concluded(loss, Z, a.mT, other.mT, charged, (lower, upper), lam, tol)
+    penalty = float((a.norm(dim=1) * other.norm(dim=1)).sum())
+    return conclude(problem, a.mT, other.mT, dual=Z, penalty=penalty, polar=(lower, upper), tol=tol)

@@ -1,14 +1,24 @@
-r"""Local descent on a factorisation: exact column updates, a few of them for each product with the data.
+r"""Pairs of vectors, and local descent at a fixed number of them, for squares and for any smooth loss.
 
-With the others fixed, one column of U solves
+**Squares.** With the other columns fixed, one column of U solves
 
 .. math:: \min_u \tfrac12\|v\|^2\|u - a\|^2 + \lambda\,h(v)\,g(u), \qquad a = u + (Yv - UV^\top v)/\|v\|^2 ,
 
 so :math:`u = \operatorname{prox}_{tg}(a)` with :math:`t = \lambda h(v)/\|v\|^2` (for two Euclidean norms the block soft
-threshold at :math:`\lambda/\|v\|`): hierarchical alternating least squares (Cichocki & Phan, 2009). The product YV is
-worth several sweeps over the columns (Gillis & Glineur, 2012), and extrapolating each factor between sweeps shortens
-the way (Ang & Gillis, 2019); an extrapolation that raises the objective is undone. Vectors are rows here: a column
-update touches memory that is contiguous.
+threshold at :math:`\lambda/\|v\|`): hierarchical alternating least squares (Cichocki & Phan, 2009). Each product YV
+serves several sweeps over the columns (Gillis & Glineur, 2012). Both factors are extrapolated between sweeps (Ang &
+Gillis, 2019); an extrapolation that raises the objective is undone.
+
+**Smooth losses.** With the curvature :math:`\kappa` of the loss and :math:`Z = -\nabla\ell(X_0)`,
+
+.. math:: \ell(X) \le \ell(X_0) - \langle Z, X - X_0\rangle + \tfrac\kappa2\|X - X_0\|^2 ,
+
+with equality at :math:`X_0 = UV^\top`. Up to a constant the right side is :math:`\tfrac\kappa2\|Y' - X\|^2` for the
+data :math:`Y' = X_0 + Z/\kappa`. So a column of U takes a gradient step of length :math:`1/(\kappa\|v\|^2)` and the
+prox of its gauge: the update for squares with the data :math:`Y'` and the weight :math:`\lambda/\kappa`. A step that
+lowers the right side lowers the objective by at least as much.
+
+Vectors are rows in this module, so that a column update reads contiguous memory.
 """
 
 import abc
@@ -19,109 +29,198 @@ import torch
 from torch import Tensor
 
 from ..solvers.iterate import iterate
-from .gauges import Gauge
-from .regularisers import Regulariser
-from .rows import Rows
+from .losses import Loss
+from .matrices import DualMatrix, RowSharding, leading_singular
+from .regularizers import Gauge, Regularizer
 
-__all__ = ["Descent", "LocalDescent", "Pair", "balanced", "updated"]
+__all__ = [
+    "Components",
+    "LocalDescent",
+    "ProximalDescent",
+    "SquaredDescent",
+    "balanced",
+    "cosines",
+    "initial_pairs",
+    "merged",
+    "padded",
+    "pruned",
+    "updated",
+]
 
-INNER = 10
+INNER_SWEEPS = 10
 STALL = 0.1
+PARALLEL = 1 - 1e-6
 
 
-class Pair(NamedTuple):
-    """Factors with vectors as rows: ``U`` is r × rows here, ``V`` r × columns."""
+class Components(NamedTuple):
+    """Pairs (uᵢ, vᵢ) with vectors as rows: ``U`` is r × rows of this process, ``V`` is r × columns."""
 
     U: Tensor
     V: Tensor
 
     @property
     def rank(self) -> int:
-        """The number of pairs."""
+        """The number r of pairs."""
         return self.U.shape[0]
 
-    def take(self, index: Tensor) -> "Pair":
-        """Some of the pairs."""
-        return Pair(self.U[index], self.V[index])
+    def take(self, index: Tensor) -> "Components":
+        """The pairs at ``index``."""
+        return Components(self.U[index], self.V[index])
 
-    def joined(self, other: "Pair") -> "Pair":
+    def joined(self, other: "Components") -> "Components":
         """The pairs of both."""
-        return Pair(torch.cat([self.U, other.U]), torch.cat([self.V, other.V]))
+        return Components(torch.cat([self.U, other.U]), torch.cat([self.V, other.V]))
 
 
-def balanced(pair: Pair, rows: Rows) -> Pair:
-    """The same products with equal Euclidean norms; a pair with a zero side is zero."""
-    left = rows.sum(pair.U.square().sum(-1)).sqrt()
-    right = pair.V.square().sum(-1).sqrt()
+def balanced(pairs: Components, rows: RowSharding) -> Components:
+    """The same products with ‖u‖ = ‖v‖; both sides of a pair with a zero side are zero."""
+    left = rows.sum(pairs.U.square().sum(-1)).sqrt()
+    right = pairs.V.square().sum(-1).sqrt()
     alive = (left > 0) & (right > 0)
     ratio = torch.where(alive, (right / torch.where(alive, left, 1.0)).sqrt(), 0.0).unsqueeze(-1)
-    back = torch.where(ratio > 0, 1 / torch.where(ratio > 0, ratio, 1.0), 0.0)
-    return Pair(pair.U * ratio, pair.V * back)
+    inverse = torch.where(ratio > 0, 1 / torch.where(ratio > 0, ratio, 1.0), 0.0)
+    return Components(pairs.U * ratio, pairs.V * inverse)
+
+
+def padded(pairs: Components, size: int) -> Components:
+    """The pairs with zero pairs appended, up to ``size``."""
+    return Components(*(torch.cat([x, x.new_zeros(max(size - pairs.rank, 0), x.shape[1])]) for x in pairs))
+
+
+def pruned(pairs: Components, rows: RowSharding) -> Components:
+    """The pairs without those that are zero up to rounding."""
+    if pairs.rank == 0:
+        return pairs
+    size = _sizes(pairs, rows)
+    return pairs.take(torch.nonzero(size > 16 * torch.finfo(pairs.U.dtype).eps * size.max()).squeeze(1))
+
+
+def merged(pairs: Components, rows: RowSharding) -> Components:
+    """Parallel pairs are replaced by one pair with their sum. θ is additive along a direction, so it is unchanged."""
+    if pairs.rank < 2:
+        return pairs
+    pairs = balanced(pairs, rows)
+    close = cosines(pairs, pairs, rows) > PARALLEL
+    U, V = pairs
+    U, V = U.clone(), V.clone()
+    gone = torch.zeros(pairs.rank, dtype=torch.bool, device=U.device)
+    for i in range(pairs.rank):
+        twins = torch.nonzero(close[i] & ~gone).squeeze(1)
+        twins = twins[twins > i]
+        if gone[i] or not len(twins):
+            continue
+        weight = 1 + float((V[twins].square().sum(-1) / V[i].square().sum()).sum())
+        U[i] *= weight**0.5
+        V[i] *= weight**0.5
+        gone[twins] = True
+    return Components(U, V).take(torch.nonzero(~gone).squeeze(1)) if bool(gone.any()) else pairs
+
+
+def cosines(one: Components, other: Components, rows: RowSharding) -> Tensor:
+    """The cosines between the matrices uvᵀ of two lists of pairs."""
+    cross = rows.sum(one.U @ other.U.mT) * (one.V @ other.V.mT)
+    sizes = [_sizes(pairs, rows) for pairs in (one, other)]
+    return cross / (sizes[0].unsqueeze(1) * sizes[1]).clamp_min(torch.finfo(cross.dtype).tiny)
+
+
+def _sizes(pairs: Components, rows: RowSharding) -> Tensor:
+    """‖u‖‖v‖ of each pair."""
+    return (rows.sum(pairs.U.square().sum(-1)) * pairs.V.square().sum(-1)).sqrt()
+
+
+def initial_pairs(
+    matrix: DualMatrix, theta: Regularizer, count: int, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Components, Tensor]:
+    """Start pairs from the leading singular pairs, and lower bounds on their singular values.
+
+    Of each singular pair and its negative, the one with the larger projection is used. For non-negative factors this is
+    the NNDSVD start (Boutsidis & Gallopoulos, 2008). Pairs beyond the rank of the matrix start from noise.
+    """
+    left, values, right = leading_singular(matrix, count, generator=generator, sweeps=3)
+    rows = matrix.rows
+    sides = []
+    for sign in (1.0, -1.0):
+        U, V = theta.left.project(sign * left), theta.right.project(sign * right)
+        sides.append((U, V, rows.sum(U.square().sum(-1)).sqrt() * V.square().sum(-1).sqrt()))
+    negated = (sides[1][2] > sides[0][2]).unsqueeze(-1)
+    U, V = (torch.where(negated, sides[1][i], sides[0][i]) for i in range(2))
+    size = torch.maximum(sides[0][2], sides[1][2])
+    pairs = balanced(Components(U * (values * size / size.clamp_min(1e-300)).unsqueeze(-1), V), rows)
+    missing = count - pairs.rank
+    if missing > 0:
+        scale = (values.mean() / max(matrix.full_rows(), 1)).clamp_min(1e-12).sqrt() * 0.1
+        noise = theta.right.project(matrix.noise(missing, generator).mT) * scale
+        other = theta.left.project(matrix.times(noise.mT).mT)
+        pairs = pairs.joined(Components(other, noise))
+        values = torch.cat([values, values.new_zeros(missing)])
+    return Components(pairs.U.to(dtype).contiguous(), pairs.V.to(dtype).contiguous()), values
 
 
 class LocalDescent(abc.ABC):
-    """A method that lowers an objective over factors of fixed size, both sides in turn, with extrapolation.
+    """Alternating descent over factors of fixed size, with extrapolation.
 
-    Its concrete classes say how a side is updated for the other; the order, the momentum and the stopping are here.
+    Concrete classes define the update of one side for the other. This class has the order, the momentum and the
+    stopping rule.
     """
 
-    theta: Regulariser
+    theta: Regularizer
     lam: float
-    rows: Rows
+    rows: RowSharding
     tol: float
 
     @abc.abstractmethod
-    def left(self, pair: Pair) -> Tensor:
-        """A better U for the pair's V."""
+    def left(self, pairs: Components) -> Tensor:
+        """A better U for the V of the pairs."""
 
     @abc.abstractmethod
-    def right(self, pair: Pair) -> tuple[Tensor, float]:
-        """A better V for the pair's U, and the objective there."""
+    def right(self, pairs: Components) -> tuple[Tensor, float]:
+        """A better V for the U of the pairs, and the objective there."""
 
     @abc.abstractmethod
     def with_tol(self, tol: float) -> "LocalDescent":
-        """The same descent, stopping where a sweep lowers the objective by less than this part of it."""
+        """The same descent, stopping when three sweeps in a row lower the objective by less than a share ``tol``."""
 
-    def settled(self, pair: Pair) -> Pair:
-        """The pair in the form in which pairs are counted and grown."""
-        return pair
+    def normalized(self, pairs: Components) -> Components:
+        """The result of a run in the form in which pairs are counted and appended."""
+        return pairs
 
-    def run(self, start: Pair, sweeps: int) -> tuple[Pair, float, int]:
-        """The factors after at most ``sweeps`` sweeps, their objective, and how many were made."""
+    def run(self, start: Components, sweeps: int) -> tuple[Components, float, int]:
+        """The factors after at most ``sweeps`` sweeps, their objective, and the number of sweeps made."""
         if start.rank == 0:
             return start, self.right(start)[1], 0
-        first = _State(start, start, float("inf"), 0.5, 1.0, 0)
+        first = _DescentState(start, start, float("inf"), 0.5, 1.0, 0)
         state, made = iterate(lambda s, k: self._sweep(s), first, sweeps, until=lambda s, done: s.quiet >= 3)
         now, objective = self._plain(state)
-        return self.settled(now), objective, made
+        return self.normalized(now), objective, made
 
-    def _plain(self, state: "_State") -> tuple[Pair, float]:
-        """One sweep without extrapolation: what a prox made zero is zero again."""
+    def _plain(self, state: "_DescentState") -> tuple[Components, float]:
+        """One sweep without extrapolation, which restores the exact zeros of the prox."""
         U = self.left(state.now)
-        V, objective = self.right(Pair(U, state.now.V))
+        V, objective = self.right(Components(U, state.now.V))
         kept = objective <= state.objective + 1e-9 * abs(state.objective)
-        return (Pair(U, V), objective) if kept else (state.now, state.objective)
+        return (Components(U, V), objective) if kept else (state.now, state.objective)
 
-    def _sweep(self, state: "_State") -> "_State":
+    def _sweep(self, state: "_DescentState") -> "_DescentState":
         now, ahead, before, momentum, ceiling, quiet = state
         U = self.left(ahead)
         forward = self.theta.left.project(U + momentum * (U - now.U))
-        V, objective = self.right(Pair(forward, ahead.V))
+        V, objective = self.right(Components(forward, ahead.V))
         if objective > before:
             if momentum == 0:
                 return state._replace(quiet=3)
-            # Undo: the last point without any extrapolation, and a smaller step from it.
+            # Restart from the last point without extrapolation, with a smaller momentum.
             return state._replace(ahead=now, momentum=0.0 if ahead is now else momentum / 1.5, ceiling=momentum)
         quiet = quiet + 1 if before - objective <= self.tol * abs(objective) else 0
         onward = self.theta.right.project(V + momentum * (V - now.V))
         momentum = min(ceiling, max(momentum, 0.1) * 1.05)
-        # The point that is kept is the one whose objective is known: the extrapolated U with its best V.
-        return _State(Pair(forward, V), Pair(forward, onward), objective, momentum, min(1.0, ceiling * 1.01), quiet)
+        # The objective is known at the extrapolated U with its best V: this point is kept.
+        kept, next_start = Components(forward, V), Components(forward, onward)
+        return _DescentState(kept, next_start, objective, momentum, min(1.0, ceiling * 1.01), quiet)
 
 
-class _State(NamedTuple):
-    now: Pair
-    ahead: Pair
+class _DescentState(NamedTuple):
+    now: Components
+    ahead: Components
     objective: float
     momentum: float
     ceiling: float
@@ -129,76 +228,113 @@ class _State(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Descent(LocalDescent):
-    """Column updates for ½‖Y − UVᵀ‖² + λ Σ θ, with rows that may be spread over ranks.
+class SquaredDescent(LocalDescent):
+    """Exact column updates for ½‖Y − UVᵀ‖² + λ Σ θ; the rows of Y may be sharded.
 
     Attributes:
-        Y: The rows here.
-        square: ½‖Y‖² over all ranks.
-        theta: The regulariser.
+        Y: The rows of this process.
+        square: ½‖Y‖² over all processes.
+        theta: The regularizer.
         lam: Its weight.
         rows: Where the rows are.
-        tol: Stop when a sweep lowers the objective by less than this part of it.
+        tol: The relative decrease per sweep at which the descent stops.
     """
 
     Y: Tensor
     square: float
-    theta: Regulariser
+    theta: Regularizer
     lam: float
-    rows: Rows
+    rows: RowSharding
     tol: float = 1e-6
 
-    def left(self, pair: Pair) -> Tensor:
+    def left(self, pairs: Components) -> Tensor:
         """Column updates of U."""
-        goal, product = pair.V @ self.Y.mT, pair.V @ pair.V.mT
-        weights = self.lam * self.theta.right.values(pair.V)
-        return updated(pair.U, goal, product, weights, self.theta.left, self.rows)
+        goal, product = pairs.V @ self.Y.mT, pairs.V @ pairs.V.mT
+        weights = self.lam * self.theta.right.values(pairs.V)
+        return updated(pairs.U, goal, product, weights, self.theta.left, self.rows)
 
-    def right(self, pair: Pair) -> tuple[Tensor, float]:
-        """Column updates of V."""
-        goal, product = self.rows.sum(pair.U @ self.Y), self.rows.sum(pair.U @ pair.U.mT)
-        weights = self.lam * self.theta.left.values(pair.U, self.rows)
-        V = updated(pair.V, goal, product, weights, self.theta.right, Rows())
-        return V, self._objective(pair.U, V, goal)
+    def right(self, pairs: Components) -> tuple[Tensor, float]:
+        """Column updates of V, and the objective there."""
+        goal, product = self.rows.sum(pairs.U @ self.Y), self.rows.sum(pairs.U @ pairs.U.mT)
+        weights = self.lam * self.theta.left.values(pairs.U, self.rows)
+        V = updated(pairs.V, goal, product, weights, self.theta.right, RowSharding())
+        return V, self._objective(pairs.U, V, goal)
 
-    def with_tol(self, tol: float) -> "Descent":
-        """The same descent, stopping elsewhere."""
+    def with_tol(self, tol: float) -> "SquaredDescent":
+        """The same descent with another tolerance."""
         return replace(self, tol=tol)
 
     def _objective(self, U: Tensor, V: Tensor, product: Tensor) -> float:
-        """The objective from products at hand: ½‖Y‖² − ⟨UᵀY, Vᵀ⟩ + ½⟨UᵀU, VᵀV⟩ + λ Σ θ."""
+        """The objective from the products that the update has computed: ½‖Y‖² − ⟨UᵀY, Vᵀ⟩ + ½⟨UᵀU, VᵀV⟩ + λ Σ θ."""
         wide = torch.float64
         cross = (product.to(wide) * V.to(wide)).sum()
         grams = self.rows.sum((U @ U.mT).to(wide)) * (V @ V.mT).to(wide)
-        charged = self.theta.values(U, V, self.rows).to(wide).sum()
-        return self.square - float(cross) + 0.5 * float(grams.sum()) + self.lam * float(charged)
+        penalty = self.theta.values(U, V, self.rows).to(wide).sum()
+        return self.square - float(cross) + 0.5 * float(grams.sum()) + self.lam * float(penalty)
 
 
-def updated(X: Tensor, goal: Tensor, product: Tensor, weights: Tensor, gauge: Gauge, here: Rows) -> Tensor:
-    r"""Sweeps of exact updates over the vectors of X, while they still move.
+@dataclass(frozen=True)
+class ProximalDescent(LocalDescent):
+    """Proximal gradient steps, column by column, for ℓ(UVᵀ) + λ Σ θ with a loss of finite curvature.
 
-    They lower :math:`\tfrac12\|Y - XW\|^2 + \sum_i w_i g(x_i)` for a fixed W, of which only the products with the data,
-    ``goal``, and with itself, ``product``, are needed.
+    For squares they are the exact updates.
+    """
+
+    loss: Loss
+    theta: Regularizer
+    lam: float
+    rows: RowSharding
+    tol: float = 1e-6
+
+    def left(self, pairs: Components) -> Tensor:
+        """Proximal gradient steps of the columns of U."""
+        U, V = pairs
+        product = V @ V.mT
+        step = self.loss.dual(U.mT, V.mT).times(V.mT.to(torch.float64)).mT / self.loss.curvature
+        weights = self.lam / self.loss.curvature * self.theta.right.values(V)
+        return updated(U, product @ U + step.to(U.dtype), product, weights, self.theta.left, self.rows)
+
+    def right(self, pairs: Components) -> tuple[Tensor, float]:
+        """Proximal gradient steps of the columns of V, and the objective there."""
+        U, V = pairs
+        product = self.rows.sum(U @ U.mT)
+        step = self.loss.dual(U.mT, V.mT).adjoint(U.mT.to(torch.float64)).mT / self.loss.curvature
+        weights = self.lam / self.loss.curvature * self.theta.left.values(U, self.rows)
+        V = updated(V, product @ V + step.to(V.dtype), product, weights, self.theta.right, RowSharding())
+        penalty = float(self.theta.values(U, V, self.rows).to(torch.float64).sum())
+        return V, self.loss.value(U.mT, V.mT) + self.lam * penalty
+
+    def with_tol(self, tol: float) -> "ProximalDescent":
+        """The same descent with another tolerance."""
+        return replace(self, tol=tol)
+
+
+def updated(X: Tensor, goal: Tensor, product: Tensor, weights: Tensor, gauge: Gauge, rows: RowSharding) -> Tensor:
+    r"""Sweeps of exact updates over the vectors of X, until they move little.
+
+    They lower :math:`\tfrac12\|Y - XW\|^2 + \sum_i w_i g(x_i)` for a fixed W. Of W only its product with the data,
+    ``goal``, and its Gram matrix, ``product``, are needed.
     """
     diagonal = product.diagonal()
     alive = diagonal > 0
     inverse = torch.where(alive, 1 / torch.where(alive, diagonal, 1.0), 0.0)
-    # a = (Yv − Σ_{j≠i} u_j ⟨v_j, v⟩) / ‖v‖², one product with a vector for each: everything else is done before.
+    # a = (Yv − Σ_{j≠i} u_j ⟨v_j, v⟩) / ‖v‖²: one product with a vector per update, the rest is computed beforehand.
     goals = (goal * inverse.unsqueeze(1)).unbind()
     others = (product * -inverse.unsqueeze(1)).fill_diagonal_(0.0).unbind()
     updates = list(zip(alive.tolist(), goals, others, (weights * inverse).tolist(), strict=True))
     X = X.clone()
     vectors, transposed = X.unbind(), X.mT
-    first = 0.0
-    for _ in range(INNER):
+
+    def sweep(state: tuple[float, float], k: int) -> tuple[float, float]:
+        """Updates X in place; returns the largest and the last squared movement."""
         before = X.clone()
         for vector, (lives, target, coupling, step) in zip(vectors, updates, strict=True):
             if lives:
-                vector.copy_(gauge.prox_(torch.addmv(target, transposed, coupling), step, here))
+                vector.copy_(gauge.prox_(torch.addmv(target, transposed, coupling), step, rows))
             else:
                 vector.zero_()
-        moved = float(here.sum((before.sub_(X).square().sum(-1) * diagonal).sum()))
-        first = max(first, moved)
-        if moved <= STALL**2 * first:
-            break
+        moved = float(rows.sum((before.sub_(X).square().sum(-1) * diagonal).sum()))
+        return max(state[0], moved), moved
+
+    iterate(sweep, (0.0, 0.0), INNER_SWEEPS, until=lambda s, k: s[1] <= STALL**2 * s[0])
     return X

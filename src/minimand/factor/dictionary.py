@@ -1,4 +1,4 @@
-"""Dictionary learning with sparse codes, as a factorisation that finds its own size."""
+"""The estimator SparseDictionary: dictionary learning with sparse codes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,15 +8,16 @@ from torch import Tensor
 
 from ..functions import L1
 from ..functions.base import Separable, Step
-from ..operators import Dense as DenseOperator
+from ..operators import Dense
 from ..solvers import FISTA, Problem, solve
 from .base import Factorization
-from .duals import Dense
-from .engine import factorise
+from .certificate import FactorProblem, Factors
+from .growth import GrowthOptions, Report, grow
 from .inputs import require_number
+from .losses import Squared
+from .matrices import DenseDual, RowSharding
 from .nmf import code_tolerance
-from .regularisers import SparseL2
-from .rows import Rows
+from .regularizers import SparseL2
 
 __all__ = ["SparseDictionary"]
 
@@ -29,21 +30,20 @@ class SparseDictionary(Factorization):
         \min_{r, U, V} \tfrac12\|Y - UV^\top\|_F^2 + \lambda\sum_{i=1}^r \|V_i\|_2\bigl(\|U_i\|_2 +
         \gamma\|U_i\|_1\bigr) .
 
-    The atoms are the rows of ``components_``; the size is found, not given. The polar is bounded by the thresholded
-    Gram matrix of sparse principal components, which is often loose: expect ``UNDECIDED`` where :math:`\gamma` is
-    large.
+    The atoms are the rows of ``components_``. The polar is bounded by the thresholded Gram matrix of sparse principal
+    components. This bound is often loose: expect ``UNDECIDED`` for a large :math:`\gamma`.
 
     Args:
         lam: :math:`\lambda > 0`.
         gamma: :math:`\gamma \ge 0`; zero is the nuclear norm.
         n_components: None to grow until the polar allows no more; an int fixes the size.
-        r_max: No more components than this; None is 100.
+        r_max: The largest number of components; None: 100.
         tol: The relative gap to certify.
-        max_iter: Sweeps of local descent in all.
+        max_iter: The total number of sweeps of local descent.
         random_state: Seed of the starts.
         verbose: Show a progress bar.
 
-    Source: 003, the factorised formulation of sparse dictionary learning, with the codes in U.
+    Source: [Vidal2018], the factorised formulation of sparse dictionary learning, with the codes in U.
 
     >>> import numpy as np
     >>> Y = np.diag([3.0, 2.0, 0.1])
@@ -85,21 +85,23 @@ class SparseDictionary(Factorization):
     def _theta(self) -> SparseL2:
         return SparseL2(float(self.gamma))
 
-    def _solve(self, Y: Tensor, start: tuple[Tensor, Tensor] | None, rows: Rows) -> tuple[Tensor, Tensor]:
-        return factorise(self, Y, self._theta(), start, rows)
+    def _solve(self, Y: Tensor, start: tuple[Tensor, Tensor] | None, rows: RowSharding, report: Report) -> Factors:
+        problem = FactorProblem(Squared(Y, rows), self._theta(), float(self.lam))
+        bound = rows.count(len(Y)) * Y.shape[1]
+        options = GrowthOptions(self.n_components, self.r_max, int(self.max_iter), float(self.tol), bound=bound)
+        return grow(problem, options, like=Y, generator=self._generator(), start=start, report=report)
 
     def _code(self, Y: Tensor, V: Tensor) -> Tensor:
         """Each row solves min ½‖y − uVᵀ‖² + (λ/2)‖u‖² + λγ Σ ‖vᵢ‖|uᵢ|."""
         if V.shape[1] == 0:
             return Y.new_zeros(len(Y), 0)
         charge = WeightedL1(float(self.lam * self.gamma) * V.norm(dim=0))
-        problem = Problem(DenseOperator(V.mT.contiguous()), charge, Y, ridge=float(self.lam))
+        problem = Problem(Dense(V.mT.contiguous()), charge, Y, ridge=float(self.lam))
         return solve(problem, FISTA(iters=5000), tol=code_tolerance(Y, V)).x
 
     def lambda_max(self, Y: Any) -> float:
-        """The polar of Y, found by ascent from many starts: below it zero is not the answer."""
-        _, data = self._checked(Y, reset=not hasattr(self, "n_features_in_"))
-        return self._theta().directions(Dense(data), 8, self._generator(), sweeps=200).best
+        """A lower bound on the polar of Y, by ascent from many starts: below it the solution is not zero."""
+        return self._theta().directions(DenseDual(self._data(Y)), 8, self._generator(), sweeps=200).best
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,6 @@ class WeightedL1(Separable):
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """Soft thresholding, each entry at its own weight."""
         threshold = step * self.weights.to(x.dtype)
-        # A weight of zero is no threshold at all; the l1 norm's prox wants one above zero.
+        # L1.prox needs a positive step; entries of weight zero are unchanged.
         tiny = torch.finfo(x.dtype).tiny
         return torch.where(threshold > 0, L1(1.0).prox(x, threshold.clamp_min(tiny)), x)

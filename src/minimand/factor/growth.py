@@ -1,340 +1,395 @@
-r"""The meta-algorithm (003, Theorem 2): descend, measure the polar, stop with a certificate or grow.
+r"""The meta-algorithm of [Vidal2018], Theorem 2: descend, measure the polar, stop with a certificate or grow.
 
-At a local minimum the polar of the residual decides. Where it is at most :math:`\lambda` the minimum is global
-(Theorem 1); otherwise every direction (u, v) of gauge one that attains :math:`p > \lambda` lowers the objective:
+At a local minimum the polar of the residual decides. If it is at most :math:`\lambda`, the minimum is global
+(Theorem 1). Otherwise every direction (u, v) of gauge one that attains :math:`p > \lambda` lowers the objective:
 appending :math:`\sqrt s\,(u, v)` with :math:`s = (p - \lambda)/(\kappa\|u\|^2\|v\|^2)` lowers it by at least
 :math:`(p-\lambda)^2/(2\kappa\|u\|^2\|v\|^2)` for a loss of curvature :math:`\kappa` (1 for squares), and k directions
-at once, each with the k-th part of its s, by at least the mean of that.
+at once, each with the k-th part of its s, by at least the mean of these decreases.
+
+:func:`grow` maps a :class:`~minimand.factor.certificate.FactorProblem` and :class:`GrowthOptions` to
+:class:`~minimand.factor.certificate.Factors`. Its stages are the methods of one private class: ``settle`` (descend,
+prune, merge, append directions), ``simplify`` (join similar pairs), ``certify``, and ``pursue`` (append the directions
+that the certificate found). Growth is not a fixed-point iteration, so its stages loop plainly; every loop is bounded.
+The descents inside are solves and use the library's loop.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .certificate import UNSOUGHT, Certificate, Status
-from .descent import LocalDescent, Pair, balanced
-from .duals import DualMatrix
-from .gap import Finding, certificate_of
-from .losses import Loss
-from .regularisers import Directions, Regulariser
-from .rows import Rows
-from .svd import leading_singular
+from ..errors import OptionError
+from .certificate import (
+    NOT_CERTIFIED,
+    Certificate,
+    FactorProblem,
+    Factors,
+    Finding,
+    Status,
+    Stop,
+    certify_factors,
+    noted_if_zero,
+    stop_reason,
+)
+from .descent import (
+    Components,
+    LocalDescent,
+    ProximalDescent,
+    SquaredDescent,
+    balanced,
+    cosines,
+    initial_pairs,
+    merged,
+    padded,
+    pruned,
+)
+from .inputs import require_number
+from .losses import Squared
+from .matrices import RowSharding
+from .observed import Observed, ObservedDescent
+from .regularizers import L2, Directions
 
-__all__ = ["Growth", "Outcome", "merged", "padded", "pruned", "seeded"]
+__all__ = ["GrowthOptions", "Report", "grow", "no_report"]
 
-AT_ONCE = 8
-ROUND_SWEEPS = 60
-PARALLEL = 1 - 1e-6
-FAMILIAR = 0.995
-SIMILAR = 0.7
-FINEST = 1e-4
-PROMISE = 1e-5
+LARGEST = 100
+AT_ONCE = 8  # directions appended in one round
+ROUND_SWEEPS = 60  # sweeps of one coarse descent
+# Tolerances of the descent, relative to the tolerance of the gap.
+COARSE, FINE, FIXED_SIZE, FINEST = 1e-2, 1e-3, 1e-4, 1e-6
 ROUNDOFF = 1e-15
-ROUNDS = 10
+PROMISE = 1e-5  # the relative decrease, over the tolerance, for which a direction is appended
+KNOWN = 0.995  # the cosine from which a direction counts as a component already present
+SIMILAR = 0.7  # the cosine from which joining two components is tried
+PURSUITS = 10
 
 
 @dataclass(frozen=True)
-class Growth:
-    """Options of the meta-algorithm.
+class GrowthOptions:
+    """Options of :func:`grow`, under the names that they have in the estimators.
 
     Attributes:
-        size: A fixed number of pairs, or None to grow until the polar allows no more.
-        largest: No more pairs than this.
-        sweeps: Sweeps of local descent in all.
+        n_components: A fixed number of components, or None to grow until the polar allows no more.
+        r_max: The largest number of components; None: ``bound``, at most 100.
+        max_iter: The total number of sweeps of local descent.
         tol: The relative gap to certify.
-        effort: How long to look for the final upper bound; None seeks no certificate.
+        effort: The budget of the certificate's bound; None computes no certificate.
+        bound: The theory's bound on the size of a minimiser.
     """
 
-    size: int | None
-    largest: int
-    sweeps: int
+    n_components: int | None
+    r_max: int | None
+    max_iter: int
     tol: float
     effort: float | None = 1.0
+    bound: int = LARGEST
+
+    def __post_init__(self) -> None:
+        for name in ("n_components", "r_max"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1):
+                raise OptionError(f"{name} must be None or a whole number ≥ 1, got {value!r}")
+        if self.effort is None and self.n_components is None:
+            raise OptionError("effort=None computes no certificate, but growth needs one: pass n_components=…")
+        if self.effort is not None:
+            require_number("effort", self.effort, zero=True)
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the size is given."""
+        return self.n_components is not None
+
+    @property
+    def largest(self) -> int:
+        """The largest number of components."""
+        if self.n_components is not None:
+            return int(self.n_components)
+        return min(self.bound, LARGEST) if self.r_max is None else int(self.r_max)
+
+    def stopped(self, certificate: Certificate, lam: float, iterations: int, rank: int) -> Stop:
+        """Why a fit with these options ended."""
+        return stop_reason(
+            certificate,
+            lam=lam,
+            tol=self.tol,
+            fixed=self.fixed,
+            out_of_iterations=iterations >= self.max_iter,
+            full=rank >= (self.r_max or LARGEST),
+        )
 
 
-@dataclass
-class Outcome:
-    """Where the meta-algorithm ended."""
-
-    pair: Pair
-    objective: float
-    certificate: Certificate
-    history: list[float] = field(default_factory=list)
-    sweeps: int = 0
-
-
+#: Called with the sweeps made, the number of components and the objective.
 Report = Callable[[int, int, float], None]
 
 
-@dataclass
-class _Search:
-    """The meta-algorithm under way."""
+def no_report(sweeps: int, rank: int, objective: float) -> None:
+    """A report that does nothing."""
 
+
+def grow(
+    problem: FactorProblem,
+    options: GrowthOptions,
+    *,
+    like: Tensor,
+    generator: torch.Generator,
+    start: tuple[Tensor, Tensor] | None = None,
+    report: Report = no_report,
+) -> Factors:
+    """Solve a factorisation problem by descent and growth.
+
+    Args:
+        problem: Loss, regularizer and weight.
+        options: Sizes, tolerance and budgets.
+        like: A tensor with the dtype and device of the factors.
+        generator: For starts and directions.
+        start: Factors (U, V), vectors as columns; None: the leading singular pairs.
+        report: Called after every descent.
+    """
+    descent = _local_descent(problem)
+    pairs = _first_pairs(problem, options, like, generator) if start is None else _given(start, like, problem, options)
+    growth = _FactorGrowth(problem, descent, options, generator, report, pairs)
+    certificate = _run(growth)
+    pairs = padded(growth.pairs, options.n_components or 0)
+    objective = problem.objective(pairs.U.mT, pairs.V.mT)
+    iterations = max(growth.used, 1)
+    return Factors(
+        pairs.U.mT,
+        pairs.V.mT,
+        objective,
+        noted_if_zero(certificate, int(pairs.V.ne(0).any(1).sum()), problem.lam),
+        (*growth.history[:-1], objective),
+        iterations,
+        options.stopped(certificate, problem.lam, iterations, pairs.rank),
+    )
+
+
+def _run(growth: "_FactorGrowth") -> Certificate:
+    """The rounds of the meta-algorithm, from coarse to fine descent; returns the last certificate.
+
+    Coarse descent finds the size. The bound of a certificate is expensive, so it is computed only where the descent
+    has converged.
+    """
+    options = growth.options
+    if not options.fixed:
+        growth.settle(options.tol * COARSE, ROUND_SWEEPS)
+    certificate, waiting = NOT_CERTIFIED, growth.no_directions()
+    for round_, tol in enumerate(_tolerances(options)):
+        if not growth.exhausted:
+            growth.append(waiting)
+            waiting = growth.settle(tol, options.max_iter)
+        if not options.fixed:
+            growth.simplify(tol)
+        finding, before = growth.certify(), certificate
+        certificate = finding.certificate
+        if certificate.status is Status.CERTIFIED or growth.exhausted:
+            break
+        if certificate.status is Status.IMPROVABLE and not options.fixed:
+            return growth.pursue(finding, tol)
+        if round_ and not len(waiting.values) and certificate.gap > 0.8 * before.gap:
+            break  # finer descent no longer closes the gap
+    return certificate
+
+
+def _tolerances(options: GrowthOptions) -> list[float]:
+    """The tolerances of the descents before each certificate."""
+    if options.fixed:
+        return [options.tol * FIXED_SIZE]
+    levels, finest = [options.tol * FINE], options.tol * FINEST
+    for _ in range(4):  # three powers of ten, and one more if rounding leaves the third above the finest
+        if levels[-1] > finest:
+            levels.append(max(0.1 * levels[-1], finest))
+    return levels
+
+
+def _local_descent(problem: FactorProblem) -> LocalDescent:
+    """The descent for a loss: exact updates for squares, ridge regressions, or proximal gradient steps."""
+    loss, theta, lam = problem.loss, problem.regularizer, problem.lam
+    if isinstance(loss, Squared):
+        return SquaredDescent(loss.Y, 0.5 * loss.size() ** 2, theta, lam, loss.rows)
+    if isinstance(loss, Observed) and isinstance(theta, L2):
+        return ObservedDescent.of(loss, lam)
+    if math.isfinite(loss.curvature):
+        return ProximalDescent(loss, theta, lam, loss.rows)
+    raise OptionError(
+        f"{type(loss).__name__} has no gradient here, but factorize needs one: smooth it (Huber with a gamma), "
+        "or use RobustPCA"
+    )
+
+
+@dataclass
+class _FactorGrowth:
+    """The state of the meta-algorithm; its methods are the stages."""
+
+    problem: FactorProblem
     descent: LocalDescent
-    loss: Loss
-    options: Growth
+    options: GrowthOptions
     generator: torch.Generator
     report: Report
-    pair: Pair
+    pairs: Components
     history: list[float] = field(default_factory=list)
     used: int = 0
-
-    def descend(self, tol: float, sweeps: int) -> float:
-        """Local descent, then only what is left standing."""
-        allowed = max(1, min(sweeps, self.options.sweeps - self.used))
-        pair, objective, made = self.descent.with_tol(tol).run(self.pair, allowed)
-        self.used += made
-        self.pair = merged(pruned(pair, self.loss.rows), self.loss.rows)
-        self.history.append(objective)
-        self.report(self.used, self.pair.rank, objective)
-        return objective
 
     @property
     def exhausted(self) -> bool:
         """Whether no sweeps are left."""
-        return self.used >= self.options.sweeps
+        return self.used >= self.options.max_iter
 
     @property
     def room(self) -> int:
-        """How many pairs may be appended; at a fixed size, the places of pairs that died."""
-        return min(AT_ONCE, self.options.largest - self.pair.rank)
+        """How many pairs may be appended; at a fixed size, how many pairs became zero."""
+        return min(AT_ONCE, self.options.largest - self.pairs.rank)
+
+    def descend(self, tol: float, sweeps: int) -> float:
+        """Local descent, then prune and merge; returns the objective."""
+        allowed = max(1, min(sweeps, self.options.max_iter - self.used))
+        pairs, objective, made = self.descent.with_tol(tol).run(self.pairs, allowed)
+        self.used += made
+        self.pairs = merged(pruned(pairs, self.problem.rows), self.problem.rows)
+        self.history.append(objective)
+        self.report(self.used, self.pairs.rank, objective)
+        return objective
+
+    def settle(self, tol: float, sweeps: int) -> Directions:
+        """Descend and append directions in turn, until no new direction promises a noticeable decrease.
+
+        Returns the directions of the last round, which were not appended. Each round but the first makes a sweep.
+        """
+        found = self.no_directions()
+        for _ in range(self.options.max_iter + 1):
+            objective = self.descend(tol, sweeps)
+            found = self.new_directions()
+            if _promise(found, self.problem) <= PROMISE * self.options.tol * objective or self.exhausted:
+                break
+            self.append(found)
+        return found
 
     def directions(self, count: int, margin: float) -> Directions:
-        """Directions that attain more than λ + ``margin``."""
-        matrix = self.loss.dual(self.pair.U.mT, self.pair.V.mT)
-        return self.descent.theta.directions(matrix, count, self.generator).above(self.descent.lam + margin)
+        """The polar step: directions that attain more than λ + ``margin``."""
+        matrix = self.problem.loss.dual(self.pairs.U.mT, self.pairs.V.mT)
+        found = self.problem.regularizer.directions(matrix, count, self.generator)
+        return found.above(self.problem.lam + margin)
 
-    def unfamiliar(self, found: Directions) -> Directions:
-        """Those that are not already in hand: these need descent, not growth."""
-        if not len(found.values) or self.pair.rank == 0:
+    def unknown(self, found: Directions) -> Directions:
+        """The directions that are not nearly parallel to a present pair. Those need descent, not growth."""
+        if not len(found.values) or self.pairs.rank == 0:
             return found
-        wide = Pair(*(x.to(torch.float64) for x in self.pair))
-        overlap = _overlap(Pair(found.left, found.right), wide, self.loss.rows)
-        return found.take(overlap.amax(1) < FAMILIAR)
+        wide = Components(*(x.to(torch.float64) for x in self.pairs))
+        overlap = cosines(Components(found.left, found.right), wide, self.problem.rows)
+        return found.take(overlap.amax(1) < KNOWN)
 
-    def violations(self) -> Directions:
-        """New directions above λ by what the tolerance notices, as many as there is room for."""
-        if self.room <= 0 or self.exhausted:  # nothing could be made of them
-            return Directions(self.pair.U.new_zeros(0), self.pair.U[:0], self.pair.V[:0])
-        margin = self.descent.lam * self.options.tol / 4
-        return self.unfamiliar(self.directions(self.room, margin)).first(self.room)
+    def new_directions(self) -> Directions:
+        """New directions above λ by more than the tolerance, as many as there is room for."""
+        if self.room <= 0 or self.exhausted:
+            return self.no_directions()
+        margin = self.problem.lam * self.options.tol / 4
+        return self.unknown(self.directions(self.room, margin)).first(self.room)
 
-    def grow(self, found: Directions) -> None:
-        """Append all of them."""
-        new = _appended(found, self.descent.lam, self.loss.curvature, self.pair.U.dtype, self.loss.rows)
-        self.pair = self.pair.joined(new)
+    def no_directions(self) -> Directions:
+        """An empty list of directions."""
+        return Directions(self.pairs.U.new_zeros(0), self.pairs.U[:0], self.pairs.V[:0])
 
-    def polish(self, found: Directions, margin: float, tol: float) -> None:
-        """Grow by directions in hand and descend, until none exceeds λ + ``margin``.
+    def append(self, found: Directions) -> None:
+        """Append directions as new pairs, each with its share of the optimal size."""
+        if not len(found.values):
+            return
+        loss, rows, dtype = self.problem.loss, self.problem.rows, self.pairs.U.dtype
+        share = (found.values - self.problem.lam) / (loss.curvature * _squares(found, rows) * len(found.values))
+        size = share.clamp_min(0).sqrt().unsqueeze(-1)
+        new = Components((size * found.left).to(dtype), (size * found.right).to(dtype))
+        self.pairs = self.pairs.joined(balanced(new, rows))
 
-        A direction that is much like a pair in hand waits for the descent to end: only then is it another one.
-        """
-        while len(found.values) and not self.exhausted:
-            new = found if tol <= ROUNDOFF else self.unfamiliar(found)
-            if self.room <= 0 and tol <= ROUNDOFF:
+    def simplify(self, tol: float) -> None:
+        """Join similar pairs while the objective stays nearly the same: growth may leave two where one suffices."""
+        rows = self.problem.rows
+        for _ in range(self.pairs.rank):
+            if self.pairs.rank < 2 or self.exhausted:
                 return
-            self.grow(new.first(self.room))
-            tol = max(0.1 * tol, ROUNDOFF)
-            self.descend(tol, self.options.sweeps)
-            found = self.directions(AT_ONCE, margin)
-            if not len(found.values):  # from other starts, before it is believed
-                found = self.directions(AT_ONCE, margin)
+            overlap = cosines(self.pairs, self.pairs, rows).triu(1)
+            i, j = divmod(int(overlap.argmax()), self.pairs.rank)
+            if float(overlap[i, j]) < SIMILAR:
+                return
+            rest = [k for k in range(self.pairs.rank) if k not in (i, j)]
+            both = Components(*((x[i] + x[j]).unsqueeze(0) / 2**0.5 for x in balanced(self.pairs, rows)))
+            tried = self.pairs.take(torch.tensor(rest, dtype=torch.int64)).joined(both)
+            allowed = min(ROUND_SWEEPS, self.options.max_iter - self.used)
+            pairs, objective, made = self.descent.with_tol(tol).run(tried, allowed)
+            self.used += made
+            if objective > self.history[-1] * (1 + 0.02 * self.options.tol):
+                return
+            self.pairs, self.history[-1] = pruned(pairs, rows), objective
 
-    def pursued(self, finding: Finding, tol: float) -> Certificate:
-        """The certificate after what it found was used, as long as it finds more and there are sweeps and room left."""
-        for _ in range(ROUNDS):
+    def certify(self) -> Finding:
+        """The certificate of the balanced factors, with the directions that it found."""
+        self.pairs = balanced(self.pairs, self.problem.rows)
+        if self.options.effort is None:
+            return Finding(NOT_CERTIFIED, self.history[-1], None)
+        return certify_factors(
+            self.problem,
+            self.pairs.U.mT,
+            self.pairs.V.mT,
+            tol=self.options.tol,
+            effort=float(self.options.effort),
+            generator=self.generator,
+        )
+
+    def pursue(self, finding: Finding, tol: float) -> Certificate:
+        """Append the directions that the certificate found and certify again, while it finds more."""
+        for _ in range(PURSUITS):
             certificate, _, found = finding
             if certificate.status is not Status.IMPROVABLE or found is None or self.exhausted or self.room <= 0:
                 break
             margin = found.best - certificate.polar_lower
-            self.polish(found.above(self.descent.lam + margin), margin, tol)
-            finding, tol = self.examined(), ROUNDOFF
+            self.use_up(found.above(self.problem.lam + margin), margin, tol)
+            finding, tol = self.certify(), ROUNDOFF
         return finding.certificate
 
-    def simplify(self, tol: float) -> None:
-        """Join similar pairs as long as that costs next to nothing: growth may leave two where one would do."""
-        while self.pair.rank > 1 and not self.exhausted:
-            overlap = _overlap(self.pair, self.pair, self.loss.rows).triu(1)
-            i, j = divmod(int(overlap.argmax()), self.pair.rank)
-            if float(overlap[i, j]) < SIMILAR:
+    def use_up(self, found: Directions, margin: float, tol: float) -> None:
+        """Append directions and descend, until none exceeds λ + ``margin``.
+
+        Directions nearly parallel to a present pair are appended only after the descent has converged. Each round
+        makes a sweep.
+        """
+        for _ in range(self.options.max_iter):
+            if not len(found.values) or self.exhausted or (self.room <= 0 and tol <= ROUNDOFF):
                 return
-            rest = [k for k in range(self.pair.rank) if k not in (i, j)]
-            both = Pair(*((x[i] + x[j]).unsqueeze(0) / 2**0.5 for x in balanced(self.pair, self.loss.rows)))
-            tried = self.pair.take(torch.tensor(rest, dtype=torch.int64)).joined(both)
-            allowed = min(ROUND_SWEEPS, self.options.sweeps - self.used)
-            pair, objective, made = self.descent.with_tol(tol).run(tried, allowed)
-            self.used += made
-            if objective > self.history[-1] * (1 + 0.02 * self.options.tol):
-                return
-            self.pair, self.history[-1] = pruned(pair, self.loss.rows), objective
-
-    def examined(self) -> Finding:
-        """The certificate of the balanced factors, with the directions that it found."""
-        self.pair = balanced(self.pair, self.loss.rows)
-        if self.options.effort is None:
-            return Finding(UNSOUGHT, self.history[-1], None)
-        return certificate_of(
-            self.loss,
-            self.descent.theta,
-            self.pair.U.mT,
-            self.pair.V.mT,
-            self.descent.lam,
-            tol=self.options.tol,
-            effort=self.options.effort,
-            generator=self.generator,
-        )
+            new = found if tol <= ROUNDOFF else self.unknown(found)
+            self.append(new.first(self.room))
+            tol = max(0.1 * tol, ROUNDOFF)
+            self.descend(tol, self.options.max_iter)
+            found = self.directions(AT_ONCE, margin)
+            if not len(found.values):  # search again from other starts before concluding that there is none
+                found = self.directions(AT_ONCE, margin)
 
 
-def run(
-    descent: LocalDescent,
-    loss: Loss,
-    options: Growth,
-    *,
-    start: Pair | None,
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    report: Report,
-) -> Outcome:
-    """Descend and grow; see the module."""
-    pair = start if start is not None else _first(loss, descent, options, dtype, generator)
-    search = _Search(descent, loss, options, generator, report, pair)
-    fixed = options.size is not None
-    finest = FINEST if fixed else FINEST * 1e-2
-    tol = options.tol * (FINEST if fixed else 1e-2)
-    certificate: Certificate | None = None
-    while True:
-        objective = search.descend(tol, options.sweeps if fixed or tol < options.tol * 1e-2 else ROUND_SWEEPS)
-        found = search.violations()
-        promise = _promise(found, descent.lam, loss)
-        if promise > PROMISE * options.tol * objective and not search.exhausted:
-            search.grow(found)
-            continue
-        if tol > options.tol * 1e-3 and not search.exhausted:
-            # Coarse descent has found the size; a bound is worth its time only at a point that is settled.
-            tol = options.tol * 1e-3
-            continue
-        if not fixed:
-            search.simplify(tol)
-        finding, before = search.examined(), certificate
-        certificate = finding.certificate
-        if certificate.status is Status.CERTIFIED or search.exhausted:
-            break
-        if certificate.status is Status.IMPROVABLE and not fixed:
-            certificate = search.pursued(finding, tol)
-            break
-        if tol <= options.tol * finest:
-            break
-        if before is not None and not len(found.values) and certificate.gap > 0.8 * before.gap:
-            break
-        tol = max(0.1 * tol, options.tol * finest)
-        if len(found.values):
-            search.grow(found)
-    return _outcome(search, certificate)
-
-
-def _outcome(search: _Search, certificate: Certificate) -> Outcome:
-    descent, rows = search.descent, search.loss.rows
-    pair = padded(search.pair, search.options.size or 0)
-    charged = float(descent.theta.values(pair.U, pair.V, rows).to(torch.float64).sum())
-    objective = search.loss.value(pair.U.mT, pair.V.mT) + descent.lam * charged
-    search.history[-1] = objective
-    return Outcome(pair, objective, certificate, search.history, search.used)
-
-
-def _first(loss: Loss, descent: LocalDescent, options: Growth, dtype: torch.dtype, generator: torch.Generator) -> Pair:
-    count = options.size if options.size is not None else min(AT_ONCE, options.largest)
-    pair, values = seeded(loss.zero(), descent.theta, count, dtype, generator)
-    # No polar exceeds the norm over the floors: below λ there is nothing to start from.
-    level = descent.lam * descent.theta.floor
-    pair = Pair(*(x / loss.curvature**0.5 for x in pair))
-    return pair if options.size is not None else pair.take(torch.nonzero(values > level).squeeze(1))
-
-
-def seeded(
-    matrix: DualMatrix, theta: Regulariser, count: int, dtype: torch.dtype, generator: torch.Generator
-) -> tuple[Pair, Tensor]:
-    """Start pairs from the leading singular pairs: of each and its mirror image, the one whose projection keeps more.
-
-    The singular values are returned with them, from below.
-
-    For non-negative factors this is the NNDSVD start (Boutsidis & Gallopoulos, 2008). More pairs than the matrix has
-    singular vectors start from noise.
-    """
-    left, values, right = leading_singular(matrix, count, generator=generator, sweeps=3)
-    rows = matrix.rows
-    sides = []
-    for sign in (1.0, -1.0):
-        U, V = theta.left.project(sign * left), theta.right.project(sign * right)
-        sides.append((U, V, rows.sum(U.square().sum(-1)).sqrt() * V.square().sum(-1).sqrt()))
-    mirror = (sides[1][2] > sides[0][2]).unsqueeze(-1)
-    U, V = (torch.where(mirror, sides[1][i], sides[0][i]) for i in range(2))
-    size = torch.maximum(sides[0][2], sides[1][2])
-    pair = balanced(Pair(U * (values * size / size.clamp_min(1e-300)).unsqueeze(-1), V), rows)
-    missing = count - pair.rank
-    if missing > 0:
-        scale = (values.mean() / max(matrix.full_rows(), 1)).clamp_min(1e-12).sqrt() * 0.1
-        noise = theta.right.project(matrix.noise(missing, generator).mT) * scale
-        other = theta.left.project(matrix.times(noise.mT).mT)
-        pair = pair.joined(Pair(other, noise))
-        values = torch.cat([values, values.new_zeros(missing)])
-    return Pair(pair.U.to(dtype).contiguous(), pair.V.to(dtype).contiguous()), values
-
-
-def _squares(found: Directions, rows: Rows) -> Tensor:
+def _squares(found: Directions, rows: RowSharding) -> Tensor:
     return rows.sum(found.left.square().sum(-1)) * found.right.square().sum(-1)
 
 
-def _promise(found: Directions, lam: float, loss: Loss) -> float:
-    """The decrease that the best direction alone brings."""
+def _promise(found: Directions, problem: FactorProblem) -> float:
+    """The decrease that the best single direction guarantees."""
     if not len(found.values):
         return 0.0
-    return float(((found.values - lam).square() / (2 * loss.curvature * _squares(found, loss.rows))).max())
+    squares = 2 * problem.loss.curvature * _squares(found, problem.rows)
+    return float(((found.values - problem.lam).square() / squares).max())
 
 
-def _appended(found: Directions, lam: float, curvature: float, dtype: torch.dtype, rows: Rows) -> Pair:
-    part = (found.values - lam) / (curvature * _squares(found, rows) * max(len(found.values), 1))
-    size = part.clamp_min(0).sqrt().unsqueeze(-1)
-    return balanced(Pair((size * found.left).to(dtype), (size * found.right).to(dtype)), rows)
+def _given(start: tuple[Tensor, Tensor], like: Tensor, problem: FactorProblem, options: GrowthOptions) -> Components:
+    """The user's start, balanced, vectors as rows."""
+    pairs = Components(*(x.to(like.dtype).to(like.device).mT.contiguous() for x in start))
+    if options.n_components is not None and pairs.rank != options.n_components:
+        raise OptionError(f"start has {pairs.rank} components, but n_components={options.n_components}")
+    return balanced(pairs, problem.rows)
 
 
-def padded(pair: Pair, size: int) -> Pair:
-    """With zero pairs up to a size that was asked for."""
-    return Pair(*(torch.cat([x, x.new_zeros(max(size - pair.rank, 0), x.shape[1])]) for x in pair))
-
-
-def pruned(pair: Pair, rows: Rows) -> Pair:
-    """Without the pairs that are zero, or that rounding alone keeps from it."""
-    if pair.rank == 0:
-        return pair
-    size = (rows.sum(pair.U.square().sum(-1)) * pair.V.square().sum(-1)).sqrt()
-    return pair.take(torch.nonzero(size > 16 * torch.finfo(pair.U.dtype).eps * size.max()).squeeze(1))
-
-
-def _overlap(one: Pair, other: Pair, rows: Rows) -> Tensor:
-    """The cosines of uvᵀ between all pairs."""
-    cross = rows.sum(one.U @ other.U.mT) * (one.V @ other.V.mT)
-    sizes = [(rows.sum(p.U.square().sum(-1)) * p.V.square().sum(-1)).sqrt() for p in (one, other)]
-    return cross / (sizes[0].unsqueeze(1) * sizes[1]).clamp_min(torch.finfo(cross.dtype).tiny)
-
-
-def merged(pair: Pair, rows: Rows) -> Pair:
-    """Pairs that point the same way become one with their sum: θ is additive along a direction, so nothing is lost."""
-    if pair.rank < 2:
-        return pair
-    pair = balanced(pair, rows)
-    close = _overlap(pair, pair, rows) > PARALLEL
-    U, V = pair
-    U, V = U.clone(), V.clone()
-    gone = torch.zeros(pair.rank, dtype=torch.bool, device=U.device)
-    for i in range(pair.rank):
-        twins = torch.nonzero(close[i] & ~gone).squeeze(1)
-        twins = twins[twins > i]
-        if gone[i] or not len(twins):
-            continue
-        weight = 1 + float((V[twins].square().sum(-1) / V[i].square().sum()).sum())
-        U[i] *= weight**0.5
-        V[i] *= weight**0.5
-        gone[twins] = True
-    return Pair(U, V).take(torch.nonzero(~gone).squeeze(1)) if bool(gone.any()) else pair
+def _first_pairs(
+    problem: FactorProblem, options: GrowthOptions, like: Tensor, generator: torch.Generator
+) -> Components:
+    """The start from the data: a fixed number of pairs, or the leading ones above λ."""
+    count = options.n_components if options.n_components is not None else min(AT_ONCE, options.largest)
+    pairs, values = initial_pairs(problem.loss.zero(), problem.regularizer, count, like.dtype, generator)
+    pairs = Components(*(x / problem.loss.curvature**0.5 for x in pairs))
+    # No polar exceeds the norm over the floors: directions of smaller singular values cannot lower the objective.
+    level = problem.lam * problem.regularizer.floor
+    return pairs if options.fixed else pairs.take(torch.nonzero(values > level).squeeze(1))

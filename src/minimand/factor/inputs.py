@@ -1,6 +1,7 @@
-"""What comes in and what goes out: arrays, tensors, frames and masked arrays, in the precision that is computed in."""
+"""Conversion and checks of inputs: arrays, tensors, frames, masked arrays, options and seeds."""
 
 import math
+import numbers
 import warnings
 from typing import Any
 
@@ -25,25 +26,25 @@ __all__ = [
 
 
 def require_number(name: str, value: Any, *, zero: bool = False) -> None:
-    """Refuse what is no finite positive number."""
+    """Raise :class:`OptionError` unless ``value`` is a finite number above zero (with ``zero``: at least zero)."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise OptionError(f"{name} must be a finite number {'≥ 0' if zero else '> 0'}, got {value!r}")
     require_positive(name, float(value), zero=zero)
 
 
 def require_lam(lam: Any) -> None:
-    """Refuse a weight that is no finite positive number, and say where a good one comes from."""
+    """Raise :class:`OptionError` unless ``lam`` is a finite number above zero; the message suggests a value."""
     try:
         require_number("lam", lam)
     except OptionError as error:
         raise OptionError(
-            f"{error}; a start is 0.1 * lambda_max(Y), where lambda_max, a method of the estimators, gives the "
-            f"smallest lam whose answer is zero"
+            f"{error}; try 0.1 * lambda_max(Y), where lambda_max, a method of the estimators, is the smallest lam "
+            f"whose solution is zero"
         ) from None
 
 
 def require_entries(name: str, data: np.ndarray | Tensor, who: str, remedy: str) -> None:
-    """Refuse data with entries that are NaN or infinite, in scikit-learn's words and one sentence."""
+    """Raise :class:`NonFiniteError` for data with NaN or infinite entries."""
     of: Any = torch if isinstance(data, Tensor) else np
     size = math.prod(data.shape)
     bad = size - int(of.isfinite(data).sum())
@@ -55,7 +56,7 @@ def require_entries(name: str, data: np.ndarray | Tensor, who: str, remedy: str)
 
 
 def as_tensor(array: np.ndarray) -> Tensor:
-    """The array's memory as a tensor, read-only files included: nothing here writes to its input."""
+    """The array's memory as a tensor, also of a read-only file. Callers do not write to it."""
     if any(stride < 0 for stride in array.strides) or array.dtype.byteorder not in "=|":
         array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
     with warnings.catch_warnings():
@@ -64,9 +65,9 @@ def as_tensor(array: np.ndarray) -> Tensor:
 
 
 def working(tensor: Tensor) -> Tensor:
-    """In the precision that is computed in: float32 for half precision, float64 for whole numbers.
+    """The tensor in the precision of the computation: float32 for half precision, float64 for integers.
 
-    Factors come back in it, because rounding them afterwards would leave them without a certificate.
+    Factors are returned in this precision, because a certificate does not hold for factors that are rounded later.
 
     >>> working(torch.ones(1, dtype=torch.bfloat16)).dtype, working(torch.ones(1, dtype=torch.int64)).dtype
     (torch.float32, torch.float64)
@@ -77,7 +78,7 @@ def working(tensor: Tensor) -> Tensor:
 
 
 def same_kind(tensor: Tensor, like: Any) -> Any:
-    """A tensor where ``like`` is one, on its device and in the type that its data are computed in; else an array."""
+    """``tensor`` on the device and in the working precision of ``like`` if that is a tensor, else as an array."""
     if isinstance(like, Tensor):
         dtype = working(like[:0]).dtype if like.is_floating_point() else tensor.dtype
         return tensor.to(dtype=dtype, device=like.device)
@@ -85,18 +86,18 @@ def same_kind(tensor: Tensor, like: Any) -> Any:
 
 
 def refuse_masked(name: str, value: Any, remedy: str) -> None:
-    """Refuse a masked array with masked entries, which numpy would silently show."""
+    """Raise :class:`OptionError` for a masked array with masked entries, whose hidden values numpy would use."""
     if np.ma.is_masked(value):
         hidden = int(np.ma.getmaskarray(value).sum())
         raise OptionError(f"{name} is a masked array with {hidden} masked entries; {remedy}")
 
 
 def real(name: str, value: Any) -> Tensor:
-    """A tensor of real numbers from a tensor, an array or a frame; what cannot be one is refused."""
+    """A tensor of real numbers from a tensor, an array or a frame."""
     if sp.issparse(value) or (isinstance(value, Tensor) and value.layout != torch.strided):
         raise OptionError(
-            f"{name} is sparse: pass {name}.toarray() (of a tensor {name}.to_dense()) where its zeros are data, "
-            "and mask=… as well where only what it stores was observed"
+            f"{name} is sparse: pass {name}.toarray() (of a tensor {name}.to_dense()) if its zeros are data, "
+            "and mask=… as well if only its stored entries were observed"
         )
     refuse_masked(name, value, "fill it first, for example with .filled(0)")
     if isinstance(value, Tensor):
@@ -112,13 +113,17 @@ def real(name: str, value: Any) -> Tensor:
 
 
 def seeded_generator(random_state: Any) -> torch.Generator:
-    """The generator of a seed, of numpy's ``RandomState``, or of None."""
-    from sklearn.utils import check_random_state
-
+    """The torch generator of a scikit-learn ``random_state``: None, an integer, or numpy's ``RandomState``."""
+    source: Any = random_state
     try:
-        seed = check_random_state(random_state).randint(2**31 - 1)
+        if random_state is None:
+            source = np.random
+        elif isinstance(random_state, numbers.Integral):
+            source = np.random.RandomState(int(random_state))
+        elif random_state is not np.random and not isinstance(random_state, np.random.RandomState):
+            raise ValueError
     except ValueError as error:
         raise OptionError(
             f"random_state must be None, a whole number from 0 to 2³² − 1 or a numpy RandomState, got {random_state!r}"
         ) from error
-    return torch.Generator().manual_seed(int(seed))
+    return torch.Generator().manual_seed(int(source.randint(2**31 - 1)))

@@ -1,58 +1,60 @@
-r"""Losses :math:`\ell(UV^\top)` with what a certificate needs of them: a value, a dual point, and the dual's value.
+r"""Convex losses :math:`\ell(UV^\top)` of a data matrix: squares, Huber, and smooth sums over entries such as Logistic.
 
-For a dual point :math:`Z` with polar at most :math:`p`, every :math:`cZ` with :math:`0 \le c \le \lambda/p` in the
-domain of the conjugate is feasible, and
+A certificate needs a loss's value, a dual point, and the value of the dual. For a dual point :math:`Z` with polar at
+most :math:`p`, every :math:`cZ` with :math:`0 \le c \le \lambda/p` in the domain of the conjugate is feasible, and
 
 .. math:: F^* \ge -\ell^*(-cZ) = c\,\langle Y, Z\rangle - \tfrac{c^2}{2\kappa}\|Z\|^2 ,
 
 with the curvature :math:`\kappa` of the loss (1 for squares, :math:`\gamma` for a smoothed norm, :math:`\infty` for the
-norm itself). The best c of the interval is taken.
+norm itself). The best c of the interval is used.
 """
 
 import abc
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import require_positive
+from ..errors import OptionError, require_positive
 from ..functions import L1
 from ..operators.spectral import EPS
-from .duals import Dense, DualMatrix, Moments, Sparse
-from .rows import Rows, row_blocks
+from .matrices import DenseDual, DualMatrix, DualMoments, RowSharding, row_blocks, summation_error
 
-__all__ = ["DualValue", "Huber", "Loss", "Observed", "Squared", "norm", "rounding"]
+__all__ = ["DualValue", "Entrywise", "Huber", "Logistic", "Loss", "Squared", "best_multiple", "loss_from", "rounding"]
+
+MULTIPLES = 8
 
 
 class DualValue(NamedTuple):
-    """A lower bound on the minimum, and what rounding may have added to it."""
+    """A lower bound on the minimum, and a bound on the rounding error in it."""
 
     value: float
     margin: float
 
 
 class Loss(abc.ABC):
-    """A convex loss of X = UVᵀ that is nowhere negative.
+    """A convex, non-negative loss of X = UVᵀ.
 
-    U holds the rows of this process; both factors are given with vectors as columns.
+    Both factors have vectors as columns. U holds the rows of this process.
     """
 
-    rows: Rows
+    rows: RowSharding
 
     @property
     @abc.abstractmethod
     def curvature(self) -> float:
-        """κ: the gradient's Lipschitz constant; infinite where there is no gradient."""
+        """κ: the gradient's Lipschitz constant; infinite for a loss without a gradient."""
 
     @abc.abstractmethod
     def value(self, U: Tensor, V: Tensor) -> float:
-        """ℓ(UVᵀ) in float64, over all ranks."""
+        """ℓ(UVᵀ) in float64, over all processes."""
 
     @abc.abstractmethod
     def dual(self, U: Tensor, V: Tensor) -> DualMatrix:
-        """A dual point: the negative gradient, or a subgradient's representative."""
+        """A dual point: the negative gradient, or the negative of a subgradient."""
 
     @abc.abstractmethod
     def lower(self, matrix: DualMatrix, largest: float) -> DualValue:
@@ -64,25 +66,34 @@ class Loss(abc.ABC):
 
     @abc.abstractmethod
     def size(self) -> float:
-        """The norm of the data: the scale of rounding."""
+        """The norm of the data: the scale of rounding errors."""
 
     @abc.abstractmethod
     def entries(self) -> int:
-        """How many terms the loss sums, over all ranks."""
+        """The number of terms in the loss's sum, over all processes."""
 
     def slope(self, U: Tensor, V: Tensor, dual: DualMatrix) -> DualMatrix | None:
-        """The negative gradient, which tells what a direction attains; ``dual`` is the dual point there.
+        """The negative gradient, which gives the polar that a direction attains; ``dual`` is the dual point there.
 
-        None where the loss has no gradient: no direction is known to lower it then.
+        None for a loss without a gradient: no direction is then known to lower it.
         """
         return dual
 
     def steepness(self, value: float) -> float:
-        """A bound on the norm of the gradient where the loss is ``value``: √(2κℓ), because no loss is negative."""
+        """A bound on the gradient's norm at a point of loss ``value``: √(2κℓ), because the loss is non-negative."""
         return math.sqrt(2 * self.curvature * value)
 
 
-def _best_multiple(moments: Moments, curvature: float, largest: float) -> DualValue:
+def loss_from(make: Callable[[Tensor], Loss], data: Tensor) -> Loss:
+    """The loss that ``make`` builds from the data."""
+    loss = make(data) if callable(make) else None
+    if not isinstance(loss, Loss):
+        raise OptionError(f"loss must be a function from the data to a Loss, such as Squared or Logistic, got {make!r}")
+    return loss
+
+
+def best_multiple(moments: DualMoments, curvature: float, largest: float) -> DualValue:
+    """The maximum of c⟨Y,Z⟩ − c²‖Z‖²/(2κ) over 0 ≤ c ≤ ``largest``."""
     if moments.inner <= 0 or moments.square <= 0:
         return DualValue(0.0, 0.0)
     c = min(moments.inner * curvature / moments.square, largest)
@@ -90,8 +101,29 @@ def _best_multiple(moments: Moments, curvature: float, largest: float) -> DualVa
     return DualValue(c * moments.inner - bend * moments.square, c * moments.inner_margin + bend * moments.square_margin)
 
 
+class _DenseLoss(Loss):
+    """A loss of a matrix Y without missing entries."""
+
+    Y: Tensor
+
+    def size(self) -> float:
+        """‖Y‖."""
+        total = torch.zeros((), dtype=torch.float64, device=self.Y.device)
+        for part in row_blocks(self.Y.shape[0], self.Y.shape[1]):
+            total = total + self.Y[part].to(torch.float64).square().sum()
+        return float(self.rows.sum(total)) ** 0.5
+
+    def entries(self) -> int:
+        """The size of Y."""
+        return self.rows.count(self.Y.numel())
+
+    def _empty(self) -> tuple[Tensor, Tensor]:
+        """Factors without columns: X = 0."""
+        return self.Y[:, :0], self.Y[:0].mT
+
+
 @dataclass(frozen=True)
-class Squared(Loss):
+class Squared(_DenseLoss):
     r""":math:`\tfrac12\|Y - UV^\top\|_F^2`; the dual point is the residual.
 
     >>> loss = Squared(torch.eye(2))
@@ -100,92 +132,34 @@ class Squared(Loss):
     """
 
     Y: Tensor
-    rows: Rows = Rows()  # noqa: RUF009 -- frozen
+    rows: RowSharding = RowSharding()  # noqa: RUF009 -- frozen
     curvature = 1.0
 
     def value(self, U: Tensor, V: Tensor) -> float:
         """Half the squared residual, by blocks of rows."""
-        Z = self.dual(U, V)
-        total = sum((block.square().sum() for _, block in Z.blocks()), torch.zeros((), dtype=torch.float64))
-        return 0.5 * float(self.rows.sum(torch.as_tensor(total)))
+        return 0.5 * _summed(self.dual(U, V), lambda block: block.square().sum())
 
-    def dual(self, U: Tensor, V: Tensor) -> Dense:
+    def dual(self, U: Tensor, V: Tensor) -> DenseDual:
         """The residual."""
-        return Dense(self.Y, U, V, rows=self.rows)
+        return DenseDual(self.Y, U, V, rows=self.rows)
 
     def lower(self, matrix: DualMatrix, largest: float) -> DualValue:
         """c⟨Y,R⟩ − ½c²‖R‖²."""
-        assert isinstance(matrix, Dense)
-        return _best_multiple(matrix.moments(), 1.0, largest)
+        assert isinstance(matrix, DenseDual)
+        return best_multiple(matrix.moments(), 1.0, largest)
 
-    def zero(self) -> Dense:
+    def zero(self) -> DenseDual:
         """The data."""
-        return Dense(self.Y, rows=self.rows)
-
-    def size(self) -> float:
-        """‖Y‖."""
-        return norm(self.Y, self.rows)
-
-    def entries(self) -> int:
-        """The size of Y."""
-        return self.rows.count(self.Y.numel())
+        return DenseDual(self.Y, rows=self.rows)
 
 
 @dataclass(frozen=True)
-class Observed(Loss):
-    r""":math:`\tfrac12\sum_{(i,j)\in\Omega}(Y_{ij} - (UV^\top)_{ij})^2`; the dual point lives on the observed entries.
+class Huber(_DenseLoss):
+    r""":math:`\min_E \|E\|_1 + \tfrac\gamma2\|Y - X - E\|^2`, the Huber loss; ``gamma=None`` is :math:`\|Y - X\|_1`.
 
-    ``index`` holds the rows and columns of ``values``, sorted by row. With ``compact`` nothing dense of the matrix's
-    size is formed, not even to bound its norm.
-    """
-
-    values: Tensor
-    index: tuple[Tensor, Tensor]
-    shape: tuple[int, int]
-    rows: Rows = Rows()  # noqa: RUF009 -- frozen
-    compact: bool = True
-    curvature = 1.0
-
-    def residual(self, U: Tensor, V: Tensor) -> Tensor:
-        """Y − UVᵀ on the observed entries, in the factors' precision."""
-        return self.values.to(U.dtype) - products(U, V, self.index)
-
-    def value(self, U: Tensor, V: Tensor) -> float:
-        """Half the squared residual of what was observed."""
-        residual = self.residual(U.to(torch.float64), V.to(torch.float64))
-        return 0.5 * float(self.rows.sum(residual.square().sum()))
-
-    def dual(self, U: Tensor, V: Tensor) -> Sparse:
-        """The residual on the observed entries."""
-        residual = self.residual(U.to(torch.float64), V.to(torch.float64))
-        return Sparse(residual, self.index, self.shape, self.rows, compact=self.compact)
-
-    def lower(self, matrix: DualMatrix, largest: float) -> DualValue:
-        """c⟨Y,R⟩ − ½c²‖R‖²."""
-        assert isinstance(matrix, Sparse)
-        return _best_multiple(matrix.moments(self.values), 1.0, largest)
-
-    def zero(self) -> Sparse:
-        """The data."""
-        return Sparse(self.values, self.index, self.shape, self.rows, compact=self.compact)
-
-    def size(self) -> float:
-        """‖P_Ω(Y)‖."""
-        return float(self.rows.sum(self.values.to(torch.float64).square().sum())) ** 0.5
-
-    def entries(self) -> int:
-        """The number of observed entries."""
-        return self.rows.count(len(self.values))
-
-
-@dataclass(frozen=True)
-class Huber(Loss):
-    r""":math:`\min_E \|E\|_1 + \tfrac\gamma2\|Y - X - E\|^2`, the Huber loss; ``gamma=None`` is :math:`\|Y - X\|_1`
-    itself.
-
-    Residuals up to :math:`1/\gamma` count by their squares, larger ones by their sizes. It is the Moreau envelope of
-    the l1 norm, so that the prox of that norm is all it needs: :math:`E = \operatorname{ST}_{1/\gamma}(Y - X)`, and the
-    negative gradient is :math:`\gamma(Y - X - E) = \operatorname{clip}(\gamma(Y - X), -1, 1)`.
+    Residuals up to :math:`1/\gamma` are penalised by their squares, larger ones by their absolute values. The loss is
+    the Moreau envelope of the l1 norm: :math:`E = \operatorname{ST}_{1/\gamma}(Y - X)`, and the negative gradient is
+    :math:`\gamma(Y - X - E) = \operatorname{clip}(\gamma(Y - X), -1, 1)`.
 
     >>> loss = Huber(torch.tensor([[0.5, 3.0]]), gamma=1.0)   # ½ · 0.5² + 3 − ½
     >>> loss.value(torch.zeros(1, 1), torch.zeros(2, 1))
@@ -194,8 +168,8 @@ class Huber(Loss):
 
     Y: Tensor
     gamma: float | None
-    rows: Rows = Rows()  # noqa: RUF009 -- frozen
-    #: A dual point found by the solver; without smoothing the residual's signs alone are a poor one.
+    rows: RowSharding = RowSharding()  # noqa: RUF009 -- frozen
+    #: A dual point from a solver. Without smoothing, the signs of the residual are a poor dual point.
     found: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -218,9 +192,9 @@ class Huber(Loss):
         return value if self.gamma is None else value + 0.5 * self.gamma * (residual - sparse).square().sum()
 
     def prox_residual(self, residual: Tensor, step: float) -> Tensor:
-        r"""The residual d with the least :math:`\eta h(d) + \tfrac12\|d - s\|^2`, h the loss.
+        r"""The minimiser d of :math:`\eta h(d) + \tfrac12\|d - s\|^2` for a residual s, with the loss h.
 
-        It is the prox of an envelope, with :math:`\mu = 1/\gamma`
+        It is the prox of a Moreau envelope: with :math:`\mu = 1/\gamma`
 
         .. math:: s + \tfrac{\eta}{\mu + \eta}(\operatorname{prox}_{(\mu+\eta)\|\cdot\|_1}(s) - s) .
         """
@@ -229,82 +203,138 @@ class Huber(Loss):
 
     def value(self, U: Tensor, V: Tensor) -> float:
         """The loss in float64, by blocks of rows."""
-        Z = Dense(self.Y, U, V, rows=self.rows)
-        total = sum((self.of(block) for _, block in Z.blocks()), torch.zeros((), dtype=torch.float64))
-        return float(self.rows.sum(torch.as_tensor(total)))
+        return _summed(DenseDual(self.Y, U, V, rows=self.rows), self.of)
 
-    def dual(self, U: Tensor, V: Tensor) -> Dense:
-        """clip(γ(Y − X), −1, 1), or the dual point that a solver found."""
+    def dual(self, U: Tensor, V: Tensor) -> DenseDual:
+        """clip(γ(Y − X), −1, 1), or the dual point ``found``."""
         if self.found is not None:
-            return _WithData(self.found.to(torch.float64).clamp(-1, 1), self.Y, self.rows)
-        return Dense(self.Y, U, V, rows=self.rows, entries=self._clipped)
+            return DenseDual(self.found.to(torch.float64).clamp(-1, 1), rows=self.rows)
+        return DenseDual(self.Y, U, V, rows=self.rows, entries=self._clipped)
 
     def _clipped(self, residual: Tensor, data: Tensor) -> Tensor:
         return torch.sign(residual) if self.gamma is None else (self.gamma * residual).clamp(-1, 1)
 
     def slope(self, U: Tensor, V: Tensor, dual: DualMatrix) -> DualMatrix | None:
-        """clip(γ(Y − X), −1, 1), whatever dual point a solver found; the norm itself has no gradient."""
+        """clip(γ(Y − X), −1, 1), also if a dual point was given; None without smoothing."""
         if self.gamma is None:
             return None
         return dual if self.found is None else replace(self, found=None).dual(U, V)
 
     def steepness(self, value: float) -> float:
-        """As for every loss; no subgradient of the norm itself has an entry above one."""
+        """As for every loss; without smoothing no entry of a subgradient exceeds one."""
         return math.sqrt(self.entries()) if self.gamma is None else super().steepness(value)
 
     def lower(self, matrix: DualMatrix, largest: float) -> DualValue:
         """c⟨Y,Z⟩ − c²‖Z‖²/(2γ) with |cZ| ≤ 1."""
-        assert isinstance(matrix, Dense)
+        assert isinstance(matrix, DenseDual)
         largest_entry = torch.stack([b.abs().max() for _, b in matrix.blocks() if b.numel()]).max()
         top = float(self.rows.max(largest_entry))
         room = 1 / top if top > 0 else math.inf
-        return _best_multiple(matrix.moments(), self.curvature, min(largest, room))
+        return best_multiple(matrix.moments(self.Y), self.curvature, min(largest, room))
 
-    def zero(self) -> Dense:
+    def zero(self) -> DenseDual:
         """clip(γY, −1, 1)."""
-        empty = self.Y[:, :0], self.Y[:0].mT
-        return replace(self, found=None).dual(*empty)
-
-    def size(self) -> float:
-        """‖Y‖."""
-        return norm(self.Y, self.rows)
-
-    def entries(self) -> int:
-        """The size of Y."""
-        return self.rows.count(self.Y.numel())
+        return replace(self, found=None).dual(*self._empty())
 
 
-class _WithData(Dense):
-    """A dual point that is given, not a residual: its inner product is with the data all the same."""
+@dataclass(frozen=True)
+class Entrywise(_DenseLoss):
+    r"""A loss :math:`\sum_{ij}\varphi(X_{ij}, Y_{ij})`, convex, smooth and non-negative.
 
-    def __init__(self, found: Tensor, data: Tensor, rows: Rows) -> None:
-        super().__init__(found, rows=rows)
-        self.data = data
+    For a loss of your own, derive from this class, set :attr:`curvature`, a Lipschitz constant of
+    :math:`\varphi'`, and write :meth:`values`, :meth:`gradient` and :meth:`conjugate`. With the negative gradient Z,
 
-    def moments(self) -> Moments:
-        """⟨Y, Z⟩ and ‖Z‖², over all ranks."""
-        return self._moments_with(self.data)
+    .. math:: F^* \ge -\sum_{ij}\varphi^*(-cZ_{ij}, Y_{ij}), \qquad 0 \le c \le \min(1, \lambda/\hat p) ,
+
+    and the best of a few c is used.
+    """
+
+    Y: Tensor
+    rows: RowSharding = RowSharding()  # noqa: RUF009 -- frozen
+
+    @abc.abstractmethod
+    def values(self, X: Tensor, Y: Tensor) -> Tensor:
+        """φ of each entry."""
+
+    @abc.abstractmethod
+    def gradient(self, X: Tensor, Y: Tensor) -> Tensor:
+        """φ′ of each entry."""
+
+    @abc.abstractmethod
+    def conjugate(self, S: Tensor, Y: Tensor) -> Tensor:
+        """sup over x of s x − φ(x, y) for each entry; +inf outside its domain."""
+
+    def value(self, U: Tensor, V: Tensor) -> float:
+        """The sum in float64, by blocks of rows."""
+        terms = DenseDual(self.Y, U, V, rows=self.rows, entries=lambda r, y: self.values(y - r, y))
+        return _summed(terms, torch.sum)
+
+    def dual(self, U: Tensor, V: Tensor) -> DenseDual:
+        """The negative gradient."""
+        return DenseDual(self.Y, U, V, rows=self.rows, entries=lambda r, y: -self.gradient(y - r, y))
+
+    def lower(self, matrix: DualMatrix, largest: float) -> DualValue:
+        """The best of −Σ φ*(−cZ) over a few c."""
+        assert isinstance(matrix, DenseDual)
+        top = min(1.0, largest)
+        multiples = [top * k / MULTIPLES for k in range(MULTIPLES + 1)]
+        totals = torch.zeros(2, len(multiples), dtype=torch.float64, device=self.Y.device)
+        for part, block in matrix.blocks():
+            data = self.Y[part].to(torch.float64)
+            terms = [self.conjugate(-c * block, data) for c in multiples]
+            totals += torch.stack([torch.stack([t.sum(), t.abs().sum()]) for t in terms], dim=1)
+        charged, sizes = self.rows.sum(totals).tolist()
+        best = min(range(len(multiples)), key=lambda k: charged[k])
+        at_zero = self.value(*self._empty())
+        return DualValue(-charged[best], summation_error(self.entries()) * (sizes[best] + at_zero))
+
+    def zero(self) -> DenseDual:
+        """The negative gradient at zero."""
+        return self.dual(*self._empty())
 
 
-def products(U: Tensor, V: Tensor, index: tuple[Tensor, Tensor]) -> Tensor:
-    """(UVᵀ)ᵢⱼ at the given entries only, in blocks that fit into memory."""
-    row, column = index
-    out = torch.empty(len(row), dtype=U.dtype, device=U.device)
-    for part in row_blocks(len(row), max(U.shape[1], 1)):
-        out[part] = (U[row[part]] * V[column[part]]).sum(-1)
-    return out
+@dataclass(frozen=True)
+class Logistic(Entrywise):
+    r"""The logistic loss :math:`\sum\log(1 + e^{X_{ij}}) - Y_{ij}X_{ij}` of a matrix Y of zeros and ones, or of
+    probabilities; X holds log-odds.
+
+    With :math:`t = y + s` its conjugate is :math:`t\log t + (1-t)\log(1-t)` on :math:`0 \le t \le 1`.
+
+    >>> loss = Logistic(torch.tensor([[1.0, 0.0]]))
+    >>> round(loss.value(torch.zeros(1, 1), torch.zeros(2, 1)) / math.log(2), 9)
+    2.0
+    """
+
+    curvature = 0.25
+
+    def __post_init__(self) -> None:
+        if bool((self.Y < 0).any()) or bool((self.Y > 1).any()):
+            raise OptionError("Y must lie between 0 and 1 for the logistic loss: code the two classes as 0 and 1")
+
+    def values(self, X: Tensor, Y: Tensor) -> Tensor:
+        """log(1 + eˣ) − yx."""
+        return torch.nn.functional.softplus(X) - Y * X
+
+    def gradient(self, X: Tensor, Y: Tensor) -> Tensor:
+        """σ(x) − y."""
+        return torch.sigmoid(X) - Y
+
+    def conjugate(self, S: Tensor, Y: Tensor) -> Tensor:
+        """t log t + (1 − t) log(1 − t) with t = y + s."""
+        t = Y + S
+        inside = (t - 0.5).abs() <= 0.5 + 4 * torch.finfo(t.dtype).eps
+        t = t.clamp(0, 1)
+        return torch.where(inside, torch.xlogy(t, t) + torch.xlogy(1 - t, 1 - t), math.inf)
 
 
-def rounding(U: Tensor, V: Tensor, data: float, rows: Rows) -> float:
-    r"""The norm of what rounding may hide of :math:`Y - UV^\top`; ``data`` is :math:`\|Y\|`."""
+def _summed(matrix: DenseDual, total: Callable[[Tensor], Tensor]) -> float:
+    """The sum of ``total(block)`` over the blocks of all processes."""
+    sums = sum((total(block) for _, block in matrix.blocks()), torch.zeros((), dtype=torch.float64))
+    return float(matrix.rows.sum(torch.as_tensor(sums)))
+
+
+def rounding(U: Tensor, V: Tensor, data: float, rows: RowSharding) -> float:
+    r"""A bound on the norm of the rounding error of :math:`Y - UV^\top`; ``data`` is :math:`\|Y\|`."""
     left = rows.sum(U.to(torch.float64).square().sum(0)).sqrt()
     pairs = float((left * V.to(torch.float64).norm(dim=0)).sum())
     return 2 * (U.shape[1] + 4) * EPS * (pairs + data)
-
-
-def norm(Y: Tensor, rows: Rows) -> float:
-    """‖Y‖ over all ranks, by blocks of rows."""
-    total = torch.zeros((), dtype=torch.float64, device=Y.device)
-    for part in row_blocks(Y.shape[0], Y.shape[1]):
-        total = total + Y[part].to(torch.float64).square().sum()
-    return float(rows.sum(total)) ** 0.5

@@ -1,4 +1,4 @@
-"""Robust principal components: low rank plus sparse."""
+"""The estimator RobustPCA: low rank plus sparse."""
 
 import math
 from typing import Any, NamedTuple
@@ -10,24 +10,24 @@ from ..solvers.iterate import iterate
 from ..solvers.linear import ridge_factor
 from .base import Factorization
 from .bounds import largest_singular
-from .certificate import Status
-from .engine import said
-from .gap import certificate_of
+from .certificate import Certificate, FactorProblem, Factors, Status, certify_factors, noted_if_zero, stop_reason
+from .growth import Report
 from .inputs import require_number, same_kind
 from .losses import Huber
-from .regularisers import L2
-from .rows import Rows
+from .matrices import RowSharding
+from .regularizers import L2
 from .shrinkage import Triples, shrunk
 
 __all__ = ["RobustPCA"]
 
 CODE_ITERATIONS = 2000
 RELAXATION = 1.6
+CERTIFICATES = 5  # each after ADMM with a tenth of the tolerance before
 
 
-class _Split(NamedTuple):
+class _AdmmState(NamedTuple):
     residual: Tensor  # D ≈ Y − X
-    dual: Tensor  # the multiplier over the penalty
+    dual: Tensor  # the multiplier divided by the penalty
     triples: Triples
     penalty: float
     quiet: bool
@@ -44,10 +44,10 @@ class RobustPCA(Factorization):
     point of the certificate.
 
     Args:
-        lam: :math:`\lambda > 0`; principal component pursuit takes the root of the longer side.
+        lam: :math:`\lambda > 0`. The usual value for principal component pursuit is the square root of the longer side.
         gamma: :math:`\gamma > 0`, or None. Residuals up to :math:`1/\gamma` count as noise, larger ones as sparse.
         tol: The relative gap to certify.
-        max_iter: Iterations.
+        max_iter: The number of iterations.
         random_state: Seed of the randomised SVD.
         verbose: Show a progress bar.
 
@@ -55,7 +55,7 @@ class RobustPCA(Factorization):
         low_rank_: X, fitted to the training data.
         sparse_: E.
 
-    Source: 003, robust PCA, in both formulations.
+    Source: [Vidal2018], robust PCA, in both formulations.
 
     >>> import numpy as np
     >>> Y = np.ones((8, 8))
@@ -95,55 +95,60 @@ class RobustPCA(Factorization):
         if self.gamma is not None:
             require_number("gamma", self.gamma)
 
-    def _loss(self, Y: Tensor, rows: Rows, found: Tensor | None = None) -> Huber:
+    def _loss(self, Y: Tensor, rows: RowSharding, found: Tensor | None = None) -> Huber:
         return Huber(Y, None if self.gamma is None else float(self.gamma), rows, found)
 
-    def _fit(self, Y: Any, start: Any, group: Any) -> Any:
-        like, _ = self._checked(Y, reset=True)
-        out = super()._fit(Y, start, group)
-        self.low_rank_, self.sparse_ = (same_kind(part, like) for part in (self.low_rank_, self.sparse_))
-        return out
+    def _store(self, found: Factors, data: Tensor, like: Any) -> None:
+        super()._store(found, data, like)
+        low_rank = found.U @ found.V.mT
+        self.low_rank_ = same_kind(low_rank, like)
+        self.sparse_ = same_kind(self._loss(data, RowSharding()).sparse(data - low_rank), like)
 
-    def _solve(self, Y: Tensor, start: tuple[Tensor, Tensor] | None, rows: Rows) -> tuple[Tensor, Tensor]:
+    def _solve(self, Y: Tensor, start: tuple[Tensor, Tensor] | None, rows: RowSharding, report: Report) -> Factors:
         loss, generator, history = self._loss(Y, rows), self._generator(), []
-        state = self._first(Y, start, loss)
-        done, tol = 0, self.tol * 0.1
-        with self._progress() as report:
-            while True:
+        state, done, tol = self._first(Y, start, loss), 0, self.tol * 0.1
+        for _ in range(CERTIFICATES):
 
-                def step(state: _Split, k: int, tol: float = tol) -> _Split:
-                    state = self._advance(Y, loss, state, k, tol, generator)
-                    value = loss.of(Y - _product(state.triples)).to(torch.float64)
-                    history.append(float(rows.sum(value)) + self.lam * float(state.triples.kept.sum()))
-                    report(k, len(state.triples.kept), history[-1])
-                    return state
+            def step(state: _AdmmState, k: int, tol: float = tol) -> _AdmmState:
+                state = self._advance(Y, loss, state, k, tol, generator)
+                value = loss.of(Y - _product(state.triples)).to(torch.float64)
+                history.append(float(rows.sum(value)) + self.lam * float(state.triples.kept.sum()))
+                report(k, len(state.triples.kept), history[-1])
+                return state
 
-                state, done = iterate(step, state, int(self.max_iter) - done, start=done, until=lambda s, k: s.quiet)
-                certificate, loss_here = self._certified(Y, state, rows, generator)
-                if certificate.status is Status.CERTIFIED or done >= self.max_iter or tol < 1e-4 * self.tol:
-                    break
-                tol *= 0.1
+            state, done = iterate(step, state, int(self.max_iter) - done, start=done, until=lambda s, k: s.quiet)
+            certificate = self._certified(Y, state, rows, generator)
+            if certificate.status is Status.CERTIFIED or done >= self.max_iter or tol < 1e-4 * self.tol:
+                break
+            tol *= 0.1
         U, V = state.triples.factors()
-        self.certificate_ = said(certificate, U.shape[1], self.lam)
         norms = rows.sum(U.to(torch.float64).square().sum(0)).sqrt() * V.to(torch.float64).norm(dim=0)
-        self.objective_ = loss_here.value(U, V) + self.lam * float(norms.sum())
-        self.history_ = [*history[:-1], self.objective_]
-        self.n_iter_ = max(done, 1)
-        self.low_rank_ = U @ V.mT
-        self.sparse_ = loss.sparse(Y - self.low_rank_)
-        return U, V
+        objective = loss.value(U, V) + self.lam * float(norms.sum())
+        certificate = noted_if_zero(certificate, U.shape[1], self.lam)
+        iterations = max(done, 1)
+        stop = stop_reason(
+            certificate,
+            lam=self.lam,
+            tol=self.tol,
+            fixed=False,
+            out_of_iterations=iterations >= self.max_iter,
+            full=False,
+        )
+        return Factors(U, V, objective, certificate, (*history[:-1], objective), iterations, stop)
 
-    def _first(self, Y: Tensor, start: tuple[Tensor, Tensor] | None, loss: Huber) -> _Split:
+    def _first(self, Y: Tensor, start: tuple[Tensor, Tensor] | None, loss: Huber) -> _AdmmState:
         rows = loss.rows
         totals = rows.sum(torch.stack([Y.abs().sum(), torch.tensor(float(Y.numel()))]).to(torch.float64))
         mean = float(totals[0] / totals[1])
         penalty = 0.25 * float(self.lam) / max(mean, 1e-30) / math.sqrt(max(rows.count(len(Y)), Y.shape[1]))
         empty = Triples(Y[:, :0], Y.new_zeros(0), Y.new_zeros(Y.shape[1], 0))
         residual = torch.zeros_like(Y) if start is None else Y - start[0].to(Y) @ start[1].to(Y).mT
-        return _Split(residual, torch.zeros_like(Y), empty, penalty, False)
+        return _AdmmState(residual, torch.zeros_like(Y), empty, penalty, False)
 
-    def _advance(self, Y: Tensor, loss: Huber, state: _Split, k: int, tol: float, generator: torch.Generator) -> _Split:
-        """One iteration; the penalty follows the two residuals until they balance."""
+    def _advance(
+        self, Y: Tensor, loss: Huber, state: _AdmmState, k: int, tol: float, generator: torch.Generator
+    ) -> _AdmmState:
+        """One iteration of ADMM. The penalty is adapted until the primal and dual residuals balance."""
         residual, dual, triples, penalty, _ = state
         warm = triples.factors() if len(triples.kept) else None
         triples = shrunk(
@@ -159,27 +164,21 @@ class RobustPCA(Factorization):
         factor = 1.0
         if k % 10 == 9 and k < 300:
             factor = 2.0 if primal > 4 * change else 0.5 if change > 4 * primal else 1.0
-        return _Split(new, dual / factor, triples, penalty * factor, quiet)
+        return _AdmmState(new, dual / factor, triples, penalty * factor, quiet)
 
-    def _certified(self, Y: Tensor, state: _Split, rows: Rows, generator: torch.Generator) -> Any:
+    def _certified(self, Y: Tensor, state: _AdmmState, rows: RowSharding, generator: torch.Generator) -> Certificate:
         """The better certificate of two dual points: the multiplier, and the gradient at X."""
         U, V = state.triples.factors()
-        found = None
-        for point in (state.penalty * state.dual, None):
-            if point is None and self.gamma is None:
-                continue
-            loss = self._loss(Y, rows, point)
-            new = certificate_of(loss, L2(), U, V, float(self.lam), tol=self.tol, generator=generator).certificate
-            if found is None or new.gap < found[0].gap:
-                found = (new, loss)
-        assert found is not None
-        return found
+        points = [state.penalty * state.dual] if self.gamma is None else [state.penalty * state.dual, None]
+        problems = [FactorProblem(self._loss(Y, rows, point), L2(), float(self.lam)) for point in points]
+        found = [certify_factors(problem, U, V, tol=self.tol, generator=generator).certificate for problem in problems]
+        return min(found, key=lambda certificate: certificate.gap)
 
     def _code(self, Y: Tensor, V: Tensor) -> Tensor:
-        """Each row solves min h(y − uVᵀ) + (λ/2)‖u‖², h the loss, by ADMM with one small factorisation."""
+        """Each row solves min h(y − uVᵀ) + (λ/2)‖u‖² with the loss h, by ADMM with one small factorisation."""
         if V.shape[1] == 0:
             return Y.new_zeros(len(Y), 0)
-        loss = self._loss(Y, Rows())
+        loss = self._loss(Y, RowSharding())
         scale = float((Y - Y.mean()).abs().mean()) or 1.0
         penalty = 4 / scale
         factor = ridge_factor(V.mT.contiguous(), float(self.lam) / penalty)
@@ -198,9 +197,8 @@ class RobustPCA(Factorization):
         return iterate(step, start, CODE_ITERATIONS, until=lambda s, k: s[3])[0][2]
 
     def lambda_max(self, Y: Any) -> float:
-        """The norm of the loss's gradient at zero: at and above it zero is the answer."""
-        _, data = self._checked(Y, reset=not hasattr(self, "n_features_in_"))
-        return largest_singular(self._loss(data, Rows()).zero(), self._generator())
+        """The norm of the loss's gradient at zero: from it on the solution is zero."""
+        return largest_singular(self._loss(self._data(Y), RowSharding()).zero(), self._generator())
 
 
 def _product(triples: Triples) -> Tensor:

@@ -1,43 +1,42 @@
-r"""The prox of the nuclear norm from a randomised SVD that is as wide as it needs to be, and its certificate.
+r"""The prox of the nuclear norm from a randomised SVD of adaptive width, and its certificate.
 
 Subspace iteration finds the leading triples of Y; the width doubles until the smallest singular value found lies below
-the threshold. What was missed is bounded afterwards, so the result is checked, not trusted: with the orthonormal
-:math:`P, Q` of the kept triples, and :math:`R = Y - X`,
+the threshold. The certificate then bounds the error of the randomised SVD: with the orthonormal :math:`P, Q` of the
+kept triples, and :math:`R = Y - X`,
 
 .. math::
 
     \|R\|_2 \le \left\| \begin{pmatrix} \|P^\top R Q\| & \|P^\top R Q_\perp\| \\ \|P_\perp^\top R Q\| &
     \|P_\perp^\top R Q_\perp\| \end{pmatrix} \right\|_2 ,
 
-where all but the last entry are thin matrices, and the last is far below the threshold unless a singular value lies
-next to it: a few Lanczos steps bound it.
+where all matrices but the last are thin. The norm of the last is far below the threshold unless a singular value lies
+next to it, so a few Lanczos steps bound it.
 """
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..operators.spectral import EPS, lanczos
+from ..solvers.iterate import iterate
 from .bounds import FAILURE, Bound, lanczos_slack, spectral_bound
-from .certificate import Certificate
-from .duals import Dense
-from .gap import concluded
-from .losses import Squared
-from .rows import Rows
-from .svd import orthonormal
+from .certificate import Certificate, FactorProblem, conclude
+from .matrices import DualMatrix, RowSharding, orthonormal
 
 __all__ = ["Triples", "all_triples", "shrunk", "shrunk_certificate"]
 
 WIDTH = 24
-CLOSE = 1e-7
-STEPS = (15, 24, 48)
+# Relative change of the singular values at which subspace iteration stops.
+SETTLED = {torch.float64: 1e-7, torch.float32: 1e-5}
+LANCZOS_STEPS = (15, 24, 48)
 
 
 @dataclass(frozen=True)
 class Triples:
-    """Kept singular triples: orthonormal columns, and singular values minus the threshold."""
+    """Singular triples: vectors as columns, and the singular values minus the threshold."""
 
     left: Tensor
     kept: Tensor
@@ -53,14 +52,14 @@ def shrunk(
     Y: Tensor,
     threshold: float,
     *,
-    rows: Rows,
+    rows: RowSharding,
     generator: torch.Generator,
     start: tuple[Tensor, Tensor] | None = None,
     sweeps: int = 100,
 ) -> Triples:
-    """The triples of Y above ``threshold``, shrunk by it.
+    """The triples of Y above ``threshold``, lowered by it.
 
-    >>> found = shrunk(torch.diag(torch.tensor([3.0, 2.0, 0.5])), 1.0, rows=Rows(), generator=torch.Generator())
+    >>> found = shrunk(torch.diag(torch.tensor([3.0, 2.0, 0.5])), 1.0, rows=RowSharding(), generator=torch.Generator())
     >>> found.kept
     tensor([2., 1.])
     """
@@ -69,21 +68,28 @@ def shrunk(
     width = min(smaller, max(WIDTH, 0 if start is None else start[1].shape[1] + 8))
     if smaller <= 2 * WIDTH or 3 * width > smaller:
         return all_triples(Y, threshold, rows)
-    block = _started(Y, width, start, rows, generator)
-    while True:
-        left, values, right, block = _iterate(Y, block, threshold, rows, sweeps)
-        if float(values[-1]) < threshold:
-            keep = values > threshold
-            return Triples(left[:, keep], values[keep] - threshold, right[:, keep])
-        width = min(smaller, 2 * block.shape[1])
-        if 3 * width > smaller:
-            return all_triples(Y, threshold, rows)
-        extra = torch.randn(m, width - block.shape[1], dtype=Y.dtype, generator=generator).to(Y.device)
-        block = torch.cat([block, rows.broadcast(extra)], dim=1)
+    first = _SubspaceState(_start_block(Y, width, start, rows, generator))
+
+    def widen(state: _SubspaceState, k: int) -> _SubspaceState:
+        block = state.block
+        if k:
+            extra = torch.randn(m, block.shape[1], dtype=Y.dtype, generator=generator).to(Y.device)
+            block = torch.cat([block, rows.broadcast(extra)], dim=1)
+        return _subspace_iteration(Y, block, threshold, rows, sweeps)
+
+    def done(state: _SubspaceState, k: int) -> bool:
+        return state.passed(threshold) or 3 * 2 * state.block.shape[1] > smaller
+
+    state, _ = iterate(widen, first, smaller.bit_length(), until=done)
+    if not state.passed(threshold):  # most triples lie above the threshold: a full SVD is cheaper
+        return all_triples(Y, threshold, rows)
+    left, values, right = state.triples()
+    keep = values > threshold
+    return Triples(left[:, keep], values[keep] - threshold, right[:, keep])
 
 
-def _started(
-    Y: Tensor, width: int, start: tuple[Tensor, Tensor] | None, rows: Rows, generator: torch.Generator
+def _start_block(
+    Y: Tensor, width: int, start: tuple[Tensor, Tensor] | None, rows: RowSharding, generator: torch.Generator
 ) -> Tensor:
     noise = torch.randn(Y.shape[1], width, dtype=Y.dtype, generator=generator).to(Y.device)
     if start is not None:
@@ -92,34 +98,53 @@ def _started(
     return rows.broadcast(noise)
 
 
-def _iterate(
-    Y: Tensor, block: Tensor, threshold: float, rows: Rows, sweeps: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Subspace iteration until the values above the threshold have settled."""
-    before = None
-    for _ in range(max(sweeps, 1)):
-        left = orthonormal(Y @ block, rows)
+class _SubspaceState(NamedTuple):
+    """An orthonormal basis of right vectors (``block``) and, after an iteration, Y ≈ left triangleᵀ blockᵀ."""
+
+    block: Tensor
+    left: Tensor | None = None
+    triangle: Tensor | None = None
+    values: Tensor | None = None
+    settled: bool = False  # whether the values above the threshold are those of the iteration before
+
+    def passed(self, threshold: float) -> bool:
+        """Whether the smallest singular value found lies below the threshold."""
+        assert self.values is not None
+        return float(self.values[-1]) < threshold
+
+    def triples(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Singular triples, vectors as columns."""
+        assert self.left is not None
+        assert self.triangle is not None
+        mix, values, other = torch.linalg.svd(self.triangle.mT, full_matrices=False)
+        return self.left @ mix, values, self.block @ other.mT
+
+
+def _subspace_iteration(Y: Tensor, block: Tensor, threshold: float, rows: RowSharding, sweeps: int) -> _SubspaceState:
+    """Subspace iteration until the values above the threshold have settled, or the width is found to be too small."""
+
+    def step(state: _SubspaceState, k: int) -> _SubspaceState:
+        left = orthonormal(Y @ state.block, rows)
         core = rows.sum(Y.mT @ left)  # m × width
-        # The singular values of the core come from its small Gram; the factors only at the end.
-        right, triangle = torch.linalg.qr(core)
+        # Only the singular values are needed here; the vectors are computed at the end.
+        block, triangle = torch.linalg.qr(core)
         values = torch.linalg.svdvals(triangle)
-        block = right
-        above = values[values > threshold]
-        small = CLOSE if Y.dtype == torch.float64 else 1e-5
-        settled = (
-            before is not None
-            and len(above) == len(before)
-            and bool(((above - before).abs() <= small * values[0]).all())
-        )
-        if settled or (float(values[-1]) >= threshold and before is not None):
-            break
-        before = above
-    mix, values, other = torch.linalg.svd(triangle.mT, full_matrices=False)
-    return left @ mix, values, right @ other.mT, block
+        return _SubspaceState(block, left, triangle, values, settled(values, state.values))
+
+    def settled(values: Tensor, before: Tensor | None) -> bool:
+        if before is None:
+            return False
+        above, before = values[values > threshold], before[before > threshold]
+        return len(above) == len(before) and bool(((above - before).abs() <= SETTLED[Y.dtype] * values[0]).all())
+
+    def done(state: _SubspaceState, k: int) -> bool:
+        return state.settled or (k > 1 and not state.passed(threshold))
+
+    return iterate(step, _SubspaceState(block), max(sweeps, 1), until=done)[0]
 
 
-def all_triples(Y: Tensor, threshold: float, rows: Rows) -> Triples:
-    """All triples: by an SVD on one process, else from the Gram matrix of the columns."""
+def all_triples(Y: Tensor, threshold: float, rows: RowSharding) -> Triples:
+    """As :func:`shrunk`, from a full SVD; with sharded rows, from the Gram matrix of the columns."""
     if rows.group is None:
         left, values, right = torch.linalg.svd(Y, full_matrices=False)
         keep = values > threshold
@@ -134,26 +159,26 @@ def all_triples(Y: Tensor, threshold: float, rows: Rows) -> Triples:
 
 
 def shrunk_certificate(
-    loss: Squared, triples: Triples, lam: float, tol: float, generator: torch.Generator
+    problem: FactorProblem, triples: Triples, tol: float, generator: torch.Generator
 ) -> tuple[Certificate, float]:
     """The certificate of a shrunk SVD, by the block bound, and its objective."""
     U, V = (factor.to(torch.float64) for factor in triples.factors())
-    Z = loss.dual(U, V)
-    charged = float((loss.rows.sum(U.square().sum(0)).sqrt() * V.norm(dim=0)).sum())
+    Z, lam = problem.loss.dual(U, V), problem.lam
+    penalty = float((problem.rows.sum(U.square().sum(0)).sqrt() * V.norm(dim=0)).sum())
     lower, upper = _block_bound(Z, triples, lam, generator)
     if upper.value > lam * (1 + tol / 4):
         bound = spectral_bound(Z, lam, tol / 4, generator)
         upper = bound if bound.value < upper.value else upper
-    return concluded(loss, Z, U, V, charged, (lower, upper), lam, tol)
+    return conclude(problem, U, V, dual=Z, penalty=penalty, polar=(lower, upper), tol=tol)
 
 
-def _block_bound(Z: Dense, triples: Triples, lam: float, generator: torch.Generator) -> tuple[float, Bound]:
-    """What is attained, and a bound on the norm."""
+def _block_bound(Z: DualMatrix, triples: Triples, lam: float, generator: torch.Generator) -> tuple[float, Bound]:
+    """A lower and an upper bound on the norm of Z, from the blocks on and off the kept triples."""
     P, Q = orthonormal(triples.left.to(torch.float64), Z.rows), torch.linalg.qr(triples.right.to(torch.float64)).Q
     down, across = Z.times(Q), Z.adjoint(P)  # R Q and Rᵀ P
     core = Z.rows.sum(P.mT @ down)
-    corner = _norm(core, Rows())
-    below, beside = _norm(down - P @ core, Z.rows), _norm(across - Q @ core.mT, Rows())
+    corner = _norm(core, RowSharding())
+    below, beside = _norm(down - P @ core, Z.rows), _norm(across - Q @ core.mT, RowSharding())
 
     def rest(v: Tensor) -> Tensor:
         v = v - Q @ (Q.mT @ v)
@@ -165,9 +190,9 @@ def _block_bound(Z: Dense, triples: Triples, lam: float, generator: torch.Genera
     n = Z.shape[1]
     found, epsilon = 0.0, 1.0
     vector = Z.noise(1, generator).squeeze(1)
-    for steps in STEPS:
-        # Any of the tries may fail, so each has its share of the probability.
-        epsilon = lanczos_slack(n, steps, FAILURE / len(STEPS))
+    for steps in LANCZOS_STEPS:
+        # Each attempt may fail, so each gets a share of the failure probability.
+        epsilon = lanczos_slack(n, steps, FAILURE / len(LANCZOS_STEPS))
         found = max(found, float(lanczos(rest, vector, steps)[0]))
         if steps >= n or found <= lam * lam * (1 - min(epsilon, 1.0)):
             break
@@ -180,8 +205,8 @@ def _block_bound(Z: Dense, triples: Triples, lam: float, generator: torch.Genera
     return lower, Bound(upper, f"Lanczos off the kept triples, failure probability {FAILURE:g}")
 
 
-def _norm(thin: Tensor, rows: Rows) -> float:
-    """The norm of a thin matrix, on the safe side."""
+def _norm(thin: Tensor, rows: RowSharding) -> float:
+    """An upper bound on the norm of a thin matrix."""
     if thin.shape[1] == 0:
         return 0.0
     product = rows.sum(thin.mT @ thin)

@@ -1,55 +1,40 @@
-"""CP decomposition of a tensor that finds its own size."""
+"""The estimator CPTensor: CP decomposition of a tensor of three dimensions."""
 
 import math
 from typing import Any
 
-import torch
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from ..errors import OptionError, ShapeError
 from .base import Factorization
-from .cp import (
-    Factors,
-    ascend,
-    balanced,
-    descend,
-    empty,
-    factors_of,
-    full,
-    is_cp,
-    khatri_rao,
-    split,
-    tensor_certificate,
-    tensor_of,
-)
-from .engine import growth_options, said
+from .certificate import Factors
+from .cp import Modes, ascend, balanced_modes, grow_tensor, is_cp, modes_from, modes_from_codes, require_tensor
+from .growth import GrowthOptions, Report
 from .inputs import same_kind
 from .lowrank import ridge_codes
-from .rows import Rows
+from .matrices import RowSharding
 
 __all__ = ["CPTensor"]
 
-FILLS = 3  # rounds in which the places of components that died are filled again
-
 
 class CPTensor(Factorization):
-    r"""CP decomposition with its own size,
+    r"""CP decomposition that finds its own size,
 
     .. math:: \min_{r,A,B,C} \tfrac12\Bigl\|\mathcal{Y} - \sum_{i=1}^r a_i \otimes b_i \otimes c_i\Bigr\|^2
         + \lambda\sum_i \|a_i\|\|b_i\|\|c_i\| .
 
-    The theory is that of matrices (003, from matrix to tensor factorisation), but the polar, a largest singular value
-    of a tensor, is hard: ascent bounds it from below, and the norm of the best unfolding from above. That bound is
-    tight for orthogonal components and loose in general, so ``UNDECIDED`` is common; its ``method`` says so.
+    The theory is that of matrices ([Vidal2018], from matrix to tensor factorisation). The polar is the largest singular
+    value of a tensor, which is hard to compute: ascent bounds it from below, the smallest norm of an unfolding from
+    above. The upper bound is tight for orthogonal components and loose in general, so ``UNDECIDED`` is common.
     ``fit(Y, start=…)`` takes (A, B, C), tensorly's (weights, [A, B, C]), or the (U, V) of another fit.
 
     Args:
         lam: :math:`\lambda > 0`.
         n_components: None to grow until no direction is found; an int fixes the size.
-        r_max: No more components than this; None is at most 100.
+        r_max: The largest number of components; None: 100.
         tol: The relative gap to certify.
-        max_iter: Sweeps in all.
+        max_iter: The total number of sweeps.
         random_state: Seed of the starts.
         verbose: Show a progress bar.
 
@@ -91,7 +76,7 @@ class CPTensor(Factorization):
         return tags
 
     def _checked(self, Y: Any, *, reset: bool) -> tuple[Any, Any]:
-        data = tensor_of(Y)
+        data = require_tensor(Y)
         if reset:
             self.mode_shape_ = tuple(data.shape[1:])
             self.n_features_in_ = math.prod(self.mode_shape_)
@@ -99,59 +84,23 @@ class CPTensor(Factorization):
             raise ShapeError(f"slices have shape {tuple(data.shape[1:])}, but the fitted ones had {self.mode_shape_}")
         return Y, data
 
-    def _checked_start(self, start: Any, data: Any) -> Factors:
+    def _checked_start(self, start: Any, data: Any) -> Modes:
         if is_cp(start):
-            a, b, c = (x.to(data) for x in factors_of(start, data))
-            return balanced((a, b, c))
-        U, V = super()._checked_start(start, data.flatten(1))  # codes and components of another fit: a path
-        return split((U, V), data)
+            a, b, c = (x.to(data) for x in modes_from(start, data))
+            return balanced_modes((a, b, c))
+        U, V = super()._checked_start(start, data.flatten(1))  # the codes and components of another fit, in a path
+        return modes_from_codes((U, V), data)
 
-    def _solve(self, Y: Tensor, start: Factors | None, rows: Rows) -> tuple[Tensor, Tensor]:
+    def _solve(self, Y: Tensor, start: Modes | None, rows: RowSharding, report: Report) -> Factors:
         if rows.group is not None:
             raise OptionError("CPTensor runs on one process: leave process_group out")
-        generator = self._generator()
-        options = growth_options(self, Y.numel())
-        factors = empty(Y) if start is None else start
-        if options.size is not None and len(factors[0]) > options.size:
-            raise OptionError(f"start has {len(factors[0])} components, but n_components={options.size}")
-        self.history_, used = [], 0
-        with self._progress() as report:
-            while True:
-                factors, objective, made = descend(Y, factors, self.lam, self.tol * 1e-4, self.max_iter - used)
-                used += made
-                if factors[0].shape[0] or made or not self.history_:
-                    self.history_.append(objective)
-                report(used, len(factors[0]), objective)
-                goal = options.largest if options.size is None else options.size
-                room = goal - len(factors[0])
-                if room <= 0 or used >= self.max_iter:
-                    break
-                value, found = ascend(Y - full(factors), generator)
-                level = self.lam * (1 + self.tol / 4) if options.size is None else 0.0
-                found = tuple(x[value > level][:room] for x in found)  # type: ignore[assignment]
-                value = value[value > level][:room]
-                if not len(value) or (options.size is not None and len(self.history_) > FILLS):
-                    break
-                scale = ((value - self.lam).clamp_min(0.05 * value) / len(value)).pow(1 / 3).unsqueeze(-1)
-                factors = tuple(  # type: ignore[assignment]
-                    torch.cat([old, (scale * new).to(Y.dtype)]) for old, new in zip(factors, found, strict=True)
-                )
-        factors = balanced(factors)
-        self.certificate_, self.objective_ = tensor_certificate(Y, factors, self.lam, self.tol, generator)
-        self.certificate_ = said(self.certificate_, len(factors[0]), self.lam)
-        self.history_[-1] = self.objective_
-        self.n_iter_ = max(used, 1)
-        missing = max((options.size or 0) - len(factors[0]), 0)
-        a, b, c = (torch.cat([x, x.new_zeros(missing, x.shape[1])]) for x in factors)
-        self._found = (a, b, c)
-        return a.mT, khatri_rao(b, c).mT
+        options = GrowthOptions(self.n_components, self.r_max, int(self.max_iter), float(self.tol), bound=Y.numel())
+        return grow_tensor(Y, float(self.lam), options, generator=self._generator(), start=start, report=report)
 
-    def _fit(self, Y: Any, start: Any, group: Any) -> Any:
-        like, _ = self._checked(Y, reset=True)
-        out = super()._fit(Y, start, group)
-        self.factors_ = tuple(same_kind(x.mT.contiguous(), like) for x in self._found)
-        del self._found
-        return out
+    def _store(self, found: Factors, data: Tensor, like: Any) -> None:
+        super()._store(found, data, like)
+        assert found.modes is not None
+        self.factors_ = tuple(same_kind(x.contiguous(), like) for x in found.modes)
 
     def _code(self, Y: Tensor, V: Tensor) -> Tensor:
         """Each slice solves min ½‖y − Σ uᵢ bᵢ ⊗ cᵢ‖² + (λ/2)‖u‖²."""
@@ -163,6 +112,5 @@ class CPTensor(Factorization):
         return super().inverse_transform(U).reshape(-1, *self.mode_shape_)
 
     def lambda_max(self, Y: Any) -> float:
-        """The largest singular value of the tensor, found by ascent: below it zero is not the answer."""
-        _, data = self._checked(Y, reset=not hasattr(self, "n_features_in_"))
-        return float(ascend(data, self._generator())[0].max())
+        """A lower bound on the largest singular value of the tensor, by ascent: below it the solution is not zero."""
+        return float(ascend(self._data(Y), self._generator())[0].max())

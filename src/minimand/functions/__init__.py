@@ -1,7 +1,11 @@
-"""Convex functions, each with its value and its prox."""
+"""Convex functions, each with its value and its prox.
+
+Functions that occur only as conjugates of these are in :mod:`~minimand.functions.separable`,
+:mod:`~minimand.functions.barriers` and :mod:`~minimand.functions.spectral`; ``conjugate()`` returns them.
+"""
 
 from .activations import from_activation
-from .barriers import LogBarrier, LogBarrierConjugate, LogBox, LogBoxConjugate, LogUnit
+from .barriers import LogBarrier, LogBox, LogUnit
 from .base import Function, Separable
 from .monotone import Monotone
 from .objective import LayerObjective
@@ -10,14 +14,10 @@ from .separable import (
     Box,
     LeakyHinge,
     NonNegative,
-    NonPositive,
-    NonPositiveRidge,
-    Origin,
     SquaredHinge,
-    Support,
     Zero,
 )
-from .spectral import NegativeSemidefinite, NuclearNorm, PositiveSemidefinite, SpectralBall
+from .spectral import NuclearNorm, PositiveSemidefinite, SpectralBall
 from .structured import Ball, GroupL2, Maximum, Simplex
 
 __all__ = [
@@ -29,24 +29,17 @@ __all__ = [
     "LayerObjective",
     "LeakyHinge",
     "LogBarrier",
-    "LogBarrierConjugate",
     "LogBox",
-    "LogBoxConjugate",
     "LogUnit",
     "Maximum",
     "Monotone",
-    "NegativeSemidefinite",
     "NonNegative",
-    "NonPositive",
-    "NonPositiveRidge",
     "NuclearNorm",
-    "Origin",
     "PositiveSemidefinite",
     "Separable",
     "Simplex",
     "SpectralBall",
     "SquaredHinge",
-    "Support",
     "Zero",
     "from_activation",
 ]

@@ -1,4 +1,4 @@
-"""Which activation is the prox of which function, and which is of none."""
+"""Activations as proximal operators, and the activations that are none."""
 
 import functools
 import inspect
@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import NotProximal, OptionError
 from . import curves
 from .base import Separable
-from .monotone import Monotone
+from .monotone import Elementwise, Monotone
 from .separable import L1, Box, LeakyHinge, NonNegative, Zero
 
 __all__ = ["activation_module", "from_activation", "is_activation"]
@@ -24,17 +24,17 @@ def from_activation(act: str | nn.Module | Callable[..., Any] | Separable) -> Se
 
     .. math:: \operatorname{prox}_g(x) = \operatorname{act}(x)
 
-    to the bit at step 1, and the true prox of the same function at every other step. Piecewise linear
+    holds to the bit at step 1. Other steps give the true prox of the same function. Piecewise linear
     activations have a closed form (:class:`NonNegative`, :class:`LeakyHinge`, :class:`Box`, :class:`L1`,
-    :class:`Zero`); the others are :class:`Monotone` with the closed forms of Lin (2019), Table 1, for
-    values and integrals.
+    :class:`Zero`). The others are :class:`Monotone` with values and integrals in closed form
+    ([Lin2019], Table 1).
 
     Args:
         act: A name such as ``"relu"``, a module such as ``nn.LeakyReLU(0.2)``, a function such as
             ``torch.tanh``, or a ``functools.partial`` of one such as ``partial(F.elu, alpha=0.5)``.
 
     Raises:
-        NotProximal: If the activation is the prox of no convex function of one variable.
+        NotProximal: If the activation is not the prox of a convex function of one variable.
         OptionError: If the name is unknown.
 
     Example:
@@ -56,14 +56,14 @@ def from_activation(act: str | nn.Module | Callable[..., Any] | Separable) -> Se
     if isinstance(act, functools.partial):
         return _from_partial(act)
     if isinstance(act, type) and issubclass(act, nn.Module):
-        raise OptionError(f"{act.__name__} is a class; give a module of it, nn.{act.__name__}()")
+        raise OptionError(f"{act.__name__} is a class; pass an instance, nn.{act.__name__}()")
     if callable(act) and _hashable(act) and act in _FUNCTIONALS:
         return _from_name(_FUNCTIONALS[act])
     raise _unknown(getattr(act, "__name__", repr(act)))
 
 
 def is_activation(act: object) -> bool:
-    """Whether a module or function is an activation of torch that acts on each entry, be it a prox or not.
+    """Whether a module or function is one of torch's entrywise activations. It need not be a prox.
 
     >>> is_activation(nn.GELU()), is_activation(torch.tanh), is_activation(F.softmax), is_activation(nn.Identity())
     (True, True, False, False)
@@ -75,11 +75,11 @@ def is_activation(act: object) -> bool:
 
 
 def activation_module(function: Callable[..., Any], *args: Any, **options: Any) -> nn.Module:
-    """The module that computes what an activation function of torch does, given what follows its input.
+    """The module equivalent to the call ``function(x, *args, **options)`` of one of torch's activation functions.
 
     Raises:
-        NotProximal: If the function is known to be no prox, or is not known.
-        OptionError: If it does not take these options.
+        NotProximal: If the function is not a prox, or is unknown.
+        OptionError: If the function does not take these options.
 
     >>> activation_module(F.leaky_relu, 0.2, inplace=True)
     LeakyReLU(negative_slope=0.2)
@@ -110,7 +110,7 @@ def _from_name(name: str) -> Separable:
 def _from_module(module: nn.Module) -> Separable:
     for kind in type(module).__mro__:
         if kind in _BUILDERS or kind in _REFUSED_MODULES:
-            # A subclass with a forward pass of its own computes something else.
+            # A subclass that overrides forward may compute something else.
             if type(module).forward is not kind.forward:  # type: ignore[attr-defined]
                 break
             if kind in _REFUSED_MODULES:
@@ -120,7 +120,7 @@ def _from_module(module: nn.Module) -> Separable:
 
 
 def _from_partial(act: "functools.partial[Any]") -> Separable:
-    if act.args:  # they would come before the input
+    if act.args:  # positional arguments would precede the input
         raise _unknown(getattr(act.func, "__name__", repr(act.func)))
     return _from_module(activation_module(act.func, **act.keywords))
 
@@ -130,14 +130,29 @@ def _hashable(thing: object) -> bool:
 
 
 def _refusal(what: str, why: str, remedy: str) -> NotProximal:
-    return NotProximal(f"{what} {why}, so it is the prox of no convex function of one variable; {remedy}")
+    return NotProximal(f"{what} {why}, so it is not the prox of any convex function of one variable; {remedy}")
 
 
 def _unknown(name: str) -> NotProximal:
     return NotProximal(
-        f"{name} is not an activation that minimand knows to be a prox; if it is non-decreasing with slope "
+        f"{name} is not an activation that minimand knows; if it is non-decreasing with slope "
         f"at most 1, pass functions.Monotone(activation), otherwise use one of {', '.join(sorted(_MODULES))}"
     )
+
+
+def _smooth(
+    phi: Elementwise,
+    slope: Callable[..., Tensor],
+    integral: Callable[..., Tensor],
+    inverse_integral: Callable[..., Tensor] | None = None,
+    **options: float,
+) -> Monotone:
+    """A smooth activation with its curves; ``options`` are bound to the curves."""
+
+    def bound(curve: Callable[..., Tensor] | None) -> Callable[..., Tensor] | None:
+        return functools.partial(curve, **options) if curve is not None and options else curve
+
+    return Monotone(phi, bound(slope), integral=bound(integral), inverse_integral=bound(inverse_integral))
 
 
 def _leaky_relu(module: nn.LeakyReLU) -> Separable:
@@ -157,24 +172,16 @@ def _elu(module: nn.ELU) -> Separable:
         raise _refusal(f"ELU with alpha={alpha:g}", why, "use alpha in [0, 1], or CELU for any alpha")
     if alpha == 0:
         return NonNegative()
-    return Monotone(
-        functools.partial(F.elu, alpha=alpha),
-        functools.partial(curves.elu_slope, alpha=alpha),
-        integral=functools.partial(curves.elu_integral, alpha=alpha),
-        inverse_integral=functools.partial(curves.elu_inverse_integral, alpha=alpha),
-    )
+    phi = functools.partial(F.elu, alpha=alpha)
+    return _smooth(phi, curves.elu_slope, curves.elu_integral, curves.elu_inverse_integral, alpha=alpha)
 
 
 def _celu(module: nn.CELU) -> Separable:
     alpha = float(module.alpha)
     if not alpha > 0:
         raise _refusal(f"CELU with alpha={alpha:g}", "is not monotone", "use alpha > 0")
-    return Monotone(
-        functools.partial(F.celu, alpha=alpha),
-        functools.partial(curves.celu_slope, alpha=alpha),
-        integral=functools.partial(curves.celu_integral, alpha=alpha),
-        inverse_integral=functools.partial(curves.celu_inverse_integral, alpha=alpha),
-    )
+    phi = functools.partial(F.celu, alpha=alpha)
+    return _smooth(phi, curves.celu_slope, curves.celu_integral, curves.celu_inverse_integral, alpha=alpha)
 
 
 def _softplus(module: nn.Softplus) -> Separable:
@@ -188,12 +195,8 @@ def _softplus(module: nn.Softplus) -> Separable:
             f"drops by {jump:.2g} where it switches to the identity",
             "use the default threshold=20",
         )
-    return Monotone(
-        functools.partial(F.softplus, beta=beta, threshold=threshold),
-        functools.partial(curves.softplus_slope, beta=beta),
-        integral=functools.partial(curves.softplus_integral, beta=beta),
-        inverse_integral=functools.partial(curves.softplus_inverse_integral, beta=beta),
-    )
+    phi = functools.partial(F.softplus, beta=beta, threshold=threshold)
+    return _smooth(phi, curves.softplus_slope, curves.softplus_integral, curves.softplus_inverse_integral, beta=beta)
 
 
 def _hardtanh(module: nn.Hardtanh) -> Separable:
@@ -211,37 +214,16 @@ def _threshold(module: nn.Threshold) -> Separable:
     return Box(threshold, math.inf)
 
 
-_TANH = Monotone(
-    torch.tanh,
-    curves.tanh_slope,
-    integral=curves.tanh_integral,
-    inverse_integral=curves.tanh_inverse_integral,
+_TANH = _smooth(torch.tanh, curves.tanh_slope, curves.tanh_integral, curves.tanh_inverse_integral)
+_SIGMOID = _smooth(torch.sigmoid, curves.sigmoid_slope, curves.sigmoid_integral, curves.sigmoid_inverse_integral)
+_LOGSIGMOID = _smooth(
+    F.logsigmoid, curves.logsigmoid_slope, curves.logsigmoid_integral, curves.logsigmoid_inverse_integral
 )
-_SIGMOID = Monotone(
-    torch.sigmoid,
-    curves.sigmoid_slope,
-    integral=curves.sigmoid_integral,
-    inverse_integral=curves.sigmoid_inverse_integral,
+_SOFTSIGN = _smooth(F.softsign, curves.softsign_slope, curves.softsign_integral, curves.softsign_inverse_integral)
+_HARDSIGMOID = _smooth(
+    F.hardsigmoid, curves.hardsigmoid_slope, curves.hardsigmoid_integral, curves.hardsigmoid_inverse_integral
 )
-_LOGSIGMOID = Monotone(
-    F.logsigmoid,
-    curves.logsigmoid_slope,
-    integral=curves.logsigmoid_integral,
-    inverse_integral=curves.logsigmoid_inverse_integral,
-)
-_SOFTSIGN = Monotone(
-    F.softsign,
-    curves.softsign_slope,
-    integral=curves.softsign_integral,
-    inverse_integral=curves.softsign_inverse_integral,
-)
-_HARDSIGMOID = Monotone(
-    F.hardsigmoid,
-    curves.hardsigmoid_slope,
-    integral=curves.hardsigmoid_integral,
-    inverse_integral=curves.hardsigmoid_inverse_integral,
-)
-_TANHSHRINK = Monotone(F.tanhshrink, curves.tanhshrink_slope, integral=curves.tanhshrink_integral)
+_TANHSHRINK = _smooth(F.tanhshrink, curves.tanhshrink_slope, curves.tanhshrink_integral)
 
 _BUILDERS: Mapping[type, Callable[[Any], Separable]] = {
     nn.Identity: lambda module: Zero(),
@@ -316,13 +298,13 @@ _REFUSED_MODULES: Mapping[type, str] = {
     nn.LogSoftmax: "log_softmax",
 }
 
-#: The identity is no activation, and what mixes entries is none of a layer's.
+#: Activations that act entry by entry: without the identity, and without those that mix entries.
 _ENTRYWISE = (
     *(kind for kind in _BUILDERS if kind is not nn.Identity),
     *(kind for kind, name in _REFUSED_MODULES.items() if _REFUSED[name][1] != _VECTOR),
 )
 
-#: torch offers most activations in several namespaces, and in place.
+#: torch has most activations in several namespaces, some with an in-place variant.
 _FUNCTIONALS: Mapping[Any, str] = {
     getattr(place, spelling): name
     for name in (*_MODULES, *_REFUSED)

@@ -1,4 +1,4 @@
-"""Logarithmic barriers, the paper's approximations of softplus, tanh and sigmoid."""
+"""Logarithmic barriers, which [Bibi2019] uses to approximate softplus, tanh and sigmoid."""
 
 import math
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ class LogBarrier(Separable):
 
         \operatorname{prox}_{\eta g}(a) = \tfrac{a}{2} + \sqrt{\tfrac{a^2}{4} + \eta\gamma}
 
-    (Bibi et al. 2019, Proposition 4, eq. 10), which approximates softplus: best with :math:`\gamma = 0.381`,
-    where it is off by at most 0.076. The exact softplus is ``from_activation("softplus")``.
+    ([Bibi2019], Proposition 4, eq. 10). It approximates softplus. The best weight is :math:`\gamma = 0.381`,
+    with an error of at most 0.076. The exact softplus is ``from_activation("softplus")``.
 
     Example:
         >>> LogBarrier(2.0).prox(torch.tensor([-1.0, 1.0]))
@@ -43,7 +43,7 @@ class LogBarrier(Separable):
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The positive root of a quadratic."""
         wide = widened(x)
-        # Strictly inside also after rounding to the precision of x.
+        # Rounding to the precision of x must not reach the boundary.
         return _positive_root(wide, scaled(step, self.gamma, wide)).to(x.dtype).clamp_min(torch.finfo(x.dtype).tiny)
 
     def conjugate(self) -> "LogBarrierConjugate":
@@ -97,15 +97,15 @@ class LogBox(Separable):
 
     .. math:: x^3 - a x^2 - (1 + 2\eta\gamma) x + a = 0
 
-    (Bibi et al. 2019, Proposition 5, eq. 12 for :math:`\gamma = 1`), which approximates tanh: best with
-    :math:`\gamma = 0.054`, where it is off by at most 0.024. The exact tanh is ``from_activation("tanh")``.
+    ([Bibi2019], Proposition 5, eq. 12 for :math:`\gamma = 1`). It approximates tanh. The best weight is
+    :math:`\gamma = 0.054`, with an error of at most 0.024. The exact tanh is ``from_activation("tanh")``.
 
-    The trigonometric root loses all digits for large inputs. With :math:`x = t/(1+|t|)` the condition
+    The trigonometric formula for the root loses all digits for large inputs. With :math:`x = t/(1+|t|)` the condition
     :math:`x + 2\eta\gamma x/(1-x^2) = a` becomes
 
     .. math:: \frac{t}{1+|t|} + 2\eta\gamma\, \frac{t(1+|t|)}{1+2|t|} = a ,
 
-    whose slope stays between :math:`\eta\gamma` and :math:`1 + 2\eta\gamma`: Newton solves it in a few
+    whose slope lies between :math:`\eta\gamma` and :math:`1 + 2\eta\gamma`. Newton's method solves it in a few
     steps for every ``a``.
 
     Example:
@@ -131,7 +131,7 @@ class LogBox(Separable):
         """The root of the cubic that lies in the interval."""
         wide = widened(x)
         t = root(_BoxEquation(), wide, scaled(step, self.gamma, wide))
-        # The largest number below 1: the root is strictly inside, its rounding need not be.
+        # The largest number below 1: the exact root is strictly inside, but the rounded one may not be.
         limit = 1 - torch.finfo(x.dtype).eps / 2
         return (t / (1 + t.abs())).clamp(-limit, limit).to(x.dtype)
 
@@ -144,7 +144,7 @@ class LogBox(Separable):
 class _BoxEquation(Increasing):
     """The condition of :class:`LogBox` in ``t``; the step is ``ηγ``."""
 
-    # Its bracket is tight: five iterations suffice over all ranges that the tests sweep.
+    # The bracket is tight: five iterations suffice in all tests.
     iterations: ClassVar[int] = 10
 
     def left(self, z: Tensor, step: Step) -> Tensor:
@@ -232,7 +232,7 @@ class _ConjugateEquation(Increasing):
         return 1.0, 1 + step / (2 * self.gamma)
 
     def bracket(self, target: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        # The function is concave on the positive side, so Newton climbs from the end at the origin's side.
+        # The function is concave on the positive side, so Newton converges from the end nearer to the origin.
         near = target / (1 + step / (2 * self.gamma))
         return torch.minimum(near, target), near, torch.maximum(near, target)
 
@@ -246,9 +246,9 @@ class LogUnit(Separable):
         \operatorname{prox}_{\eta g}(a) = \tfrac12\bigl(1 + \operatorname{prox}_{4\eta h}(2a - 1)\bigr),
         \qquad h = -\gamma\log(1 - x^2)
 
-    (Bibi et al. 2019, appendix C), which approximates the sigmoid of :math:`a - \tfrac12`. With
-    :math:`\gamma = 3/8` it has the sigmoid's slope ¼ at the centre and is off by at most 0.077; the best is
-    :math:`\gamma = 0.236`, off by 0.044. The exact sigmoid is ``from_activation("sigmoid")``.
+    ([Bibi2019], appendix C). It approximates the sigmoid of :math:`a - \tfrac12`. With
+    :math:`\gamma = 3/8` it has the sigmoid's slope ¼ at the centre and an error of at most 0.077. The best weight is
+    :math:`\gamma = 0.236`, with an error of at most 0.044. The exact sigmoid is ``from_activation("sigmoid")``.
 
     Example:
         >>> LogUnit(0.375).prox(torch.tensor([0.5]))
@@ -267,7 +267,7 @@ class LogUnit(Separable):
         return torch.where(inside, -self.gamma * (torch.log(safe) + torch.log1p(-safe)), math.inf)
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
-        """Through :class:`LogBox`, on the interval moved to (−1, 1)."""
+        """The prox of :class:`LogBox`, with (0, 1) mapped to (−1, 1)."""
         wide = widened(x)
         t = root(_BoxEquation(), 2 * wide - 1, scaled(step, 4 * self.gamma, wide))
         # ½(1 + t/(1+|t|)) without the cancellation near zero.

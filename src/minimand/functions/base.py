@@ -1,4 +1,4 @@
-"""The function's contract: a value and a prox."""
+"""The base classes of functions."""
 
 import abc
 from numbers import Real
@@ -18,15 +18,15 @@ Step = float | Tensor
 class Function(abc.ABC):
     r"""A closed convex function :math:`g : \mathbb{R}^n \to \mathbb{R} \cup \{+\infty\}`.
 
-    A function knows two things, and everything else in the library asks for nothing more:
+    A function has a value and a prox:
 
     .. math::
 
         \operatorname{value}(x) = g(x), \qquad
         \operatorname{prox}(x, \eta) = \arg\min_z\; \eta\, g(z) + \tfrac12 \|z - x\|^2 .
 
-    Indicators allow for rounding, so that ``value(prox(x))`` is finite in every precision. Points in half
-    precision have their value computed and returned in float32, where sums cannot overflow.
+    Indicators tolerate rounding errors, so that ``value(prox(x))`` is finite in every precision. The value of a
+    point in half precision is computed and returned in float32, where sums do not overflow.
 
     Attributes:
         separable: Whether :math:`g(x) = \sum_i g_i(x_i)`, so that the prox acts entry by entry.
@@ -50,8 +50,8 @@ class Function(abc.ABC):
 class Separable(Function):
     r"""A function that is a sum over the entries, :math:`g(x) = \sum_i g_1(x_i)`.
 
-    Its prox at step 1 acts like an activation :math:`\varphi`, which is the derivative of a convex function:
-    :meth:`primitive` is that function, the energy that lifted training methods sum.
+    Its prox at step 1 is an activation :math:`\varphi`. The activation is the derivative of a convex function,
+    :meth:`primitive`, which lifted training methods use as an energy.
     """
 
     separable: ClassVar[bool] = True
@@ -65,7 +65,7 @@ class Separable(Function):
         wide = widened(x)
         values = self.values(wide)
         if wide is not x:
-            # A point that was rounded to half precision may have left the set by more than float32's rounding.
+            # A point rounded to half precision may violate a constraint by more than the tolerance of float32.
             values = torch.where(torch.isinf(values), self.values(x).float(), values)
         return values.sum()
 
@@ -75,7 +75,7 @@ class Separable(Function):
 
         With :math:`\tilde f(x) = g(x) + \tfrac12 x^2`, which is the conjugate of :math:`\tilde g` up to a
         constant, the Fenchel–Young equality :math:`\tilde f(\varphi(z)) + \tilde g(z) = z\,\varphi(z)` holds
-        at every ``z`` (Lin 2019, Table 1), and gives the integral without integrating.
+        at every ``z`` ([Lin2019], Table 1). The integral is computed from this equality.
         """
         z = widened(z)
         x, origin = self.prox(z), self.prox(torch.zeros_like(z))
@@ -84,8 +84,8 @@ class Separable(Function):
     def gap(self, x: Tensor, z: Tensor) -> Tensor:
         r"""The Fenchel–Young gap :math:`\tilde f(x) + \tilde g(z) - xz \ge 0`, entry by entry.
 
-        It vanishes exactly where :math:`x = \varphi(z)`. As the equality holds at :math:`p = \varphi(z)`, it is
-        :math:`\tilde f(x) - \tilde f(p) - z(x - p)`, which is zero to the bit there.
+        It vanishes exactly where :math:`x = \varphi(z)`. The equality holds at :math:`p = \varphi(z)`, so the gap is
+        :math:`\tilde f(x) - \tilde f(p) - z(x - p)`, which is exactly zero at ``p``, even in floating point.
 
         >>> from minimand.functions import NonNegative
         >>> NonNegative().gap(torch.tensor([0.0, 3.0, 3.0]), torch.tensor([-1.0, 3.0, 1.0]))
@@ -100,23 +100,28 @@ class Separable(Function):
 
 
 def widened(x: Tensor) -> Tensor:
-    """``x`` itself, or its float32 copy where its precision is too low for sums and iterations."""
+    """``x`` itself, or a float32 copy if ``x`` is in half precision."""
     require_real("x", x)
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def slack(x: Tensor, scale: float = 1.0) -> float:
-    """How far rounding may carry a point of ``x``'s precision out of a set of size ``scale``."""
+    """The tolerance of indicators: the rounding error of a point of ``x``'s precision and size ``scale``."""
     return 4 * torch.finfo(x.dtype).eps * max(1.0, abs(scale))
 
 
-def barrier(inside: Tensor, x: Tensor) -> Tensor:
+def indicator(inside: Tensor, x: Tensor) -> Tensor:
     """Zero where ``inside``, +inf elsewhere, in ``x``'s precision."""
     return torch.zeros_like(x).masked_fill(~inside, float("inf"))
 
 
+def indicator_of_all(inside: Tensor, x: Tensor) -> Tensor:
+    """Zero if all of ``inside`` holds, +inf otherwise, in ``x``'s precision."""
+    return torch.where(inside.all(), 0.0, float("inf")).to(x.dtype)
+
+
 def scaled(step: Step, weight: float, x: Tensor) -> Step:
-    """``step * weight``, a tensor step taken to the precision of ``x``."""
+    """``step * weight``; a tensor step is cast to the precision of ``x``."""
     checked = check_step(step, x)
     if isinstance(checked, Tensor):
         return checked.to(x.dtype) * weight
@@ -124,17 +129,20 @@ def scaled(step: Step, weight: float, x: Tensor) -> Step:
 
 
 def check_step(step: Step, x: Tensor | None = None) -> Step:
-    """Refuse a step that is not positive and finite (of tensors only where a look costs nothing), or larger than x."""
+    """Check that a step is positive, finite, and broadcasts to ``x``.
+
+    The entries of a tensor step are checked on the CPU only, where reading them needs no synchronisation.
+    """
     if x is not None:
         require_real("x", x)
     if isinstance(step, Tensor):
-        if x is not None and step.dim() and not fits(step.shape, x.shape):
+        if x is not None and step.dim() and not broadcasts_to(step.shape, x.shape):
             raise ShapeError(
                 f"a step of shape {tuple(step.shape)} does not broadcast to x of shape {tuple(x.shape)}; "
                 f"give one number, or one per entry or row of x"
             )
-        look = step.device.type == "cpu" and not is_traced(step)
-        if look and not _all_positive(step.detach()):
+        readable = step.device.type == "cpu" and not is_traced(step)
+        if readable and not _all_positive(step.detach()):
             raise OptionError("step must be positive and finite in every entry of its tensor")
     elif isinstance(step, bool) or not isinstance(step, Real) or not 0 < step < float("inf"):
         raise OptionError(f"step must be a finite number > 0 or a tensor of them, got {step!r}")
@@ -147,7 +155,7 @@ def _all_positive(step: Tensor) -> bool:
     return bool(((step > 0) & (step < float("inf"))).all())
 
 
-def fits(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
     """Whether a tensor of ``shape`` broadcasts to ``target`` without enlarging it."""
     pairs = zip(reversed(shape), reversed(target), strict=False)
     return len(shape) <= len(target) and all(size in (1, full) for size, full in pairs)

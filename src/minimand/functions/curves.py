@@ -1,12 +1,12 @@
-r"""The curves of the smooth activations: derivative, integral, and integral of the inverse.
+r"""Derivatives, integrals, and integrals of the inverse of the smooth activations.
 
-For an activation :math:`\varphi` each family below holds ``<name>_slope`` for :math:`\varphi'`,
-``<name>_integral`` for :math:`\tilde g(z) = \int_0^z \varphi` and ``<name>_inverse_integral`` for
-:math:`\tilde f(x) = \int_{\varphi(0)}^x \varphi^{-1}`, which is +inf outside the closed range. Lin (2019),
-Table 1, lists :math:`f = \tilde f - \tfrac12 x^2` and :math:`g = \tilde g - \tfrac12 x^2`, for some of them
-without the constants that make :math:`\tilde f(\varphi(z)) + \tilde g(z) = z\varphi(z)` hold.
+For an activation :math:`\varphi`, ``<name>_slope`` is :math:`\varphi'`, ``<name>_integral`` is
+:math:`\tilde g(z) = \int_0^z \varphi`, and ``<name>_inverse_integral`` is
+:math:`\tilde f(x) = \int_{\varphi(0)}^x \varphi^{-1}`, which is +inf outside the closed range of :math:`\varphi`.
+[Lin2019], Table 1, lists :math:`f = \tilde f - \tfrac12 x^2` and :math:`g = \tilde g - \tfrac12 x^2`. For some
+activations it omits the constants with which :math:`\tilde f(\varphi(z)) + \tilde g(z) = z\varphi(z)` holds.
 
-They are module-level functions, not lambdas, so that a network that holds them can be pickled.
+The functions are defined at module level, so that networks that hold them can be pickled.
 """
 
 import math
@@ -82,6 +82,11 @@ def softplus_inverse_integral(x: Tensor, beta: float = 1.0) -> Tensor:
     return _within(0.0, math.inf, x, value / beta**2)
 
 
+def softplus_inverse(x: Tensor) -> Tensor:
+    """The inverse of softplus, for x > 0."""
+    return x + torch.log(-torch.expm1(-x))
+
+
 def logsigmoid_slope(z: Tensor) -> Tensor:
     """The derivative of the log-sigmoid."""
     return torch.sigmoid(-z)
@@ -145,7 +150,7 @@ def softsign_integral(z: Tensor) -> Tensor:
 
 def softsign_inverse_integral(x: Tensor) -> Tensor:
     """The integral of the inverse of softsign from its value at 0."""
-    # The integral diverges at ±1, which softsign reaches by rounding only.
+    # The integral diverges at ±1. Softsign reaches ±1 only by rounding.
     size = x.abs().clamp(max=1 - torch.finfo(x.dtype).eps / 2)
     return _within(-1.0, 1.0, x, -size - torch.log1p(-size))
 
@@ -183,11 +188,11 @@ def silu_slope(z: Tensor) -> Tensor:
 
 
 def silu_integral(z: Tensor) -> Tensor:
-    """The integral of SiLU (Swish) from 0, by parts; it is no prox, so its inverse has none."""
+    """The integral of SiLU (Swish) from 0, by parts. SiLU has no inverse, since it is not monotone."""
     return z * F.softplus(z, threshold=100) - softplus_integral(z)
 
 
-#: Bernoulli numbers B₂ₙ/(2n+1)!, n = 1, 2, …: the dilogarithm in powers of −log(1 − y).
+#: Bernoulli numbers B₂ₙ/(2n+1)!, n = 1, 2, …: coefficients of the dilogarithm in powers of −log(1 − y).
 _BERNOULLI = (
     1 / 36,
     -1 / 3600,
@@ -204,8 +209,8 @@ _BERNOULLI = (
 def dilogarithm(y: Tensor) -> Tensor:
     r"""The dilogarithm :math:`\mathrm{Li}_2(y) = -\int_0^y \log(1-t)/t\,dt` for :math:`-1 \le y \le 1`.
 
-    With :math:`u = -\log(1-y)` it is :math:`\sum_n B_n u^{n+1}/(n+1)!`, which gains a digit per term for
-    :math:`y \le ½`; larger arguments are reflected by :math:`\mathrm{Li}_2(y) = \pi^2/6 - \log y \log(1-y) -
+    With :math:`u = -\log(1-y)` it is :math:`\sum_n B_n u^{n+1}/(n+1)!`. For :math:`y \le ½` each term adds a
+    digit. Larger arguments are reflected by :math:`\mathrm{Li}_2(y) = \pi^2/6 - \log y \log(1-y) -
     \mathrm{Li}_2(1-y)`.
 
     Example:

@@ -1,4 +1,4 @@
-"""Every non-decreasing 1-Lipschitz function is a prox, exactly and at every step."""
+"""The function whose prox is a given non-decreasing 1-Lipschitz activation, for every step."""
 
 import functools
 from collections.abc import Callable
@@ -29,26 +29,25 @@ class Monotone(Separable):
         f(x) = \int_{\varphi(0)}^x \varphi^{-1}(s)\,ds - \tfrac12 x^2, \qquad
         \operatorname{prox}_f = \varphi
 
-    (Lin 2019, Table 1). Its prox at step :math:`\eta` is :math:`\varphi(z)` at the root of
+    ([Lin2019], Table 1). Its prox at step :math:`\eta` is :math:`\varphi(z)` at the root of
 
     .. math:: (1 - \eta)\,\varphi(z) + \eta z = a ,
 
-    which increases in ``z`` with a slope between :math:`\eta` and 1, so no inverse of :math:`\varphi` is
-    needed. The constant is chosen such that the Fenchel–Young equality
+    whose left-hand side increases in ``z`` with a slope between :math:`\eta` and 1. No inverse of :math:`\varphi` is
+    needed. The additive constant of f is chosen such that the Fenchel–Young equality
     :math:`f(x) + \tfrac12 x^2 + \int_0^z \varphi = zx` holds at :math:`x = \varphi(z)`.
 
-    :math:`0 \le \varphi' \le 1` is checked on a grid over [−20, 20]; beyond it the caller vouches for it.
-    Arithmetic is in float64 where a step may exceed 1, because it multiplies the rounding of
-    :math:`z - \varphi(z)`.
+    :math:`0 \le \varphi' \le 1` is checked on a grid over [−20, 20]; outside it the caller is responsible.
+    Steps above 1 are computed in float64, because they amplify the rounding error of :math:`z - \varphi(z)`.
 
     Args:
         phi: The activation, applied to tensors entry by entry.
-        derivative: Its derivative. Without it the prox is found by chords, and its gradient by autograd of
-            ``phi``.
-        integral: :math:`z \mapsto \int_0^z \varphi`; by quadrature when missing (relative error about 1e-8
+        derivative: Its derivative. Without it the root is found by the secant method, and the gradient by autograd
+            of ``phi``.
+        integral: :math:`z \mapsto \int_0^z \varphi`; default: quadrature (relative error about 1e-8
             for smooth activations, 1e-5 for kinked ones).
         inverse_integral: :math:`x \mapsto \int_{\varphi(0)}^x \varphi^{-1}`, +inf outside the range of
-            :math:`\varphi`; by the Fenchel–Young equality when missing.
+            :math:`\varphi`; default: from the Fenchel–Young equality.
 
     Example:
         >>> g = Monotone(torch.tanh)
@@ -78,7 +77,7 @@ class Monotone(Separable):
         return f"Monotone({getattr(self.phi, '__name__', self.phi)})"
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
-        """``phi(x)`` itself at step 1, to the bit; otherwise by a root."""
+        """``phi(x)`` at step 1; otherwise computed from the root."""
         if not isinstance(check_step(step, x), Tensor) and step == 1:
             return self.phi(x)
         work = x.to(_precision(x, step))
@@ -89,7 +88,7 @@ class Monotone(Separable):
 
     def values(self, x: Tensor) -> Tensor:
         """f at each entry, +inf outside the closure of the range of ``phi``."""
-        # The difference of two squares of x: single precision would leave nothing of it for large x.
+        # A difference of two squares of x, which cancels in single precision for large x.
         wide = x if x.device.type == "mps" else x.double()
         return (self._lifted(wide) - 0.5 * wide * wide).to(x.dtype)
 
@@ -97,7 +96,7 @@ class Monotone(Separable):
         if self.inverse_integral is not None:
             return self.inverse_integral(x)
         z, attained = _inverse(self.phi, x.detach())
-        # The envelope theorem: z maximises zx − ∫φ, so it is a constant for the derivative.
+        # z maximises zx − ∫φ, so by the envelope theorem it counts as a constant in the derivative.
         return torch.where(attained, z * x - self.primitive(z), float("inf"))
 
     def primitive(self, z: Tensor) -> Tensor:
@@ -107,7 +106,7 @@ class Monotone(Separable):
 
 
 def _require_monotone(phi: Elementwise) -> None:
-    """Refuse an activation that falls, or rises faster than the identity, on a grid."""
+    """Check on a grid that an activation is non-decreasing with slope at most 1."""
     anchor = next(phi.parameters(), None) if isinstance(phi, nn.Module) else None
     grid = torch.linspace(-20.0, 20.0, 401) if anchor is None else torch.linspace(-20.0, 20.0, 401).to(anchor)
     with torch.no_grad():
@@ -158,7 +157,7 @@ class _Optimality(Increasing):
     def bracket(self, target: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
         residual = self.left(target, step) - target
         ends = target - residual, target - residual / step
-        # Rounding of the residual may carry an end across the root by a few units in the last place.
+        # Rounding of the residual may move an end past the root by a few units in the last place.
         margin = 8 * torch.finfo(target.dtype).eps * (target.abs() + residual.abs() + step)
         margin = margin / self.slopes(step)[0]
         return torch.minimum(*ends) - margin, target, torch.maximum(*ends) + margin
@@ -173,7 +172,7 @@ def _autograd_slope(phi: Elementwise, z: Tensor) -> Tensor:
 def _inverse(phi: Elementwise, x: Tensor) -> tuple[Tensor, Tensor]:
     """Some z with phi(z) = x, and whether x lies in the closure of the range, up to rounding."""
     origin = phi(torch.zeros_like(x))
-    # A slope of at most 1 keeps z at least this far from the origin; the range may end before any z is found.
+    # Slopes are at most 1, so z lies at least this far from the origin. There is no z if x is outside the range.
     away = (x - origin).abs()
     far = torch.where(away > 0, away, torch.ones_like(away)) * 2.0**40 + 1e3
     upper = torch.where(x >= origin, far, torch.zeros_like(far))
@@ -182,7 +181,7 @@ def _inverse(phi: Elementwise, x: Tensor) -> tuple[Tensor, Tensor]:
     tolerance = 8 * torch.finfo(x.dtype).eps * (1 + x.abs())
     attained = (x <= high + tolerance) & (x >= low - tolerance)
     clipped = torch.minimum(torch.maximum(x, low), high)
-    # In u = asinh z, so that bisection reaches the smallest and the largest z alike.
+    # In u = asinh z, so that bisection resolves small and large z alike.
     u = bracketed(lambda u: phi(torch.sinh(u)) - clipped, torch.asinh(lower), torch.asinh(upper))
     return torch.sinh(u), attained
 
@@ -190,7 +189,7 @@ def _inverse(phi: Elementwise, x: Tensor) -> tuple[Tensor, Tensor]:
 class _Quadrature(torch.autograd.Function):
     r"""The integral of :math:`\varphi` from 0 by composite Gauss–Legendre quadrature, differentiated exactly.
 
-    The substitution :math:`s = \sinh u` spends the nodes near the origin, where activations bend.
+    The substitution :math:`s = \sinh u` places most nodes near the origin, where activations are curved.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The objective that a fully connected layer descends."""
+"""The objective for which a fully connected layer is a gradient step."""
 
 import functools
 from collections.abc import Callable
@@ -18,27 +18,27 @@ Elementwise = Callable[[Tensor], Tensor]
 
 
 class LayerObjective:
-    r"""The function of which the layer :math:`\Phi(Wx)` is a gradient step,
+    r"""The function for which the layer :math:`\varphi(Wx)` is a gradient step,
 
     .. math:: f(z) = \tfrac12\|z\|^2 - \sum_i \tilde\varphi\bigl((Uz)_i\bigr), \qquad
         \nabla f(z) = z - U\varphi(Uz), \qquad U = W^{1/2},\quad \tilde\varphi' = \varphi ,
 
     for a symmetric positive definite :math:`W`. In :math:`z = Ux` the unit gradient step :math:`z - \nabla f(z)` is
-    :math:`x^+ = \varphi(Wx)`. The layer does not need a monotone φ, only one that is a derivative. Where
+    :math:`x^+ = \varphi(Wx)`. φ need not be monotone, it only needs an antiderivative. If
     :math:`0 \le \varphi' \le 1` and :math:`W \preceq I`, f is convex and 1-smooth.
 
     Args:
         weight: W, symmetric positive definite.
-        activation: A name, module or function as :func:`~minimand.functions.from_activation` takes it; ``"silu"``
-            (Swish) and ELU with any α too.
+        activation: A name, module or function that :func:`~minimand.functions.from_activation` accepts, or ``"silu"``
+            (Swish), or ELU with any α.
 
     Raises:
         ShapeError: If W is not square.
         OptionError: If W is not symmetric positive definite.
-        NotProximal: If the activation is not known.
+        NotProximal: If the activation is unknown.
 
-    Source: 002, Lemma 4 and the table of objectives (for leaky ReLU with α in place of α², for softsign with
-    :math:`-t - \log(1-t)` below zero; with the constants for which :math:`\tilde\varphi(0) = 0`).
+    Source: [Lin2019], Lemma 4 and the table of objectives. The table is corrected: leaky ReLU has α in place of α²,
+    softsign has :math:`-t - \log(1-t)` below zero, and the constants give :math:`\tilde\varphi(0) = 0`.
 
     Example:
         >>> f = LayerObjective(torch.tensor([[0.5, 0.2], [0.2, 0.4]]), "tanh")
@@ -50,7 +50,7 @@ class LayerObjective:
 
     def __init__(self, weight: Tensor, activation: str | nn.Module | Callable[..., Tensor] = "relu") -> None:
         if weight.dim() != 2 or weight.shape[0] != weight.shape[1]:
-            raise ShapeError(f"a layer that is a gradient step has a square weight, got shape {tuple(weight.shape)}")
+            raise ShapeError(f"LayerObjective needs a square weight, got shape {tuple(weight.shape)}")
         values, vectors = torch.linalg.eigh(weight.detach())
         tolerance = 8 * torch.finfo(weight.dtype).eps * float(values.abs().max()) * len(weight)
         asymmetry = float((weight - weight.mT).abs().max())
@@ -83,9 +83,9 @@ class LayerObjective:
 
 
 def _curves(activation: str | nn.Module | Callable[..., Tensor]) -> tuple[Elementwise, Elementwise]:
-    """An activation and its integral from 0."""
+    """The activation and its integral from 0."""
     if isinstance(activation, nn.ELU) and type(activation).forward is nn.ELU.forward and activation.alpha > 1:
-        # Too steep for a prox, but a derivative like the others.
+        # Too steep for a prox, but its integral is known.
         alpha = float(activation.alpha)
         return functools.partial(F.elu, alpha=alpha), functools.partial(curves.elu_integral, alpha=alpha)
     name = activation.lower() if isinstance(activation, str) else None

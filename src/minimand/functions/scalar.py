@@ -1,7 +1,7 @@
 """Roots of increasing scalar functions, solved entry by entry and differentiated implicitly.
 
-This is the only root finder of the library: a prox without a closed form states its optimality condition as
-an :class:`Increasing` equation and asks for its :func:`root`.
+A prox without a closed form states its optimality condition as an :class:`Increasing` equation; :func:`root` solves
+it. The library has no other root finder.
 """
 
 import abc
@@ -17,7 +17,7 @@ from .base import Step
 __all__ = ["Increasing", "bracketed", "root"]
 
 QUICK_ITERATIONS = 8
-#: Never reached by an increasing function; they bound the damage of one that is not.
+#: Limits for functions that are not increasing, which may not converge. Increasing functions never reach them.
 EAGER_ITERATIONS = 300
 BRACKET_ITERATIONS = 120
 
@@ -26,8 +26,8 @@ class Increasing(abc.ABC):
     r"""The equation :math:`h(z, \eta) = a` with :math:`h` strictly increasing in ``z``.
 
     Attributes:
-        iterations: How many Newton takes under tracing, where it cannot stop when it has converged: as many
-            as were ever needed for steps from 1e-4 to 1e4 and targets up to 1e4.
+        iterations: The number of Newton iterations under tracing, where the loop cannot stop at convergence. It is
+            the largest number needed for steps from 1e-4 to 1e4 and targets up to 1e4.
     """
 
     iterations: ClassVar[int] = 24
@@ -45,7 +45,7 @@ class Increasing(abc.ABC):
         r"""The derivative :math:`\partial h/\partial\eta`, in differentiable operations."""
 
     def tangent(self, z: Tensor, step: Step) -> Tensor | None:
-        """The slope, where it costs no autograd; None asks the iteration to estimate it from chords."""
+        """The slope if it can be computed without autograd; None: the iteration uses secants."""
         return self.slope(z, step)
 
     @abc.abstractmethod
@@ -70,7 +70,7 @@ def root(equation: Increasing, target: Tensor, step: Step) -> Tensor:
 
 
 class _Root(torch.autograd.Function):
-    """The root where the step is a tensor."""
+    """The root for a tensor step."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, equation: Increasing, target: Tensor, step: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class _Root(torch.autograd.Function):
 
 
 class _RootFixed(torch.autograd.Function):
-    """The root where the step is a number: it must stay one under tracing."""
+    """The root for a float step, which must remain a float under tracing."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, equation: Increasing, target: Tensor, step: float) -> Tensor:
@@ -104,14 +104,14 @@ class _RootFixed(torch.autograd.Function):
 
 
 def newton(equation: Increasing, target: Tensor, step: Step) -> Tensor:
-    """Newton's method, replaced by bisection where it would reach the far end of the bracket.
+    """Newton's method with bisection as a safeguard.
 
-    Without a derivative the slope is that of the last chord, and bisection also steps in where three chords in a
-    row have not halved the residual.
+    A step that would leave the bracket is replaced by bisection. Without a derivative the slope is that of the last
+    secant, and three secant steps that do not halve the residual are followed by bisection.
     """
     low, z, high = equation.bracket(target, step)
     tracing = torch.compiler.is_compiling()
-    if not tracing and (quick := _unguarded(equation, target, step, low, z, high)) is not None:
+    if not tracing and (quick := _clamped_newton(equation, target, step, low, z, high)) is not None:
         return quick
     eps, scale = torch.finfo(target.dtype).eps, target.abs() + 0.1
     residual = mark = equation.left(z, step) - target
@@ -128,20 +128,22 @@ def newton(equation: Increasing, target: Tensor, step: Step) -> Tensor:
             move, mark = torch.where(stalled, gap, move), residual
         move = torch.where(move.abs() < gap.abs(), move, 0.5 * gap)
         z, previous = z + move, residual
-        # The error after a Newton step is of the order of its square. A chord may have bridged a kink, so it takes
-        # two short ones.
+        # The error after a Newton step is of the order of its square. A secant may span a kink, so the secant method
+        # needs two short steps to stop.
         large, before = move.abs() > eps ** (0.75 if tangent is not None else 0.9) * (z.abs() + scale), large
         moving = large | before if tangent is None else large
         if not tracing and not bool(moving.any()):
             break
         residual = equation.left(z, step) - target
         if tangent is None:
-            slope = torch.where(moving, _chord(residual - previous, move, *equation.slopes(step)), slope)
+            slope = torch.where(moving, _secant(residual - previous, move, *equation.slopes(step)), slope)
     return z
 
 
-def _unguarded(equation: Increasing, target: Tensor, step: Step, low: Tensor, z: Tensor, high: Tensor) -> Tensor | None:
-    """Newton's method kept inside the first bracket only: a third of the work, and nearly always enough."""
+def _clamped_newton(
+    equation: Increasing, target: Tensor, step: Step, low: Tensor, z: Tensor, high: Tensor
+) -> Tensor | None:
+    """Newton's method clamped to the initial bracket; None if it has not converged. It takes a third of the work."""
     limit = torch.finfo(target.dtype).eps ** 0.75 * (target.abs() + 0.1)
     for count in range(QUICK_ITERATIONS):
         tangent = equation.tangent(z, step)
@@ -154,8 +156,8 @@ def _unguarded(equation: Increasing, target: Tensor, step: Step, low: Tensor, z:
     return None
 
 
-def _chord(rise: Tensor, run: Tensor, flattest: Step, steepest: Step) -> Tensor:
-    """The slope of a chord, within its bounds; the steepest, which moves least, where there is none."""
+def _secant(rise: Tensor, run: Tensor, flattest: Step, steepest: Step) -> Tensor:
+    """The slope of a secant, clamped to its bounds; the steepest slope if the secant has zero length."""
     slope = torch.where(run == 0, torch.zeros_like(run) + steepest, rise / run)
     if isinstance(flattest, Tensor) or isinstance(steepest, Tensor):
         return torch.clamp(slope, torch.as_tensor(flattest), torch.as_tensor(steepest))
@@ -163,7 +165,7 @@ def _chord(rise: Tensor, run: Tensor, flattest: Step, steepest: Step) -> Tensor:
 
 
 def bracketed(function: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
-    """A root of a non-decreasing function between ``low`` and ``high``, without its derivative.
+    """A root of a non-decreasing function between ``low`` and ``high``, without derivatives.
 
     Chandrupatla's method (1997): inverse quadratic interpolation where it is safe, bisection elsewhere.
     """

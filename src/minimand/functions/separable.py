@@ -1,4 +1,4 @@
-"""Functions that are sums over the entries, with their proxes in closed form."""
+"""Functions that are sums over the entries, with proxes in closed form."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import OptionError, is_traced, require_positive
-from .base import Separable, Step, barrier, check_step, scaled, slack
+from .base import Separable, Step, check_step, indicator, scaled, slack
 
 __all__ = [
     "L1",
@@ -27,7 +27,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Zero(Separable):
-    r"""Nothing: :math:`g(x) = 0`, whose prox is the identity.
+    r"""The zero function :math:`g(x) = 0`. Its prox is the identity.
 
     Example:
         >>> Zero().prox(torch.tensor([-1.0, 2.0]))
@@ -59,7 +59,7 @@ class Origin(Separable):
 
     def values(self, x: Tensor) -> Tensor:
         """Zero at zero, +inf elsewhere."""
-        return barrier(x.abs() <= slack(x), x)
+        return indicator(x.abs() <= slack(x), x)
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """Zero."""
@@ -73,7 +73,7 @@ class Origin(Separable):
 
 @dataclass(frozen=True)
 class NonNegative(Separable):
-    r"""The indicator of :math:`x \ge 0`; its prox is ReLU at every step (Bibi et al. 2019, Table 1).
+    r"""The indicator of :math:`x \ge 0`. Its prox is ReLU at every step ([Bibi2019], Table 1).
 
     Example:
         >>> NonNegative().prox(torch.tensor([-1.0, 2.0]))
@@ -84,7 +84,7 @@ class NonNegative(Separable):
 
     def values(self, x: Tensor) -> Tensor:
         """Zero where x ≥ 0, +inf elsewhere."""
-        return barrier(x >= -slack(x), x)
+        return indicator(x >= -slack(x), x)
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """``torch.relu(x)``."""
@@ -107,7 +107,7 @@ class NonPositive(Separable):
 
     def values(self, x: Tensor) -> Tensor:
         """Zero where x ≤ 0, +inf elsewhere."""
-        return barrier(x <= slack(x), x)
+        return indicator(x <= slack(x), x)
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """``min(x, 0)``."""
@@ -128,9 +128,9 @@ class SquaredHinge(Separable):
         \operatorname{prox}_{\eta g}(a) = \begin{cases}
             a & a \ge -\lambda \\ (a - \eta\gamma\lambda)/(1 + \eta\gamma) & a < -\lambda \end{cases}
 
-    Without a shift this is the leaky ReLU of slope :math:`1/(1+\eta\gamma)` (Bibi et al. 2019, Table 1 and
-    Proposition 3, whose :math:`+\gamma\lambda` has the wrong sign). :class:`LeakyHinge` is the same
-    function given by that slope.
+    Without a shift this is the leaky ReLU of slope :math:`1/(1+\eta\gamma)` ([Bibi2019], Table 1 and
+    Proposition 3, where the sign of :math:`\gamma\lambda` is wrong). :class:`LeakyHinge` is the same
+    function, parametrised by that slope.
 
     Example:
         >>> SquaredHinge(gamma=1.0).prox(torch.tensor([-1.0, 2.0]))
@@ -163,14 +163,14 @@ class SquaredHinge(Separable):
 
 @dataclass(frozen=True)
 class LeakyHinge(Separable):
-    r"""The squared hinge :math:`g(x) = \frac{1-\alpha}{2\alpha} \max(-x, 0)^2`, by its leaky slope.
+    r"""The squared hinge :math:`g(x) = \frac{1-\alpha}{2\alpha} \max(-x, 0)^2`, parametrised by its leaky slope.
 
     .. math::
 
         \operatorname{prox}_{\eta g}(a) = \max(a, 0) + \frac{\alpha}{\alpha + \eta(1-\alpha)} \min(a, 0)
 
-    (Bibi et al. 2019, Proposition 3; Lin 2019, Table 1). It equals :class:`SquaredHinge` with
-    :math:`\gamma = (1-\alpha)/\alpha`, but keeps the slope exact: at step 1 the prox is
+    ([Bibi2019], Proposition 3; [Lin2019], Table 1). It equals :class:`SquaredHinge` with
+    :math:`\gamma = (1-\alpha)/\alpha`, but stores the slope exactly: at step 1 the prox is
     ``F.leaky_relu(x, slope)`` to the bit.
 
     Example:
@@ -201,7 +201,7 @@ class LeakyHinge(Separable):
         rest = scaled(step, 1.0 - self.slope, x)
         if isinstance(rest, Tensor):
             return torch.where(x > 0, x, x * (self.slope / (self.slope + rest)))
-        # slope + (1 − slope) rounds to 1 for every slope, so step 1 reproduces it.
+        # slope + (1 − slope) rounds to 1 for every slope, so step 1 gives the slope exactly.
         return F.leaky_relu(x, self.slope / (self.slope + rest))
 
     def conjugate(self) -> "NonPositiveRidge":
@@ -230,7 +230,7 @@ class NonPositiveRidge(Separable):
 
     def values(self, x: Tensor) -> Tensor:
         """The quadratic where x ≤ 0, +inf elsewhere."""
-        return (0.5 * self.curvature * x + self.linear) * x + barrier(x <= slack(x), x)
+        return (0.5 * self.curvature * x + self.linear) * x + indicator(x <= slack(x), x)
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The shrunk and shifted point, clipped at zero."""
@@ -266,10 +266,10 @@ class L1(Separable):
         """Soft thresholding."""
         threshold = scaled(step, self.weight, x)
         if not isinstance(self.weight, Tensor) and self.weight == 0:
-            return x  # a soft threshold of zero would have no gradient at zero
+            return x  # softshrink has no gradient at zero, even with a zero threshold
         if not isinstance(threshold, Tensor):
             return F.softshrink(x, threshold)
-        # One number that can be read without waiting: a third of the time of the general form, forwards and backwards.
+        # A single number on the CPU takes a third of the time of the general form, forwards and backwards.
         if _is_number(threshold, x):
             return _SoftThreshold.apply(x, threshold)
         return x - torch.clamp(x, -threshold, threshold)
@@ -300,14 +300,14 @@ class _SoftThreshold(torch.autograd.Function):
         (shrunk,) = ctx.saved_tensors
         shrunk = shrunk.detach()
         to_threshold = -(grad * shrunk.sign()).sum().reshape(ctx.threshold_shape) if ctx.needs_input_grad[1] else None
-        # Zero where the result is: the derivative at a threshold of zero, at the result.
+        # The gradient is zero where the result is zero.
         to_x = torch.ops.aten.softshrink_backward(grad, shrunk, 0.0) if ctx.needs_input_grad[0] else None
         return to_x, to_threshold
 
 
 @dataclass(frozen=True)
 class Box(Separable):
-    r"""The indicator of :math:`[l, u]`; its prox clips: hardtanh, ReLU6. Either end may be infinite.
+    r"""The indicator of :math:`[l, u]`. Its prox clips, like hardtanh and ReLU6. Either end may be infinite.
 
     Example:
         >>> Box(0.0, 6.0).prox(torch.tensor([-1.0, 2.0, 9.0]))
@@ -321,12 +321,12 @@ class Box(Separable):
         if isinstance(self.low, str | None) or isinstance(self.high, str | None):
             raise OptionError(f"a box needs two numbers low ≤ high, got {self.low!r} and {self.high!r}")
         if not self.low <= self.high or self.low == math.inf or self.high == -math.inf:
-            raise OptionError(f"a box needs low ≤ high with points in between, got [{self.low}, {self.high}]")
+            raise OptionError(f"a box needs low ≤ high, low < inf and high > -inf, got [{self.low}, {self.high}]")
 
     def values(self, x: Tensor) -> Tensor:
         """Zero in the box, +inf elsewhere."""
         below, above = _finite(self.low), _finite(self.high)
-        return barrier((x >= self.low - slack(x, below)) & (x <= self.high + slack(x, above)), x)
+        return indicator((x >= self.low - slack(x, below)) & (x <= self.high + slack(x, above)), x)
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """``x`` clipped to the box."""
@@ -356,15 +356,15 @@ class Support(Separable):
         Box(self.low, self.high)
 
     def values(self, x: Tensor) -> Tensor:
-        """The support function at each entry; +inf against an infinite end."""
+        """The support function at each entry; +inf in the direction of an infinite end."""
         parts = torch.zeros_like(x)
         for end, side in ((self.high, torch.relu(x)), (self.low, -torch.relu(-x))):
-            parts = parts + (end * side if math.isfinite(end) else barrier(side.abs() <= slack(x), x))
+            parts = parts + (end * side if math.isfinite(end) else indicator(side.abs() <= slack(x), x))
         return parts
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """Soft thresholding with one threshold per side."""
-        # An infinite end leaves nothing on its side; multiplied by a step it would poison the gradient.
+        # The prox is zero on the side of an infinite end. Multiplying infinity by a step would make the gradient NaN.
         above = torch.relu(x - scaled(step, self.high, x)) if math.isfinite(self.high) else 0.0 * x
         below = torch.relu(scaled(step, self.low, x) - x) if math.isfinite(self.low) else 0.0 * x
         return above - below

@@ -1,9 +1,8 @@
 r"""Functions of singular values and eigenvalues. They act on the last two dimensions.
 
-Their proxes apply a scalar function to the spectrum. Differentiating the decomposition itself divides by
-differences of singular values and fails where two coincide; the derivative of the prox needs only the
-divided differences of the scalar function (Löwner's form), which for thresholding and clipping have closed
-forms without any cancellation.
+Their proxes apply a scalar function to the spectrum. Differentiating the decomposition divides by differences of
+singular values and fails where two coincide. The derivative of the prox is computed from the divided differences of
+the scalar function (Löwner's form). For thresholding and clipping these have closed forms without cancellation.
 """
 
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ..errors import ShapeError, require_positive
-from .base import Function, Step, check_step, scaled, widened
+from .base import Function, Step, check_step, indicator_of_all, scaled, widened
 from .structured import require_common_step
 
 __all__ = ["NegativeSemidefinite", "NuclearNorm", "PositiveSemidefinite", "SpectralBall"]
@@ -25,7 +24,7 @@ class NuclearNorm(Function):
 
     .. math:: \operatorname{prox}_{\eta g}(X) = U \max(\Sigma - \eta w, 0) V^\top, \qquad X = U \Sigma V^\top
 
-    which keeps activations of low rank (Bibi et al. 2019, section 3.2). The gradient is finite and correct
+    The prox gives activations of low rank ([Bibi2019], section 3.2). The gradient is finite and correct
     at repeated and at zero singular values.
 
     Example:
@@ -75,7 +74,7 @@ class SpectralBall(Function):
         """Zero where every matrix lies in the ball, +inf otherwise."""
         room = self.radius * (1 + 8 * max(x.shape[-2:]) * torch.finfo(x.dtype).eps)
         norms = torch.linalg.matrix_norm(_matrix(x), ord=2)
-        return torch.where((norms <= room).all(), 0.0, float("inf")).to(norms.dtype)
+        return indicator_of_all(norms <= room, norms)
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The singular values clipped."""
@@ -96,9 +95,9 @@ class PositiveSemidefinite(Function):
 
         \operatorname{prox}(X) = Q \max(\Lambda, 0) Q^\top, \qquad \tfrac12(X + X^\top) = Q \Lambda Q^\top
 
-    for any square ``X``: its nearest such matrix depends on the symmetric part alone (Bibi et al. 2019,
-    section 3.2; ReEig). The gradient is finite and correct at repeated eigenvalues; at a zero eigenvalue,
-    where the projection has a kink, it is the one that ReLU has there.
+    for any square ``X``: the projection depends only on the symmetric part ([Bibi2019], section 3.2; ReEig). The
+    gradient is finite and correct at repeated eigenvalues. At a zero eigenvalue the projection has a kink, and the
+    gradient is the one of ReLU at zero.
 
     Example:
         >>> PositiveSemidefinite().prox(torch.tensor([[2.0, 1.0], [-1.0, -3.0]]))
@@ -127,7 +126,7 @@ class NegativeSemidefinite(Function):
 
     .. math:: \operatorname{prox}(X) = \tfrac12(X - X^\top) + Q \min(\Lambda, 0) Q^\top
 
-    The skew part is free, because it is orthogonal to every symmetric matrix.
+    The skew-symmetric part is unconstrained, because it is orthogonal to every symmetric matrix.
 
     Example:
         >>> NegativeSemidefinite().prox(torch.tensor([[2.0, 1.0], [-1.0, -3.0]]))
@@ -169,17 +168,17 @@ def _symmetric(x: Tensor) -> Tensor:
 
 
 def _semidefinite(x: Tensor, wide: Tensor, *, symmetric: bool) -> Tensor:
-    """The indicator, with room for rounding of ``x``'s own precision."""
+    """The indicator, with a tolerance for rounding in ``x``'s precision."""
     size = wide.abs().amax((-2, -1)).clamp_min(1.0)
     room = 8 * x.shape[-1] * torch.finfo(x.dtype).eps * size
     inside = torch.linalg.eigvalsh(_symmetric(wide))[..., 0] >= -room
     if symmetric:
         inside = inside & ((wide - wide.mT).abs().amax((-2, -1)) <= room)
-    return torch.where(inside.all(), 0.0, float("inf")).to(wide.dtype)
+    return indicator_of_all(inside, wide)
 
 
 def _full_precision(x: Tensor) -> torch.autocast:
-    """Autocast off: it would multiply the factors in half precision."""
+    """Turns autocast off, which would multiply the factors in half precision."""
     return torch.autocast(x.device.type, enabled=False)
 
 
@@ -217,11 +216,11 @@ class _Rectify(torch.autograd.Function):
 
 
 def _singular(x: Tensor, threshold: Step, *, clip: bool) -> Tensor:
-    """U f(Σ) Vᵀ, f the soft threshold, or the clipping that complements it."""
+    """U f(Σ) Vᵀ, where f is the soft threshold, or clipping with ``clip``."""
     require_common_step(threshold, 2, "a function of matrices")
     if not isinstance(threshold, Tensor):
         threshold = x.new_full((), threshold)
-    # One threshold per matrix, broadcast over the batch by autograd-visible operations.
+    # One threshold per matrix, broadcast over the batch by operations that autograd records.
     threshold = threshold.reshape(threshold.shape[:-2]) if threshold.dim() >= 2 else threshold.reshape(())
     return _Singular.apply(x, threshold.expand(x.shape[:-2]), clip)
 

@@ -1,4 +1,4 @@
-"""Functions of vectors: the simplex, groups, and their conjugates. They act on the last dimension."""
+"""Functions of vectors, which act on the last dimension: the simplex, groups, and their conjugates."""
 
 from dataclasses import dataclass
 
@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from ..errors import ShapeError, require_positive
-from .base import Function, Step, check_step, scaled, widened
+from .base import Function, Step, check_step, indicator_of_all, scaled, widened
 
 __all__ = ["Ball", "GroupL2", "Maximum", "Simplex"]
 
 
 def require_common_step(step: Step, dims: int, kind: str) -> None:
-    """Refuse a step that differs within one vector or matrix, where the prox is not defined by it."""
+    """Check that a step is constant within each vector or matrix."""
     if isinstance(step, Tensor) and any(size != 1 for size in step.shape[-dims:]):
         raise ShapeError(
             f"{kind} needs one step per {'vector' if dims == 1 else 'matrix'}: a tensor step of shape "
@@ -27,13 +27,9 @@ def _vectors(x: Tensor) -> Tensor:
     return wide
 
 
-def _indicator(inside: Tensor, x: Tensor) -> Tensor:
-    return torch.where(inside.all(), 0.0, float("inf")).to(x.dtype)
-
-
 @dataclass(frozen=True)
 class Simplex(Function):
-    r"""The indicator of the simplex :math:`\{x \ge 0, \sum_i x_i = 1\}`; its prox is sparsemax.
+    r"""The indicator of the simplex :math:`\{x \ge 0, \sum_i x_i = 1\}`. Its prox is sparsemax.
 
     .. math:: \operatorname{prox}(a) = \max(a - \tau, 0), \qquad \textstyle\sum_i \max(a_i - \tau, 0) = 1 ,
 
@@ -48,16 +44,15 @@ class Simplex(Function):
         """Zero where every last dimension is a distribution, +inf otherwise."""
         wide = _vectors(x)
         tolerance = 4 * torch.finfo(x.dtype).eps * (x.shape[-1] + 4)
-        x = wide
-        return _indicator((x >= -tolerance).all(-1) & ((x.sum(-1) - 1).abs() <= tolerance), x)
+        return indicator_of_all((wide >= -tolerance).all(-1) & ((wide.sum(-1) - 1).abs() <= tolerance), wide)
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The Euclidean projection."""
         check_step(step, x)
         wide = _vectors(x)
-        # The projection ignores a common shift; without it, large entries would cancel.
-        centred = wide - wide.detach().amax(-1, keepdim=True)
-        return torch.relu(centred - _level(centred, 1.0)).to(x.dtype)
+        # The projection is invariant to a common shift. Subtracting the maximum avoids cancellation.
+        centered = wide - wide.detach().amax(-1, keepdim=True)
+        return torch.relu(centered - _level(centered, 1.0)).to(x.dtype)
 
     def conjugate(self) -> "Maximum":
         """The largest entry."""
@@ -93,7 +88,7 @@ class Maximum(Function):
 
 
 def _level(x: Tensor, mass: Step) -> Tensor:
-    """The level above which the entries of the last dimension have the given mass."""
+    """The level τ with Σ max(x − τ, 0) = mass over the last dimension."""
     ordered = x.sort(dim=-1, descending=True).values
     count = torch.arange(1, x.shape[-1] + 1, dtype=x.dtype, device=x.device)
     levels = (ordered.cumsum(-1) - mass) / count
@@ -160,8 +155,7 @@ class Ball(Function):
         """Zero where every last dimension lies in the ball, +inf otherwise."""
         wide = _vectors(x)
         room = self.radius * (1 + 8 * torch.finfo(x.dtype).eps)
-        x = wide
-        return _indicator(torch.linalg.vector_norm(x, dim=-1) <= room, x)
+        return indicator_of_all(torch.linalg.vector_norm(wide, dim=-1) <= room, wide)
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The Euclidean projection."""

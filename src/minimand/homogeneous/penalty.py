@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CapabilityError, OptionError, ShapeError, require_fitting
-from ..factor.dropout.arrays import require_rate
-from ..factor.dropout.objective import dropout_weight
+from ..factor.dropout import dropout_weight, require_rate
 from ..nn.dropout import AdditiveDropout, ImportanceDropout
 from ..operators.gram import gram
 

@@ -1,29 +1,21 @@
-"""Layers that are solvers, the dropouts they induce, what they do to a network, and networks that are algorithms."""
+"""Solver layers and their dropouts, conversion of networks, networks as algorithms, unrolled reconstruction."""
 
 from .blocks import (
-    AcceleratedUpdate,
-    ADMMUpdate,
-    Coefficients,
-    DenseUpdate,
-    GradientUpdate,
     HeavyBallUpdate,
     Learning,
-    MergeUpdate,
     NesterovUpdate,
     OptimizationNet,
     Transition,
-    Twin,
     as_algorithm,
     coefficient_parameters,
 )
 from .convert import Rule, convert, revert
 from .dropout import AdditiveDropout, ImportanceDropout
-from .explain import Explanation, explain
+from .explain import explain
 from .layers import SolverConv1d, SolverConv2d, SolverLayer, SolverLinear, SolverOptions
 from .unrolled import (
     ADMMNet,
     Architecture,
-    Diagnosis,
     FISTANet,
     ISTANet,
     UnrolledNet,
@@ -35,21 +27,13 @@ from .unrolled import (
 
 __all__ = [
     "ADMMNet",
-    "ADMMUpdate",
-    "AcceleratedUpdate",
     "AdditiveDropout",
     "Architecture",
-    "Coefficients",
-    "DenseUpdate",
-    "Diagnosis",
-    "Explanation",
     "FISTANet",
-    "GradientUpdate",
     "HeavyBallUpdate",
     "ISTANet",
     "ImportanceDropout",
     "Learning",
-    "MergeUpdate",
     "NesterovUpdate",
     "OptimizationNet",
     "Rule",
@@ -59,7 +43,6 @@ __all__ = [
     "SolverLinear",
     "SolverOptions",
     "Transition",
-    "Twin",
     "UnrolledNet",
     "as_algorithm",
     "coefficient_parameters",

@@ -1,4 +1,4 @@
-"""Existing networks with solvers for layers, and back."""
+"""Converting the layers of a network to solver layers, and reverting them."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -21,41 +21,42 @@ M = TypeVar("M", bound=nn.Module)
 def convert(model: M, rules: Mapping[str, Solver | SolverOptions | Rule], *, inplace: bool = False) -> M:
     """Replace blocks dropout → linear or convolution → activation by solvers, with the same parameters.
 
-    The result computes what ``model`` did, with several iterations of a solver where there was one. It is an instance
-    of the same class; paths, Parameters, ``state_dict`` keys, hooks, attributes and methods stay, so optimizers and
-    checkpoints of before keep working.
+    A plain block is one iteration of a solver; the converted block makes several. The result is an instance of the
+    model's class. Paths, Parameters, ``state_dict`` keys, hooks, attributes and methods stay, so existing optimizers
+    and checkpoints keep working.
 
     Args:
-        model: Any network. Its forward is traced with :mod:`torch.fx`; where that fails, only what stands in an
-            ``nn.Sequential`` is found, and the rest has to be named by a :class:`Rule`.
-        rules: Patterns (:mod:`fnmatch`, on module paths) to solvers, to :class:`~minimand.nn.SolverOptions`, or to
-            a :class:`Rule`. They pick Linear, Conv1d and Conv2d layers and nothing else; of several patterns that
-            pick a layer the last one decides.
+        model: Any network. Its forward is traced with :mod:`torch.fx`. Where tracing fails, neighbours are found only
+            inside an ``nn.Sequential``; a :class:`Rule` has to name the others.
+        rules: Maps patterns (:mod:`fnmatch`, on module paths) to solvers, to :class:`~minimand.nn.SolverOptions`, or to
+            a :class:`Rule`. Patterns select Linear, Conv1d and Conv2d layers only. If several patterns match a layer,
+            the last one applies.
         inplace: Change ``model`` itself and return it. Otherwise modules are copied, and Parameters and buffers are
             shared with the original.
 
-    A layer takes in
+    A converted layer absorbs
 
-    - the activation directly after it, as a module, a function or a method; none: the identity. Softmax acts on
-      whole vectors and stays;
-    - a batch normalisation in between, folded into the operator with the statistics of the present mode;
-    - a tensor added in between (a residual block), as a part of the bias, where the same forward adds it and an
-      activation follows;
-    - if its solver is stochastic, the dropout directly before it: of entries (a reshape may stand in between;
-      a convolution samples whole channels instead), or of channels before a convolution of that dimension. A solver
-      with ``tau=None`` then samples a share of 1 − p of the inputs. Dropout that also feeds other things stays, and
-      so does any dropout before a deterministic solver, or before a layer that takes a batch normalisation in: its
-      statistics are those of the dropped inputs.
+    - the activation directly after it: a module, a function or a method. Without one the activation is the identity.
+      Softmax acts on whole vectors and is not absorbed;
+    - a batch normalisation between layer and activation, which is folded into the operator with the statistics of the
+      current mode;
+    - a tensor added between layer and activation (a residual block), as a part of the bias, if the same forward calls
+      the layer and adds the tensor;
+    - if its solver is stochastic, the dropout directly before it. Elementwise dropout may be followed by a reshape; a
+      convolution samples whole channels in its place. Channel dropout must have the dimension of the convolution. A
+      solver with ``tau=None`` then samples a share of 1 − p of the inputs. Dropout stays if its output has other uses,
+      if the solver is deterministic, or if the layer absorbs a batch normalisation, whose statistics are those of the
+      dropped inputs.
 
     A converted layer is a :class:`~minimand.nn.SolverLayer` and no longer an instance of its plain class.
 
-    Calls that are taken in disappear from the forward that makes them: a module that is called nowhere else becomes
-    the identity; otherwise that forward is replaced by its graph, if the graph does all that it does.
+    Absorbed calls are removed from the forward that makes them. A module without other calls becomes the identity.
+    Otherwise the forward is replaced by its traced graph, provided that the graph reproduces it completely.
 
     Raises:
-        ConversionError: With every problem and its path. Nothing was changed.
+        ConversionError: Lists every problem with its path. The model is unchanged.
 
-    Source: 000, §3.4, §4 and appendix J.
+    Source: [Bibi2019], §3.4, §4 and appendix J.
 
     >>> import torch
     >>> from minimand.solvers import ProxGD, ProxSG
@@ -71,8 +72,8 @@ def convert(model: M, rules: Mapping[str, Solver | SolverOptions | Rule], *, inp
     True
     >>> convert(nn.Sequential(nn.Linear(8, 4), nn.GELU()), {"0": one, "head": one})
     Traceback (most recent call last):
-    minimand.errors.ConversionError: the model was not converted, and nothing was changed:
-      head: matches no module: no Linear, Conv1d or Conv2d; there are 0
+    minimand.errors.ConversionError: the model was not converted and is unchanged:
+      head: no such layer; available: '0'
       0: GELU is not monotone ...
     """
     _check_model(model)
@@ -94,11 +95,11 @@ def convert(model: M, rules: Mapping[str, Solver | SolverOptions | Rule], *, inp
 
 
 def revert(model: M, *, inplace: bool = False) -> M:
-    """Undo every :func:`convert`: plain layers with the trained weights, their dropout and activations back.
+    """Undo every :func:`convert`: restore the plain layers with the trained weights, their dropout and activations.
 
     Args:
         model: A converted network, or a part of one.
-        inplace: Change ``model`` itself and return it; otherwise copy the modules and share their Parameters.
+        inplace: Change ``model`` itself and return it. Otherwise modules are copied and Parameters are shared.
 
     Raises:
         ConversionError: If nothing in ``model`` was converted.
@@ -121,20 +122,20 @@ def revert(model: M, *, inplace: bool = False) -> M:
 
 
 def _check_model(model: nn.Module) -> None:
-    """Refuse wrappers, which hold the model by its path, and what is no network of modules."""
+    """Reject objects that are not modules, single layers, and wrappers."""
     if not isinstance(model, nn.Module):
         raise ConversionError(f"convert takes an nn.Module, got {type(model).__name__}")
     name = type(model).__name__
     if isinstance(model, nn.Linear | nn.Conv1d | nn.Conv2d):
         raise ConversionError(
-            f"the model is itself a {name} and has no path that a pattern could pick; "
+            f"the model is itself a {name}, so it has no path for a pattern to match; "
             f"wrap it as nn.Sequential(model), or use Solver{name}.from_plain"
         )
     check_unwrapped(model)
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Refuse a network inside a wrapper that holds it by its path, or that runs a copy of it."""
+    """Reject wrapped, scripted and compiled models."""
     name = type(model).__name__
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise ConversionError(f"the model is wrapped in {name}; convert model.module, then wrap the result")

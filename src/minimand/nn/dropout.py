@@ -1,4 +1,4 @@
-"""The dropouts that stochastic solvers induce, as modules of their own."""
+"""The dropouts that correspond to stochastic solvers, as modules."""
 
 from typing import cast
 
@@ -13,14 +13,14 @@ __all__ = ["AdditiveDropout", "ImportanceDropout"]
 
 
 class _SampledDropout(nn.Module):
-    """What both share: a drop rate, a feature dimension, and weights that average to one."""
+    """A dropout with a drop rate, a feature dimension, and random weights of mean one."""
 
     def __init__(self, p: float, feature_dim: int) -> None:
         super().__init__()
         if not 0 <= p < 1:
             raise OptionError(f"p must lie in [0, 1), got {p}")
         if feature_dim >= 0:
-            raise OptionError(f"feature_dim counts from the end and is negative, got {feature_dim}")
+            raise OptionError(f"feature_dim counts from the end and must be negative, got {feature_dim}")
         self.p = p
         self.feature_dim = feature_dim
         self.generator: torch.Generator | None = None
@@ -36,21 +36,22 @@ class _SampledDropout(nn.Module):
         return sample.weight.reshape(*lead, features, *(1,) * (-self.feature_dim - 1))
 
     def extra_repr(self) -> str:
-        """What ``print`` shows."""
+        """The description that ``print`` shows."""
         return f"p={self.p}, feature_dim={self.feature_dim}"
 
 
 class AdditiveDropout(_SampledDropout):
-    r"""Zero-mean noise that is added instead of multiplied: the dropout of mS2GD (000, Proposition 2).
+    r"""Additive dropout: zero-mean noise added to the input, as in mS2GD ([Bibi2019], Proposition 2).
 
-    In training :math:`y \mapsto y + (1 - w)\odot r`, with τ-nice weights :math:`w`, :math:`\mathbb{E}\,w = 1`; in
-    evaluation the identity. The reconstruction :math:`r` is :math:`A^\top x` for the output x of the layer that
-    follows, with which :math:`\operatorname{act}(A(\text{drop}(y, A^\top x) - A^\top x) + b + x)` is the second
-    inner step of :class:`~minimand.solvers.SVRG` at unit step; without one it is y itself.
+    In training it maps :math:`y \mapsto y + (1 - w)\odot r` with τ-nice weights :math:`w`,
+    :math:`\mathbb{E}\,w = 1`. In evaluation it is the identity. The reconstruction :math:`r` is :math:`A^\top x`,
+    where x is the output of the layer that follows. With it,
+    :math:`\operatorname{act}(A(\text{drop}(y, A^\top x) - A^\top x) + b + x)` is the second inner step of
+    :class:`~minimand.solvers.SVRG` at unit step. Without a reconstruction :math:`r = y`.
 
     Args:
-        p: The share of features whose noise is drawn as :math:`+r`; the others get :math:`-\frac{p}{1-p} r`.
-        feature_dim: Where the features are: −1, or −3 for the channels of images.
+        p: The share of features whose noise is :math:`+r`; the others get :math:`-\frac{p}{1-p} r`.
+        feature_dim: The dimension of the features: −1, or −3 for the channels of images.
 
     >>> drop = AdditiveDropout(0.5)
     >>> y = torch.ones(1, 4)
@@ -62,7 +63,7 @@ class AdditiveDropout(_SampledDropout):
         super().__init__(p, feature_dim)
 
     def forward(self, y: Tensor, reconstruction: Tensor | None = None) -> Tensor:
-        """Add the noise, in training."""
+        """Add the noise in training; return ``y`` in evaluation."""
         if not self.training or self.p == 0:
             return y
         reconstruction = y if reconstruction is None else reconstruction
@@ -72,16 +73,16 @@ class AdditiveDropout(_SampledDropout):
 
 
 class ImportanceDropout(_SampledDropout):
-    r"""Dropout that keeps an input the more likely, the larger its part in the gradient (000, §5).
+    r"""Dropout that keeps an input with a probability proportional to its gradient norm ([Bibi2019], §5).
 
-    :math:`\tau = (1-p)n` draws with :math:`p_i \propto \|a_i\|\,|y_i|`, the norm of the i-th gradient at zero, each of
-    weight :math:`1/(\tau p_i)`, so that the mean is y. Followed by the layer and its activation it is one step of
-    :class:`~minimand.solvers.ProxSG` with importance sampling by gradients, from zero, with unit step.
+    It makes :math:`\tau = (1-p)n` draws with :math:`p_i \propto \|a_i\|\,|y_i|`, the norm of the i-th gradient at zero.
+    Each draw has the weight :math:`1/(\tau p_i)`, so that the mean is y. Followed by the layer and its activation it is
+    one step of :class:`~minimand.solvers.ProxSG` with importance sampling by gradients, from zero, with unit step.
 
     Args:
         p: The drop rate.
-        layer: The layer that follows, whose column norms :math:`\|a_i\|` count; None: all equal.
-        feature_dim: Where the features are: −1, or −3 for the channels of images.
+        layer: The layer that follows; it gives the column norms :math:`\|a_i\|`. None: all are equal.
+        feature_dim: The dimension of the features: −1, or −3 for the channels of images.
 
     >>> drop = ImportanceDropout(0.5)
     >>> y = torch.tensor([[0.0, 0.0, 3.0, 0.0]])
@@ -91,11 +92,11 @@ class ImportanceDropout(_SampledDropout):
 
     def __init__(self, p: float = 0.5, layer: nn.Module | None = None, *, feature_dim: int = -1) -> None:
         super().__init__(p, feature_dim)
-        # Held in a tuple: the layer is the network's, not a child of its dropout.
+        # In a tuple, so that the layer is not registered as a child.
         self._layer = (layer, None if layer is None else majorant(layer, None)[0])
 
     def forward(self, y: Tensor) -> Tensor:
-        """Draw and reweight, in training."""
+        """Sample and reweight the inputs in training; return ``y`` in evaluation."""
         if not self.training or self.p == 0:
             return y
         size = y.detach().float().square()

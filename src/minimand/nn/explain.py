@@ -1,4 +1,4 @@
-"""What the solver layers of a model are doing, measured on a batch of yours."""
+"""Reports on the solver layers of a model: step, objective, optimality and cost on a batch."""
 
 import dataclasses
 import time
@@ -15,31 +15,32 @@ from torch.utils._pytree import tree_leaves
 from ..errors import CapabilityError
 from ..solvers import FISTA, Problem, Solver, solve, trace
 from .layers import SolverLayer
+from .table import table_lines
 
 __all__ = ["Explanation", "LayerReport", "explain", "held_bytes"]
 
-# Enough for FISTA to be far below anything a layer would reach.
-_REFERENCE = 300
+# FISTA iterations for the reference optimum.
+_REFERENCE_ITERATIONS = 300
 _REPEATS = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerReport:
-    """One solver layer on one batch.
+    """The report on one solver layer for one batch.
 
     Attributes:
-        path: Where it is in the model.
-        layer: Its sizes and activation, in words.
-        solver: Its method.
-        lipschitz: The bound on ‖A‖² that its steps rest on.
-        step: The first step size; None where the method has none.
-        objective: The objective at the start, after one iteration, after all, and at the optimum.
-        optimality: The gradient mapping at the start and after all iterations.
-        suboptimality: What is left of the objective's gap, as a share of the gap at zero.
-        converges: Whether the objective after all iterations is below that of the first; None for one iteration.
-        time_ratio: Forward and backward, relative to dropout → linear → activation.
-        memory_ratio: Bytes held for the backward pass, relative to the same.
-        advice: A sentence, or nothing.
+        path: The path of the layer in the model.
+        layer: Its sizes and activation.
+        solver: Its method and number of iterations.
+        lipschitz: The bound on ‖A‖² from which the step is computed.
+        step: The first step size; None if the method has none.
+        objective: The objective at zero, after one iteration, after all iterations, and at the optimum.
+        optimality: The norm of the gradient mapping at zero and after all iterations.
+        suboptimality: The remaining gap of the objective to the optimum, relative to the gap at zero.
+        converges: Whether the objective after all iterations is below that after one; None for one iteration.
+        time_ratio: Time of forward and backward, relative to dropout → linear → activation.
+        memory_ratio: Bytes held for the backward pass, relative to dropout → linear → activation.
+        advice: A sentence, or an empty string.
     """
 
     path: str
@@ -58,9 +59,9 @@ class LayerReport:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """Reports on every solver layer; prints as a table, and ``as_dict`` for machines.
+    """Reports on all solver layers. It prints as a table; ``as_dict`` returns plain numbers.
 
-    ``uncalled`` lists solver layers that this forward pass did not reach.
+    ``uncalled`` lists the solver layers that the forward pass did not call.
     """
 
     layers: tuple[LayerReport, ...]
@@ -75,17 +76,14 @@ class Explanation:
         return advice + [(path, "not called in this forward pass") for path in self.uncalled]
 
     def __str__(self) -> str:
-        rows = [list(_COLUMNS), *([cell(r) for cell in _COLUMNS.values()] for r in self.layers)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lines.insert(1, "  ".join("─" * w for w in widths))
-        return "\n".join(lines + [f"{path}: {note}" for path, note in self._notes()])
+        notes = [f"{path}: {note}" for path, note in self._notes()]
+        return "\n".join(table_lines(_COLUMNS, self.layers) + notes)
 
     def __rich__(self) -> Any:
         from rich.console import Group
         from rich.table import Table
 
-        table = Table(title="Solver layers: what is left after the iterations, and what they cost")
+        table = Table(title="Solver layers: remaining gap and cost")
         for name in _COLUMNS:
             table.add_column(name, justify="left" if name in ("path", "layer", "solver") else "right")
         for r in self.layers:
@@ -101,19 +99,19 @@ _COLUMNS: dict[str, Callable[[LayerReport], str]] = {
     "step": lambda r: "—" if r.step is None else f"{r.step:.3g}",
     "objective 0 → 1 → K (best)": lambda r: "{:.4g} → {:.4g} → {:.4g} ({:.4g})".format(*r.objective),
     "optimality 0 → K": lambda r: "{:.2g} → {:.2g}".format(*r.optimality),
-    "left": lambda r: f"{100 * r.suboptimality:.1f} %",
+    "gap left": lambda r: f"{100 * r.suboptimality:.1f} %",
     "time": lambda r: f"{r.time_ratio:.1f}×",
     "memory": lambda r: f"{r.memory_ratio:.1f}×",
 }
 
 
 def explain(model: nn.Module, *inputs: Any, **options: Any) -> Explanation:
-    r"""Run ``model(*inputs, **options)`` and report what each solver layer does to its problem.
+    r"""Run ``model(*inputs, **options)`` and report how well each solver layer solves its problem.
 
-    Per layer: the bound L and the step; the objective from zero over one iteration (the plain block, scaled) to the
-    last; how much of the way to the optimum is left; what time and memory it costs relative to dropout → linear →
-    activation; and advice where another choice reaches the same objective in fewer iterations. Mode, weights,
-    gradients, buffers and the random state are left as they were.
+    The report lists, per layer: the bound L and the step; the objective at zero, after one iteration (the plain block,
+    scaled) and after all iterations; the remaining gap to the optimum; time and memory relative to dropout → linear →
+    activation; and advice if another choice reaches the same objective in fewer iterations. Mode, weights,
+    gradients, buffers and the random state stay unchanged.
 
     >>> from minimand.nn import SolverLinear
     >>> net = nn.Sequential(SolverLinear(8, 4), nn.Linear(4, 2))
@@ -128,7 +126,7 @@ def explain(model: nn.Module, *inputs: Any, **options: Any) -> Explanation:
             f'e.g. convert(model, {{"*": ProxGD(iters=10)}})'
         )
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    with torch.inference_mode(False), torch.random.fork_rng(list(devices)), _quiet(model, found.values()):
+    with torch.inference_mode(False), torch.random.fork_rng(list(devices)), _restored(model, found.values()):
         calls = _calls(model, found, inputs, options)
         reports = [_report(path, found[path], *call) for path, call in calls.items()]
     return Explanation(tuple(reports), tuple(path for path in found if path not in calls))
@@ -137,7 +135,7 @@ def explain(model: nn.Module, *inputs: Any, **options: Any) -> Explanation:
 def _calls(
     model: nn.Module, found: dict[str, SolverLayer], inputs: tuple[Any, ...], options: dict[str, Any]
 ) -> dict[str, tuple[Tensor, Tensor | None]]:
-    """What each layer was called with in one forward pass: its input, and the skip if there was one."""
+    """The input and, if given, the skip of each layer in one forward pass."""
     seen: dict[str, tuple[Tensor, Tensor | None]] = {}
 
     def remember(path: str) -> Callable[..., None]:
@@ -159,8 +157,8 @@ def _calls(
 
 
 @contextmanager
-def _quiet(model: nn.Module, layers: Iterable[SolverLayer]) -> Iterator[None]:
-    """Leave the layers' own generators, and buffers such as batch statistics, where they were."""
+def _restored(model: nn.Module, layers: Iterable[SolverLayer]) -> Iterator[None]:
+    """Restore the layers' generators, and buffers such as batch statistics, on exit."""
     states = [(g, g.get_state()) for g in {layer.generator for layer in layers} if g is not None]
     buffers = [(b, b.clone()) for b in model.buffers()]
     try:
@@ -182,7 +180,7 @@ def _report(path: str, layer: SolverLayer, y: Tensor, skip: Tensor | None) -> La
         run = trace(problem, solver)
         step = solver.first_step(problem)
         first_optimality = float(problem.optimality(zero))
-        best = float(solve(problem, FISTA(_REFERENCE)).objective)
+        best = float(solve(problem, FISTA(_REFERENCE_ITERATIONS)).objective)
         first, last = float(run.objective[0]), float(run.objective[-1])
         gap = max(start, first) - best
         left = (last - best) / gap if gap > 0 else 0.0
@@ -210,7 +208,7 @@ def _describe(layer: SolverLayer) -> str:
 
 
 def _widened(problem: Problem) -> Problem:
-    """The problem in single precision at least: sums of squares overflow in half precision."""
+    """The problem in at least single precision: sums of squares overflow in half precision."""
     if problem.y.dtype in (torch.float32, torch.float64):
         return problem
     bias = None if problem.bias is None else problem.bias.float()
@@ -219,29 +217,29 @@ def _widened(problem: Problem) -> Problem:
 
 
 def _advice(problem: Problem, solver: Solver, start: float, last: float, best: float, left: float) -> str:
-    # Written so that NaN is caught, too.
+    # Written so that NaN is caught as well.
     if not last <= start:
-        return "the objective has risen above its value at zero: the step is too long; use step='auto'"
+        return "the objective is above its value at zero, because the step is too long; use step='auto'"
     if isinstance(solver, FISTA) or left < 0.01:
         return ""
     share = f"{solver.iterations} iterations leave {100 * left:.0f}% of the gap"
     if solver.stochastic:
         quiet = float(solve(problem, solver.noiseless()).objective)
         if quiet < best + 0.5 * (last - best):
-            return f"{share}, most of it the samples' noise: a larger tau, or a smaller decay, lowers it"
-        return f"{share}, with or without the samples' noise; more iterations would lower it"
+            return f"{share}, mostly because of sampling noise; a larger tau or a smaller decay lowers it"
+        return f"{share}, with or without sampling noise; more iterations lower it"
     accelerated = trace(problem, FISTA(solver.iterations)).objective
     reached = int((accelerated > last).sum()) + 1
     if reached < solver.iterations:
-        return f"{share}: FISTA(iters={reached}) reaches the same objective"
-    return f"{share}; more iterations would lower it"
+        return f"{share}; FISTA(iters={reached}) reaches the same objective"
+    return f"{share}; more iterations lower it"
 
 
 def _costs(layer: SolverLayer, y: Tensor, skip: Tensor | None) -> tuple[float, float]:
-    """Time and held bytes of the layer relative to dropout → linear → activation on the same input."""
+    """Time and bytes held by the layer, relative to dropout → linear → activation on the same input."""
 
     def solved(y: Tensor) -> Tensor:
-        # Not layer(y): hooks on the layer are the user's business, not ours.
+        # Not layer(y), which would run the user's hooks.
         return layer.forward(y, skip)
 
     def plain(y: Tensor) -> Tensor:
@@ -258,7 +256,7 @@ def _costs(layer: SolverLayer, y: Tensor, skip: Tensor | None) -> tuple[float, f
 
 
 def _seconds(block: Callable[[Tensor], Tensor], y: Tensor, weights: Sequence[Tensor]) -> float:
-    """The fastest of a few forward and backward passes; no ``.grad`` is touched."""
+    """The time of the fastest of a few forward and backward passes; ``.grad`` is not touched."""
     times = []
     with torch.enable_grad():
         for _ in range(_REPEATS):
@@ -272,8 +270,8 @@ def _seconds(block: Callable[[Tensor], Tensor], y: Tensor, weights: Sequence[Ten
 def held_bytes(block: Callable[[Tensor], Tensor], y: Tensor) -> float:
     """The bytes that stay allocated between the forward and the backward pass, without input and parameters.
 
-    Counted are the storages that the forward pass made and that are still alive when it is over, whoever holds them:
-    automatic differentiation, a checkpoint, or the output itself.
+    It counts the storages that the forward pass created and that are still alive after it, held by
+    autograd, by a checkpoint, or by the output.
     """
     with torch.enable_grad(), _Storages() as made:
         out = block(y)
@@ -282,7 +280,7 @@ def held_bytes(block: Callable[[Tensor], Tensor], y: Tensor) -> float:
 
 
 class _Storages(TorchDispatchMode):
-    """Remembers every storage that an operation returns, without keeping it alive."""
+    """Records every storage that an operation returns, without keeping it alive."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-r"""Layers that are solvers.
+"""Solver layers.
 
-A block dropout → linear → activation is one step of a solver on the layer's problem
-(:class:`~minimand.solvers.Problem`). These layers take several steps, with the same parameters.
+The block dropout → linear → activation is one step of a solver on the layer's problem
+(:class:`~minimand.solvers.Problem`). A solver layer takes several steps with the same parameters.
 """
 
 import abc
@@ -27,17 +27,17 @@ EvalMode = Literal["stochastic", "mean", "deterministic"]
 
 @dataclasses.dataclass(frozen=True)
 class SolverOptions:
-    """Everything about a solver layer but its sizes: what a conversion rule may say.
+    """The options of a solver layer: everything but its sizes and activation. A conversion rule may set them.
 
     Args:
         solver: The method and its number of iterations.
-        adjoint: How gradients pass through it.
-        ridge: The strongly convex term λ.
-        eval_mode: What happens in ``eval()``: ``"stochastic"`` samples as in training, ``"mean"`` averages
+        adjoint: How gradients are computed through the solver.
+        ridge: The weight λ of the term (λ/2)‖x‖².
+        eval_mode: The behaviour in ``eval()``: ``"stochastic"`` samples as in training, ``"mean"`` averages
             ``mean_passes`` samples of the output, ``"deterministic"`` takes the same steps along full gradients.
-        shared_sample: One sample for the whole batch, and a step costs only the share of the inputs it sees; otherwise
-            every row draws its own.
-        mean_passes: How many passes ``"mean"`` averages.
+        shared_sample: Draw one sample for the whole batch; a step then costs only the sampled share of the inputs.
+            Otherwise every row draws its own sample.
+        mean_passes: The number of passes that ``"mean"`` averages.
     """
 
     solver: Solver = ProxGD()  # noqa: RUF009 -- frozen
@@ -59,7 +59,7 @@ class SolverOptions:
         self.adjoint.check(self.solver)
 
     def resolved(self, training: bool) -> tuple[Solver, int]:
-        """The solver that runs in this mode, and how many of its answers are averaged."""
+        """The solver for this mode, and the number of its outputs to average."""
         solver = self.solver
         if not solver.stochastic:
             return solver, 1
@@ -71,7 +71,7 @@ class SolverOptions:
 
 
 class _Option:
-    """An attribute of a layer that is a field of its options: read there, and checked when it is set."""
+    """An attribute of a layer that reads and writes a field of its options; new values are checked."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -85,11 +85,11 @@ class _Option:
 
 
 class SolverLayer(nn.Module, abc.ABC):
-    """What solver layers share: the forward pass is a solve.
+    """The base class of solver layers, whose forward pass runs a solver.
 
-    ``weight`` and ``bias`` are the only entries of the ``state_dict``; the step follows the weight wherever it goes.
-    The options can be read and set as attributes: ``layer.eval_mode = "mean"``. ``generator`` may be set to a
-    :class:`torch.Generator` to seed this layer's samples alone.
+    ``weight`` and ``bias`` are the only entries of the ``state_dict``. The step is recomputed when the weight changes.
+    The options can be read and set as attributes: ``layer.eval_mode = "mean"``. Set ``generator`` to a
+    :class:`torch.Generator` to seed the samples of this layer alone.
     """
 
     weight: nn.Parameter
@@ -107,7 +107,7 @@ class SolverLayer(nn.Module, abc.ABC):
         self.function = activation if isinstance(activation, Function) else from_activation(activation)
         self.options = options
         self.generator: torch.Generator | None = None
-        #: The path of the layer in the network that it was converted in.
+        #: The path of the layer in the converted network.
         self.path = ""
 
     @abc.abstractmethod
@@ -115,7 +115,7 @@ class SolverLayer(nn.Module, abc.ABC):
         """The layer's linear map, for inputs of the size of ``y``."""
 
     def problem(self, y: Tensor, skip: Tensor | None = None) -> Problem:
-        """The problem that the layer solves for the input ``y``; ``skip`` is added to the bias."""
+        """The layer's problem for the input ``y``; ``skip`` is added to the bias."""
         operator = self.operator(y)
         operator.check_input(y)
         operator = operator.with_bounds(self.tracker.bounds(self.weight))
@@ -125,7 +125,7 @@ class SolverLayer(nn.Module, abc.ABC):
         return Problem(operator, self.function, y, bias, self.options.ridge)
 
     def forward(self, y: Tensor, skip: Tensor | None = None) -> Tensor:
-        """Solve; in evaluation as ``eval_mode`` says."""
+        """Run the solver; ``eval_mode`` decides how in evaluation."""
         solver, passes = self.options.resolved(self.training)
         try:
             self._check(y)
@@ -137,12 +137,12 @@ class SolverLayer(nn.Module, abc.ABC):
         return answers[0] if passes == 1 else torch.stack(answers).mean(0)
 
     def _check(self, y: Tensor) -> None:
-        """Refuse what torch's own layer would refuse, in a sentence."""
+        """Raise a clear error for inputs that torch's own layer would reject."""
         require_real("the input", y)
         require_dtype("the input", y, self.weight)
 
     def _adopt(self, plain: nn.Module) -> None:
-        """Take the parameters of a plain layer over as they are, so that whoever holds them still does."""
+        """Register the Parameters of a plain layer, the same objects, so that optimizers keep working."""
         self.register_parameter("weight", cast(nn.Parameter, plain.weight))
         self.register_parameter("bias", cast(nn.Parameter | None, plain.bias))
         self._track()
@@ -150,7 +150,7 @@ class SolverLayer(nn.Module, abc.ABC):
     def _track(self) -> None:
         operator, solver = self.operator(), self.options.solver
         solver.check(operator, self.function)
-        # A stochastic solver asks for the norms of the columns or rows, too.
+        # Stochastic solvers also need the norms of the columns or rows.
         self.tracker = LipschitzTracker(operator, inputs=solver.stochastic, outputs=solver.stochastic)
         self.tracker.train(self.training)
 
@@ -166,7 +166,7 @@ class SolverLayer(nn.Module, abc.ABC):
         return ", ".join(parts)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A generator is a resource of the process, not a part of the model.
+        # A generator cannot be pickled.
         return self.__dict__ | {"generator": None}
 
 
@@ -176,27 +176,27 @@ def _(target: SolverLayer, input_size: int | tuple[int, ...] | None) -> tuple[Li
 
 
 class SolverLinear(SolverLayer):
-    r"""A fully connected layer with activation that solves its problem instead of taking one step of it:
+    r"""A fully connected layer with activation that approximately solves its problem
 
     .. math:: y \mapsto \arg\min_x\; \tfrac12\|A^\top x - y\|^2 - \langle b,x\rangle + \tfrac\lambda2\|x\|^2 + g(x)
 
-    approximately, by a fixed number of iterations from zero. It takes the place of
-    ``Dropout → Linear → activation``, with the same parameters; at one iteration, unit step and no ridge it *is* that
-    block. Inputs may have any leading dimensions.
+    by a fixed number of iterations from zero. It replaces ``Dropout → Linear → activation`` and has the same
+    parameters. With one iteration, unit step and no ridge it equals that block to the bit. Inputs may have any leading
+    dimensions.
 
     Args:
-        in_features: n1.
-        out_features: n2.
-        bias: Whether there is a bias.
+        in_features: Size of the inputs.
+        out_features: Size of the outputs.
+        bias: Whether the layer has a bias.
         activation: A name, a module or a :class:`~minimand.functions.Function`.
-        solver: The method and its iterations; a stochastic one plays the role of dropout.
-        adjoint: How gradients pass through it.
+        solver: The method and its number of iterations. Sampling by a stochastic solver replaces dropout.
+        adjoint: How gradients are computed through the solver.
         ridge: λ.
         eval_mode: See :class:`SolverOptions`.
         shared_sample: See :class:`SolverOptions`.
         mean_passes: See :class:`SolverOptions`.
 
-    Source: 000, §3.2 and §4.
+    Source: [Bibi2019], §3.2 and §4.
 
     >>> layer = SolverLinear(8, 3, solver=ProxGD(iters=1, step=1.0))
     >>> y = torch.randn(5, 8)
@@ -241,12 +241,12 @@ class SolverLinear(SolverLayer):
         return Dense(self.weight)
 
     def extra_repr(self) -> str:
-        """What ``print`` shows."""
+        """The description that ``print`` shows."""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self._describe()}"
 
 
 class _SolverConv(SolverLayer):
-    """What convolutional solver layers of one and two dimensions share."""
+    """The base class of convolutional solver layers."""
 
     _plain: ClassVar[type[nn.Conv1d] | type[nn.Conv2d]]
     _operator: ClassVar[type[Conv1d] | type[Conv2d]]
@@ -285,8 +285,7 @@ class _SolverConv(SolverLayer):
         """The solver form of a plain layer; the Parameters are shared, not copied."""
         if plain.padding_mode != "zeros":
             raise CapabilityError(
-                f"padding_mode={plain.padding_mode!r} is not the adjoint of a transposed convolution; "
-                f"only zero padding can be solved for"
+                f"padding_mode={plain.padding_mode!r} is not supported by solver layers; use padding_mode='zeros'"
             )
         self = cls.__new__(cls)
         SolverLayer.__init__(self, activation, options)
@@ -300,22 +299,22 @@ class _SolverConv(SolverLayer):
         self._adopt(plain)
 
     def operator(self, y: Tensor | None = None) -> Conv1d | Conv2d:
-        """The weight as an operator on maps of the size of ``y``, or of any size."""
+        """The weight as an operator on images of the size of ``y``, or of any size."""
         size = None if y is None else tuple(y.shape[2 - self.weight.dim() :])
         return self._operator(self.weight, size, self.stride, self.padding, self.dilation, self.groups)
 
     def extra_repr(self) -> str:
-        """What ``print`` shows."""
+        """The description that ``print`` shows."""
         sizes = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"
         rest = f"padding={self.padding}, dilation={self.dilation}, groups={self.groups}"
         return f"{sizes}, {rest}, bias={self.bias is not None}, {self._describe()}"
 
 
 class SolverConv2d(_SolverConv):
-    """The convolutional :class:`SolverLinear`: takes the place of ``Dropout2d → Conv2d → activation``.
+    """The convolutional :class:`SolverLinear`. It replaces ``Dropout2d → Conv2d → activation``.
 
-    Sizes are those of :class:`torch.nn.Conv2d`, options those of :class:`SolverLinear`; samples are of whole
-    channels. The step holds for every map size.
+    Sizes are those of :class:`torch.nn.Conv2d`, options those of :class:`SolverLinear`. Stochastic solvers sample whole
+    channels. The step is valid for every image size.
 
     >>> layer = SolverConv2d(3, 4, 3, padding=1, solver=ProxGD(iters=1, step=1.0))
     >>> y = torch.randn(2, 3, 8, 8)
@@ -329,7 +328,7 @@ class SolverConv2d(_SolverConv):
 
 
 class SolverConv1d(_SolverConv):
-    """As :class:`SolverConv2d`, in one dimension.
+    """The one-dimensional :class:`SolverConv2d`.
 
     >>> SolverConv1d(3, 4, 5, stride=2)(torch.randn(2, 3, 11)).shape
     torch.Size([2, 4, 4])

@@ -6,7 +6,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minimand.errors import OptionError, require_positive
-from minimand.nn.blocks import HeavyBallUpdate, Learning, MergeUpdate, OptimizationNet, Transition, Twin, Update
+from minimand.nn.blocks import (
+    HeavyBallUpdate,
+    Learning,
+    MergeUpdate,
+    OptimizationNet,
+    Transition,
+    TwoStreamBlock,
+    Update,
+)
 
 __all__ = ["DMRNet", "HBNet", "HBNet34", "ResNet", "ResNet34"]
 
@@ -156,7 +164,7 @@ def _stages(
             skip = shortcut(inputs, outputs) if halves else None
             block = make(inputs, outputs, 2 if halves else 1)
             if update.streams == 2:
-                block = Twin(block, make(inputs, outputs, 2 if halves else 1))
+                block = TwoStreamBlock(block, make(inputs, outputs, 2 if halves else 1))
             if not update.skips:
                 block, skip = Residual(block, skip, activation), None
             blocks.append(Transition(block, skip) if halves else block)

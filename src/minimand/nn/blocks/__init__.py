@@ -1,9 +1,9 @@
-"""Networks whose layers are the iterations of an algorithm."""
+"""Networks whose layers are the iterations of an optimisation algorithm."""
 
 from .coefficients import Coefficients, Learning
 from .forms import as_algorithm, coefficient_parameters
 from .history import AcceleratedUpdate, DenseUpdate
-from .network import OptimizationNet, Transition, Twin
+from .network import OptimizationNet, Transition, TwoStreamBlock
 from .splitting import ADMMUpdate, MergeUpdate
 from .updates import GradientUpdate, HeavyBallUpdate, NesterovUpdate, Update
 
@@ -19,7 +19,7 @@ __all__ = [
     "NesterovUpdate",
     "OptimizationNet",
     "Transition",
-    "Twin",
+    "TwoStreamBlock",
     "Update",
     "as_algorithm",
     "coefficient_parameters",

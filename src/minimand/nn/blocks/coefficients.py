@@ -1,4 +1,4 @@
-"""The coefficients of an update: numbers, or parameters that are learned under a constraint."""
+"""The coefficients of an update: fixed numbers, or learned parameters, possibly constrained."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ...errors import OptionError
+from ...functions.curves import softplus_inverse
 from ...operators.accumulate import Weight
 from ...solvers.momentum import extrapolate
 
-__all__ = ["Coefficients", "Learning", "Momentum", "learning"]
+__all__ = ["Coefficients", "LearnedMomentum", "Learning", "parse_learnable"]
 
 Kind = Literal["scalar", "channel"]
 Constraint = Literal["positive", "sum"]
@@ -21,13 +22,13 @@ Constraint = Literal["positive", "sum"]
 
 @dataclasses.dataclass(frozen=True)
 class Learning:
-    """How coefficients are learned.
+    """How the coefficients of an update are learned.
 
     Args:
         kind: ``"scalar"``: one number per term; ``"channel"``: one per term and channel.
-        constraint: ``"positive"``: every coefficient keeps the sign of its start (a momentum stays one), and one that
-            starts at 0 stays out. ``"sum"``: the coefficients of an update keep their sum (ADMM's those of each line),
-            so that for the algorithms the fixed points stay those of the blocks. None: free.
+        constraint: ``"positive"``: every coefficient keeps the sign of its initial value; a coefficient that starts at
+            0 stays 0. ``"sum"``: the sum of the coefficients of an update is constant (for ADMM the sum of each line),
+            so that the fixed points of the algorithms remain those of the blocks. None: unconstrained.
 
     >>> Learning("channel", "sum").kind
     'channel'
@@ -38,24 +39,24 @@ class Learning:
 
     def __post_init__(self) -> None:
         if self.kind not in ("scalar", "channel"):
-            raise OptionError(f'coefficients are learned as "scalar" or per "channel", got {self.kind!r}')
+            raise OptionError(f'kind must be "scalar" or "channel", got {self.kind!r}')
         if self.constraint not in (None, "positive", "sum"):
-            raise OptionError(f'a constraint is "positive", "sum" or None, got {self.constraint!r}')
+            raise OptionError(f'constraint must be "positive", "sum" or None, got {self.constraint!r}')
 
 
-def learning(learnable: bool | str | Learning) -> Learning | None:
-    """What ``learnable`` asks for; None where coefficients are fixed."""
+def parse_learnable(learnable: bool | str | Learning) -> Learning | None:
+    """The :class:`Learning` that ``learnable`` specifies; None for fixed coefficients."""
     if isinstance(learnable, Learning):
         return learnable
     if isinstance(learnable, bool):
         return Learning() if learnable else None
     if learnable in ("scalar", "channel"):
         return Learning("channel" if learnable == "channel" else "scalar")
-    raise OptionError(f'learnable is False, True, "scalar", "channel" or a Learning, got {learnable!r}')
+    raise OptionError(f'learnable must be False, True, "scalar", "channel" or a Learning, got {learnable!r}')
 
 
-class Signed(nn.Module):
-    r"""Numbers of given signs, :math:`c = \pm\operatorname{softplus}(r)`, or 0 where there is none."""
+class FixedSign(nn.Module):
+    r"""A parametrisation with given signs, :math:`c = \pm\operatorname{softplus}(r)`, or 0 where the sign is 0."""
 
     sign: Tensor
 
@@ -68,17 +69,17 @@ class Signed(nn.Module):
         return self.sign * F.softplus(raw)
 
     def right_inverse(self, value: Tensor) -> Tensor:
-        """What gives these coefficients."""
+        """The parameters of given coefficients."""
         size = torch.where(self.sign == 0, 1.0, value * self.sign)
-        return size + torch.log(-torch.expm1(-size))
+        return softplus_inverse(size)
 
 
 class FixedSum(nn.Module):
-    r"""Numbers whose sums over groups of terms are given, :math:`c = r - \bar r + s/n` in each.
+    r"""A parametrisation with a constant sum s in each group of n terms, :math:`c = r - \bar r + s/n`.
 
     Args:
-        value: Numbers that have these sums.
-        groups: How many terms, one after the other, each group has.
+        value: Coefficients with these sums.
+        groups: The number of consecutive terms in each group.
     """
 
     total: Tensor
@@ -86,7 +87,7 @@ class FixedSum(nn.Module):
     def __init__(self, value: Tensor, groups: tuple[int, ...]) -> None:
         super().__init__()
         self.groups = groups
-        # Summed in double precision: the algorithms' sums are 0 and 1 exactly, those of rounded numbers are not.
+        # Summed in double precision, where the algorithms' sums are exactly 0 and 1.
         total = torch.stack([part.sum(0) for part in value.split(groups)])
         self.register_buffer("total", total.to(torch.get_default_dtype()), persistent=False)
 
@@ -96,7 +97,7 @@ class FixedSum(nn.Module):
         return torch.cat([part + (total - part.sum(0)) / part.shape[0] for part, total in parts])
 
     def right_inverse(self, value: Tensor) -> Tensor:
-        """What gives these coefficients, which have the sums already."""
+        """The coefficients themselves, which have the given sums."""
         return value
 
 
@@ -104,10 +105,10 @@ class Coefficients(nn.Module):
     """The coefficients of one update, one per term.
 
     Args:
-        start: Their values, or the values that learning starts from.
-        how: How they are learned; None keeps them fixed, as plain numbers.
-        channels: For coefficients per channel.
-        groups: How many terms, one after the other, keep their sum under ``"sum"``; None: all together.
+        start: The values, or the initial values of learned coefficients.
+        how: How they are learned; None: they are fixed numbers.
+        channels: The number of channels, for coefficients per channel.
+        groups: The number of consecutive terms in each group of constant sum, for ``"sum"``; None: one group.
 
     >>> Coefficients([1.0, 0.0])(4)
     (1.0, 0.0)
@@ -132,17 +133,19 @@ class Coefficients(nn.Module):
         value = torch.tensor(self.start, dtype=torch.float64)
         if how.kind == "channel":
             if channels is None:
-                raise OptionError("coefficients per channel need to know how many there are; pass channels=")
+                raise OptionError("coefficients per channel need the number of channels; pass channels=")
             value = value[:, None].repeat(1, channels)
         self.weight = nn.Parameter(value.to(torch.get_default_dtype()))
         if how.constraint == "positive":
-            parametrize.register_parametrization(self, "weight", Signed(torch.sign(self.weight.detach())))
+            parametrize.register_parametrization(self, "weight", FixedSign(torch.sign(self.weight.detach())))
         elif how.constraint == "sum":
             parametrize.register_parametrization(self, "weight", FixedSum(value, groups or (len(value),)))
 
     def forward(self, dim: int, dtype: torch.dtype | None = None) -> tuple[Weight, ...]:
-        """The coefficients, shaped for tensors of ``dim`` dimensions with the channels in the second, and of ``dtype``:
-        under autocast a channel's coefficient would take iterates back to float32."""
+        """The coefficients, shaped for tensors of ``dim`` dimensions with the channels in the second.
+
+        They are cast to ``dtype``, because under autocast a float32 coefficient would promote the iterates to float32.
+        """
         if not self.learned:
             return self.start
         weight = self.weight.to(dtype)
@@ -151,15 +154,15 @@ class Coefficients(nn.Module):
         return weight.unbind(0)
 
     def extra_repr(self) -> str:
-        """Where they start."""
+        """The initial values."""
         values = ", ".join(f"{value:.4g}" for value in self.start)
         return f"{values}, learned" if self.learned else values
 
 
-class Momentum(nn.Module):
-    r"""The combination :math:`\beta_1 x + \beta_2 x_-` of the last two iterates, learned from (1, 0) on.
+class LearnedMomentum(nn.Module):
+    r"""The combination :math:`\beta_1 x + \beta_2 x_-` of the last two iterates, learned from (1, 0).
 
-    >>> Momentum()(torch.ones(1, 2), torch.zeros(1, 2)).detach()
+    >>> LearnedMomentum()(torch.ones(1, 2), torch.zeros(1, 2)).detach()
     tensor([[1., 1.]])
     """
 
@@ -168,6 +171,6 @@ class Momentum(nn.Module):
         self.coefficients = Coefficients((1.0, 0.0), Learning("scalar", constraint))
 
     def forward(self, x: Tensor, previous: Tensor | None = None) -> Tensor:
-        """The skip of the heavy ball, or the point of Nesterov's method; at rest :math:`x_- = x`."""
+        """The combination; without ``previous`` it uses :math:`x_- = x`."""
         current, past = self.coefficients(x.dim(), x.dtype)
         return extrapolate(x, x if previous is None else previous, -past, current + past)

@@ -1,4 +1,4 @@
-"""A residual network that one has, as another algorithm."""
+"""Heavy-ball and Nesterov forms of existing residual networks."""
 
 import fnmatch
 import itertools
@@ -12,8 +12,8 @@ from ..conversion.change import Source, adopt, rewrite
 from ..conversion.clone import clone
 from ..conversion.trace import Traced
 from ..convert import check_unwrapped
-from .coefficients import Coefficients, Momentum
-from .residual import Addition, Look, Stage, look
+from .coefficients import Coefficients, LearnedMomentum
+from .residual import ResidualAddition, ResidualSearch, ResidualStage, find_stages
 
 __all__ = ["as_algorithm", "coefficient_parameters"]
 
@@ -22,8 +22,8 @@ _ALGORITHMS = ("heavy_ball", "nesterov")
 
 
 def coefficient_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """The coefficients that a network learns, for an optimizer group of their own: weight decay would pull
-    skip connections towards zero.
+    """The learned coefficients of a network, for a parameter group without weight decay, which would shrink skip
+    connections.
 
     >>> from minimand.nn import OptimizationNet
     >>> net = OptimizationNet([nn.Linear(2, 2)] * 3, "heavy_ball", learnable=True)
@@ -43,32 +43,32 @@ def as_algorithm(
     constraint: Literal["sum"] | None = None,
     inplace: bool = False,
 ) -> M:
-    r"""Turn a residual network into its heavy-ball or Nesterov form, which computes the same function at first.
+    r"""Turn a residual network into its heavy-ball or Nesterov form, which initially computes the same function.
 
     A residual block computes :math:`x^+ = \sigma(F(x) + x)`. Its heavy-ball form is
-    :math:`\sigma(F(x) + \beta_1 x + \beta_2 x_-)`, where :math:`x_-` is the input of the block before; Nesterov's form
-    is the block at :math:`\beta_1 x + \beta_2 x_-`. Both start at :math:`\beta_1 = 1,\ \beta_2 = 0`, so nothing changes
-    until they are trained.
+    :math:`\sigma(F(x) + \beta_1 x + \beta_2 x_-)`, where :math:`x_-` is the input of the previous block. Nesterov's
+    form evaluates the block at :math:`\beta_1 x + \beta_2 x_-`. Both start at :math:`\beta_1 = 1,\ \beta_2 = 0`, so the
+    network's function changes only through training.
 
     A stage is a run of two or more residual updates of one shape: blocks that a forward calls one after the other, or
-    additions in one forward. Momentum starts anew in each. Forwards are rewritten as :func:`~minimand.nn.convert` does:
-    the result is an instance of the same class with the same paths, Parameters and hooks, and
-    :func:`~minimand.nn.revert` takes the coefficients out again. They are ``heavy_ball`` or ``nesterov`` of the blocks
-    (of the module, for additions in one forward).
+    additions in one forward. Momentum restarts in each stage. Forwards are rewritten as by
+    :func:`~minimand.nn.convert`: the result is an instance of the same class with the same paths, Parameters and hooks,
+    and :func:`~minimand.nn.revert` removes the coefficients. The coefficients are the child ``heavy_ball`` or
+    ``nesterov`` of each block, or of the module whose forward makes the additions.
 
     Args:
-        model: A network with residual blocks; identity skips only (a projection begins a new stage).
+        model: A network with residual blocks. Skips must be identities; a projection begins a new stage.
         algorithm: ``"heavy_ball"`` or ``"nesterov"``.
-        stages: Patterns (fnmatch) on the paths of the stages, such as ``"layer[12]"``; None: all that are found.
-        constraint: ``"sum"`` keeps :math:`\beta_1 + \beta_2 = 1`. There is no ``"positive"``: :math:`\beta_2` starts at
-            0, which has no sign to keep.
-        inplace: Change ``model`` itself and return it; otherwise copy the modules and share their Parameters.
+        stages: Patterns (fnmatch) on the paths of the stages, such as ``"layer[12]"``; None: all stages.
+        constraint: ``"sum"`` keeps :math:`\beta_1 + \beta_2 = 1`. ``"positive"`` is not available, because
+            :math:`\beta_2` starts at 0 and has no sign to keep.
+        inplace: Change ``model`` itself and return it. Otherwise modules are copied and Parameters are shared.
 
     Raises:
-        OptionError: For another algorithm or constraint; nothing is changed then.
-        ConversionError: If no stage is found, with all that was looked at; nothing is changed then.
+        OptionError: For an unknown algorithm or constraint. The model is unchanged.
+        ConversionError: If no stage is found; it lists the modules that were examined. The model is unchanged.
 
-    Source: 002, eq. (16) and Nesterov's relaxation.
+    Source: [Lin2019], eq. (16) and Nesterov's relaxation.
 
     >>> import torch
     >>> class Block(nn.Module):
@@ -85,17 +85,17 @@ def as_algorithm(
     '0.heavy_ball.coefficients.weight'
     """
     if algorithm not in _ALGORITHMS:
-        raise OptionError(f'a residual network has a "heavy_ball" and a "nesterov" form, got {algorithm!r}')
+        raise OptionError(f'algorithm must be "heavy_ball" or "nesterov", got {algorithm!r}')
     if constraint not in (None, "sum"):
         raise OptionError(
-            f'the constraint of as_algorithm is "sum" or None (not "positive": the forms start at (1, 0), and 0 has no '
-            f"sign to keep), got {constraint!r}"
+            f'constraint must be "sum" or None (not "positive": the coefficients start at (1, 0), and 0 has no sign), '
+            f"got {constraint!r}"
         )
     if not isinstance(model, nn.Module):
         raise ConversionError(f"as_algorithm takes an nn.Module, got {type(model).__name__}")
     _check_patterns(stages)
     check_unwrapped(model)
-    found = look(model)
+    found = find_stages(model)
     picked = _picked(found, stages)
     _check_names(found, picked, algorithm)
     edits = _Edits(found, algorithm)
@@ -111,19 +111,19 @@ def as_algorithm(
 
 
 def _check_patterns(stages: object) -> None:
-    """Refuse what is no pattern, and an empty list, which would change nothing."""
+    """Check that ``stages`` is a pattern or a list of patterns that is not empty."""
     many = list(stages) if isinstance(stages, list | tuple | set | frozenset) else [stages]
     if stages is not None and not (many and all(isinstance(pattern, str) for pattern in many)):
-        raise OptionError(f"stages is a pattern such as 'layer[12]', a list of them, or None for all, got {stages!r}")
+        raise OptionError(f"stages must be a pattern such as 'layer[12]', a list of them, or None, got {stages!r}")
 
 
-def _picked(found: Look, stages: str | Sequence[str] | None) -> list[Stage]:
-    """The stages that the patterns pick; one that picks none is an error."""
+def _picked(found: ResidualSearch, stages: str | Sequence[str] | None) -> list[ResidualStage]:
+    """The stages that match the patterns; a pattern without a match is an error."""
     if not found.stages:
-        seen = "\n".join(f"  {line}" for line in found.seen) or "  modules of torch's own only"
+        seen = "\n".join(f"  {line}" for line in found.seen) or "  only modules of torch"
         raise ConversionError(
-            f"no residual stage was found, that is two or more residual updates x + F(x) in a row, with an identity "
-            f"skip and an F that has parameters; nothing was changed. Looked at:\n{seen}"
+            f"no residual stage was found: two or more consecutive residual updates x + F(x) with an identity skip and "
+            f"an F that has parameters. The model is unchanged. Examined modules:\n{seen}"
         )
     if stages is None:
         return found.stages
@@ -131,39 +131,39 @@ def _picked(found: Look, stages: str | Sequence[str] | None) -> list[Stage]:
     there = ", ".join(f"{stage.path or 'the model itself'} ({len(stage)} updates)" for stage in found.stages)
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(stage.path, pattern) for stage in found.stages):
-            raise ConversionError(f"{pattern!r} picks no residual stage, and nothing was changed; there are {there}")
+            raise ConversionError(f"{pattern!r} matches no residual stage; available: {there}. The model is unchanged")
     return [stage for stage in found.stages if any(fnmatch.fnmatchcase(stage.path, p) for p in patterns)]
 
 
-def _check_names(found: Look, picked: list[Stage], algorithm: str) -> None:
-    """Refuse networks that use the name of the form for something else."""
+def _check_names(found: ResidualSearch, picked: list[ResidualStage], algorithm: str) -> None:
+    """Reject blocks that already have an attribute with the name of the coefficients."""
     for stage in picked:
         for owner in (stage.owner,) if stage.chain is None else stage.chain.blocks:
             where = found.paths[owner] or type(owner).__name__
             if hasattr(owner, algorithm):
-                raise ConversionError(f"{where} has an attribute {algorithm!r} of its own; rename it first")
+                raise ConversionError(f"{where} already has an attribute {algorithm!r}; rename it first")
 
 
 def _attach(owner: nn.Module, name: str, count: int | None, constraint: Literal["sum"] | None) -> None:
-    """Coefficients for a block, or for each addition of a forward, where its parameters are."""
-    made = [Momentum(constraint) for _ in range(count or 1)]
+    """Add coefficients for a block, or for each addition of a forward, on the device of its parameters."""
+    made = [LearnedMomentum(constraint) for _ in range(count or 1)]
     child: nn.Module = made[0] if count is None else nn.ModuleList(made)
     like = next(owner.parameters())
     adopt(owner, name, child.to(like.device, like.dtype))
 
 
 class _Edits:
-    """What has to change in the traced forwards of a scratch copy."""
+    """The edits of the traced forwards of a scratch copy."""
 
-    def __init__(self, found: Look, algorithm: str) -> None:
+    def __init__(self, found: ResidualSearch, algorithm: str) -> None:
         self.found = found
         self.algorithm = algorithm
         self.touched: set[nn.Module] = set()
-        #: How many coefficients a module gets, by its path; None for a block.
+        #: The number of coefficients that a module gets, by its path; None for a block.
         self.added: dict[str, int | None] = {}
 
-    def stage(self, stage: Stage) -> None:
-        """Hand every update the iterate before."""
+    def stage(self, stage: ResidualStage) -> None:
+        """Pass the previous iterate to every update."""
         self.touched.add(stage.owner)
         if stage.chain is None:
             path = self.found.paths[stage.owner]
@@ -179,11 +179,11 @@ class _Edits:
             calls = traced.keys(traced.frames[0])
             nodes = [calls[key] for key in stage.chain.keys]
             for before, node in itertools.pairwise(nodes):
-                # By name: a block may have arguments of its own with defaults, which come first.
+                # By name, because the block's own arguments with defaults come first.
                 node.kwargs = {_PREVIOUS: before.args[0]}
 
     def source(self, owner: nn.Module) -> tuple[tuple[Source, Source], dict[str, object]]:
-        """The text of an edited forward."""
+        """The source of an edited forward."""
         own = self.found.forwards[owner]
         for traced in own.modes:
             traced.graph.lint()
@@ -191,7 +191,7 @@ class _Edits:
         return (evaluation, training), own.constants
 
     def _block(self, block: nn.Module) -> None:
-        """A block that takes the iterate before as a second argument."""
+        """Give a block the previous iterate as an additional argument."""
         path = self.found.paths[block]
         self.touched.add(block)
         self.added[path] = None
@@ -200,20 +200,22 @@ class _Edits:
         for traced in self.found.forwards[block].modes:
             inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
             if any(str(node.target).startswith("*") or node.target == _PREVIOUS for node in inputs):
-                raise ConversionError(f"{path}: its forward takes *args or **kwargs; name its arguments")
+                raise ConversionError(f"{path}: its forward takes *args or **kwargs; give it named arguments")
             with traced.graph.inserting_after(inputs[-1]):
                 previous = traced.graph.placeholder(_PREVIOUS, default_value=None)
             self._update(traced, addition, inputs[0], previous, self.algorithm)
 
-    def _additions(self, traced: Traced, additions: tuple[Addition, ...], first: int) -> None:
+    def _additions(self, traced: Traced, additions: tuple[ResidualAddition, ...], first: int) -> None:
         calls = traced.keys(traced.frames[0])
         names = {node.name: node for node in traced.graph.nodes}
         skips = [names[a.skip] if isinstance(a.skip, str) else calls[a.skip] for a in additions]
         for k, (addition, skip) in enumerate(zip(additions, skips, strict=True)):
             self._update(traced, addition, skip, skips[k - 1] if k else None, f"{self.algorithm}.{first + k}")
 
-    def _update(self, traced: Traced, addition: Addition, x: fx.Node, previous: fx.Node | None, target: str) -> None:
-        """Put β₁x + β₂x₋ in place of x: in the skip, or in the whole block."""
+    def _update(
+        self, traced: Traced, addition: ResidualAddition, x: fx.Node, previous: fx.Node | None, target: str
+    ) -> None:
+        """Replace x by β₁x + β₂x₋, in the skip (heavy ball) or in the whole block (Nesterov)."""
         add = traced.keys(traced.frames[0])[addition.key]
         args = (x,) if previous is None else (x, previous)
         if self.algorithm == "heavy_ball":
@@ -233,7 +235,7 @@ _PREVIOUS = "previous_iterate"
 
 
 def _between(x: fx.Node, add: fx.Node) -> set[fx.Node]:
-    """The calls by which an addition comes from its skip."""
+    """The calls between a skip and its addition."""
     inside, pending = {add}, [add]
     while pending:
         for source in pending.pop().all_input_nodes:

@@ -1,4 +1,4 @@
-"""Updates that use all past iterates: Nesterov's method written out, and dense networks."""
+"""Updates that use all past iterates: Nesterov's method in expanded form, and dense networks."""
 
 import dataclasses
 from typing import ClassVar, Literal, NamedTuple
@@ -15,7 +15,7 @@ __all__ = ["AcceleratedUpdate", "DenseUpdate"]
 
 
 class History(NamedTuple):
-    """The iterate, and either a running sum or all there was."""
+    """The iterate, and either a running sum or all past values and points."""
 
     x: Tensor
     sum: Tensor | None
@@ -25,7 +25,7 @@ class History(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AcceleratedUpdate(Update):
-    r"""Nesterov's method in all past terms,
+    r"""Nesterov's method, expanded in all past terms,
 
     .. math:: x_{k+1} = \sum_{j \le k} \alpha_{k+1}^j T(x_j) + \sum_{j \le k} \beta_{k+1}^j x_j .
 
@@ -36,25 +36,25 @@ class AcceleratedUpdate(Update):
         h_{k+1,k} = 1 + \beta_{k+1}, \quad h_{k+1,k-1} = \beta_{k+1}(h_{k,k-1} - 1), \quad
         h_{k+1,j} = \beta_{k+1} h_{k,j} ,
 
-    and its iterates are the points at which :class:`NesterovUpdate` evaluates its blocks. Fixed
-    coefficients have sums that run along, and memory is that of two iterates; learned ones need the whole history, and
-    memory grows linearly.
+    and its iterates are the points at which :class:`NesterovUpdate` evaluates its blocks. With fixed coefficients
+    running sums replace the history, and memory is that of two iterates. Learned coefficients need the whole history,
+    so memory grows linearly with the number of blocks.
 
     Args:
-        start_at: Where coefficients are, or learned ones start: at the algorithm (``"nesterov"``), or at α = 1, β = 0
+        start_at: The fixed or initial coefficients: those of the algorithm (``"nesterov"``), or α = 1, β = 0
             (``"dense"``).
 
-    Source: 002, eq. (18).
+    Source: [Lin2019], eq. (18).
     """
 
     start_at: Literal["nesterov", "dense"] = "nesterov"
 
     def __post_init__(self) -> None:
         if self.start_at not in ("nesterov", "dense"):
-            raise OptionError(f'start_at is "nesterov" or "dense", got {self.start_at!r}')
+            raise OptionError(f'start_at must be "nesterov" or "dense", got {self.start_at!r}')
 
     def coefficients(self, place: Place, learned: bool) -> tuple[float, ...]:
-        """All α, then all β; where sums run along the momentum alone, or none for the plain sum of values."""
+        """If learned, all α, then all β; otherwise the momentum of the running sum, or none for a plain sum."""
         momenta = nesterov_schedule(place.steps + 1)
         if not learned:
             return (momenta[place.step + 1],) if self.start_at == "nesterov" else ()
@@ -66,15 +66,15 @@ class AcceleratedUpdate(Update):
         return (*row, *((j == place.step) - h for j, h in enumerate(row)))
 
     def start(self, x: tuple[Tensor, ...], learned: bool) -> History:
-        """No displacement yet."""
+        """The input, with an empty history."""
         return History(x[0], None, (), ())
 
     def points(self, state: History, weights: tuple[Weight, ...]) -> tuple[Tensor, ...]:
-        """At the last iterate."""
+        """The last iterate."""
         return (state.x,)
 
     def combine(self, state: History, values: tuple[Tensor, ...], weights: tuple[Weight, ...], prox: Prox) -> History:
-        """The sums of (18), running or in full."""
+        """The sums of eq. (18), as running sums or over the history."""
         x, value = state.x, values[0]
         if not weights:
             total = value if state.sum is None else state.sum + value
@@ -88,7 +88,7 @@ class AcceleratedUpdate(Update):
             total = momentum * (move if state.sum is None else state.sum + move)
             return state._replace(x=prox(value + total), sum=total)
         images, points = (*state.values, value), (*state.points, x)
-        # The newest terms first: they carry the most weight.
+        # The newest term has the largest weight and comes first.
         count = len(images)
         result = accumulate(None, weights[count - 1], value)
         for weight, term in zip((*weights[: count - 1], *weights[count:]), (*images[:-1], *points), strict=True):
@@ -96,8 +96,8 @@ class AcceleratedUpdate(Update):
         return state._replace(x=prox(result), values=images, points=points)
 
 
-class Dense(NamedTuple):
-    """All iterates side by side, and how many channels the input has."""
+class DenseState(NamedTuple):
+    """All iterates, concatenated, and the number of channels of the input."""
 
     x: Tensor
     root: int
@@ -105,18 +105,18 @@ class Dense(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DenseUpdate(Update):
-    r"""All past terms with a block of its own for every source,
+    r"""A sum over all past terms with a separate block for each,
 
     .. math:: x_{k+1} = \sum_{j \le k} T_{k,j}(x_j) + \sum_{1 \le j \le k} \beta_{k+1}^j x_j .
 
-    A block maps the concatenation :math:`[x_0, \dots, x_k]` to :math:`x_{k+1}`: if it ends in a convolution, it is the
-    first sum, and α would be a factor on its weights. β = 0, the default, is DenseNet. :math:`x_0` may have other
-    channels than the rest and has no β. The network returns the concatenation of all iterates.
+    A block maps the concatenation :math:`[x_0, \dots, x_k]` to :math:`x_{k+1}`. If it ends in a convolution it computes
+    the first sum, and factors α could be absorbed into its weights. β = 0, the default, is DenseNet. :math:`x_0` may
+    have a different number of channels and has no β. The network returns the concatenation of all iterates.
 
     Args:
         past: β.
 
-    Source: 002, eq. (18); Huang et al., *Densely connected convolutional networks*, 2017.
+    Source: [Lin2019], eq. (18); Huang et al., *Densely connected convolutional networks*, 2017.
     """
 
     skips: ClassVar[bool] = False
@@ -126,27 +126,29 @@ class DenseUpdate(Update):
         require_number("past", self.past)
 
     def coefficients(self, place: Place, learned: bool) -> tuple[float, ...]:
-        """One for every iterate but the input."""
+        """One coefficient for every iterate except the input."""
         return () if place.changes else (self.past,) * place.step
 
-    def start(self, x: tuple[Tensor, ...], learned: bool) -> Dense:
-        """The input alone."""
-        return Dense(x[0], x[0].shape[1])
+    def start(self, x: tuple[Tensor, ...], learned: bool) -> DenseState:
+        """The input."""
+        return DenseState(x[0], x[0].shape[1])
 
-    def points(self, state: Dense, weights: tuple[Weight, ...]) -> tuple[Tensor, ...]:
-        """At the concatenation."""
+    def points(self, state: DenseState, weights: tuple[Weight, ...]) -> tuple[Tensor, ...]:
+        """The concatenation of all iterates."""
         return (state.x,)
 
-    def combine(self, state: Dense, values: tuple[Tensor, ...], weights: tuple[Weight, ...], prox: Prox) -> Dense:
-        """A new iterate beside the others."""
+    def combine(
+        self, state: DenseState, values: tuple[Tensor, ...], weights: tuple[Weight, ...], prox: Prox
+    ) -> DenseState:
+        """Append the new iterate."""
         value = values[0]
         if _enter(weights):
             terms = state.x[:, state.root :].unflatten(1, (len(weights), value.shape[1]))
             value = value + _combination(weights, terms)
-        return Dense(torch.cat([state.x, prox(value)], 1), state.root)
+        return DenseState(torch.cat([state.x, prox(value)], 1), state.root)
 
-    def check(self, value: Tensor, state: Dense, weights: tuple[Weight, ...]) -> str | None:
-        """All sizes but the channels agree, and where iterates are added, those too."""
+    def check(self, value: Tensor, state: DenseState, weights: tuple[Weight, ...]) -> str | None:
+        """All sizes but the channels must agree; where iterates are added, also the channels."""
         x = state.x
         if value.dim() != x.dim() or value.shape[0] != x.shape[0] or value.shape[2:] != x.shape[2:]:
             return f"maps {tuple(x.shape)} to {tuple(value.shape)}"
@@ -165,6 +167,6 @@ def _combination(weights: tuple[Weight, ...], terms: Tensor) -> Tensor:
     """The weighted sum over the second dimension."""
     stacked = torch.stack([torch.as_tensor(weight, dtype=terms.dtype, device=terms.device) for weight in weights])
     if stacked.dim() == 1:
-        # One product with a row reads the terms once and stores none of their multiples.
+        # A matrix product reads the terms once and stores no scaled copies.
         return torch.matmul(stacked, terms.flatten(2)).unflatten(1, terms.shape[2:])
     return (stacked * terms).sum(1)

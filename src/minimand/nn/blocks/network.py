@@ -1,4 +1,4 @@
-"""A network whose layers are the iterations of an algorithm."""
+"""A network whose layers are the iterations of an optimisation algorithm."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from ...errors import CapabilityError, OptionError, ShapeError, require_fitting
 from ...solvers.iterate import iterate
-from .coefficients import Coefficients, Learning, learning
+from .coefficients import Coefficients, Learning, parse_learnable
 from .splitting import ADMMUpdate
 from .updates import GradientUpdate, HeavyBallUpdate, NesterovUpdate, Place, Update
 
-__all__ = ["OptimizationNet", "Transition", "Twin", "resolve"]
+__all__ = ["OptimizationNet", "Transition", "TwoStreamBlock", "resolve"]
 
 _NAMED: dict[str, Callable[[], Update]] = {
     "gd": GradientUpdate,
@@ -22,20 +22,20 @@ _NAMED: dict[str, Callable[[], Update]] = {
 
 
 def resolve(algorithm: str | Update) -> Update:
-    """The update that a name stands for."""
+    """The update with a given name, or the given update."""
     if isinstance(algorithm, Update):
         return algorithm
     if not isinstance(algorithm, str) or algorithm not in _NAMED:
         names = ", ".join(map(repr, _NAMED))
-        raise OptionError(f"algorithm is {names} or an update such as HeavyBallUpdate(1.0, 0.0), got {algorithm!r}")
+        raise OptionError(f"algorithm must be {names} or an update such as HeavyBallUpdate(1, 0), got {algorithm!r}")
     return _NAMED[algorithm]()
 
 
-class Twin(nn.Module):
-    """A block of its own for each of the two streams of ADMM; a plain block is shared by both.
+class TwoStreamBlock(nn.Module):
+    """Separate blocks for the two streams of ADMM. Both streams share a block that is not wrapped.
 
     >>> import torch
-    >>> Twin(nn.Linear(2, 2), nn.Linear(2, 2))(torch.ones(1, 2), torch.ones(1, 2))[1].shape
+    >>> TwoStreamBlock(nn.Linear(2, 2), nn.Linear(2, 2))(torch.ones(1, 2), torch.ones(1, 2))[1].shape
     torch.Size([1, 2])
     """
 
@@ -50,11 +50,11 @@ class Twin(nn.Module):
 
 
 class Transition(nn.Module):
-    """A block that changes the shape: the iteration goes on from the shortcut, and its momentum starts anew there.
+    """A block that changes the shape. The iteration continues from the output of the shortcut, without momentum.
 
     Args:
-        block: T, to the new shape; a :class:`Twin` for two streams of their own.
-        shortcut: What takes iterates to the new shape, as ResNet's projections do; None for algorithms that add no
+        block: T, which maps to the new shape; a :class:`TwoStreamBlock` for separate streams.
+        shortcut: Maps iterates to the new shape, like ResNet's projections; None for algorithms that do not add
             iterates to values (gradient descent, Nesterov's two terms).
 
     >>> Transition(nn.Linear(2, 3), nn.Linear(2, 3, bias=False)).shortcut
@@ -68,11 +68,11 @@ class Transition(nn.Module):
 
 
 class OptimizationNet(nn.Module):
-    r"""A network as an algorithm: its blocks :math:`T_1, \dots, T_K` are gradient steps, its skip connections the rest.
+    r"""A network as an algorithm: its blocks :math:`T_1, \dots, T_K` are gradient steps, its skip connections momentum.
 
-    Lin's observation: for a symmetric positive definite W and an activation φ the layer :math:`\varphi(Wx)` is a
-    gradient step on :class:`~minimand.functions.LayerObjective` in the variable :math:`z = W^{1/2}x`. So a feed-forward
-    network is gradient descent, and other algorithms are other networks:
+    For a symmetric positive definite W and an activation φ the layer :math:`\varphi(Wx)` is a gradient step on
+    :class:`~minimand.functions.LayerObjective` in the variable :math:`z = W^{1/2}x`. So a feed-forward network is
+    gradient descent, and other algorithms give other networks:
 
     ================  ==================================================================================
     ``"gd"``          :math:`x^+ = T(x)`
@@ -81,19 +81,21 @@ class OptimizationNet(nn.Module):
     ``"admm"``        two streams and the running sum of their difference
     ================  ==================================================================================
 
-    An update in place of a name says more: :class:`HeavyBallUpdate`, :class:`NesterovUpdate`,
-    :class:`AcceleratedUpdate` (18), :class:`ADMMUpdate`, :class:`MergeUpdate` (20), :class:`DenseUpdate`.
+    An update object sets further options: :class:`~minimand.nn.HeavyBallUpdate`, :class:`~minimand.nn.NesterovUpdate`,
+    and from :mod:`minimand.nn.blocks` ``AcceleratedUpdate`` (18), ``ADMMUpdate``, ``MergeUpdate`` (20) and
+    ``DenseUpdate``.
 
     Args:
         blocks: T₁ … T_K, any modules. All keep the shape, except those wrapped in :class:`Transition`.
         algorithm: A name or an update.
-        learnable: False keeps the algorithm's coefficients; True or ``"scalar"`` learns one per term, starting there,
-            ``"channel"`` one per term and channel; a :class:`Learning` adds a constraint.
-        channels: Of the iterates, for ``learnable="channel"``: one number, or one per block.
-        activation: Applied after every update: with an activation that is a prox the network is the proximal form of
-            the algorithm. ResNet has a ReLU here.
+        learnable: False: the algorithm's coefficients. True or ``"scalar"``: one learned coefficient per term, which
+            starts at the algorithm's value. ``"channel"``: one per term and channel. A :class:`Learning` adds a
+            constraint.
+        channels: The channels of the iterates, for ``learnable="channel"``: one number, or one per block.
+        activation: Applied after every update. If it is a prox, the network is the proximal form of the algorithm.
+            ResNet has a ReLU here.
 
-    Source: 002, Lemma 4 and eqs. (16), (18), (20).
+    Source: [Lin2019], Lemma 4 and eqs. (16), (18), (20).
 
     >>> import torch
     >>> blocks = [nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)]
@@ -119,7 +121,7 @@ class OptimizationNet(nn.Module):
     ) -> None:
         super().__init__()
         self.update = resolve(algorithm)
-        how = learning(learnable)
+        how = parse_learnable(learnable)
         _check_blocks(blocks, self.update)
         widths = _widths(channels, len(blocks))
         self.blocks = nn.ModuleList(blocks)
@@ -132,16 +134,18 @@ class OptimizationNet(nn.Module):
         self.activation = nn.Identity() if activation is None else activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """The last iterate, or the mean of two streams, or the concatenation of dense iterates."""
+        """The last iterate, the mean of two streams, or the concatenation of dense iterates."""
         if not isinstance(x, Tensor):
             raise CapabilityError(f"an OptimizationNet takes a tensor, got a {type(x).__name__}; convert it first")
         if x.dim() < 2:
-            raise ShapeError(f"an OptimizationNet takes a batch, got an input of shape {tuple(x.shape)}")
+            raise ShapeError(
+                f"an OptimizationNet takes a batch, got an input of shape {tuple(x.shape)}; add a dimension"
+            )
         state = self.update.start((x,) * self.update.streams, self.learned)
         return self.update.output(iterate(self._advance, state, len(self.blocks))[0])
 
     def iterates(self, x: Tensor) -> list[Tensor]:
-        """What the network would return after 0, 1, … of its blocks.
+        """The output of the network after 0, 1, … blocks.
 
         >>> import torch
         >>> net = OptimizationNet([nn.Linear(2, 2)] * 3, "heavy_ball")
@@ -159,17 +163,17 @@ class OptimizationNet(nn.Module):
         return found
 
     def _advance(self, state: Any, k: int) -> Any:
-        """One block and its update, with the block's name in whatever goes wrong."""
+        """One block and its update; errors name the block."""
         try:
             return self._follow(state, k)
         except (RuntimeError, ValueError) as error:
-            if type(error) not in (RuntimeError, ValueError):  # ours, the block's own, or no memory
+            if type(error) not in (RuntimeError, ValueError):  # an error of minimand or of the block, or out of memory
                 raise
             name, shape = type(self.blocks[k]).__name__, tuple(state[0].shape)
             weight = next(self.blocks[k].parameters(), None)
             if weight is not None and state[0].is_floating_point():
                 require_fitting(f"blocks.{k} ({name})", state[0], weight, error)
-            raise ShapeError(f"blocks.{k} ({name}) does not go on from iterates of shape {shape}: {error}") from error
+            raise ShapeError(f"blocks.{k} ({name}) does not take iterates of shape {shape}: {error}") from error
 
     def _follow(self, state: Any, k: int) -> Any:
         block, update = self.blocks[k], self.update
@@ -183,8 +187,8 @@ class OptimizationNet(nn.Module):
             for point, value, skip in zip(points, values, skips, strict=True):
                 if value.shape != skip.shape:
                     raise ShapeError(
-                        f"blocks.{k} takes {tuple(point.shape)} to {tuple(value.shape)}, but its shortcut takes it to "
-                        f"{tuple(skip.shape)}; both go to one new shape"
+                        f"blocks.{k} maps {tuple(point.shape)} to {tuple(value.shape)}, but its shortcut maps it to "
+                        f"{tuple(skip.shape)}; both must return the same shape"
                     )
             state = update.start(skips, self.learned)
         else:
@@ -193,7 +197,7 @@ class OptimizationNet(nn.Module):
             if (problem := update.check(value, state, weights)) is not None:
                 raise ShapeError(
                     f"blocks.{k} ({type(block).__name__}) {problem}, but the iterates of a stage have one shape; "
-                    f"wrap a block that changes it as Transition(block, shortcut)"
+                    f"wrap a block that changes the shape: Transition(block, shortcut)"
                 )
         return update.combine(state, values, weights, self.activation)
 
@@ -203,8 +207,8 @@ class OptimizationNet(nn.Module):
 
 
 def _each(module: nn.Module, points: tuple[Tensor, ...], name: str) -> tuple[Tensor, ...]:
-    """A module at every point; streams that have not parted yet share the work."""
-    if isinstance(module, Twin):
+    """The values of a module at every point; equal points are evaluated once."""
+    if isinstance(module, TwoStreamBlock):
         values: tuple[Tensor, ...] = module(*points)
     else:
         value = module(points[0])
@@ -212,14 +216,14 @@ def _each(module: nn.Module, points: tuple[Tensor, ...], name: str) -> tuple[Ten
     for value in values:
         if not isinstance(value, Tensor):
             raise ShapeError(
-                f"{name} ({type(module).__name__}) returns a {type(value).__name__}, and a block returns one tensor; "
-                f"wrap it in a module that picks it"
+                f"{name} ({type(module).__name__}) returns a {type(value).__name__}, but a block must return a tensor; "
+                f"wrap it in a module that returns one of its outputs"
             )
     return values
 
 
 def _places(blocks: Sequence[nn.Module], update: Update) -> Iterator[Place]:
-    """Where each block stands in its stage. A shortcut begins a stage; without one the next block does."""
+    """The position of each block in its stage. A shortcut begins a stage; without one the next block does."""
     step = 0
     for block in blocks:
         changes = isinstance(block, Transition)
@@ -233,12 +237,12 @@ def _widths(channels: int | Sequence[int] | None, count: int) -> Sequence[int | 
     if channels is None or isinstance(channels, int):
         return [channels] * count
     if len(channels) != count:
-        raise OptionError(f"channels is one number or one per block, got {len(channels)} for {count} blocks")
+        raise OptionError(f"channels must be one number or one per block, got {len(channels)} for {count} blocks")
     return channels
 
 
 def _check_signs(rows: Iterable[nn.Module], how: Learning | None, update: Update) -> None:
-    """Refuse to learn nothing: a coefficient that starts at 0 has no sign to keep, and stays there."""
+    """Reject ``"positive"`` if all coefficients start at 0: they have no sign to keep and would stay 0."""
     starts = [value for row in rows if isinstance(row, Coefficients) for value in row.start]
     if how is not None and how.constraint == "positive" and starts and not any(starts):
         raise OptionError(
@@ -248,22 +252,22 @@ def _check_signs(rows: Iterable[nn.Module], how: Learning | None, update: Update
 
 
 def _check_blocks(blocks: Sequence[nn.Module], update: Update) -> None:
-    """Refuse what is no list of modules, and blocks that do not fit the algorithm, all at once."""
+    """Check that ``blocks`` is a list of modules that fit the algorithm; lists all problems."""
     name = type(update).__name__
     if isinstance(blocks, nn.Module) and not isinstance(blocks, nn.Sequential | nn.ModuleList):
-        raise OptionError(f"blocks is a list of modules, got a {type(blocks).__name__}; pass [block, …]")
+        raise OptionError(f"blocks must be a list of modules, got a {type(blocks).__name__}; pass [block, …]")
     if len(blocks) == 0:
-        raise OptionError("blocks is empty; an OptimizationNet takes one block for every iteration")
+        raise OptionError("blocks is empty; an OptimizationNet needs one block per iteration")
     problems = []
     for k, block in enumerate(blocks):
         inner = block.block if isinstance(block, Transition) else block
         if not isinstance(inner, nn.Module):
-            problems.append(f"blocks.{k} is no module but {inner!r}")
-        if isinstance(inner, Twin) and update.streams == 1:
-            problems.append(f"blocks.{k} is a Twin, but {name} has one stream; use ADMMUpdate or MergeUpdate")
+            problems.append(f"blocks.{k} is not a module: {inner!r}")
+        if isinstance(inner, TwoStreamBlock) and update.streams == 1:
+            problems.append(f"blocks.{k} is a TwoStreamBlock, but {name} has one stream; use ADMMUpdate or MergeUpdate")
         if isinstance(block, Transition) and update.skips and block.shortcut is None:
-            problems.append(f"blocks.{k} changes the shape, and {name} adds iterates to it; give it a shortcut")
+            problems.append(f"blocks.{k} changes the shape, but {name} adds iterates to its value; give it a shortcut")
         if isinstance(block, Transition) and not update.skips and block.shortcut is not None:
-            problems.append(f"blocks.{k} has a shortcut that {name} would never use; leave it out")
+            problems.append(f"blocks.{k} has a shortcut, which {name} does not use; remove it")
     if problems:
         raise OptionError("; ".join(problems))

@@ -1,4 +1,4 @@
-"""Where a network adds to a tensor what it computes from it: residual blocks, and the stages that they form."""
+"""Residual blocks of a network, and the stages that they form."""
 
 import dataclasses
 import operator
@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from ...functions.activations import is_activation
-from ..conversion.neighbours import operands_of
+from ..conversion.neighbors import operands_of
 from ..conversion.shallow import Shallow, Unfaithful, shallow
 from ..conversion.trace import Key, Traced, is_builtin, scratch
 from ..layers import SolverLayer
-from .coefficients import Momentum
+from .coefficients import LearnedMomentum
 from .network import OptimizationNet
 
-__all__ = ["Addition", "Chain", "Form", "Look", "Stage", "look"]
+__all__ = ["BlockSequence", "ForwardStructure", "ResidualAddition", "ResidualSearch", "ResidualStage", "find_stages"]
 
 _POINTWISE = (
     nn.Identity,
@@ -29,8 +29,8 @@ _POINTWISE = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Addition:
-    """A residual addition: the call of it, which of its operands is the skip, and where that tensor comes from."""
+class ResidualAddition:
+    """A residual addition: its call, the index of the skip operand, and the call or input that the skip comes from."""
 
     key: Key
     operand: int
@@ -38,24 +38,24 @@ class Addition:
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
-    """What a module's forward does, as far as stages are concerned.
+class ForwardStructure:
+    """The residual additions and the calls of children in a module's forward.
 
     Attributes:
-        block: The one addition of the module's own input to something computed from it.
-        chains: Runs of additions, each to the result of the one before.
-        calls: Runs of calls of children, each on the result of the one before.
-        others: Calls of children with other than one positional argument, which are in no run.
+        block: The only addition, if the module is a residual block: its input plus a function of its input.
+        chains: Sequences of additions, each to the result of the previous one.
+        calls: Sequences of calls of children, each with the result of the previous one.
+        others: Calls of children with more or less than one positional argument.
     """
 
-    block: Addition | None
-    chains: tuple[tuple[Addition, ...], ...]
+    block: ResidualAddition | None
+    chains: tuple[tuple[ResidualAddition, ...], ...]
     calls: tuple[tuple[Key, ...], ...]
     others: tuple[Key, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Chain:
+class BlockSequence:
     """Blocks that a forward calls one after the other."""
 
     keys: tuple[Key, ...]
@@ -63,35 +63,35 @@ class Chain:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
-    """Residual updates in a row: the forward they are in, and either its children or its own additions."""
+class ResidualStage:
+    """Consecutive residual updates: the module whose forward has them, and either its blocks or its own additions."""
 
     path: str
     owner: nn.Module
-    chain: Chain | None = None
-    additions: tuple[Addition, ...] = ()
+    chain: BlockSequence | None = None
+    additions: tuple[ResidualAddition, ...] = ()
 
     def __len__(self) -> int:
         return len(self.additions) if self.chain is None else len(self.chain.blocks)
 
 
 @dataclasses.dataclass
-class Look:
-    """What was found in a scratch copy of a network, and what was seen on the way."""
+class ResidualSearch:
+    """The stages in a scratch copy of a network, and a note on every module that was examined."""
 
     model: nn.Module
     forwards: dict[nn.Module, Shallow]
-    forms: dict[nn.Module, Form]
-    stages: list[Stage]
+    forms: dict[nn.Module, ForwardStructure]
+    stages: list[ResidualStage]
     paths: dict[nn.Module, str]
     seen: list[str]
 
 
-def look(model: nn.Module) -> Look:
-    """Trace every forward of a scratch copy on its own, and find the stages."""
-    twin = scratch(model)
-    paths = {module: path for path, module in twin.named_modules()}
-    found = Look(twin, {}, {}, [], paths, [])
+def find_stages(model: nn.Module) -> ResidualSearch:
+    """Trace every forward of a scratch copy separately, and find the stages."""
+    copied = scratch(model)
+    paths = {module: path for path, module in copied.named_modules()}
+    found = ResidualSearch(copied, {}, {}, [], paths, [])
     formed = {module: name for module in paths for name in _momenta(module)}
     inside = {part for module, name in formed.items() for part in module.get_submodule(name).modules()}
     for module, path in paths.items():
@@ -99,10 +99,10 @@ def look(model: nn.Module) -> Look:
             continue
         where = f"{path or 'the model'} ({type(module).__name__})"
         if isinstance(module, OptimizationNet):
-            found.seen.append(f"{where}: is an algorithm; give its constructor another, or learnable=True")
+            found.seen.append(f"{where}: is an algorithm already; set it, or learnable=True, in its constructor")
             continue
         if module in formed:
-            found.seen.append(f"{where}: has its {formed[module]} form already; revert the model first")
+            found.seen.append(f"{where}: already has its {formed[module]} form; revert the model first")
             continue
         try:
             found.forwards[module] = own = shallow(module)
@@ -116,45 +116,49 @@ def look(model: nn.Module) -> Look:
     return found
 
 
-def _left_out(found: Look) -> Iterator[str]:
-    """Residual blocks that are in no stage because of how they are called."""
+def _left_out(found: ResidualSearch) -> Iterator[str]:
+    """Residual blocks that are in no stage, because they are called with additional arguments."""
     for owner, form in found.forms.items():
         own = found.forwards[owner].modes[0]
         nodes = own.keys(own.frames[0])
         for block in dict.fromkeys(_called(nodes[key], own) for key in form.others):
             if (inner := found.forms.get(block)) is not None and inner.block is not None:
                 caller = found.paths[owner] or "the model"
-                yield f"{found.paths[block]}: {caller} calls it with more than its input, so it is in no stage"
+                yield f"{found.paths[block]}: {caller} calls it with additional arguments, so it is in no stage"
 
 
 def _momenta(module: nn.Module) -> Iterator[str]:
-    """The coefficients that a module was given when it became an algorithm."""
+    """The names of the coefficients that :func:`as_algorithm` added to a module."""
     for name, child in module.named_children():
         parts = child.children() if isinstance(child, nn.ModuleList) else [child]
-        if any(isinstance(part, Momentum) for part in parts):
+        if any(isinstance(part, LearnedMomentum) for part in parts):
             yield name
 
 
-def _words(form: Form) -> str:
+def _words(form: ForwardStructure) -> str:
     if form.chains:
         return f"{sum(map(len, form.chains))} residual additions in its own forward"
-    return "a residual block" if form.block is not None else "adds its input to nothing"
+    return "a residual block" if form.block is not None else "has no residual addition of its input"
 
 
-def _stages(found: Look) -> Iterator[Stage]:
-    """Runs of at least two residual updates."""
+def _stages(found: ResidualSearch) -> Iterator[ResidualStage]:
+    """The sequences of at least two residual updates."""
     for owner, form in found.forms.items():
         for chain in form.chains:
-            yield Stage(found.paths[owner], owner, None, chain)
+            yield ResidualStage(found.paths[owner], owner, None, chain)
         own = found.forwards[owner].modes[0]
         nodes = own.keys(own.frames[0])
         for run in form.calls:
             for part in _residual_runs(run, found, own, nodes):
                 blocks = tuple(_called(nodes[key], own) for key in part)
-                yield Stage(_common([found.paths[block] for block in blocks]), owner, Chain(part, blocks))
+                yield ResidualStage(
+                    _common([found.paths[block] for block in blocks]), owner, BlockSequence(part, blocks)
+                )
 
 
-def _residual_runs(run: tuple[Key, ...], found: Look, own: Traced, nodes: dict[Key, fx.Node]) -> Iterator[Any]:
+def _residual_runs(
+    run: tuple[Key, ...], found: ResidualSearch, own: Traced, nodes: dict[Key, fx.Node]
+) -> Iterator[Any]:
     part: list[Key] = []
     for key in run:
         form = found.forms.get(_called(nodes[key], own))
@@ -175,7 +179,7 @@ def _called(node: fx.Node, own: Traced) -> nn.Module:
 
 
 def _common(paths: list[str]) -> str:
-    """The path of what the blocks are part of."""
+    """The path of the module that contains the blocks."""
     parts = [path.split(".") for path in paths]
     shared = []
     for names in zip(*parts, strict=False):
@@ -188,14 +192,14 @@ def _common(paths: list[str]) -> str:
 # One forward ---------------------------------------------------------------------------------------------------------
 
 
-def _form(own: Shallow) -> Form:
+def _form(own: Shallow) -> ForwardStructure:
     evaluation, training = (_mode(traced) for traced in own.modes)
     if evaluation != training:
-        raise Unfaithful("adds and calls other things in training than in evaluation")
+        raise Unfaithful("makes different additions or calls in training than in evaluation")
     return evaluation
 
 
-def _mode(traced: Traced) -> Form:
+def _mode(traced: Traced) -> ForwardStructure:
     keys = {node: key for key, node in traced.keys(traced.frames[0]).items()}
     before = _ancestors(traced.graph)
     inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
@@ -216,9 +220,9 @@ def _mode(traced: Traced) -> Form:
         else:
             last.append(addition)
 
-    def record(addition: tuple[fx.Node, int, fx.Node]) -> Addition:
+    def record(addition: tuple[fx.Node, int, fx.Node]) -> ResidualAddition:
         node, operand, skip = addition
-        return Addition(keys[node], operand, keys.get(skip, skip.name))
+        return ResidualAddition(keys[node], operand, keys.get(skip, skip.name))
 
     block = None
     if len(additions) == 1 and inputs and additions[0][2] is inputs[0]:
@@ -227,11 +231,11 @@ def _mode(traced: Traced) -> Form:
             block = record(additions[0])
     longer = tuple(tuple(map(record, chain)) for chain in chains if len(chain) > 1)
     others = tuple(key for node, key in keys.items() if node.op == "call_module" and not _alone(node))
-    return Form(block, longer, tuple(_runs(traced, keys)), others)
+    return ForwardStructure(block, longer, tuple(_runs(traced, keys)), others)
 
 
 def _ancestors(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
-    """What each value is computed from."""
+    """The nodes that each value is computed from."""
     before: dict[fx.Node, set[fx.Node]] = {}
     for node in graph.nodes:
         before[node] = set(node.all_input_nodes).union(*(before[source] for source in node.all_input_nodes))
@@ -239,7 +243,7 @@ def _ancestors(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
 
 
 def _computes(nodes: set[fx.Node], traced: Traced) -> bool:
-    """Whether parameters enter on the way: ``x + x.mean()`` is no residual block."""
+    """Whether the nodes use parameters: ``x + x.mean()`` is not a residual block."""
     for node in nodes:
         if (module := traced.module(node)) is not None and next(module.parameters(), None) is not None:
             return True
@@ -249,7 +253,7 @@ def _computes(nodes: set[fx.Node], traced: Traced) -> bool:
 
 
 def _follows(value: fx.Node, add: fx.Node, traced: Traced) -> bool:
-    """Whether a value is the result of an addition, or acts on it entry by entry."""
+    """Whether a value is the result of an addition, possibly after entrywise operations."""
     while value is not add:
         sources = value.all_input_nodes
         if len(sources) != 1 or not _pointwise(value, traced):
@@ -267,12 +271,12 @@ def _pointwise(node: fx.Node, traced: Traced) -> bool:
 
 
 def _alone(node: fx.Node) -> bool:
-    """Whether a call has one positional argument and no other."""
+    """Whether a call has exactly one argument, a positional one."""
     return len(node.args) == 1 and not node.kwargs
 
 
 def _runs(traced: Traced, keys: dict[fx.Node, Key]) -> Iterator[tuple[Key, ...]]:
-    """Maximal runs of calls of modules, each on nothing but the result of the one before."""
+    """Maximal sequences of calls of modules, each with only the result of the previous one."""
     after: dict[fx.Node, fx.Node] = {}
     calls = [node for node in keys if node.op == "call_module" and _alone(node)]
     for node in calls:

@@ -1,8 +1,8 @@
-r"""The updates of 002 as records: how a network goes on from what its block returns.
+r"""The update rules of [Lin2019]: gradient descent, the heavy ball and Nesterov's method.
 
-Every update answers four questions. Where are the blocks evaluated (``points``)? What follows from their values
-(``combine``)? What does the iteration start from, and start anew from where the shape changes (``start``)? Which
-coefficients has it (``coefficients``)? None of them loops; :func:`~minimand.solvers.iterate.iterate` does.
+An update defines the points at which blocks are evaluated (``points``), the next state from their values
+(``combine``), the state at the input and after a change of shape (``start``), and its ``coefficients``. The loop over
+the blocks is :func:`~minimand.solvers.iterate.iterate`.
 """
 
 import abc
@@ -27,19 +27,19 @@ __all__ = [
     "require_number",
 ]
 
-#: The activation after an update: the prox of a proximal algorithm.
+#: The activation after an update, the prox of a proximal algorithm.
 Prox = Callable[[Tensor], Tensor]
 
 
 def require_number(name: str, value: float, otherwise: str = "") -> None:
-    """Refuse a coefficient that is no finite number; ``otherwise`` says what else it may be."""
+    """Check that a coefficient is a finite number; ``otherwise`` names the other values that are allowed."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise OptionError(f"{name} is a finite number{otherwise}, got {value!r}")
+        raise OptionError(f"{name} must be a finite number{otherwise}, got {value!r}")
 
 
 class Place(NamedTuple):
-    """Which update of a network: its number since the start or the last change of shape, how many blocks there are,
-    and whether its block changes the shape."""
+    """The position of an update: its index since the start or the last change of shape, the number of blocks, and
+    whether its block changes the shape."""
 
     step: int
     steps: int
@@ -47,11 +47,11 @@ class Place(NamedTuple):
 
 
 class Update(abc.ABC):
-    """How iterates follow from the values of the blocks.
+    """The rule that computes the next iterate from the values of the blocks.
 
     Attributes:
-        streams: How many iterates run side by side.
-        skips: Whether the values are added to earlier iterates, so that a change of shape needs a shortcut.
+        streams: The number of iterates that run in parallel.
+        skips: Whether earlier iterates are added to the values, so that a change of shape needs a shortcut.
     """
 
     streams: ClassVar[int] = 1
@@ -59,36 +59,36 @@ class Update(abc.ABC):
 
     @abc.abstractmethod
     def coefficients(self, place: Place, learned: bool) -> tuple[float, ...]:
-        """The values of an update's coefficients in the algorithm."""
+        """The coefficients of the algorithm, or the initial ones of learned coefficients."""
 
     @abc.abstractmethod
     def start(self, x: tuple[Tensor, ...], learned: bool) -> Any:
-        """The state of an iteration that begins at ``x``."""
+        """The state at the start of an iteration from ``x``."""
 
     @abc.abstractmethod
     def points(self, state: Any, weights: tuple[Weight, ...]) -> tuple[Tensor, ...]:
-        """Where the block is evaluated, per stream."""
+        """The point at which the block is evaluated, per stream."""
 
     @abc.abstractmethod
     def combine(self, state: Any, values: tuple[Tensor, ...], weights: tuple[Weight, ...], prox: Prox) -> Any:
-        """The next state, from the values of the block."""
+        """The next state, computed from the values of the block."""
 
     def output(self, state: Any) -> Tensor:
-        """What the network returns."""
+        """The output of the network."""
         x: Tensor = state[0]
         return x
 
     def groups(self, place: Place, learned: bool) -> tuple[int, ...]:
-        """How many coefficients, one after the other, have a sum that keeps the fixed points: all of them."""
+        """The sizes of groups of coefficients whose constant sums keep the fixed points; default: one group."""
         return (len(self.coefficients(place, learned)),)
 
     def check(self, value: Tensor, state: Any, weights: tuple[Weight, ...]) -> str | None:
-        """What is wrong with the value of a block that meets the iterates of ``state``; None if nothing."""
-        return differs(value, state[0]) if self.skips else None
+        """The reason why the value of a block does not fit the iterates of ``state``; None if it fits."""
+        return shape_change(value, state[0]) if self.skips else None
 
 
-def differs(value: Tensor, x: Tensor) -> str | None:
-    """What a block does that does not keep the shape."""
+def shape_change(value: Tensor, x: Tensor) -> str | None:
+    """A description of a change of shape; None if the shape is kept."""
     return None if value.shape == x.shape else f"maps {tuple(x.shape)} to {tuple(value.shape)}"
 
 
@@ -96,21 +96,21 @@ def differs(value: Tensor, x: Tensor) -> str | None:
 class GradientUpdate(Update):
     r"""Gradient descent, :math:`x^+ = T(x)`: a plain feed-forward network.
 
-    Source: 002, Lemma 4.
+    Source: [Lin2019], Lemma 4.
     """
 
     skips: ClassVar[bool] = False
 
     def coefficients(self, place: Place, learned: bool) -> tuple[float, ...]:
-        """None."""
+        """No coefficients."""
         return ()
 
     def start(self, x: tuple[Tensor, ...], learned: bool) -> tuple[Tensor]:
-        """The point."""
+        """The iterate."""
         return (x[0],)
 
     def points(self, state: tuple[Tensor], weights: tuple[Weight, ...]) -> tuple[Tensor, ...]:
-        """At the point."""
+        """The iterate."""
         return state
 
     def combine(
@@ -123,29 +123,37 @@ class GradientUpdate(Update):
 def _split(current: Weight, past: Weight) -> tuple[Weight, Weight]:
     r""":math:`\mu = -\beta_2` and :math:`\kappa = \beta_1 + \beta_2`, which is 0 or 1 in the algorithms."""
     keep = current + past
-    # Rounding of the sum would cost the exact fixed points.
+    # A rounded sum would change the fixed points.
     if not isinstance(keep, Tensor) and abs(keep - round(keep)) < 1e-14:
         keep = float(round(keep))
     return -past, keep
 
 
-class Pair(NamedTuple):
+class IteratePair(NamedTuple):
     """The last two iterates."""
 
     x: Tensor
     previous: Tensor
 
 
+class _TwoIterateUpdate(Update):
+    """An update that uses the last two iterates."""
+
+    def start(self, x: tuple[Tensor, ...], learned: bool) -> IteratePair:
+        """Both iterates at the start, so that there is no momentum."""
+        return IteratePair(x[0], x[0])
+
+
 @dataclasses.dataclass(frozen=True)
-class HeavyBallUpdate(Update):
+class HeavyBallUpdate(_TwoIterateUpdate):
     r"""The heavy ball, :math:`x^+ = T(x) + \beta_1 x + \beta_2 x_-`, from :math:`x_- = x_0`.
 
     Args:
         current: :math:`\beta_1`.
-        past: :math:`\beta_2`. The algorithm has :math:`\beta_1 = -\beta_2`, and ½ is what
-            :class:`~minimand.solvers.HeavyBall` takes; :math:`(1, 0)` is ResNet.
+        past: :math:`\beta_2`. The algorithm has :math:`\beta_1 = -\beta_2`; ½ is the default of
+            :class:`~minimand.solvers.HeavyBall`. :math:`(1, 0)` is ResNet.
 
-    Source: 002, eq. (16).
+    Source: [Lin2019], eq. (16).
     """
 
     current: float = 0.5
@@ -156,32 +164,30 @@ class HeavyBallUpdate(Update):
         require_number("past", self.past)
 
     def coefficients(self, place: Place, learned: bool) -> tuple[float, ...]:
-        """The same two everywhere."""
+        """The same two for every update."""
         return self.current, self.past
 
-    def start(self, x: tuple[Tensor, ...], learned: bool) -> Pair:
-        """At rest."""
-        return Pair(x[0], x[0])
-
-    def points(self, state: Pair, weights: tuple[Weight, ...]) -> tuple[Tensor, ...]:
-        """At the last iterate."""
+    def points(self, state: IteratePair, weights: tuple[Weight, ...]) -> tuple[Tensor, ...]:
+        """The last iterate."""
         return (state.x,)
 
-    def combine(self, state: Pair, values: tuple[Tensor, ...], weights: tuple[Weight, ...], prox: Prox) -> Pair:
+    def combine(
+        self, state: IteratePair, values: tuple[Tensor, ...], weights: tuple[Weight, ...], prox: Prox
+    ) -> IteratePair:
         """Polyak's update."""
         momentum, keep = _split(*weights)
-        return Pair(prox(heavy_ball(values[0], state.x, state.previous, momentum, keep)), state.x)
+        return IteratePair(prox(heavy_ball(values[0], state.x, state.previous, momentum, keep)), state.x)
 
 
 @dataclasses.dataclass(frozen=True)
-class NesterovUpdate(Update):
+class NesterovUpdate(_TwoIterateUpdate):
     r"""Nesterov's method in two terms, :math:`x^+ = T(\beta_1 x + \beta_2 x_-)`.
 
     Args:
-        momentum: :math:`\beta` in :math:`\beta_1 = 1 + \beta,\ \beta_2 = -\beta`; automatic: Nesterov's growing
+        momentum: :math:`\beta` in :math:`\beta_1 = 1 + \beta,\ \beta_2 = -\beta`; ``"auto"``: Nesterov's growing
             :math:`\beta_k = (t_k - 1)/t_{k+1}`.
 
-    Source: 002, Nesterov's update and its relaxation.
+    Source: [Lin2019], Nesterov's update and its relaxation.
     """
 
     skips: ClassVar[bool] = False
@@ -196,18 +202,16 @@ class NesterovUpdate(Update):
         momentum = nesterov_schedule(place.steps)[place.step] if self.momentum == "auto" else self.momentum
         return 1 + momentum, -momentum
 
-    def start(self, x: tuple[Tensor, ...], learned: bool) -> Pair:
-        """At rest."""
-        return Pair(x[0], x[0])
-
-    def points(self, state: Pair, weights: tuple[Weight, ...]) -> tuple[Tensor, ...]:
-        """Ahead of the last iterate."""
+    def points(self, state: IteratePair, weights: tuple[Weight, ...]) -> tuple[Tensor, ...]:
+        """The extrapolated iterate."""
         return (extrapolate(state.x, state.previous, *_split(*weights)),)
 
-    def combine(self, state: Pair, values: tuple[Tensor, ...], weights: tuple[Weight, ...], prox: Prox) -> Pair:
+    def combine(
+        self, state: IteratePair, values: tuple[Tensor, ...], weights: tuple[Weight, ...], prox: Prox
+    ) -> IteratePair:
         """The value itself."""
-        return Pair(prox(values[0]), state.x)
+        return IteratePair(prox(values[0]), state.x)
 
-    def check(self, value: Tensor, state: Pair, weights: tuple[Weight, ...]) -> str | None:
-        """Two iterates are added, so all have one shape."""
-        return differs(value, state.x)
+    def check(self, value: Tensor, state: IteratePair, weights: tuple[Weight, ...]) -> str | None:
+        """Two iterates are added, so the block must keep the shape."""
+        return shape_change(value, state.x)

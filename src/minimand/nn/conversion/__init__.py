@@ -1,1 +1,1 @@
-"""How a network is converted: copied, traced, planned, and changed in place."""
+"""The steps of a conversion: copy, trace, plan, and change in place."""

@@ -1,8 +1,8 @@
-"""Solver layers that take in what stands between them and their activation.
+"""Solver layers that absorb the batch normalisation and the residual addition before their activation.
 
-A batch normalisation is affine in the forward pass: it scales the rows of the operator and moves the bias. Its scale is
-that of its running statistics, or of the batch at hand, as the mode says. What is added after it, the skip of a
-residual block, is a part of the bias (000, appendix J).
+A batch normalisation is affine in the forward pass: it scales the rows of the operator and shifts the bias. Its
+statistics are those of the batch in training and the running ones in evaluation. The skip of a residual block is added
+to the bias ([Bibi2019], appendix J).
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ __all__ = ["BlockConv1d", "BlockConv2d", "BlockLinear"]
 
 @dataclasses.dataclass(frozen=True)
 class BlockProblem(Problem):
-    """A problem whose ``A y + b`` is at hand, computed as the plain layers do: to the bit."""
+    """A problem with a given ``A y + b``, computed by the plain layers, so that it equals theirs to the bit."""
 
     affine: Tensor | None = None
 
@@ -30,18 +30,18 @@ class BlockProblem(Problem):
 
 
 class Reference(NamedTuple):
-    """A module that is registered elsewhere, or none."""
+    """A module that is registered elsewhere, or None."""
 
     module: nn.Module | None
 
 
 class BlockLayer(SolverLayer):
-    """A solver layer with the batch normalisation and the skip after it in its operator and bias."""
+    """A solver layer whose operator and bias contain the batch normalisation and the skip after it."""
 
     norm: Reference
 
     def problem(self, y: Tensor, skip: Tensor | None = None) -> Problem:
-        """The problem of the whole block; in training this is where the running statistics move."""
+        """The problem of the whole block; in training this updates the running statistics."""
         operator = self.operator(y)
         operator.check_input(y)
         affine = operator.apply(y, self.bias)
@@ -50,13 +50,13 @@ class BlockLayer(SolverLayer):
         if (norm := self.norm.module) is not None:
             if y.dim() != 1 - operator.feature_dim:
                 raise ShapeError(
-                    f"a layer with batch normalisation takes a batch with {1 - operator.feature_dim} dimensions, "
+                    f"a layer with batch normalisation takes an input of {1 - operator.feature_dim} dimensions, "
                     f"got {tuple(y.shape)}"
                 )
             scale, shift = _affine(norm, affine)
             weight = self.weight * scale.reshape(-1, *(1,) * (self.weight.dim() - 1)).to(self.weight.dtype)
             bias = shift if bias is None else shift + scale * bias
-            # The class's own forward: the instance's is the identity now.
+            # The forward of the class: the one of the instance is now the identity.
             affine = type(norm).forward(norm, affine)
         operator = operator.with_weight(weight).with_bounds(self.tracker.bounds(weight))
         if skip is not None:
@@ -66,7 +66,7 @@ class BlockLayer(SolverLayer):
 
 
 def _affine(norm: nn.Module, output: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale and the shift that a batch normalisation is, for this output of its layer."""
+    """The scale and shift of a batch normalisation for this input."""
     assert isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d)
     if norm.training or norm.running_mean is None or norm.running_var is None:
         dims = [dim for dim in range(output.dim()) if dim != 1]

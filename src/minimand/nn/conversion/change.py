@@ -1,5 +1,4 @@
-"""What a conversion does to a module, and how it is undone. The objects stay, whoever holds them; so do hooks,
-attributes and places in the ``state_dict``."""
+"""Changes to modules in place, and their reversal. Objects, hooks, attributes and ``state_dict`` keys stay."""
 
 import importlib
 import inspect
@@ -26,11 +25,11 @@ __all__ = [
     "undo",
 ]
 
-_ORIGIN = "_minimand_origin"
+_ORIGINAL = "_minimand_original"
 
 
-class Origin(NamedTuple):
-    """What a module was: its class, attributes that were written over, and the names of all that were added."""
+class OriginalState(NamedTuple):
+    """The original state of a module: class, overwritten attributes, and names of added attributes and children."""
 
     kind: type[nn.Module]
     replaced: dict[str, Any]
@@ -39,44 +38,44 @@ class Origin(NamedTuple):
 
 
 class Absorbed(nn.Identity):
-    """An activation or a dropout that a solver layer has taken in."""
+    """An activation or a dropout that a solver layer has absorbed."""
 
     def extra_repr(self) -> str:
-        """What it was."""
-        return vars(self)[_ORIGIN].kind.__name__
+        """The original class."""
+        return vars(self)[_ORIGINAL].kind.__name__
 
 
 def is_converted(module: nn.Module) -> bool:
     """Whether the module was changed by a conversion."""
-    return _ORIGIN in vars(module) or isinstance(vars(module).get("forward"), RewrittenForward)
+    return _ORIGINAL in vars(module) or isinstance(vars(module).get("forward"), RewrittenForward)
 
 
 def become(module: nn.Module, layer: SolverLayer) -> None:
     """Turn a plain layer into a solver layer, in place."""
     state = {name: value for name, value in vars(layer).items() if name not in INTERNAL}
     replaced = {name: vars(module)[name] for name in state if name in vars(module)}
-    origin = Origin(type(module), replaced, tuple(state), tuple(layer._modules))
+    origin = OriginalState(type(module), replaced, tuple(state), tuple(layer._modules))
     vars(module).update(state)
-    vars(module)[_ORIGIN] = origin
+    vars(module)[_ORIGINAL] = origin
     module._modules.update(layer._modules)
     module.__class__ = type(layer)
 
 
 def absorb(module: nn.Module) -> None:
     """Turn an activation or a dropout into the identity, in place."""
-    vars(module)[_ORIGIN] = Origin(type(module), {}, (), ())
+    vars(module)[_ORIGINAL] = OriginalState(type(module), {}, (), ())
     module.__class__ = Absorbed
 
 
 def adopt(module: nn.Module, name: str, child: nn.Module) -> None:
-    """Give a module a child that :func:`undo` takes away again, in place."""
-    vars(module)[_ORIGIN] = Origin(type(module), {}, (), (name,))
+    """Add a child to a module, in place; :func:`undo` removes it."""
+    vars(module)[_ORIGINAL] = OriginalState(type(module), {}, (), (name,))
     module._modules[name] = child
 
 
 def undo(module: nn.Module) -> None:
-    """Make a module what it was."""
-    if (origin := vars(module).pop(_ORIGIN, None)) is not None:
+    """Restore the original module."""
+    if (origin := vars(module).pop(_ORIGINAL, None)) is not None:
         for name in origin.added:
             del vars(module)[name]
         for name in origin.children:
@@ -92,7 +91,7 @@ def undo(module: nn.Module) -> None:
 
 
 class Source(NamedTuple):
-    """A function as text with the names it uses, which can be stored where the function cannot."""
+    """The source text of a function with the names it uses. Unlike the function it can be pickled."""
 
     text: str
     names: dict[str, Any]
@@ -100,7 +99,7 @@ class Source(NamedTuple):
 
     @classmethod
     def of(cls, graph: torch.fx.Graph) -> "Source":
-        """The ``forward`` that a graph stands for."""
+        """The ``forward`` of a graph."""
         code = graph.python_code("self")
         modules = {name: value.__name__ for name, value in code.globals.items() if _is_namespace(value)}
         names = {name: value for name, value in code.globals.items() if name not in modules}
@@ -110,7 +109,7 @@ class Source(NamedTuple):
         """The function."""
         space: dict[str, Any] = {name: importlib.import_module(module) for name, module in self.modules.items()}
         space.update(self.names)
-        exec(compile(self.text, "<minimand: a forward without what its solver layers took in>", "exec"), space)
+        exec(compile(self.text, "<minimand: the rewritten forward>", "exec"), space)
         return space["forward"]
 
 
@@ -119,16 +118,16 @@ def _is_namespace(value: object) -> bool:
 
 
 class RewrittenForward:
-    """A module's ``forward`` without the calls that its solver layers have taken in.
+    """A module's ``forward`` without the calls that its solver layers have absorbed.
 
-    There is one for training and one for evaluation, as the user's code may ask ``self.training``. Attributes that
-    the code read while it was traced are constants in it; one that has changed since is an error, not a surprise.
+    There is one version for training and one for evaluation, since the user's code may branch on ``self.training``.
+    Attributes that the code read during tracing are constants. Changing one later raises an error.
 
     Args:
-        module: Whose forward it is.
+        module: The owner of the forward.
         sources: For evaluation and for training.
         constants: The attributes that were read, with their values.
-        previous: The ``forward`` that the instance had before, if it had one of its own.
+        previous: The ``forward`` attribute that the instance had before, if any.
     """
 
     def __init__(
@@ -147,12 +146,12 @@ class RewrittenForward:
     def _compile(self) -> None:
         evaluation, training = (source.compile() for source in self.sources)
         self.evaluation, self.training = evaluation, training
-        # What torch.export asks of a forward: where it is written, and its arguments, the same in both modes.
+        # torch.export reads the code and the signature of a forward.
         self.__code__ = evaluation.__code__
         self.__signature__ = inspect.signature(types.MethodType(evaluation, self.module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward pass of the present mode."""
+        """Run the forward pass of the current mode."""
         module = self.module
         for name, value in self.constants.items():
             if getattr(module, name) != value:

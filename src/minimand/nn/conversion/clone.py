@@ -1,4 +1,4 @@
-"""A copy of a network whose modules are new and whose tensors are not."""
+"""Copies of networks that share the tensors."""
 
 import copy
 import functools
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 __all__ = ["INTERNAL", "clone"]
 
 M = TypeVar("M", bound=nn.Module)
-#: What every module has in its ``__dict__``.
+#: The attributes that every module has in its ``__dict__``.
 INTERNAL = frozenset(vars(nn.Module()))
 _TENSORS = ("_parameters", "_buffers")
 
@@ -19,12 +19,12 @@ _TENSORS = ("_parameters", "_buffers")
 def clone(model: M) -> M:
     """Copy every module of ``model``; Parameters, buffers and tensors held as attributes are the same objects.
 
-    Attributes are deep-copied (shared where they cannot be), references between the modules lead to the copies.
-    Hooks are shared, unless they are bound to a module of the network: then they are bound to its copy.
+    Attributes are deep-copied, or shared if they cannot be copied. References between modules point to the copies.
+    Hooks are shared, except hooks that are bound to a module of the network: these are bound to its copy.
 
     >>> model = nn.Sequential(nn.Linear(2, 2))
-    >>> twin = clone(model)
-    >>> twin[0] is model[0], twin[0].weight is model[0].weight
+    >>> copied = clone(model)
+    >>> copied[0] is model[0], copied[0].weight is model[0].weight
     (False, True)
     """
     modules = list(model.modules())
@@ -64,7 +64,7 @@ def _attribute(name: str, value: Any, memo: dict[int, Any], inside: frozenset[in
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
     try:
         return copy.deepcopy(value, memo)
-    except Exception:  # locks, files, generators: whatever cannot be copied is shared
+    except Exception:  # locks, files and generators cannot be copied, and are shared
         return value
 
 
@@ -75,5 +75,5 @@ def _bound(hook: Any, inside: frozenset[int]) -> bool:
     if isinstance(hook, functools.partial):
         parts = (*hook.args, *hook.keywords.values())
         return _bound(hook.func, inside) or any(id(part) in inside for part in parts)
-    # torch wraps hooks that ask for their module; the wrapper knows how to be copied.
+    # torch's wrapper of hooks with a module argument supports copying.
     return type(hook).__name__ == "_WrappedHook"

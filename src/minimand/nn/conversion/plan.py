@@ -1,4 +1,4 @@
-"""What a conversion will do, decided before anything is done."""
+"""The plan of a conversion, made before the model is changed."""
 
 import dataclasses
 import fnmatch
@@ -14,7 +14,7 @@ from ...solvers import Solver
 from ..layers import SolverConv1d, SolverConv2d, SolverLayer, SolverLinear, SolverOptions
 from .block import BlockConv1d, BlockConv2d, BlockLinear, Reference
 from .change import is_converted
-from .neighbours import (
+from .neighbors import (
     IDENTITY,
     Activation,
     After,
@@ -29,9 +29,9 @@ from .neighbours import (
 )
 from .rewriting import Edit, Rewrite, rewritten
 from .shallow import Unfaithful
-from .trace import Frame, Traced, is_builtin, scratch, survey
+from .trace import CallFrame, Traced, is_builtin, scratch, survey
 
-__all__ = ["Layer", "Plan", "Rule", "plan", "solver_layer"]
+__all__ = ["LayerPlan", "Plan", "Rule", "plan", "solver_layer"]
 
 _LAYERS: Mapping[type[nn.Module], Any] = {
     nn.Linear: (SolverLinear, BlockLinear),
@@ -42,13 +42,13 @@ _LAYERS: Mapping[type[nn.Module], Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What to make of the layers that a pattern picks, where a solver alone does not say it.
+    """How to convert the layers that a pattern matches, if a solver alone is not enough.
 
     Args:
         options: A solver, or a full :class:`~minimand.nn.SolverOptions`.
-        activation: ``"auto"`` takes in the activation directly after; None takes in none, and whatever follows stays;
-            a path names the activation module, for a ``forward`` that cannot be traced.
-        dropout: The same for the dropout directly before.
+        activation: ``"auto"`` absorbs the activation directly after the layer. None absorbs none and leaves the
+            activation in place. A path names the activation module, for a ``forward`` that cannot be traced.
+        dropout: The same for the dropout directly before the layer.
 
     >>> from minimand.solvers import ProxGD
     >>> Rule(ProxGD(iters=5), activation=None).activation is None
@@ -65,8 +65,8 @@ class Rule:
 
 
 @dataclasses.dataclass
-class Layer:
-    """A layer to be: what it takes in."""
+class LayerPlan:
+    """The plan for one layer: the calls that it absorbs, and its options."""
 
     activation: Activation
     options: SolverOptions
@@ -76,14 +76,14 @@ class Layer:
 
 @dataclasses.dataclass
 class Plan:
-    """What to do, by the path of the module that it is done to."""
+    """The changes to a model, by the path of the module that changes."""
 
-    layers: dict[str, Layer] = dataclasses.field(default_factory=dict)
+    layers: dict[str, LayerPlan] = dataclasses.field(default_factory=dict)
     absorbed: list[str] = dataclasses.field(default_factory=list)
     rewrites: dict[str, Rewrite] = dataclasses.field(default_factory=dict)
 
 
-def solver_layer(plain: nn.Module, layer: Layer, norm: nn.Module | None) -> SolverLayer:
+def solver_layer(plain: nn.Module, layer: LayerPlan, norm: nn.Module | None) -> SolverLayer:
     """The solver form of a plain layer."""
     block = norm is not None or layer.skip
     kind = next(kinds for base, kinds in _LAYERS.items() if isinstance(plain, base))[block]
@@ -94,7 +94,7 @@ def solver_layer(plain: nn.Module, layer: Layer, norm: nn.Module | None) -> Solv
 
 
 def plan(model: nn.Module, rules: Mapping[str, Solver | SolverOptions | Rule]) -> Plan:
-    """Decide everything, or raise one :class:`~minimand.errors.ConversionError` that lists all problems."""
+    """Plan all changes, or raise one :class:`~minimand.errors.ConversionError` that lists all problems."""
     return _Planner(model).plan(rules)
 
 
@@ -103,7 +103,7 @@ class _Planner:
         self.model = model
         self.problems: list[str] = []
         self.result = Plan()
-        #: Calls that disappear, with all that the removal needs; per trace.
+        #: The calls to remove, per trace; the value holds the neighbours if the call adds a skip.
         self.dropped: dict[int, dict[fx.Node, After | None]] = {}
 
     def problem(self, path: str, what: str) -> None:
@@ -111,9 +111,9 @@ class _Planner:
 
     def plan(self, rules: Mapping[str, Solver | SolverOptions | Rule]) -> Plan:
         targets = self._targets(_checked(rules))
-        twin = scratch(self.model)
-        self.survey = survey(twin)
-        self.targets = {twin.get_submodule(path): rule for path, rule in targets.items()}
+        copied = scratch(self.model)
+        self.survey = survey(copied)
+        self.targets = {copied.get_submodule(path): rule for path, rule in targets.items()}
         self.dropped = {id(traced): {} for traced in self._traces()}
         for module, (path, rule) in zip(self.targets, targets.items(), strict=True):
             try:
@@ -123,17 +123,17 @@ class _Planner:
         self._remove()
         if self.problems:
             lines = "\n".join(f"  {line}" for line in self.problems)
-            raise ConversionError(f"the model was not converted, and nothing was changed:\n{lines}")
+            raise ConversionError(f"the model was not converted and is unchanged:\n{lines}")
         return self.result
 
     def _traces(self) -> Iterator[Traced]:
         for region in self.survey.regions:
             yield from region.modes
 
-    # What the rules pick ---------------------------------------------------------------------------------------
+    # Layers that the rules match -------------------------------------------------------------------------------
 
     def _targets(self, rules: dict[str, Rule]) -> dict[str, Rule]:
-        """The layers to convert; of several patterns that pick a layer the last one decides."""
+        """The layers to convert; if several patterns match a layer, the last one applies."""
         places = list(self.model.named_modules(remove_duplicate=False))
         first = {module: path for path, module in self.model.named_modules()}
         hidden = set(_hidden(self.model))
@@ -149,21 +149,21 @@ class _Planner:
                 self.problem(pattern, self._nothing(matched, hidden))
             named = [name for name in (rule.activation, rule.dropout) if name not in (None, "auto")]
             if named and len(picked) > 1:
-                self.problem(pattern, f"names {' and '.join(map(str, named))} but picks {len(picked)} layers, not one")
+                self.problem(pattern, f"names {' and '.join(map(str, named))}, but matches {len(picked)} layers")
         return {path: targets[path] for path in first.values() if path in targets}
 
     def _nothing(self, matched: dict[nn.Module, str], hidden: set[nn.Module]) -> str:
-        """Why a pattern picks nothing."""
+        """Why a pattern matches no layer that can be converted."""
         inside = [path for module, path in matched.items() if module in hidden and isinstance(module, tuple(_LAYERS))]
         if inside:
-            return f"picks only {', '.join(inside)}, inside a module of torch's own that does not call its layers"
+            return f"matches only {', '.join(map(repr, inside))}, inside a torch module that does not call its layers"
         known = [path for path, module in self.model.named_modules() if isinstance(module, tuple(_LAYERS))]
-        have = f"there are {', '.join(known[:8])}{' …' if len(known) > 8 else ''}" if known else "the model has none"
-        what = "matches no module:"
-        if matched:
-            module, path = next(iter(matched.items()))
-            what = f"matches {path} ({type(module).__name__}), but"
-        return f"{what} no Linear, Conv1d or Conv2d; {have}"
+        listed = ", ".join(map(repr, known[:8])) + (", …" if len(known) > 8 else "")
+        available = f"available: {listed}" if known else "the model has no Linear, Conv1d or Conv2d"
+        if not matched:
+            return f"no such layer; {available}"
+        module, path = next(iter(matched.items()))
+        return f"matches {path!r} ({type(module).__name__}), which is not a Linear, Conv1d or Conv2d; {available}"
 
     # One layer -------------------------------------------------------------------------------------------------
 
@@ -189,16 +189,16 @@ class _Planner:
 
     def _seen(
         self, calls: list[tuple[int, Traced, fx.Node]], module: nn.Module, rule: Rule, options: SolverOptions
-    ) -> tuple[Layer, float | None]:
-        """The neighbours of all calls of a layer, which must agree."""
+    ) -> tuple[LayerPlan, float | None]:
+        """The neighbours of a layer, which must be the same in all of its calls."""
         for name in ("activation", "dropout"):
             if getattr(rule, name) not in (None, "auto"):
-                raise Obstacle(f"the forward that calls it can be traced, so {name}='auto' finds it, or None leaves it")
+                raise Obstacle(f"its forward can be traced; use {name}='auto' to absorb the {name}, or None")
         found: list[After] = []
         probabilities: list[float | None] = []
         for mode, traced, node in calls:
             if len(node.args) != 1 or node.kwargs:
-                raise Obstacle("it is called with keywords; call it with its input alone")
+                raise Obstacle("it is called with more than its input; call it with its input alone")
             around = After(IDENTITY) if rule.activation is None else after(node, traced, self._is_target(traced))
             dropout = self._dropout(traced, node, module) if self._samples(traced, node) else None
             found.append(around)
@@ -218,14 +218,14 @@ class _Planner:
         if len(set(probabilities)) > 1:
             raise Obstacle(f"it is called {_times(calls)} with different dropouts before it ({probabilities})")
         skip = any(around.skip is not None for around in found)
-        layer = Layer(found[0].activation, options, self._norm(calls, found), skip)
+        layer = LayerPlan(found[0].activation, options, self._norm(calls, found), skip)
         return layer, probabilities[0] if probabilities else None
 
     def _is_target(self, traced: Traced) -> Callable[[fx.Node], bool]:
         return lambda node: traced.module(node) in self.targets
 
     def _norm(self, calls: list[tuple[int, Traced, fx.Node]], found: list[After]) -> str | None:
-        """The path of the normalisation after every call of a layer, and after nothing else."""
+        """The path of the normalisation that follows every call of a layer and no other call."""
         nodes = [around.norm for around in found]
         norms = {None if n is None else traced.module(n) for (_, traced, _), n in zip(calls, nodes, strict=True)}
         if norms == {None}:
@@ -233,17 +233,17 @@ class _Planner:
         norm = norms.pop()
         uses = [node for traced in self._traces() for node in traced.frame if traced.module(node) is norm]
         if norms or norm is None or set(uses) != set(nodes) or not self._is_enclosed(norm):
-            raise Obstacle("a batch normalisation follows some of its calls, or calls of other layers, too")
+            raise Obstacle("its batch normalisation does not follow all of its calls, or also follows other layers")
         return self.survey.paths[norm]
 
     def _dropout(self, traced: Traced, node: fx.Node, module: nn.Module) -> Dropout | None:
-        """The dropout to take in: one that feeds nothing but layers that take it in."""
+        """The dropout to absorb: its output goes only to layers that absorb it."""
         found = dropout_before(node, traced, module)
         if found is None or found.node is None:
             return None
         if found.unit == "alpha":
             raise Obstacle(
-                "AlphaDropout before it replaces entries by a constant, which is no sampling of the inputs; "
+                "AlphaDropout before it replaces entries by a constant, so it is not a sampling of the inputs; "
                 "use Dropout, or Rule(..., dropout=None) to leave it in place"
             )
         if found.p >= 1:
@@ -253,10 +253,10 @@ class _Planner:
         return found if alone and not shares_input(found) else None
 
     def _samples(self, traced: Traced, node: fx.Node) -> bool:
-        """Whether a node calls a layer that takes dropout in.
+        """Whether a node calls a layer that absorbs dropout.
 
-        Not one with a batch normalisation: its statistics in training are those of ``A y``, and without the dropout
-        they would lack the variance that it adds.
+        A layer with a batch normalisation does not: the statistics in training are those of ``A y``, and without the
+        dropout they would lack the variance that dropout adds.
         """
         module = traced.module(node)
         rule = None if module is None else self.targets.get(module)
@@ -264,22 +264,22 @@ class _Planner:
             return False
         try:
             return rule.activation is None or after(node, traced, self._is_target(traced)).norm is None
-        except Obstacle:  # another layer's, and reported there
+        except Obstacle:  # reported for the layer that has it
             return False
 
-    def _named(self, path: str, rule: Rule, options: SolverOptions) -> tuple[Layer, float | None]:
-        """The neighbours that a rule names, for a layer whose calls were not seen."""
+    def _named(self, path: str, rule: Rule, options: SolverOptions) -> tuple[LayerPlan, float | None]:
+        """The neighbours that a rule names, for a layer whose calls were not traced."""
         if rule.activation == "auto" or (rule.dropout == "auto" and options.solver.stochastic):
             parent = self.survey.model.get_submodule(path.rpartition(".")[0])
             reasons = [why for module, why in self.survey.opaque.items() if parent in list(module.modules())]
             if not reasons:
                 raise Obstacle(
-                    f"no forward calls it, so its neighbours are unknown; remove it, pick the other layers alone, or "
+                    f"no forward calls it, so its neighbours are unknown; remove it, match the other layers only, or "
                     f"add, as the last rule, {path!r}: Rule(solver, activation=None, dropout=None)"
                 )
             raise Obstacle(
-                f"the forward that calls it cannot be traced ({reasons[-1]}), so its neighbours are unknown; put them "
-                f"into an nn.Sequential, or name them: Rule(solver, activation=path or None, dropout=path or None)"
+                f"the forward that calls it cannot be traced ({reasons[-1]}), so its neighbours are unknown; use an "
+                f"nn.Sequential, or name them: Rule(solver, activation=path or None, dropout=path or None)"
             )
         activation, p = IDENTITY, None
         if rule.activation is not None:
@@ -288,10 +288,10 @@ class _Planner:
         if rule.dropout not in (None, "auto"):
             dropout = dropout_of(self._module(str(rule.dropout)))
             if dropout is None or dropout.unit == "alpha":
-                raise Obstacle(f"{rule.dropout} is not a dropout that can be taken in")
+                raise Obstacle(f"{rule.dropout} is not a dropout that a layer can absorb; use nn.Dropout")
             p = dropout.p
             self._absorb_named(str(rule.dropout))
-        return Layer(activation, options), p
+        return LayerPlan(activation, options), p
 
     def _module(self, path: str) -> nn.Module:
         try:
@@ -302,13 +302,13 @@ class _Planner:
     def _absorb_named(self, path: str) -> None:
         module = self._module(path)
         if path in self.result.absorbed or any(t.module(node) is module for t in self._traces() for node in t.frame):
-            raise Obstacle(f"{path} is called elsewhere, too, so it cannot become a part of this layer")
+            raise Obstacle(f"{path} is also called elsewhere, so this layer cannot absorb it; use a separate module")
         self.result.absorbed.append(path)
 
-    # What disappears -------------------------------------------------------------------------------------------
+    # Removed calls ---------------------------------------------------------------------------------------------
 
     def _remove(self) -> None:
-        """Turn modules all of whose calls are dropped into the identity; rewrite the forwards of the others."""
+        """Modules without remaining calls become the identity; forwards that make other removed calls are rewritten."""
         calls: dict[nn.Module, set[bool]] = {}
         for traced in self._traces():
             for node in traced.frame:
@@ -331,10 +331,10 @@ class _Planner:
                     self.result.rewrites[paths[owner]] = rewritten(owner, modes, plain[owner])
                 except (Unfaithful, Obstacle) as reason:
                     where = paths[owner] or type(owner).__name__
-                    self.problem(where, f"its forward has to go on without what its layers take in, but it {reason}")
+                    self.problem(where, f"its forward must be rewritten without the absorbed calls, but it {reason}")
 
-    def _edits(self, traced: Traced, frame: Frame, whole: set[nn.Module]) -> set[Edit]:
-        """What one run of a forward has to change."""
+    def _edits(self, traced: Traced, frame: CallFrame, whole: set[nn.Module]) -> set[Edit]:
+        """The edits of one call of a forward."""
         dropped, result = self.dropped[id(traced)], set[Edit]()
         if not any(node in dropped for node in frame.calls):
             return result
@@ -350,7 +350,7 @@ class _Planner:
         return result
 
     def _is_enclosed(self, module: nn.Module) -> bool:
-        """Whether no forward that could not be traced holds the module as its own."""
+        """Whether no module with an untraceable forward is the parent of the module."""
         return not any(module in opaque.children() for opaque in self.survey.opaque)
 
 
@@ -372,27 +372,27 @@ def _checked(rules: Mapping[str, Solver | SolverOptions | Rule]) -> dict[str, Ru
         options = rule.options if isinstance(rule, Rule) else rule
         if not isinstance(pattern, str) or not isinstance(options, Solver | SolverOptions):
             raise ConversionError(
-                f"a rule maps a pattern to a solver such as ProxGD(iters=10), a SolverOptions or a Rule, "
+                f"a rule maps a pattern to a solver such as ProxGD(iters=10), to SolverOptions or to a Rule, "
                 f"got {pattern!r}: {rule!r}"
             )
     return {pattern: rule if isinstance(rule, Rule) else Rule(rule) for pattern, rule in rules.items()}
 
 
 def _check_plain(module: nn.Module) -> None:
-    """Refuse what only looks like a plain layer."""
+    """Reject layers with another forward, a computed weight, no size, or integer weights."""
     plain = next(kind for kind in _LAYERS if isinstance(module, kind))
     if type(module).forward is not plain.forward:
-        raise Obstacle(f"{type(module).__name__} has a forward of its own; only plain {plain.__name__} layers convert")
+        raise Obstacle(f"{type(module).__name__} overrides forward; only a plain {plain.__name__} can be converted")
     if "weight" not in module._parameters:
         raise Obstacle("its weight is computed (parametrised, normalised or pruned); make it a plain Parameter first")
     if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
-        raise Obstacle("its parameters have no size yet; run the model once on some input first")
+        raise Obstacle("its parameters are not initialised; run the model once on an input first")
     if not torch.is_floating_point(module._parameters["weight"]):  # type: ignore[arg-type]
-        raise Obstacle(f"its weight is {module._parameters['weight'].dtype}; only real floats are solved for")  # type: ignore[union-attr]
+        raise Obstacle(f"its weight is {module._parameters['weight'].dtype}; use a floating-point weight")  # type: ignore[union-attr]
 
 
 def _with_tau(options: SolverOptions, p: float | None) -> SolverOptions:
-    """A solver that leaves its sample size open takes what the dropout kept."""
+    """A solver with ``tau=None`` samples the share 1 − p that the dropout keeps."""
     solver: Any = options.solver
     open_ = any(field.name == "tau" for field in dataclasses.fields(solver)) and solver.tau is None
     if p is None or not open_:

@@ -1,4 +1,4 @@
-"""A forward without the calls that solver layers take in."""
+"""Forwards without the calls that solver layers absorb."""
 
 import dataclasses
 from typing import Any
@@ -11,7 +11,7 @@ from .trace import Key
 
 __all__ = ["Edit", "Rewrite", "rewritten"]
 
-#: A call to remove, or a skip that a layer takes in: the calls from the layer on, the addition, the operand.
+#: A call to remove, or a skip to absorb: the calls from the layer to the addition, the addition, the operand.
 Edit = Key | tuple[tuple[Key, ...], Key, int]
 
 
@@ -26,20 +26,20 @@ class Rewrite:
 def rewritten(owner: nn.Module, modes: tuple[list[set[Edit]], list[set[Edit]]], plain: set[frozenset[str]]) -> Rewrite:
     """Trace a forward of a scratch copy and edit it.
 
-    ``modes`` has the edits of each of its runs in a pass, ``plain`` the arguments that were no tensors in them.
+    ``modes`` has the edits for each call of the forward in a pass, ``plain`` the names of non-tensor arguments.
     """
     if len(plain) > 1:
-        raise Unfaithful("is called with a tensor in one place and with something else in another")
+        raise Unfaithful("is called with a tensor and with a non-tensor for the same argument")
     for mode in modes:
         if any(found != mode[0] for found in mode):
             raise Unfaithful(
-                f"runs {len(mode)} times per pass, and not every time between layers that take the same in; "
-                f"use a module of its own for each"
+                f"runs {len(mode)} times per pass, and different calls in it are absorbed each time; "
+                f"use a separate module for each run"
             )
     own = shallow(owner, *plain)
     for traced, mode in zip(own.modes, modes, strict=True):
         calls = traced.keys(traced.frames[0])
-        # Skips first: they need the calls in between.
+        # Skips first: they refer to calls that are removed later.
         for edit in sorted(mode[0] if mode else (), key=lambda edit: isinstance(edit[0], str)):
             try:
                 _apply(edit, calls, traced.graph)
@@ -50,7 +50,7 @@ def rewritten(owner: nn.Module, modes: tuple[list[set[Edit]], list[set[Edit]]], 
 
 
 def _apply(edit: Edit, calls: dict[Key, fx.Node], graph: fx.Graph) -> None:
-    """Remove a call, or hand what is added to it to the layer."""
+    """Remove a call, or pass the added tensor to the layer as its skip."""
     if isinstance(edit[0], str):
         node = calls[edit]
         source: Any = node.args[0] if node.args else node.kwargs["input"]
@@ -59,7 +59,7 @@ def _apply(edit: Edit, calls: dict[Key, fx.Node], graph: fx.Graph) -> None:
         return
     chain, key, operand = edit
     links, add = [calls[link] for link in chain], calls[key]
-    # The skip may be computed after the layer was called.
+    # Call the layer after its skip has been computed.
     for link in links:
         add.prepend(link)
     links[0].args = (links[0].args[0], add.args[1 - operand])

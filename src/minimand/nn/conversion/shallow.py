@@ -1,4 +1,4 @@
-"""A module's own forward as a graph that can stand in for it, or the reason why none can."""
+"""The forward of a single module as a graph, or the reason why a graph cannot replace it."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -14,22 +14,22 @@ __all__ = ["Shallow", "Unfaithful", "shallow"]
 
 
 class Unfaithful(Exception):
-    """A graph would not do all that the forward does; the message says what it would miss."""
+    """A graph cannot replace the forward. The message completes a sentence that begins with "it"."""
 
 
 @dataclasses.dataclass
 class Shallow:
-    """A forward, in evaluation and in training, with its children as single calls, and the attributes it read."""
+    """The graphs of a forward in evaluation and training, with children as single calls, and the attributes it read."""
 
     modes: tuple[Traced, Traced]
     constants: dict[str, Any]
 
 
 def shallow(owner: nn.Module, plain: frozenset[str] = frozenset()) -> Shallow:
-    """Trace one forward of a scratch copy; the arguments ``plain`` are no tensors.
+    """Trace one forward of a scratch copy; the arguments ``plain`` are not tensors.
 
-    A graph forgets what is not a tensor operation. Whatever is noticed of that is refused: branches on arguments or
-    on the mode of other modules, attributes that are set, tensors that are made or drawn on the way, and ``with``
+    A graph records tensor operations only. These are detected and rejected: branches on arguments or on the mode of
+    other modules, assignments to attributes, tensors that do not depend on the input, random draws, and ``with``
     statements.
     """
     before = _snapshot(owner)
@@ -42,7 +42,7 @@ def shallow(owner: nn.Module, plain: frozenset[str] = frozenset()) -> Shallow:
     for name, value in _snapshot(owner).items():
         if name not in before or before[name] != value:
             if name.startswith("_tensor_constant") and not used:
-                raise Unfaithful("makes a tensor that does not depend on its input; register it as a buffer")
+                raise Unfaithful("creates a tensor that does not depend on its input; register it as a buffer")
             if not name.startswith("_tensor_constant"):
                 raise Unfaithful(f"sets its attribute {name!r}")
     if used:
@@ -55,7 +55,7 @@ def shallow(owner: nn.Module, plain: frozenset[str] = frozenset()) -> Shallow:
 
 
 def _check_branches(owner: nn.Module, mode: bool, traced: Traced, plain: frozenset[str]) -> None:
-    """Refuse a forward whose graph depends on more than the module's own mode."""
+    """Reject a forward whose graph depends on more than the module's own mode."""
     expected = list(_signature(traced, owner))
     set_mode(owner, mode)
     if list(_signature(_run(owner, defaults(owner), plain), owner)) != expected:
@@ -63,7 +63,7 @@ def _check_branches(owner: nn.Module, mode: bool, traced: Traced, plain: frozens
     set_mode(owner, not mode)
     set_mode(owner, mode, recurse=False)
     if list(_signature(_run(owner, {}, plain), owner)) != expected:
-        raise Unfaithful("asks whether one of its submodules is training")
+        raise Unfaithful("branches on the training flag of a submodule")
 
 
 def _run(owner: nn.Module, concrete: dict[str, Any], plain: frozenset[str]) -> Traced:
@@ -74,7 +74,7 @@ def _run(owner: nn.Module, concrete: dict[str, Any], plain: frozenset[str]) -> T
 
 
 def _signature(traced: Traced, owner: nn.Module) -> Iterator[tuple[Any, ...]]:
-    """What a graph computes, with the arguments that have a default as constants."""
+    """The operations of a graph, with arguments that have a default as constants."""
     fixed = defaults(owner)
     checks = {f"{name}_1" for name in fixed}
     index: dict[fx.Node, Any] = {}
@@ -96,7 +96,7 @@ def _signature(traced: Traced, owner: nn.Module) -> Iterator[tuple[Any, ...]]:
 
 
 def _snapshot(owner: nn.Module) -> dict[str, Any]:
-    """What a forward might change about its module."""
+    """The attributes of a module that a forward might change."""
     return {name: _frozen(value) for name, value in vars(owner).items() if name != "training"}
 
 
@@ -109,7 +109,7 @@ def _frozen(value: Any) -> Any:
 
 
 def _watched(owner: nn.Module, reads: dict[str, Any], run: Callable[[], Traced]) -> Traced:
-    """Run, and list the plain attributes of ``owner`` that were read: they are constants of the graph."""
+    """Run, and record the plain attributes of ``owner`` that are read: they are constants of the graph."""
     kind = type(owner)
     ordinary = frozenset(dir(nn.Module)) | INTERNAL
 

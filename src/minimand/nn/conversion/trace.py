@@ -1,7 +1,7 @@
-"""What a network calls, in which order, and which module's ``forward`` makes each call.
+"""The calls of a network in order, and the module whose ``forward`` makes each call.
 
-Networks are traced with :mod:`torch.fx`, in training and in evaluation. A module whose forward cannot be traced
-(it branches on data, say) becomes a single opaque call, and its children are traced on their own.
+Networks are traced with :mod:`torch.fx`, in training and in evaluation. A module whose forward cannot be traced,
+for example because it branches on data, becomes a single opaque call, and its children are traced separately.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from .clone import clone
 
 __all__ = [
     "SIMPLE",
-    "Frame",
+    "CallFrame",
     "Key",
     "Region",
     "Survey",
@@ -37,7 +37,7 @@ __all__ = [
     "undisturbed",
 ]
 
-#: Which of the calls in a frame: what is called, and the how-manieth call of it.
+#: A call in a frame, keyed by callee and call index.
 Key = tuple[str, Any, int]
 _CALLS = ("call_function", "call_method", "call_module")
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -46,7 +46,7 @@ SIMPLE = (bool, int, float, str, type(None))
 
 
 def is_builtin(module: nn.Module) -> bool:
-    """Whether the module is torch's own, so that it is called as a whole."""
+    """Whether the module is one of torch's, so that it is a single call."""
     return type(module).__module__.startswith(("torch.nn", "torch.ao.nn")) and not isinstance(module, _CONTAINERS)
 
 
@@ -60,8 +60,8 @@ class Untraceable(Exception):
 
 
 @dataclasses.dataclass(eq=False)
-class Frame:
-    """One run of a module's forward: the calls that it makes itself, and the arguments that are no tensors."""
+class CallFrame:
+    """One call of a module's forward: the calls that it makes itself, and the names of its non-tensor arguments."""
 
     owner: nn.Module
     plain: frozenset[str] = frozenset()
@@ -75,8 +75,8 @@ class Traced:
 
     graph: fx.Graph
     root: nn.Module
-    frames: list[Frame]
-    frame: dict[fx.Node, Frame]
+    frames: list[CallFrame]
+    frame: dict[fx.Node, CallFrame]
     paths: dict[nn.Module, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -88,13 +88,13 @@ class Traced:
         return self._modules[node.target] if node.op == "call_module" else None
 
     def describe(self, node: fx.Node) -> str:
-        """What a node calls, in words."""
+        """The name of the module or function that a node calls."""
         if (module := self.module(node)) is not None:
             return f"{self.paths.get(module, node.target)} ({type(module).__name__})"
         return getattr(node.target, "__name__", str(node.target))
 
-    def keys(self, frame: Frame) -> dict[Key, fx.Node]:
-        """The calls of a frame, by what they call and the how-manieth call of it they are."""
+    def keys(self, frame: CallFrame) -> dict[Key, fx.Node]:
+        """The calls of a frame, keyed by callee and call index."""
         result: dict[Key, fx.Node] = {}
         count: dict[tuple[str, Any], int] = {}
         for node in frame.calls:
@@ -108,9 +108,9 @@ class Traced:
 
 
 class _TensorProxy(fx.Proxy):
-    """A proxy that passes for a tensor: code that asks ``isinstance(x, Tensor)`` takes the branch it takes when run."""
+    """A proxy for which ``isinstance(x, Tensor)`` holds, so that code takes the same branch as with a tensor."""
 
-    # What nn.Module asks of the tensors that are set on it.
+    # nn.Module reads these from tensors that are assigned to it.
     _is_param = False
     _is_buffer = False
 
@@ -120,7 +120,7 @@ class _TensorProxy(fx.Proxy):
 
 
 class Tracer(fx.Tracer):
-    """Follows calls into the user's modules; torch's own and ``opaque`` ones are single calls."""
+    """Follows calls into the user's modules; modules of torch and ``opaque`` ones are single calls."""
 
     proxy_buffer_attributes = True
 
@@ -129,9 +129,9 @@ class Tracer(fx.Tracer):
         self.plain = plain
         self.opaque = opaque
         self.deep = deep
-        self.frames: list[Frame] = []
-        self.frame: dict[fx.Node, Frame] = {}
-        self.stack: list[Frame] = []
+        self.frames: list[CallFrame] = []
+        self.frame: dict[fx.Node, CallFrame] = {}
+        self.stack: list[CallFrame] = []
         self.failed: nn.Module | None = None
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -141,7 +141,7 @@ class Tracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Open a frame for a module that is followed into."""
+        """Open a frame for a module whose calls are followed."""
         if self.is_leaf_module(m, ""):
             return super().call_module(m, forward, args, kwargs)
         self._open(m, _no_tensors(m, args, kwargs))
@@ -162,7 +162,7 @@ class Tracer(fx.Tracer):
         name: str | None = None,
         type_expr: Any | None = None,
     ) -> fx.Node:
-        """Note whose call it is."""
+        """Record the frame of a call."""
         node = super().create_node(kind, target, args, kwargs, name, type_expr)
         if kind in _CALLS:
             self.frame[node] = self.stack[-1]
@@ -171,17 +171,17 @@ class Tracer(fx.Tracer):
         return node
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """What the code sees in place of a tensor."""
+        """The proxy of a tensor."""
         if node.op == "placeholder" and node.target in self.plain:
             return fx.Proxy(node, self)
         return _TensorProxy(node, self)
 
     def create_arg(self, a: Any) -> Any:
-        """A proxy is its node, even where it passes for a tensor."""
+        """Replace a proxy by its node, even if it counts as a tensor."""
         return a.node if issubclass(type(a), fx.Proxy) else super().create_arg(a)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """A branch on data ends the trace, unless all it does is assert."""
+        """A branch on data ends the trace, unless it belongs to an ``assert``."""
         frame = inspect.currentframe()
         while frame is not None and frame.f_globals.get("__name__") in (__name__, "torch.fx.proxy"):
             frame = frame.f_back
@@ -192,7 +192,7 @@ class Tracer(fx.Tracer):
         return True
 
     def run(self, root: nn.Module, concrete: dict[str, Any]) -> Traced:
-        """Trace ``root``, or raise :class:`Untraceable` with the module to blame."""
+        """Trace ``root``, or raise :class:`Untraceable` with the module whose forward failed."""
         self._open(root)
         with torch.enable_grad():
             self.context = _context()
@@ -203,19 +203,19 @@ class Tracer(fx.Tracer):
         return Traced(graph, root, self.frames, self.frame)
 
     def _open(self, module: nn.Module, plain: frozenset[str] = frozenset()) -> None:
-        frame = Frame(module, plain)
+        frame = CallFrame(module, plain)
         self.frames.append(frame)
         self.stack.append(frame)
 
 
 def _no_tensors(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[str]:
-    """The arguments of a call that are lists, flags and the like."""
+    """The names of the arguments of a call that are not tensors, such as lists and flags."""
     given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
     return frozenset(name for name, value in list(given.items())[1:] if not issubclass(type(value), fx.Proxy))
 
 
 def _asserts(frame: types.FrameType) -> bool:
-    """Whether the truth value that a frame is waiting for decides an ``assert``."""
+    """Whether the truth value that a frame needs next belongs to an ``assert``."""
     code = list(dis.get_instructions(frame.f_code))
     here = next(i for i, instruction in enumerate(code) if instruction.offset == frame.f_lasti)
     here += code[here].opname == "TO_BOOL"  # Python 3.13
@@ -224,7 +224,7 @@ def _asserts(frame: types.FrameType) -> bool:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """A solver layer, or a subclass of torch's layer that does not change what it computes."""
+    """Whether a module is a solver layer or a plain layer, whose forward is torch's."""
     kinds = (nn.Linear, nn.Conv1d, nn.Conv2d)
     return isinstance(module, SolverLayer) or any(
         isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds
@@ -232,7 +232,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _context() -> tuple[bool, ...]:
-    """What ``with`` statements may have changed; a graph does not record it."""
+    """The modes that ``with`` statements may have changed; a graph does not record them."""
     devices = ("cpu", "cuda")
     return (
         torch.is_grad_enabled(),
@@ -246,14 +246,14 @@ def _first_line(error: Exception) -> str:
 
 
 def defaults(module: nn.Module) -> dict[str, Any]:
-    """The arguments of a forward that have a simple default: what it sees when called with tensors alone."""
+    """The arguments of a forward that have a simple default, with their defaults."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     return {p.name: p.default for p in parameters if type(p.default) in SIMPLE}
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[list[str]]:
-    """Leave random number generators as they were; lists the ones that were used."""
+    """Restore the random number generators; yields the list of the ones that were used."""
     used: list[str] = []
     ours, theirs = random.getstate(), torch.get_rng_state()
     try:
@@ -268,7 +268,7 @@ def undisturbed() -> Iterator[list[str]]:
 
 
 def set_mode(module: nn.Module, mode: bool, *, recurse: bool = True) -> None:
-    """Set the mode of a scratch copy: flags alone, as ``train`` may do more."""
+    """Set the training flags of a scratch copy, without calling ``train``, which may be overridden."""
     for part in module.modules() if recurse else [module]:
         part.training = mode
         if (forwards := vars(part).get(_FORWARDS)) is not None:
@@ -277,7 +277,7 @@ def set_mode(module: nn.Module, mode: bool, *, recurse: bool = True) -> None:
 
 @dataclasses.dataclass
 class Region:
-    """A part of the network that was traced as one, in evaluation and in training."""
+    """A part of the network with a common trace, in evaluation and in training."""
 
     root: nn.Module
     modes: tuple[Traced, Traced]
@@ -285,7 +285,7 @@ class Region:
 
 @dataclasses.dataclass
 class Survey:
-    """The traced parts of a network, and why there is more than one."""
+    """The traced parts of a network, and the modules that could not be traced, with reasons."""
 
     model: nn.Module
     regions: list[Region]
@@ -294,9 +294,9 @@ class Survey:
 
 
 def scratch(model: nn.Module) -> nn.Module:
-    """A copy to trace: without hooks, and with every forward in its class, where the tracer looks for it."""
-    twin = clone(model)
-    for module in twin.modules():
+    """A copy to trace, without hooks, and with every forward defined by its class, as the tracer requires."""
+    copied = clone(model)
+    for module in copied.modules():
         for name, value in vars(module).items():
             if name.endswith("_hooks") and isinstance(value, dict):
                 value.clear()
@@ -306,11 +306,11 @@ def scratch(model: nn.Module) -> nn.Module:
             space = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
             module.__class__ = type(kind.__name__, (kind,), space)
             vars(module)[_FORWARDS] = _functions(forward)
-    return twin
+    return copied
 
 
 def _functions(forward: Any) -> tuple[Any, Any]:
-    """A forward of an instance as functions of a class, for evaluation and training."""
+    """The forward of an instance as functions of a class, for evaluation and training."""
     if isinstance(forward, RewrittenForward):
         return forward.evaluation, forward.training
     if isinstance(forward, types.MethodType) and isinstance(forward.__func__, types.FunctionType):
@@ -323,7 +323,7 @@ def _functions(forward: Any) -> tuple[Any, Any]:
 
 
 def survey(model: nn.Module) -> Survey:
-    """Trace a scratch copy as far as it can be traced."""
+    """Trace a scratch copy as far as possible."""
     result = Survey(model, [], {}, {module: path for path, module in model.named_modules()})
     pending, seen = [model], set()
     with undisturbed():

@@ -1,9 +1,9 @@
-"""Unrolled reconstruction: solvers of fixed length whose transforms, steps and thresholds are learned."""
+"""Unrolled networks for image reconstruction, with learned transforms, steps and thresholds."""
 
 from .admmnet import ADMMNet
-from .base import PhaseResult, Setting, UnrolledNet
+from .base import PhaseResult, PhaseSetting, UnrolledNet
 from .checkpoints import PUBLIC_KEYS, from_public_checkpoint
-from .classical import CycleSpun, sparse_reconstruction
+from .classical import CycleSpinning, sparse_reconstruction
 from .diagnose import Diagnosis, PhaseReport, diagnose
 from .fistanet import FISTANet
 from .istanet import ISTANet
@@ -14,13 +14,13 @@ __all__ = [
     "PUBLIC_KEYS",
     "ADMMNet",
     "Architecture",
-    "CycleSpun",
+    "CycleSpinning",
     "Diagnosis",
     "FISTANet",
     "ISTANet",
     "PhaseReport",
     "PhaseResult",
-    "Setting",
+    "PhaseSetting",
     "Shrinkage",
     "Transform",
     "UnrolledNet",

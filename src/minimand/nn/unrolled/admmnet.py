@@ -10,43 +10,44 @@ from ...operators.spectral import to_float64
 from ...solvers.linear import conjugate_gradient
 from ...solvers.problem import Problem
 from ...solvers.splitting import ADMM, SplitState
-from .base import Setting, UnrolledNet
+from .base import PhaseSetting, UnrolledNet
 from .parameters import THRESHOLD, Interval, Positive, constrain
 from .transform import Architecture
 
 __all__ = ["ADMMNet"]
 
-# The dual step up to which ADMM converges (Glowinski, 1984).
+# ADMM converges for dual steps below this limit (Glowinski, 1984).
 _GOLDEN = (1 + 5**0.5) / 2
-# Conjugate gradients where no few of them are exact.
-_MANY = 10
+# Conjugate gradient iterations if no small number of them is exact.
+_INEXACT_ITERATIONS = 10
 
 
 class ADMMNet(UnrolledNet):
-    r"""The alternating direction method of multipliers with learned numbers and transforms: phase k is
+    r"""The alternating direction method of multipliers with learned parameters and transforms. Phase k is
 
     .. math::
 
         z \leftarrow (\Phi^\top\Phi + \rho_k I)^{-1}(\Phi^\top y + \rho_k(x - u)), \qquad
         x \leftarrow \tilde{\mathcal{F}}_k(S_{\theta_k}(\mathcal{F}_k(z + u))), \qquad u \leftarrow u + \eta_k(z - x),
 
-    which is :class:`~minimand.solvers.ADMM` with the learned prox and its multiplier's step. The first is solved by
-    conjugate gradients from :math:`x - u`, whose residual :math:`\Phi^\top(y - \Phi(x - u))` lies in the range of
-    :math:`\Phi^\top`: as many iterations are exact as :math:`\Phi^\top\Phi` has eigenvalues other than zero, one for
-    orthonormal rows, missing pixels and symmetric Fourier masks, two for other Fourier masks.
+    which is :class:`~minimand.solvers.ADMM` with a learned prox and a learned step of the multiplier. The linear system
+    is solved by conjugate gradients from :math:`x - u`. The initial residual :math:`\Phi^\top(y - \Phi(x - u))` lies in
+    the range of :math:`\Phi^\top`, so the solution is exact after as many iterations as :math:`\Phi^\top\Phi` has
+    distinct nonzero eigenvalues: one for orthonormal rows, missing pixels and symmetric Fourier masks, two for other
+    Fourier masks.
 
     Args:
         phi: The measurement matrix m × b² of square blocks, or an operator on images.
-        phases: How many iterations.
+        phases: The number of iterations.
         plus: Whether the transform learns a residual of the image.
         architecture: The size of the transforms.
-        constrained: Whether penalties and thresholds stay above zero and the multiplier's steps in (0, (1+√5)/2).
+        constrained: Whether penalties and thresholds are kept positive, and the multiplier's steps in (0, (1+√5)/2).
         shared: Whether all phases share one transform.
-        cg_iters: Conjugate gradient iterations per phase; by default as many as are exact, ten where that takes more
+        cg_iters: Conjugate gradient iterations per phase; default: the number that is exact, or ten if that is more
             than three.
-        initial: The matrix Q of the first image :math:`Qy`. Without it :math:`\Phi^\top y`.
+        initial: The matrix Q of the initial image :math:`Qy`; default: :math:`\Phi^\top y`.
 
-    Source: Yang, Sun, Li, Xu, *Deep ADMM-Net for Compressive Sensing MRI*, NIPS 2016; 002, image
+    Source: Yang, Sun, Li, Xu, *Deep ADMM-Net for Compressive Sensing MRI*, NIPS 2016; [Lin2019], image
         reconstruction.
 
     >>> from minimand.operators import SubsampledFourier, radial_mask
@@ -73,7 +74,7 @@ class ADMMNet(UnrolledNet):
     ) -> None:
         super().__init__(phi, phases, architecture, residual=plus, shared=shared, initial=initial)
         self.plus, self._cg_iters = plus, cg_iters
-        # At ρ = ‖Φ‖² the data term and the split weigh the same.
+        # At ρ = ‖Φ‖² the data term and the penalty have equal weight.
         self.penalty = nn.Parameter(torch.full((phases,), self.lipschitz))
         self.threshold = nn.Parameter(torch.full((phases,), THRESHOLD))
         self.rate = nn.Parameter(torch.full((phases,), 1.0))
@@ -91,29 +92,29 @@ class ADMMNet(UnrolledNet):
     @property
     def cg_iters(self) -> int:
         """Conjugate gradient iterations per phase."""
-        return (self._rounds or _MANY) if self._cg_iters is None else self._cg_iters
+        return (self._rounds or _INEXACT_ITERATIONS) if self._cg_iters is None else self._cg_iters
 
     @property
     def exact(self) -> bool:
-        """Whether they solve the linear system, up to rounding."""
+        """Whether these iterations solve the linear system up to rounding."""
         return self._rounds is not None and self.cg_iters >= self._rounds
 
     def _vectors(self) -> tuple[str, ...]:
         return ("penalty", "threshold", "rate")
 
-    def settings(self) -> list[Setting]:
+    def settings(self) -> list[PhaseSetting]:
         """The prox parameter 1/ρ, threshold and multiplier's step of every phase."""
         columns = zip((1 / self.penalty).unbind(), self.threshold.unbind(), self.rate.unbind(), strict=True)
-        return [Setting(step, threshold, None, rate) for step, threshold, rate in columns]
+        return [PhaseSetting(step, threshold, None, rate) for step, threshold, rate in columns]
 
     def init(self, problem: Problem, x0: Tensor) -> SplitState:
-        r"""The start for both halves, no multiplier, and :math:`\Phi^\top y`."""
+        r"""Both iterates at the start, no multiplier, and :math:`\Phi^\top y`."""
         return SplitState(x0, x0, None, problem.linear(), None)
 
-    def advance(self, problem: Problem, state: SplitState, setting: Setting, k: int) -> SplitState:
+    def advance(self, problem: Problem, state: SplitState, setting: PhaseSetting, k: int) -> SplitState:
         """One iteration of ADMM, then the multiplier's own step."""
         if self.exact and state.x is not None:
-            # Elsewhere the last solution is the better start: its error vanishes as the iterates settle.
+            # With inexact solves the last solution is the better start, since its error vanishes at convergence.
             state = state._replace(smooth=state.x if state.multiplier is None else state.x - state.multiplier)
         new = ADMM(self.phases, 1 / setting.step, cg_iters=self.cg_iters).advance(problem, state, k, None)
         assert new.multiplier is not None
@@ -121,7 +122,7 @@ class ADMMNet(UnrolledNet):
         before = torch.zeros_like(new.multiplier) if state.multiplier is None else state.multiplier
         return new._replace(multiplier=before + setting.rate * (new.multiplier - before))
 
-    def faults(self, setting: Setting) -> list[str]:
+    def faults(self, setting: PhaseSetting) -> list[str]:
         """ADMM converges for positive penalties, thresholds that are not negative, dual steps below (1+√5)/2."""
         step, threshold = float(setting.step.detach()), float(setting.threshold.detach())
         assert setting.rate is not None
@@ -133,15 +134,17 @@ class ADMMNet(UnrolledNet):
         return found if 0 < rate < _GOLDEN else [*found, f"multiplier's step {rate:.3g} outside (0, {_GOLDEN:.3g})"]
 
     def notes(self) -> list[str]:
-        """Whether the linear systems are solved."""
+        """A note if the linear systems are not solved exactly."""
         if self.exact:
             return []
-        return [f"its linear systems are solved by {self.cg_iters} conjugate gradients, not exactly: raise cg_iters"]
+        return [
+            f"{self.cg_iters} conjugate gradient iterations do not solve the linear systems exactly; raise cg_iters"
+        ]
 
 
 def _exact_rounds(operator: LinearOperator, most: int = 3) -> int | None:
-    r"""How many conjugate gradients solve :math:`(\Phi^\top\Phi + \rho I)z = \Phi^\top w` for any w; None above
-    ``most``."""
+    r"""The conjugate gradient iterations that solve :math:`(\Phi^\top\Phi + \rho I)z = \Phi^\top w` for any w; None if
+    more than ``most``."""
     wide = Transposed(operator.with_weight(to_float64(operator.weight)))
     generator = torch.Generator().manual_seed(0)
     w = torch.randn(1, *wide.input_shape, generator=generator, dtype=wide.weight.dtype).to(wide.weight.device)

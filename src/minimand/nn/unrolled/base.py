@@ -1,4 +1,4 @@
-"""What unrolled networks share: the measurement, the start, the loop over the phases, and the loss."""
+"""The base class of unrolled networks: measurement, start, loop over the phases, and loss."""
 
 import abc
 import copy
@@ -19,14 +19,14 @@ from ...solvers.problem import Problem
 from .parameters import assign
 from .transform import Architecture, Shrinkage, Transform
 
-__all__ = ["PhaseResult", "Setting", "UnrolledNet"]
+__all__ = ["PhaseResult", "PhaseSetting", "UnrolledNet"]
 
-# An image of values in [0, 1] has at most the energy of a white one; noise and contrast get this much room.
+# Images with values in [0, 1] have at most the energy of a white image. This factor allows for noise.
 _ENERGY_SLACK = 16.0
 
 
-class Setting(NamedTuple):
-    """The learned numbers of one phase. ``step`` is the prox parameter: 1/ρ for ADMM."""
+class PhaseSetting(NamedTuple):
+    """The learned parameters of one phase. ``step`` is the prox parameter: 1/ρ for ADMM."""
 
     step: Tensor
     threshold: Tensor
@@ -35,22 +35,23 @@ class Setting(NamedTuple):
 
 
 class PhaseResult(NamedTuple):
-    """One phase: the image after it, what was shrunk in it, and the numbers it used."""
+    """The result of one phase: the image after it, its shrinkage, and its parameters."""
 
     x: Tensor
     shrinkage: Shrinkage
-    setting: Setting
+    setting: PhaseSetting
 
 
 class UnrolledNet(nn.Module, abc.ABC):
-    r"""A solver of fixed length for :math:`\min_x \tfrac12\|\Phi x - y\|^2 + \lambda\|\mathcal{F}(x)\|_1` whose
-    transform, steps and thresholds are learned. Use :class:`ISTANet`, :class:`FISTANet` or :class:`ADMMNet`.
+    r"""A solver with a fixed number of iterations for :math:`\min_x \tfrac12\|\Phi x - y\|^2 +
+    \lambda\|\mathcal{F}(x)\|_1`, with learned transform, steps and thresholds. Use :class:`ISTANet`, :class:`FISTANet`
+    or :class:`ADMMNet`.
 
     ``phi`` is a measurement matrix m × b² of square blocks, or any operator on images of one channel. With a matrix
-    the network takes measurements ``(B, m)`` of single blocks and returns ``(B, b²)``, as the papers do, or takes
-    ``(B, m, h, w)``, the blocks of whole images, and returns ``(B, 1, b·h, b·w)``: the same parameters, with a
-    transform that sees across block borders. With an operator it takes its measurements and returns its images.
-    Pixels are expected in [0, 1].
+    the network takes measurements ``(B, m)`` of single blocks and returns ``(B, b²)``, as in the papers. It also takes
+    ``(B, m, h, w)``, the blocks of whole images, and returns ``(B, 1, b·h, b·w)``; the parameters are the same, and the
+    convolutions extend across block borders. With an operator it takes measurements and returns images. Pixels are
+    expected in [0, 1].
     """
 
     phi: Tensor
@@ -87,16 +88,16 @@ class UnrolledNet(nn.Module, abc.ABC):
         )
 
     def _follow_phi(self) -> None:
-        """Precision and device of everything that is learned are those of phi; ``to`` changes all of them."""
+        """Move all parameters to the precision and device of phi."""
         self.to(self.phi.device, self.phi.dtype)
 
     # The measurement
 
     def _measure(self) -> None:
-        """What the numbers rest on: the norm of phi."""
+        """Compute the norm of phi, on which the steps depend."""
         self.lipschitz = float(self._of_one_block().norm_sq())
         if not 0 < self.lipschitz < math.inf:
-            raise OptionError(f"phi measures nothing: its squared norm is {self.lipschitz}; check how it was made")
+            raise OptionError(f"phi has the squared norm {self.lipschitz}, but it must be positive and finite")
 
     def operator(self, y: Tensor) -> LinearOperator:
         """The measurement operator on images, for measurements of this size."""
@@ -113,25 +114,25 @@ class UnrolledNet(nn.Module, abc.ABC):
         require_real("initial", initial)
         require_finite("initial", initial)
         if self._operator is not None:
-            raise OptionError("initial is for a phi that is a matrix; a network of an operator starts from its adjoint")
+            raise OptionError("initial needs a phi that is a matrix; with an operator the network starts from Φᵀy")
         rows, columns = self.phi.shape
         if initial.shape != (columns, rows):
             raise ShapeError(
-                f"initial is a matrix of {columns} × {rows}, from measurements to the pixels of a block, for a phi of "
+                f"initial must be a matrix of {columns} × {rows}, from measurements to pixels, for a phi of "
                 f"{rows} × {columns}; got {tuple(initial.shape)}"
             )
         return initial.detach().clone().to(self.phi)
 
     def problem(self, y: Tensor) -> Problem:
-        """The data term of these measurements, after everything about them was checked."""
+        """The data term of these measurements, which are checked first."""
         require_real("y", y)
         operator = self.operator(y)
         shape, whole = operator.output_shape, y.dim() == 4
         if self._operator is None and not whole:
             if y.dim() != 2 or y.shape[1] != shape[0]:
                 raise ShapeError(
-                    f"phi has {shape[0]} rows, so y has shape (B, {shape[0]}) for blocks or (B, {shape[0]}, h, w) for "
-                    f"whole images; got {tuple(y.shape)}"
+                    f"phi has {shape[0]} rows, so y needs shape (B, {shape[0]}) for blocks or (B, {shape[0]}, h, w) "
+                    f"for whole images; got {tuple(y.shape)}"
                 )
             y = y[:, :, None, None]
         elif not whole or tuple(y.shape[1:]) != shape:
@@ -143,13 +144,13 @@ class UnrolledNet(nn.Module, abc.ABC):
         require_finite("y", y)
         if _energy(y) > _ENERGY_SLACK * self.lipschitz * math.prod(operator.input_shape):
             raise OptionError(
-                f"y has energy {_energy(y):.3g}, more than phi can measure of pixels in [0, 1]; divide the images by "
-                f"their largest value, 255 for bytes, before measuring"
+                f"y has energy {_energy(y):.3g}, too large for pixels in [0, 1]; divide the images by their largest "
+                f"value, 255 for bytes, before measuring"
             )
         return problem
 
     def start(self, problem: Problem) -> Tensor:
-        r"""The first image: :math:`Qy` by the least-squares matrix ``initial``, else :math:`\Phi^\top y`."""
+        r"""The initial image: :math:`Qy` with the least-squares matrix ``initial``, otherwise :math:`\Phi^\top y`."""
         if self.initial is None:
             return problem.linear()
         size = problem.operator.output_shape[-2:]
@@ -158,27 +159,27 @@ class UnrolledNet(nn.Module, abc.ABC):
     # The phases
 
     @abc.abstractmethod
-    def settings(self) -> list[Setting]:
-        """The learned numbers, phase by phase."""
+    def settings(self) -> list[PhaseSetting]:
+        """The learned parameters of every phase."""
 
     @abc.abstractmethod
     def init(self, problem: Problem, x0: Tensor) -> Any:
-        """The solver's state before the first phase."""
+        """The state of the solver before the first phase."""
 
     @abc.abstractmethod
-    def advance(self, problem: Problem, state: Any, setting: Setting, k: int) -> Any:
-        """One iteration of the solver, with the numbers of this phase."""
+    def advance(self, problem: Problem, state: Any, setting: PhaseSetting, k: int) -> Any:
+        """One iteration of the solver, with the parameters of this phase."""
 
     @abc.abstractmethod
-    def faults(self, setting: Setting) -> list[str]:
-        """Why a solver with these numbers need not converge; empty where it does."""
+    def faults(self, setting: PhaseSetting) -> list[str]:
+        """The reasons why a solver with these parameters may diverge; empty if it converges."""
 
     def notes(self) -> list[str]:
-        """What else stands between the network and its solver, in sentences without a beginning."""
+        """Further differences between the network and its solver."""
         return []
 
     def trajectory(self, y: Tensor) -> list[PhaseResult]:
-        """Every phase, images as ``(B, 1, H, W)``."""
+        """The results of all phases, with images as ``(B, 1, H, W)``."""
         problem, settings = self.problem(y), self.settings()
         results: list[PhaseResult] = []
 
@@ -195,7 +196,7 @@ class UnrolledNet(nn.Module, abc.ABC):
         return results
 
     def forward(self, y: Tensor) -> Tensor:
-        """The reconstruction: ``(B, b²)`` of blocks ``(B, m)``, images otherwise."""
+        """The reconstruction: ``(B, b²)`` for blocks ``(B, m)``, images otherwise."""
         x = self.trajectory(y)[-1].x
         return x.flatten(1) if y.dim() == 2 else x
 
@@ -205,7 +206,7 @@ class UnrolledNet(nn.Module, abc.ABC):
         results = self.trajectory(y)
         x = results[-1].x
         if target.numel() != x.numel() or len(target) != len(x):
-            raise ShapeError(f"the target has shape {tuple(target.shape)}, the reconstruction {tuple(x.shape)}")
+            raise ShapeError(f"the target has shape {tuple(target.shape)}, but the reconstruction {tuple(x.shape)}")
         _check_target(target)
         loss = F.mse_loss(x, target.reshape(x.shape))
         if symmetry == 0:
@@ -215,10 +216,10 @@ class UnrolledNet(nn.Module, abc.ABC):
         return loss
 
     def grown(self, phases: int) -> Self:
-        """A copy with more phases, each new one equal to the last: where to go on training from."""
+        """A copy with more phases, in which the new phases equal the last one, for further training."""
         require_count("phases", phases)
         if phases < self.phases:
-            raise OptionError(f"a network grows: it has {self.phases} phases already, {phases} were asked for")
+            raise OptionError(f"phases must be at least {self.phases}, the phases that the network has, got {phases}")
         net = copy.deepcopy(self)
         extra = phases - self.phases
         if not self.shared:
@@ -230,21 +231,21 @@ class UnrolledNet(nn.Module, abc.ABC):
         return net
 
     def _vectors(self) -> tuple[str, ...]:
-        """The parameters that hold one number per phase."""
+        """The names of the parameters with one number per phase."""
         return ()
 
     def extra_repr(self) -> str:
-        """Phases and the norm that the steps rest on."""
+        """The phases and the bound on the norm of phi."""
         return f"phases={self.phases}, lipschitz={self.lipschitz:.4g}"
 
 
 def _measure_again(net: UnrolledNet, keys: object) -> None:
-    """A state brings its own phi."""
+    """Recompute the norm after phi was loaded."""
     net._measure()
 
 
 def _energy(batch: Tensor) -> float:
-    """The largest sum of squares of a sample; zero where values cannot be read."""
+    """The largest sum of squares of a sample; zero under tracing."""
     if is_traced(batch) or batch.numel() == 0:
         return 0.0
     return float(batch.detach().flatten(1).square().sum(1).max())
@@ -262,11 +263,11 @@ def _check_target(target: Tensor) -> None:
 def _checked(operator: LinearOperator) -> LinearOperator:
     if not isinstance(operator, LinearOperator):
         raise OptionError(
-            f"phi is a measurement matrix or an operator, got {type(operator).__name__}; a matrix must be a tensor "
-            f"(torch.as_tensor)"
+            f"phi must be a measurement matrix or an operator, got {type(operator).__name__}; convert a matrix with "
+            f"torch.as_tensor"
         )
     if len(operator.input_shape) != 3 or operator.input_shape[0] != 1:
         raise ShapeError(
-            f"phi measures images of shape (1, H, W), but this {type(operator).__name__} takes {operator.input_shape}"
+            f"phi must take images of shape (1, H, W), but this {type(operator).__name__} takes {operator.input_shape}"
         )
     return operator

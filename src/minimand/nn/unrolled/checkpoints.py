@@ -14,7 +14,7 @@ from .transform import Architecture
 
 __all__ = ["PUBLIC_KEYS", "from_public_checkpoint"]
 
-#: The names of phase k in the public checkpoints (after ``fcs.k.``) and here (after ``transforms.k.``).
+#: Maps names in the public checkpoints (after ``fcs.k.``) to names here (after ``transforms.k.``).
 PUBLIC_KEYS: dict[bool, dict[str, str]] = {
     False: {
         "conv1_forward": "analysis.0.weight",
@@ -39,10 +39,10 @@ def from_public_checkpoint(
 ) -> ISTANet:
     """An :class:`ISTANet` with the parameters of a public ISTA-Net or ISTA-Net+ checkpoint.
 
-    ``state`` is what ``torch.load(file)`` gives: keys ``fcs.k.NAME``, with ``module.`` before them where the network
-    was saved from ``DataParallel``. Per phase ``lambda_step`` is the step, ``soft_thr`` the threshold, and
-    :data:`PUBLIC_KEYS` maps the convolutions; ``conv_D`` and ``conv_G`` occur in ISTA-Net+ only. Φ and the matrix Q of
-    the start are files of their own there: pass them as ``phi`` and ``initial``. The parameters are free, as they were.
+    ``state`` is the result of ``torch.load(file)``. Its keys are ``fcs.k.NAME``, with the prefix ``module.`` if the
+    network was saved from ``DataParallel``. In each phase ``lambda_step`` is the step, ``soft_thr`` is the threshold,
+    and :data:`PUBLIC_KEYS` maps the convolutions; ``conv_D`` and ``conv_G`` occur in ISTA-Net+ only. Φ and the matrix Q
+    are published as separate files: pass them as ``phi`` and ``initial``. The parameters are unconstrained.
 
     >>> from minimand.operators import orthonormal_gaussian
     >>> weights = {"conv1_forward": (2, 1), "conv2_forward": (2, 2), "conv1_backward": (2, 2), "conv2_backward": (1, 2)}
@@ -59,10 +59,10 @@ def from_public_checkpoint(
     for k, values in phases.items():
         if set(values) != expected:
             odd = sorted(set(values) ^ expected)
-            raise _other_layout(f"phase {k} lacks or adds {', '.join(odd)}")
+            raise _other_layout(f"phase {k} has missing or unknown keys: {', '.join(odd)}")
         for scalar in _SCALARS:
             if values[scalar].numel() != 1:
-                raise _other_layout(f"fcs.{k}.{scalar} has shape {tuple(values[scalar].shape)}, not that of a number")
+                raise _other_layout(f"fcs.{k}.{scalar} has shape {tuple(values[scalar].shape)}, not one number")
     architecture = Architecture(channels=phases[0]["conv1_forward"].shape[0])
     net = ISTANet(phi, len(phases), plus, architecture=architecture, initial=initial)
     for scalar, name in _SCALARS.items():
@@ -81,7 +81,7 @@ def from_public_checkpoint(
 
 def _by_phase(state: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
     if not isinstance(state, Mapping):
-        raise _other_layout(f"it is of the type {type(state).__name__}, not a state dict")
+        raise _other_layout(f"it is a {type(state).__name__}, not a state dict")
     phases: dict[int, dict[str, Tensor]] = {}
     for key, value in state.items():
         match = re.fullmatch(r"(?:module\.)?fcs\.(\d+)\.(\w+)", str(key))
@@ -96,6 +96,6 @@ def _by_phase(state: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
 
 def _other_layout(why: str) -> DataError:
     return DataError(
-        f"this is no checkpoint in the layout of the public ISTA-Net ({why}): its keys are fcs.k.lambda_step, "
+        f"the checkpoint does not have the layout of the public ISTA-Net ({why}), whose keys are fcs.k.lambda_step, "
         f"fcs.k.soft_thr and fcs.k.conv…; load a network of this library with load_state_dict"
     )

@@ -1,4 +1,4 @@
-"""The classical control of an unrolled network: the same problem with a fixed transform."""
+"""Classical sparse reconstruction: the problem of an unrolled network with a fixed transform."""
 
 from typing import Literal
 
@@ -11,25 +11,25 @@ from ...functions.base import Function, Step
 from ...operators import Composed, Frame, LinearOperator, Transposed
 from ...solvers import FISTA, Problem, Solver, solve
 
-__all__ = ["CycleSpun", "sparse_reconstruction"]
+__all__ = ["CycleSpinning", "sparse_reconstruction"]
 
 
-class CycleSpun(Function):
-    r"""The proximal average of :math:`f_k(x) = w\|D_kx\|_1`, with the details :math:`D_k` of an orthonormal transform
-    in each of K positions: the convex function whose prox is the mean of theirs,
+class CycleSpinning(Function):
+    r"""The proximal average of :math:`f_k(x) = w\|D_kx\|_1`, where :math:`D_k` are the detail coefficients of an
+    orthonormal transform in K shifted positions. It is the convex function whose prox is the mean of the proxes,
 
     .. math:: \operatorname{prox}_{\eta g}(x) = \frac1K\sum_k \operatorname{prox}_{\eta f_k}(x)
               = F^\top S_{\eta w/\sqrt K}(Fx) .
 
-    A single position favours the borders of its blocks; the mean does not (cycle-spinning). The coefficients that a
-    flat image has, averages and the coarsest scale, are left alone. ``value`` is the mean of the :math:`f_k`, which the
-    average never exceeds.
+    A single position produces artefacts at the borders of its blocks; the mean over positions does not
+    (cycle-spinning). The coefficients of a constant image, averages and the coarsest scale, are not shrunk. ``value``
+    is the mean of the :math:`f_k`, an upper bound of the proximal average.
 
     Source: Coifman & Donoho, *Translation-invariant de-noising*, 1995; Bauschke, Goebel, Lucet & Wang, *The proximal
     average*, SIAM J. Optim. 2008.
 
     >>> from minimand.operators import BlockDCT
-    >>> g = CycleSpun(BlockDCT((8, 8), block=4, count=4), 0.1)
+    >>> g = CycleSpinning(BlockDCT((8, 8), block=4, count=4), 0.1)
     >>> flat = torch.full((1, 1, 8, 8), 0.5)
     >>> torch.allclose(g.prox(flat), flat), float(g.value(flat)) < 1e-5
     (True, True)
@@ -39,7 +39,7 @@ class CycleSpun(Function):
         self.frame = frame
         self.shrink = L1(weight / len(frame.moves) ** 0.5)
         flat = frame.analysed(torch.ones(1, *frame.padded).to(frame.weight))
-        # The frame's own rounding stands between zero and the smallest detail.
+        # The tolerance covers the rounding errors of the frame.
         self.details = flat.abs() <= 1e-3 * flat.abs().max()
 
     def value(self, x: Tensor) -> Tensor:
@@ -63,15 +63,15 @@ def sparse_reconstruction(
     start: Tensor | None = None,
     prior: Literal["spun", "synthesis"] = "spun",
 ) -> Tensor:
-    r"""The classical control: a sparse image in a tight frame F, by any solver of the library (ProxGD is ISTA).
+    r"""Reconstruct an image that is sparse in a tight frame F, by any solver of the library (ProxGD is ISTA).
 
-    With the ``prior`` "spun" it is the solution of :math:`\min_x \tfrac12\|\Phi x - y\|^2 + g(x)`, where g is
-    :class:`CycleSpun`; with "synthesis" the image :math:`F^\top c` of the coefficients
+    With ``prior="spun"`` the result solves :math:`\min_x \tfrac12\|\Phi x - y\|^2 + g(x)`, where g is
+    :class:`CycleSpinning`. With ``prior="synthesis"`` the result is :math:`F^\top c` for the solution c of
 
     .. math:: \min_c\; \tfrac12\|\Phi F^\top c - y\|^2 + w\|c\|_1 ,
 
-    which shrinks brightness, too. ``start`` is a first image, such as the
-    best linear one; small weights take long from nothing.
+    which also shrinks the brightness. ``start`` is an initial image, such as the best linear reconstruction. With small
+    weights convergence from zero is slow.
 
     >>> from minimand.operators import BlockDCT, Inpainting
     >>> mask = torch.ones(8, 8)
@@ -83,10 +83,10 @@ def sparse_reconstruction(
     True
     """
     if not isinstance(frame, Frame):
-        raise OptionError(f"frame is BlockDCT or Wavelet, got {type(frame).__name__}")
+        raise OptionError(f"frame must be a BlockDCT or a Wavelet, got {type(frame).__name__}")
     if prior not in ("spun", "synthesis"):
-        raise OptionError(f'prior is "spun" or "synthesis", got {prior!r}')
+        raise OptionError(f'prior must be "spun" or "synthesis", got {prior!r}')
     if prior == "spun":
-        return solve(Problem(Transposed(phi), CycleSpun(frame, weight), y), solver, x0=start).x
+        return solve(Problem(Transposed(phi), CycleSpinning(frame, weight), y), solver, x0=start).x
     problem = Problem(Composed(frame, Transposed(phi)), L1(weight), y)
     return frame.adjoint(solve(problem, solver, x0=None if start is None else frame.apply(start)).x)

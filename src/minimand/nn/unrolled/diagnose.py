@@ -1,4 +1,4 @@
-"""Whether a learned solver is still one."""
+"""Diagnosis of unrolled networks: whether the learned parameters are those of a convergent solver."""
 
 import dataclasses
 import math
@@ -11,33 +11,34 @@ from torch import Tensor
 from ...errors import CapabilityError
 from ...functions.base import widened
 from ...solvers.problem import Problem
+from ..table import table_lines
 from .base import PhaseResult, UnrolledNet
 
 __all__ = ["Diagnosis", "PhaseReport", "diagnose"]
 
-# What power iteration in float32 may find of a gain of one.
+# The error of a gain of one, computed by power iteration in float32.
 _ROUNDING = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
 class PhaseReport:
-    r"""One phase on one batch.
+    r"""The report on one phase for one batch.
 
     Attributes:
         phase: 1, 2, …
         step: The learned step; for ADMM the prox parameter 1/ρ.
         threshold: The learned threshold θ.
         residual: :math:`\|\Phi x - y\|/\|y\|` after the phase.
-        objective: :math:`\tfrac12\|\Phi x - y\|^2 + \frac\theta\eta\|\mathcal{F}(x)\|_1` after it, by its own
-            transform, mean per sample.
-        symmetry: :math:`\|\tilde{\mathcal{F}}\mathcal{F}(r) - r\|/\|r\|`, how far the synthesis is from inverting the
+        objective: :math:`\tfrac12\|\Phi x - y\|^2 + \frac\theta\eta\|\mathcal{F}(x)\|_1` after the phase, with its own
+            transform; mean per sample.
+        symmetry: :math:`\|\tilde{\mathcal{F}}\mathcal{F}(r) - r\|/\|r\|`, the error of the synthesis as inverse of the
             analysis.
-        gain: The largest factor by which the learned prox was found to stretch a small change of its input, on this
-            batch; a prox has at most one.
-        momentum: The learned momentum, where there is one.
-        rate: The learned step of the multiplier, where there is one.
-        convergent: Whether a solver with these numbers converges.
-        faults: Why not.
+        gain: A lower bound on the Lipschitz constant of the learned prox on this batch, by power iteration on its
+            Jacobian. A prox has at most 1.
+        momentum: The learned momentum, or None.
+        rate: The learned step of the multiplier, or None.
+        convergent: Whether a solver with these parameters converges.
+        faults: The reasons if it need not converge.
     """
 
     phase: int
@@ -55,11 +56,10 @@ class PhaseReport:
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """Reports on every phase; prints as a table, ``as_dict`` for machines, ``plot`` for people.
+    """Reports on all phases. It prints as a table; ``as_dict`` returns plain numbers, ``plot`` a figure.
 
-    ``convergent`` is about the learned numbers: each phase would converge if it were repeated with a prox in the place
-    of the learned stand-in. ``nonexpansive`` says whether that was seen to stretch anything, which no prox does, and
-    ``symmetry`` how far its synthesis is from inverting its analysis.
+    ``convergent`` concerns the learned parameters: each phase, repeated with a prox in place of the learned map, would
+    converge. ``nonexpansive`` tells whether every learned map had a gain of at most 1 on this batch, as a prox has.
     """
 
     phases: tuple[PhaseReport, ...]
@@ -69,15 +69,15 @@ class Diagnosis:
 
     @property
     def convergent(self) -> bool:
-        """Whether all phases are those of a convergent solver."""
+        """Whether the parameters of all phases are those of a convergent solver."""
         return all(report.convergent for report in self.phases)
 
     @property
     def nonexpansive(self) -> bool:
-        """Whether no learned prox stretched a change on this batch, as no prox does."""
-        return not self._stretching()
+        """Whether every learned prox had a gain of at most 1 on this batch."""
+        return not self._expansive()
 
-    def _stretching(self) -> list[PhaseReport]:
+    def _expansive(self) -> list[PhaseReport]:
         return [report for report in self.phases if not report.gain <= 1 + _ROUNDING]
 
     def as_dict(self) -> dict[str, Any]:
@@ -87,29 +87,29 @@ class Diagnosis:
     def _verdict(self) -> list[str]:
         bad = [f"phase {r.phase}: {', '.join(r.faults)}" for r in self.phases if r.faults]
         if bad:
-            return ["no convergent solver; train with constrained=True to keep one", *bad, *self.notes]
-        wide = self._stretching()
+            return [
+                "not a convergent solver; constrained=True keeps the parameters in range",
+                *bad,
+                *self.notes,
+            ]
+        wide = self._expansive()
         if not wide:
-            return ["a convergent solver: every phase is", *self.notes]
+            return ["every phase is a step of a convergent solver", *self.notes]
         listed, most = ", ".join(str(r.phase) for r in wide), max(r.gain for r in wide)
         return [
-            "the numbers of a convergent solver in every phase",
-            f"but the learned prox stretches changes by up to {most:.3g} (in phase {listed}), which no prox does: "
+            "every phase has the parameters of a convergent solver",
+            f"but the learned prox has a gain of up to {most:.3g} (in phase {listed}), and a prox has at most 1: "
             f"repeating it need not converge",
             *self.notes,
         ]
 
     def __str__(self) -> str:
         columns = {name: cell for name, cell in _COLUMNS.items() if any(cell(report) != "—" for report in self.phases)}
-        rows = [list(columns), *([cell(r) for cell in columns.values()] for r in self.phases)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
-        lines.insert(1, "  ".join("─" * w for w in widths))
         head = f"‖Φ‖² ≤ {self.lipschitz:.4g}, relative residual at the start {self.start:.3g}"
-        return "\n".join([head, *lines, *self._verdict()])
+        return "\n".join([head, *table_lines(columns, self.phases, "right"), *self._verdict()])
 
     def plot(self) -> Any:
-        """A matplotlib figure: steps and thresholds with their limits, residual and objective over the phases."""
+        """A matplotlib figure of steps, thresholds, residual and objective over the phases."""
         import matplotlib.pyplot as plt
 
         phases = [r.phase for r in self.phases]
@@ -158,11 +158,11 @@ _COLUMNS: dict[str, Callable[[PhaseReport], str]] = {
 def diagnose(net: UnrolledNet, y: Tensor) -> Diagnosis:
     r"""Run an unrolled network on measurements and report, phase by phase, whether it is still a convergent solver.
 
-    Proximal gradient descent needs steps in :math:`(0, 2/\|\Phi\|^2)`, FISTA in :math:`(0, 1/\|\Phi\|^2]`, or longer
-    ones where a learned momentum is small (:func:`~minimand.solvers.steps.inertial_limit`), ADMM positive penalties,
-    and all of them thresholds that are not negative: free training leaves these ranges (the public ISTA-Net
-    checkpoints have steps of −0.12 and 3.81). They also need a prox, which the learned one only stands in for:
-    ``gain`` says where it stretches, as no prox does. Mode, parameters and gradients are left alone.
+    Proximal gradient descent needs steps in :math:`(0, 2/\|\Phi\|^2)`. FISTA needs steps in :math:`(0, 1/\|\Phi\|^2]`,
+    or up to :func:`~minimand.solvers.steps.inertial_limit` if a learned momentum is small. ADMM needs positive
+    penalties. All of them need non-negative thresholds. Unconstrained training leaves these ranges: the public ISTA-Net
+    checkpoints have steps of −0.12 and 3.81. The solvers also need a prox, and the learned map only approximates one:
+    a ``gain`` above 1 shows that it is not a prox. Mode, parameters and gradients stay unchanged.
 
     >>> from minimand.nn import ISTANet
     >>> from minimand.operators import orthonormal_gaussian

@@ -12,7 +12,7 @@ from ...solvers.gradient import FISTA, NesterovState
 from ...solvers.momentum import extrapolate
 from ...solvers.problem import Problem
 from ...solvers.steps import inertial_limit
-from .base import Setting, UnrolledNet
+from .base import PhaseSetting, UnrolledNet
 from .istanet import gradient_map
 from .parameters import Softplus
 from .transform import Architecture
@@ -21,31 +21,31 @@ __all__ = ["FISTANet"]
 
 
 class FISTANet(UnrolledNet):
-    r"""Accelerated proximal gradient descent with one learned residual transform and schedules over the phases:
+    r"""Accelerated proximal gradient descent with a learned residual transform and schedules over the phases:
 
     .. math::
 
         x^+ = \operatorname{shrink}_{\theta_k}\bigl(z - \mu_k\Phi^\top(\Phi z - y)\bigr), \qquad
         z^+ = x^+ + \beta_k\,(x^+ - x),
 
-    which is :class:`~minimand.solvers.FISTA` with the learned prox. Steps and thresholds follow
+    which is :class:`~minimand.solvers.FISTA` with a learned prox. Steps and thresholds follow
     :math:`\mu_k = \operatorname{sp}(w_1k + c_1)/\|\Phi\|^2` and :math:`\theta_k = \operatorname{sp}(w_2k + c_2)`,
     with the softplus sp.
 
     Args:
         phi: The measurement matrix m × b² of square blocks, or an operator on images.
-        phases: How many iterations.
-        architecture: The size of the transform; FISTA-Net's has four convolutions each way.
-        constrained: Whether the schedules stay monotone (:math:`w_1, w_2 < 0 < w_3`) and the steps below a limit:
-            then :math:`\mu_k = (1 - e^{-\operatorname{sp}(w_1k + c_1)})\,l_k/\|\Phi\|^2`, with :math:`l_k = 1` for
-            Nesterov's momentum and :func:`~minimand.solvers.steps.inertial_limit` of a learned one: up to 2 where
-            that is small.
+        phases: The number of iterations.
+        architecture: The size of the transform; FISTA-Net's has four convolutions in each direction.
+        constrained: Whether the schedules are kept monotone (:math:`w_1, w_2 < 0 < w_3`) and the steps below a limit:
+            :math:`\mu_k = (1 - e^{-\operatorname{sp}(w_1k + c_1)})\,l_k/\|\Phi\|^2`, where :math:`l_k` is 1 for
+            Nesterov's momentum, and :func:`~minimand.solvers.steps.inertial_limit` for a learned one, which is up to 2
+            if the momentum is small.
         shared: Whether all phases share one transform, as in the paper.
-        momentum: "nesterov" is the rule of the solver; "learned" is FISTA-Net's
+        momentum: "nesterov" is the solver's rule; "learned" is FISTA-Net's
             :math:`\beta_k = (\operatorname{sp}(w_3k + c_3) - \operatorname{sp}(c_3))/\operatorname{sp}(w_3k + c_3)`.
-        initial: The matrix Q of the first image :math:`Qy`. Without it :math:`\Phi^\top y`.
+        initial: The matrix Q of the initial image :math:`Qy`; default: :math:`\Phi^\top y`.
 
-    Source: Xiang, Dong, Yang, *FISTA-Net*, IEEE TMI 2021; 002, image reconstruction.
+    Source: Xiang, Dong, Yang, *FISTA-Net*, IEEE TMI 2021; [Lin2019], image reconstruction.
 
     >>> from minimand.operators import orthonormal_gaussian
     >>> phi = orthonormal_gaussian(4, 16, generator=torch.Generator().manual_seed(0))
@@ -65,19 +65,19 @@ class FISTANet(UnrolledNet):
         initial: Tensor | None = None,
     ) -> None:
         if momentum not in ("nesterov", "learned"):
-            raise OptionError(f'momentum is "nesterov" or "learned", got {momentum!r}')
+            raise OptionError(f'momentum must be "nesterov" or "learned", got {momentum!r}')
         super().__init__(phi, phases, architecture, residual=True, shared=shared, initial=initial)
         self.constrained, self.momentum = constrained, momentum
         falling, rising = (-1.0, 1.0) if constrained else (None, None)
-        # Constrained steps begin at 0.9 of their limit; free ones as in the paper.
+        # Constrained steps start at 0.9 of their limit, unconstrained ones as in the paper.
         self.step_schedule = Softplus(-0.2, 2.2 if constrained else 0.1, monotone=falling)
         self.threshold_schedule = Softplus(-0.1, -4.6, monotone=falling)
-        # A constrained momentum begins where the steps may be long.
+        # A constrained momentum starts small, where long steps are allowed.
         slope = 0.02 if constrained else 0.5
         self.momentum_schedule = Softplus(slope, 0.0, monotone=rising) if momentum == "learned" else None
         self._follow_phi()
 
-    def settings(self) -> list[Setting]:
+    def settings(self) -> list[PhaseSetting]:
         """Step, threshold and momentum of every phase."""
         steps, thresholds = self.step_schedule(self.phases), self.threshold_schedule(self.phases)
         momenta: Sequence[Tensor | None] = [None] * self.phases
@@ -85,19 +85,19 @@ class FISTANet(UnrolledNet):
             steps = -torch.expm1(-steps)
         if self.momentum_schedule is not None:
             rising = self.momentum_schedule(self.phases)
-            # Rounding must not carry a momentum to one.
+            # The momentum must stay below one after rounding.
             learned = (rising - rising[0]) / rising * (1 - 1e-6 * self.constrained)
             steps, momenta = steps * inertial_limit(learned) if self.constrained else steps, learned.unbind()
         steps = steps / self.lipschitz
-        return [Setting(*each) for each in zip(steps.unbind(), thresholds.unbind(), momenta, strict=True)]
+        return [PhaseSetting(*each) for each in zip(steps.unbind(), thresholds.unbind(), momenta, strict=True)]
 
     def init(self, problem: Problem, x0: Tensor) -> NesterovState:
         """The start, Nesterov's weight one, and the gradient map at unit step."""
         weight = torch.ones(len(x0), 1, 1, 1, device=x0.device)
         return NesterovState(x0, x0, weight, gradient_map(problem, 1.0))
 
-    def advance(self, problem: Problem, state: NesterovState, setting: Setting, k: int) -> NesterovState:
-        """One iteration of FISTA, by Nesterov's momentum or the learned one."""
+    def advance(self, problem: Problem, state: NesterovState, setting: PhaseSetting, k: int) -> NesterovState:
+        """One iteration of FISTA, with Nesterov's or the learned momentum."""
         move = state.move._replace(offset=setting.step * state.move.offset, step=setting.step)
         new = FISTA(self.phases, restart=False).advance(problem, state._replace(move=move), k, None)
         if setting.momentum is not None:
@@ -106,12 +106,12 @@ class FISTANet(UnrolledNet):
             new = new._replace(ahead=extrapolate(new.x, state.x, setting.momentum))
         return new._replace(move=state.move)
 
-    def faults(self, setting: Setting) -> list[str]:
+    def faults(self, setting: PhaseSetting) -> list[str]:
         r"""FISTA converges for steps in :math:`(0, 1/L]`, longer ones where a learned momentum is small, thresholds
         that are not negative and momentum in [0, 1)."""
         step, threshold = float(setting.step.detach()), float(setting.threshold.detach())
         longest = 1.0 if setting.momentum is None else float(inertial_limit(setting.momentum.detach()))
-        # One unit of float32 above the limit is rounding.
+        # Tolerates rounding in float32.
         limit = longest * (1 + 1e-6) / self.lipschitz
         found = [] if 0 < step <= limit else [f"step {step:.3g} outside (0, {limit:.3g}]"]
         if not threshold >= 0:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from ...operators import LinearOperator
 from ...solvers.gradient import GradientState, ProxGD
 from ...solvers.problem import GradientMap, Problem
-from .base import Setting, UnrolledNet
+from .base import PhaseSetting, UnrolledNet
 from .parameters import THRESHOLD, Interval, Positive, constrain
 from .transform import Architecture
 
@@ -14,25 +14,26 @@ __all__ = ["ISTANet", "gradient_map"]
 
 
 class ISTANet(UnrolledNet):
-    r"""Proximal gradient descent of fixed length with learned numbers and transforms: phase k is
+    r"""Proximal gradient descent with learned parameters and transforms. Phase k is
 
     .. math:: r = x - \rho_k \Phi^\top(\Phi x - y), \qquad
               x \leftarrow \tilde{\mathcal{F}}_k(S_{\theta_k}(\mathcal{F}_k(r))),
 
-    which is :class:`~minimand.solvers.ProxGD` with the learned prox. ``plus`` is the residual form, ISTA-Net+.
+    which is :class:`~minimand.solvers.ProxGD` with a learned prox. ``plus`` is the residual form, ISTA-Net+.
 
     Args:
         phi: The measurement matrix m × b² of square blocks, or an operator on images.
-        phases: How many iterations.
+        phases: The number of iterations.
         plus: Whether the transform learns a residual of the image (ISTA-Net+).
         architecture: The size of the transforms; the default is the papers'.
-        constrained: Whether the steps stay in :math:`(0, 2/\|\Phi\|^2)` and the thresholds above zero whatever is
-            learned, so that every phase is a step of a convergent solver. Free parameters, the papers', may leave both.
+        constrained: Whether the steps are kept in :math:`(0, 2/\|\Phi\|^2)` and the thresholds positive, so that every
+            phase has the parameters of a convergent solver. Unconstrained parameters, as in the papers, may leave these
+            ranges.
         shared: Whether all phases share one transform.
-        initial: The matrix Q of the first image :math:`Qy`; see :func:`least_squares_start`. Without it
+        initial: The matrix Q of the initial image :math:`Qy`; see :func:`least_squares_start`. Default:
             :math:`\Phi^\top y`.
 
-    Source: Zhang & Ghanem, *ISTA-Net*, CVPR 2018; 002, image reconstruction.
+    Source: Zhang & Ghanem, *ISTA-Net*, CVPR 2018; [Lin2019], image reconstruction.
 
     >>> from minimand.operators import orthonormal_gaussian
     >>> phi = orthonormal_gaussian(4, 16, generator=torch.Generator().manual_seed(0))
@@ -67,15 +68,15 @@ class ISTANet(UnrolledNet):
     def _vectors(self) -> tuple[str, ...]:
         return ("step", "threshold")
 
-    def settings(self) -> list[Setting]:
+    def settings(self) -> list[PhaseSetting]:
         """Step and threshold of every phase."""
-        return [Setting(*pair) for pair in zip(self.step.unbind(), self.threshold.unbind(), strict=True)]
+        return [PhaseSetting(*pair) for pair in zip(self.step.unbind(), self.threshold.unbind(), strict=True)]
 
     def init(self, problem: Problem, x0: Tensor) -> GradientState:
         """The start, and the gradient map at unit step."""
         return GradientState(x0, gradient_map(problem, 1.0))
 
-    def advance(self, problem: Problem, state: GradientState, setting: Setting, k: int) -> GradientState:
+    def advance(self, problem: Problem, state: GradientState, setting: PhaseSetting, k: int) -> GradientState:
         """One iteration of proximal gradient descent."""
         move = state.move._replace(offset=setting.step * self._linear(state), step=setting.step)
         new = ProxGD(self.phases).advance(problem, GradientState(state.x, move), k, None)
@@ -85,7 +86,7 @@ class ISTANet(UnrolledNet):
         # At unit step the offset of the map is Φᵀy, computed once for all phases.
         return state.move.offset
 
-    def faults(self, setting: Setting) -> list[str]:
+    def faults(self, setting: PhaseSetting) -> list[str]:
         r"""Proximal gradient descent converges for steps in :math:`(0, 2/L)` and thresholds that are not negative."""
         step, threshold = float(setting.step.detach()), float(setting.threshold.detach())
         found = [] if 0 < step < 2 / self.lipschitz else [f"step {step:.3g} outside (0, {2 / self.lipschitz:.3g})"]

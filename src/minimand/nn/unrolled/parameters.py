@@ -1,4 +1,4 @@
-"""Learned steps, thresholds and schedules: free as in the papers, or constrained to what a solver may use."""
+"""Parametrisations that keep learned steps, thresholds and schedules in the range of a convergent solver."""
 
 from typing import Any
 
@@ -7,23 +7,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-__all__ = ["THRESHOLD", "Interval", "Positive", "Signed", "Softplus", "assign", "constrain"]
+from ...functions.curves import softplus_inverse
 
-# Where learned thresholds start, and their size: for images in [0, 1].
+__all__ = ["THRESHOLD", "Interval", "MonotoneSlope", "Positive", "Softplus", "assign", "constrain"]
+
+# The initial value and scale of learned thresholds, for images in [0, 1].
 THRESHOLD = 0.01
 
-# The size of the slopes of schedules.
+# The scale of the slopes of schedules.
 _SLOPE = 0.1
 
-# Softplus and sigmoid round to zero: what must be positive stays this far above.
+# Softplus and sigmoid may round to zero. Positive values are at least this large.
 _FLOOR = 1e-6
 
 
 class Interval(nn.Module):
     r"""A parametrisation by :math:`l + (u - l)\,\sigma(4v/\max(u - l, 1))`: every value lies in (l, u).
 
-    In the middle of an interval that is not shorter than one its slope is one: an optimizer moves the value as fast as
-    it would move a free one. Shorter ones are crossed no faster than an interval of one.
+    In the middle of an interval of length one or more its slope is one, so that an optimizer moves the value as fast as
+    an unconstrained one. Shorter intervals have a smaller slope.
 
     >>> layer = nn.Module()
     >>> layer.step = nn.Parameter(torch.tensor([0.5]))
@@ -37,28 +39,28 @@ class Interval(nn.Module):
 
     def __init__(self, low: float, high: float) -> None:
         super().__init__()
-        # A sigmoid rounds to zero and one: the ends themselves must stay outside.
+        # A sigmoid may round to zero or one. The margin keeps the ends outside.
         margin = _FLOOR * (high - low)
         self.register_buffer("low", torch.tensor(low + margin))
         self.register_buffer("high", torch.tensor(high - margin))
 
     def forward(self, free: Tensor) -> Tensor:
-        """From any number into the interval."""
+        """Map any number into the interval."""
         width = (self.high - self.low).to(free)
         return self.low.to(free) + width * torch.sigmoid(free / (width.clamp_min(1) / 4))
 
     def right_inverse(self, value: Tensor) -> Tensor:
-        """The number that gives ``value``; what lies outside is moved just inside."""
+        """The number that maps to ``value``; values outside are moved just inside."""
         width = (self.high - self.low).to(value)
         share = (value - self.low.to(value)) / width
         return width.clamp_min(1) / 4 * torch.logit(share.clamp(1e-4, 1 - 1e-4))
 
 
 class Positive(nn.Module):
-    r"""A parametrisation by the softplus :math:`s\log(1 + e^{v/s})`: every value is above zero, by 1e-6 at least.
+    r"""A parametrisation by the softplus :math:`s\log(1 + e^{v/s})`: every value is at least 1e-6.
 
-    ``scale`` is the size s of the values: there the slope is 0.63, above it near one, so that an optimizer moves the
-    value almost as fast as it would move a free one.
+    ``scale`` is the typical size s of the values. The slope is 0.63 there and near one above, so that an optimizer
+    moves the value almost as fast as an unconstrained one.
     """
 
     scale: Tensor
@@ -68,19 +70,19 @@ class Positive(nn.Module):
         self.register_buffer("scale", torch.tensor(float(scale)))
 
     def forward(self, free: Tensor) -> Tensor:
-        """From any number to a positive one."""
+        """Map any number to a positive one."""
         scale = self.scale.to(free)
         return scale * F.softplus(free / scale) + _FLOOR
 
     def right_inverse(self, value: Tensor) -> Tensor:
-        """The number that gives ``value``; zero and below become just positive."""
+        """The number that maps to ``value``; values that are not positive become just positive."""
         scale = self.scale.to(value)
         safe = (value - _FLOOR).clamp_min(_FLOOR) / scale
-        return scale * (safe + torch.log(-torch.expm1(-safe)))
+        return scale * softplus_inverse(safe)
 
 
-class Signed(nn.Module):
-    """:class:`Positive` times a sign: slopes of schedules that rise (+1) or fall (−1)."""
+class MonotoneSlope(nn.Module):
+    """:class:`Positive` times a sign, for the slopes of schedules that rise (+1) or fall (−1)."""
 
     def __init__(self, sign: float, scale: float = 1.0) -> None:
         super().__init__()
@@ -88,18 +90,18 @@ class Signed(nn.Module):
         self.positive = Positive(scale)
 
     def forward(self, free: Tensor) -> Tensor:
-        """From any number to one of this sign."""
+        """Map any number to one of this sign."""
         return self.sign * self.positive(free)
 
     def right_inverse(self, value: Tensor) -> Tensor:
-        """The number that gives ``value``."""
+        """The number that maps to ``value``."""
         return self.positive.right_inverse(self.sign * value)
 
 
 class Softplus(nn.Module):
     r"""FISTA-Net's schedule over the phases, :math:`v_k = \log(1 + e^{wk + c})`, k = 0, 1, …
 
-    With ``monotone`` (+1 or −1) the slope w keeps that sign, so the schedule rises or falls whatever is learned.
+    With ``monotone`` (+1 or −1) the slope w keeps that sign, so the schedule always rises or falls.
 
     Source: Xiang, Dong, Yang, *FISTA-Net*, IEEE TMI 2021.
 
@@ -118,7 +120,7 @@ class Softplus(nn.Module):
         self.offset = nn.Parameter(torch.tensor(float(offset)))
         self.floor = 0.0 if monotone is None else _FLOOR
         if monotone is not None:
-            constrain(self, "slope", Signed(monotone, _SLOPE))
+            constrain(self, "slope", MonotoneSlope(monotone, _SLOPE))
 
     def forward(self, phases: int) -> Tensor:
         """The values of all phases."""
@@ -126,13 +128,13 @@ class Softplus(nn.Module):
         return F.softplus(self.slope * k + self.offset) + self.floor
 
 
-def constrain(module: nn.Module, name: str, parametrisation: nn.Module) -> None:
-    """Keep a parameter inside the range of a parametrisation from here on; its value stays, if it lies inside."""
-    parametrize.register_parametrization(module, name, parametrisation)
+def constrain(module: nn.Module, name: str, parametrization: nn.Module) -> None:
+    """Register a parametrisation; the value of the parameter stays if it lies in the range."""
+    parametrize.register_parametrization(module, name, parametrization)
 
 
 def assign(module: nn.Module, name: str, value: Tensor) -> None:
-    """Replace a parameter of any size, constrained or not, by ``value``."""
+    """Replace a parameter, constrained or not, by ``value``, which may have another size."""
     if parametrize.is_parametrized(module, name):
         held: Any = module.get_submodule(f"parametrizations.{name}")
         held.original = nn.Parameter(held[0].right_inverse(value.detach()))

@@ -1,4 +1,4 @@
-"""Where an unrolled network starts: the best linear reconstruction."""
+"""The initial image of an unrolled network: the best linear reconstruction."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ def least_squares_start(phi: Tensor, blocks: Tensor, *, ridge: float = 1e-6) -> 
     .. math:: Q = \arg\min_Q \sum_i \|x_i - Q\Phi x_i\|^2 + sN\|Q\|_F^2 = X^\top Y\,(Y^\top Y + sNI)^{-1},
               \qquad Y = X\Phi^\top,
 
-    with the N blocks as rows of X and the ``ridge`` s, which keeps the solution defined where blocks are few. In
+    with the N blocks as rows of X and the ``ridge`` s, which makes the solution unique with few blocks. Computed in
     float64.
 
     Source: Zhang & Ghanem, *ISTA-Net*, CVPR 2018.
@@ -28,8 +28,8 @@ def least_squares_start(phi: Tensor, blocks: Tensor, *, ridge: float = 1e-6) -> 
     require_positive("ridge", ridge)
     if phi.dim() != 2 or blocks.dim() != 2 or blocks.shape[1] != phi.shape[1] or not len(blocks):
         raise ShapeError(
-            f"blocks are rows of as many pixels as phi has columns; got blocks of {tuple(blocks.shape)} and phi of "
-            f"{tuple(phi.shape)}"
+            f"each row of blocks needs as many pixels as phi has columns, got blocks of shape {tuple(blocks.shape)} "
+            f"and phi of shape {tuple(phi.shape)}"
         )
     x = blocks.to(phi.device, torch.float64)
     y = x @ phi.to(torch.float64).mT

@@ -11,7 +11,7 @@ from ...errors import OptionError, ShapeError, is_traced, require_positive
 from ...functions import L1
 from ...functions.base import Function, Step
 from ...solvers.base import require_count
-from .thin import ToImage
+from .single_channel import SingleChannelConv2d
 
 __all__ = ["Architecture", "Shrinkage", "Transform", "soft_threshold"]
 
@@ -21,16 +21,17 @@ class Architecture:
     """The size of a learned transform; the defaults are ISTA-Net's.
 
     Attributes:
-        channels: Features of every convolution.
-        depth: Convolutions in the analysis, and as many in the synthesis, with ReLU between them.
-        shuffle: Side of the pixel squares that become channels before the first convolution: s makes every product s²
-            times cheaper at the same reach. It must divide the images' sides.
-        start: "solver": every phase starts as the data step alone, up to ``scale``. The filters of the first
-            convolution have no mean, so that the ReLUs see edges and textures, not brightness; the others are He's; the
-            plain form carries the image through a pair of channels of opposite sign for every pixel of a square, where
-            there are as many. "xavier": the papers' code, which needs long training at small rates.
-        scale: Factor on the initial weights of the last convolution, which writes the image; by default 0.01 with
-            "solver" and 1 with "xavier". Large ones have to be unlearned first.
+        channels: The number of features of every convolution.
+        depth: The number of convolutions in the analysis, and in the synthesis, with ReLUs between them.
+        shuffle: The side s of the pixel squares that become channels before the first convolution. Every convolution
+            becomes s² times cheaper with the same receptive field. It must divide the sides of the images.
+        start: "solver": every phase initially is the data step, up to ``scale``. The filters of the first convolution
+            have zero mean, so that the ReLUs respond to edges and textures and not to brightness; the other weights
+            have He's initialisation. The plain form passes the image through a pair of channels of opposite sign for
+            every pixel of a square, if there are enough channels. "xavier": as in the papers' code, which needs long
+            training at small learning rates.
+        scale: Factor on the initial weights of the last convolution; default: 0.01 with "solver" and 1 with
+            "xavier". Training has to undo large initial weights first.
     """
 
     channels: int = 32
@@ -43,7 +44,7 @@ class Architecture:
         for name in ("channels", "depth", "shuffle"):
             require_count(name, getattr(self, name))
         if self.start not in ("solver", "xavier"):
-            raise OptionError(f'start is "solver" or "xavier", got {self.start!r}')
+            raise OptionError(f'start must be "solver" or "xavier", got {self.start!r}')
         if self.scale is not None:
             require_positive("scale", self.scale)
 
@@ -60,7 +61,7 @@ class Transform(nn.Module):
         x \leftarrow \tilde{\mathcal{F}}(S_\theta(\mathcal{F}(r))), \qquad
         x \leftarrow r + \mathcal{G}\tilde{\mathcal{F}}(S_\theta(\mathcal{F}(\mathcal{D}r))) .
 
-    No convolution has a bias, so zero maps to zero. ``Architecture.start`` says how they are initialised.
+    No convolution has a bias, so zero maps to zero. ``Architecture.start`` selects the initialisation.
 
     Source: Zhang & Ghanem, *ISTA-Net*, CVPR 2018.
     """
@@ -79,14 +80,14 @@ class Transform(nn.Module):
             for k in range(architecture.depth)
         )
         self.reduce = _convolution(channels, pixels) if residual else None
-        self._initialise()
+        self._initialize()
         for weight in self.parameters():
-            # oneDNN's 3 × 3 convolutions are half as fast again in this layout. contiguous() would not do: a weight
-            # with one input channel is in both layouts, keeps its strides, and the convolution answers in the other.
+            # oneDNN's 3 × 3 convolutions are 1.5 times as fast in this layout. contiguous() is not enough: a weight
+            # with one input channel is in both layouts and keeps its strides, and the output would get the other one.
             weight.data = weight.data.to(memory_format=torch.channels_last)
 
     @torch.no_grad()
-    def _initialise(self) -> None:
+    def _initialize(self) -> None:
         chain = [self.expand, *self.analysis, *self.synthesis, self.reduce]
         weights = [layer.get_parameter("weight") for layer in chain if layer is not None]
         as_solver = self.architecture.start == "solver"
@@ -103,7 +104,7 @@ class Transform(nn.Module):
                 _carry(weights[: len(weights) // 2], weights[len(weights) // 2 :])
 
     def features(self, image: Tensor) -> Tensor:
-        """What the analysis takes: the image's pixel squares as channels, expanded in the residual form."""
+        """The input of the analysis: the image's pixel squares as channels, expanded in the residual form."""
         side = self.architecture.shuffle
         if side > 1:
             if image.shape[-1] % side or image.shape[-2] % side:
@@ -114,16 +115,16 @@ class Transform(nn.Module):
             image = F.pixel_unshuffle(image, side)
         return image if self.expand is None else self.expand(image)
 
-    def analyse(self, features: Tensor) -> Tensor:
+    def analyze(self, features: Tensor) -> Tensor:
         """The coefficients."""
         return _chain(self.analysis, features)
 
-    def synthesise(self, coefficients: Tensor) -> Tensor:
+    def synthesize(self, coefficients: Tensor) -> Tensor:
         """Back to features."""
         return _chain(self.synthesis, coefficients)
 
     def image(self, features: Tensor, before: Tensor) -> Tensor:
-        """The image of synthesised features; in the residual form their change of the image ``before``."""
+        """The image of synthesised features; the residual form adds it to the image ``before``."""
         change = features if self.reduce is None else self.reduce(features)
         if self.architecture.shuffle > 1:
             change = F.pixel_shuffle(change, self.architecture.shuffle)
@@ -131,13 +132,13 @@ class Transform(nn.Module):
 
 
 def _convolution(inputs: int, outputs: int) -> nn.Conv2d:
-    return ToImage(inputs) if outputs == 1 else nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+    return SingleChannelConv2d(inputs) if outputs == 1 else nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
 
 
 def _carry(analysis: list[Tensor], synthesis: list[Tensor]) -> None:
-    """Make synthesis after analysis the identity plus what the other channels write, if there are enough channels.
+    """Initialise so that synthesis after analysis is the identity plus the output of the other channels.
 
-    Through ReLUs a signed value goes as its positive and its negative part.
+    A value passes the ReLUs as its positive and its negative part. Nothing changes if there are too few channels.
     """
     pixels, channels = analysis[0].shape[1], analysis[0].shape[0]
     parts = 2 if len(analysis) > 1 else 1
@@ -157,7 +158,7 @@ def _carry(analysis: list[Tensor], synthesis: list[Tensor]) -> None:
 
 def _chain(layers: nn.ModuleList, x: Tensor) -> Tensor:
     for k, layer in enumerate(layers):
-        # A convolution keeps its input, not its output: the ReLU may overwrite it.
+        # A convolution saves its input for backward, not its output, so the ReLU may overwrite the output.
         x = layer(F.relu(x, inplace=True) if k else x)
     return x
 
@@ -165,8 +166,8 @@ def _chain(layers: nn.ModuleList, x: Tensor) -> Tensor:
 def soft_threshold(x: Tensor, threshold: Tensor) -> Tensor:
     r""":math:`\operatorname{sign}(x)\max(|x| - \theta, 0)` for a learned number θ of any sign.
 
-    For :math:`\theta > 0` it is the prox of :math:`\theta\|\cdot\|_1`. A negative one, to which free training can
-    drift, pushes coefficients away from zero, is no prox of anything, and is kept as the papers' formula has it.
+    For :math:`\theta > 0` it is the prox of :math:`\theta\|\cdot\|_1`. Unconstrained training can reach a negative
+    threshold, which moves coefficients away from zero and is not a prox. The papers' formula is used for it unchanged.
 
     >>> soft_threshold(torch.tensor([-3.0, 0.5]), torch.tensor(1.0))
     tensor([-2., 0.])
@@ -183,7 +184,7 @@ def soft_threshold(x: Tensor, threshold: Tensor) -> Tensor:
 
 
 class Shrunk(NamedTuple):
-    """What one shrinkage computed besides its image."""
+    """The intermediate results of one shrinkage."""
 
     point: Tensor
     features: Tensor
@@ -191,12 +192,12 @@ class Shrunk(NamedTuple):
 
 
 class Shrinkage(Function):
-    r"""The function :math:`\frac{\theta}{\eta}\|\mathcal{F}(x)\|_1` of one phase, with the learned stand-in for its
+    r"""The function :math:`\frac{\theta}{\eta}\|\mathcal{F}(x)\|_1` of one phase, with a learned approximation of its
     prox.
 
-    ``prox`` is :math:`\tilde{\mathcal{F}}(S_\theta(\mathcal{F}(v)))`, exact where :math:`\tilde{\mathcal{F}} =
-    \mathcal{F}^\top = \mathcal{F}^{-1}`. The threshold θ is learned as it is, so the solver's step does not scale it:
-    η only says which weight of the penalty it amounts to.
+    ``prox`` is :math:`\tilde{\mathcal{F}}(S_\theta(\mathcal{F}(v)))`, which is exact if :math:`\tilde{\mathcal{F}} =
+    \mathcal{F}^\top = \mathcal{F}^{-1}`. The threshold θ is learned directly, so the solver's step does not scale it.
+    The weight of the penalty is θ/η.
     """
 
     def __init__(self, transform: Transform, threshold: Tensor, step: Tensor | float) -> None:
@@ -205,35 +206,35 @@ class Shrinkage(Function):
 
     def value(self, x: Tensor) -> Tensor:
         """The penalty at x, summed over the batch."""
-        coefficients = self.transform.analyse(self.transform.features(x))
+        coefficients = self.transform.analyze(self.transform.features(x))
         return (self.threshold / self.step) * coefficients.abs().sum()
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """Analysis, soft threshold, synthesis."""
         features = self.transform.features(x)
-        coefficients = self.transform.analyse(features)
+        coefficients = self.transform.analyze(features)
         self._last = Shrunk(x, features, coefficients)
-        return self.transform.image(self.transform.synthesise(soft_threshold(coefficients, self.threshold)), x)
+        return self.transform.image(self.transform.synthesize(soft_threshold(coefficients, self.threshold)), x)
 
     def features(self) -> Tensor:
-        """What the last prox analysed."""
+        """The input of the analysis in the last prox."""
         return self._of_last_prox().features
 
     def symmetry(self) -> Tensor:
         r"""The residual :math:`\tilde{\mathcal{F}}\mathcal{F}(r) - r` of the last prox, in its features."""
         last = self._of_last_prox()
-        return self.transform.synthesise(last.coefficients) - last.features
+        return self.transform.synthesize(last.coefficients) - last.features
 
     def gain(self, rounds: int = 10) -> float:
-        r"""The largest factor by which the prox stretches a small change of the last point, by power iteration on
-        :math:`J^\top J` with its Jacobian J: a lower bound. A prox is nonexpansive: at most one."""
+        r"""A lower bound on the norm of the Jacobian J of the prox at the last point, by power iteration on
+        :math:`J^\top J`. A prox is nonexpansive, so its norm is at most one."""
         point = self._of_last_prox().point.detach()
         generator = torch.Generator().manual_seed(0)
         v = torch.randn(point.shape, generator=generator).to(point)
         largest = 0.0
         with torch.enable_grad():
             point = point.requires_grad_()
-            image = _apart(self).prox(point)
+            image = _copy(self).prox(point)
             cotangent = torch.zeros_like(image, requires_grad=True)
             (pulled,) = torch.autograd.grad(image, point, cotangent, create_graph=True)
             for _ in range(rounds if point.numel() else 0):
@@ -246,15 +247,15 @@ class Shrinkage(Function):
 
     def _of_last_prox(self) -> Shrunk:
         if self._last is None:
-            raise OptionError("this is about the last prox, and there was none yet; call prox first")
+            raise OptionError("no prox has been computed yet; call prox first")
         return self._last
 
 
-def _apart(shrinkage: Shrinkage) -> Shrinkage:
-    """The same function, with a memory of its own."""
+def _copy(shrinkage: Shrinkage) -> Shrinkage:
+    """The same function, with its own record of the last prox."""
     return Shrinkage(shrinkage.transform, shrinkage.threshold.detach(), shrinkage.step)
 
 
 def _norms(batch: Tensor) -> Tensor:
-    """One norm a sample, to divide the samples by."""
+    """One norm per sample, shaped to broadcast."""
     return batch.flatten(1).norm(dim=1)[:, None, None, None]

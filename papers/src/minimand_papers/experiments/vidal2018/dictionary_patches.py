@@ -75,7 +75,7 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
         lam, size = (float(lab.kept(name(gamma), "answer")[key]) for key in ("lam", "size"))
         U, V = _sklearn(Y, lam, gamma, round(size), lab.seed)
         lab.keep("factors", {"U": torch.as_tensor(U), "V": torch.as_tensor(V)})
-        certificate = certify(Y, U, V, lam=lam, regulariser="sparse", gamma=gamma, tol=options.tol)
+        certificate = certify(Y, U, V, lam=lam, regularizer="sparse", gamma=gamma, tol=options.tol)
         yield {"objective": _objective(Y, U, V, lam, gamma), **certified(certificate), **_scores(options, Y, U, V)}
         return
     start = None

@@ -141,7 +141,7 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
 
         other = Sklearn(count, init="nndsvda", max_iter=4 * options.sweeps, tol=1e-4, random_state=lab.seed)
         U, V = other.fit_transform(data.Y), other.components_.T
-        judged = certify(data.Y, U, V, lam=lam, regulariser="nonnegative", tol=options.tol, effort=options.effort)
+        judged = certify(data.Y, U, V, lam=lam, regularizer="nonnegative", tol=options.tol, effort=options.effort)
         record |= certified(judged)
     else:
         V = pure if part == PURE else data.spectra.T

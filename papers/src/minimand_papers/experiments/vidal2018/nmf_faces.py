@@ -110,7 +110,7 @@ def run(options: Options, part: str, lab: Lab) -> Iterator[Metrics]:
     multiple = next(multiple for multiple in options.sizes if other(multiple) == part)
     wanted = max(1, round(multiple * size))
     W, V, sweeps = _sklearn(Y, lam, wanted, lab.seed)
-    certificate = certify(Y, W, V, lam=lam, regulariser="nonnegative", tol=options.tol, effort=options.effort)
+    certificate = certify(Y, W, V, lam=lam, regularizer="nonnegative", tol=options.tol, effort=options.effort)
     # At any scaling of the pairs the penalty is that of the balanced ones.
     penalty = np.linalg.norm(W, axis=0) @ np.linalg.norm(V, axis=0)
     objective = float(0.5 * ((Y - W @ V.T) ** 2).sum() + lam * penalty)

@@ -1,8 +1,8 @@
-"""The convolution that writes an image of one channel, as one matrix product and shifted sums.
+"""A convolution with one output channel, computed as one matrix product and shifted sums.
 
-A convolution library pads the single output channel to the width of a vector and computes it all. Here the product has
-exactly the terms of the convolution, one row for every tap of the kernel, and the taps are summed where they belong:
-about half the time on a CPU, but for images of a few pixels.
+Convolution libraries pad a single output channel to the width of a vector register. Here the matrix product has one row
+for every tap of the kernel, and the taps are summed with shifts. This takes about half the time on a CPU, except for
+images of a few pixels.
 """
 
 import itertools
@@ -15,27 +15,27 @@ from torch import Tensor, nn
 
 from ...errors import OptionError, ShapeError, is_traced
 
-__all__ = ["ToImage"]
+__all__ = ["SingleChannelConv2d"]
 
 
-class ToImage(nn.Conv2d):
-    r"""A convolution to one channel with an odd square kernel, zero padding and no bias; the image keeps its sides.
+class SingleChannelConv2d(nn.Conv2d):
+    r"""A convolution to one channel with an odd square kernel, zero padding and no bias. The image keeps its size.
 
     With taps k, counted from the centre of the kernel,
 
     .. math:: y_p = \sum_k \Big(\sum_c w_{ck}\, x_c\Big)_{p + k} .
 
-    The parameter is :class:`torch.nn.Conv2d`'s. Features are read with the channels last; others are copied.
+    The parameter is that of :class:`torch.nn.Conv2d`. Features in channels-last layout are not copied.
 
     >>> _ = torch.manual_seed(0)
-    >>> layer, x = ToImage(8), torch.randn(2, 8, 5, 6)
+    >>> layer, x = SingleChannelConv2d(8), torch.randn(2, 8, 5, 6)
     >>> torch.allclose(layer(x), nn.functional.conv2d(x, layer.weight, padding=1), atol=1e-5)
     True
     """
 
     def __init__(self, inputs: int, size: int = 3) -> None:
         if size % 2 == 0:
-            raise OptionError(f"an even kernel has no centre, got {size}")
+            raise OptionError(f"the kernel size must be odd, got {size}")
         super().__init__(inputs, 1, size, padding=size // 2, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,21 +43,21 @@ class ToImage(nn.Conv2d):
         if x.dim() != 4 or x.shape[1] != self.in_channels:
             raise ShapeError(f"expected features N × {self.in_channels} × H × W, got {tuple(x.shape)}")
         if is_traced(x) or is_traced(self.weight):
-            return super().forward(x)  # compilers and function transforms know it better
+            return super().forward(x)  # compilers and function transforms handle the plain convolution better
         batch, channels, height, width = x.shape
         pixels, size = x.permute(0, 2, 3, 1).reshape(-1, channels), self.kernel_size[0]
         taps = self.weight.reshape(channels, -1).mT @ pixels.mT
-        image: Tensor = _Gather.apply(taps.reshape(size, size, batch, height, width))
+        image: Tensor = _GatherTaps.apply(taps.reshape(size, size, batch, height, width))
         return image[:, None]
 
 
-class _Gather(torch.autograd.Function):
-    """Taps (k, k, batch, height, width), summed where the kernel puts them; the transpose of :class:`_Spread`."""
+class _GatherTaps(torch.autograd.Function):
+    """The sum of the shifted taps (k, k, batch, height, width); the transpose of :class:`_ScatterTaps`."""
 
     @staticmethod
     def forward(taps: Tensor) -> Tensor:
         size, height, width = taps.shape[0], *taps.shape[-2:]
-        # With a frame that takes what hangs over the edge; and taps of low precision are summed in float32.
+        # A margin receives the taps beyond the edge. Taps in half precision are summed in float32.
         wide = taps.new_zeros(
             *taps.shape[2:-2],
             height + size - 1,
@@ -75,15 +75,15 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Spread.apply(grad, ctx.size)
+        return _ScatterTaps.apply(grad, ctx.size)
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor) -> Any:
-        return _Gather.apply(tangent)
+        return _GatherTaps.apply(tangent)
 
 
-class _Spread(torch.autograd.Function):
-    """Images (batch, height, width), one shifted copy for every tap; the transpose of :class:`_Gather`."""
+class _ScatterTaps(torch.autograd.Function):
+    """One shifted copy of the images (batch, height, width) per tap; the transpose of :class:`_GatherTaps`."""
 
     @staticmethod
     def forward(image: Tensor, size: int) -> Tensor:
@@ -100,11 +100,11 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, None]:
-        return _Gather.apply(grad), None
+        return _GatherTaps.apply(grad), None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Any:
-        return _Spread.apply(tangent, ctx.size)
+        return _ScatterTaps.apply(tangent, ctx.size)
 
 
 def _places(size: int) -> Iterator[tuple[int, int]]:

@@ -1,26 +1,31 @@
-"""Matrix factorisation trained with dropout, in each of the ways that minimise the same objective."""
+"""The estimator DropoutFactorization: matrix factorisation with dropout, by four methods for one objective."""
 
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
-from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from ...errors import OptionError, require_positive
-from ...operators import Dense
-from ...operators.tracker import LipschitzTracker
-from ...solvers.base import require_count
-from ...solvers.iterate import iterate
-from ...solvers.linear import ridge_factor
-from ...solvers.steps import Exponential, Harmonic, Schedule, check_step_size
-from ..inputs import require_entries
-from .arrays import require_rank, require_rate
-from .equalize import equalized_factors
-from .objective import block_smoothness, dropout_objective, dropout_weight, variable_rate
-from .optimum import closed_form
+from ..errors import OptionError, require_positive
+from ..operators import Dense
+from ..operators.tracker import LipschitzTracker
+from ..solvers.base import require_count
+from ..solvers.iterate import iterate
+from ..solvers.linear import ridge_factor
+from ..solvers.steps import Exponential, Harmonic, Schedule, check_step_size
+from .dropout import (
+    block_smoothness,
+    closed_form,
+    dropout_objective,
+    dropout_weight,
+    equalized_factors,
+    require_rank,
+    require_rate,
+    variable_rate,
+)
+from .inputs import require_entries, seeded_generator
 
 __all__ = ["DropoutFactorization"]
 
@@ -28,7 +33,7 @@ _METHODS = ("closed_form", "alternating", "gradient", "dropout")
 _RATES = ("fixed", "variable")
 
 
-class _Factors(NamedTuple):
+class _DropoutState(NamedTuple):
     U: Tensor
     V: Tensor
     history: list[float]
@@ -37,27 +42,27 @@ class _Factors(NamedTuple):
 
 
 class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
-    r"""Factorise a matrix with dropout on its terms, or with what dropout amounts to.
+    r"""Factorise a matrix with dropout on its terms, or with the regularizer that equals dropout in expectation.
 
     .. math::
 
         \min_{U, V}\; \mathbb{E}_z\bigl\|Y - \tfrac{1}{1-p} U\operatorname{diag}(z)V^\top\bigr\|^2
         = \min_{U, V}\; \|Y - UV^\top\|^2 + \tfrac{p}{1-p}\sum_{i=1}^r\|U_i\|^2\|V_i\|^2
 
-    Source: 003, Part II. The global minimum is known (:func:`~minimand.factor.dropout_optimum`), so ``gap_`` tells
-    exactly how far any method stopped from it.
+    Source: [Vidal2018], Part II. The global minimum is known (:func:`~minimand.factor.dropout_optimum`), so ``gap_`` is
+    the exact distance to it.
 
     Args:
         n_components: The number r of terms.
         p: The drop rate in [0, 1).
         method: ``"closed_form"``: the global minimum, equalised. ``"alternating"``: exact minimisation over U and V
             in turn. ``"gradient"``: descent on the deterministic objective, over U and over V in turn.
-            ``"dropout"``: the same steps on sampled terms, as backpropagation with dropout takes them.
+            ``"dropout"``: the same steps on sampled terms, which are those of backpropagation with dropout.
         rate: ``"fixed"``: p is the rate. ``"variable"``: p is the rate for one term, and the rate for r terms is
             raised so that :math:`\lambda_r = r\lambda_1`: the penalty is then :math:`\lambda_1\|UV^\top\|_*^2`.
         max_iter: Iterations of the iterative methods.
         step: ``"auto"`` is :math:`1/L` for each block, else a fixed number.
-        decay: How the step shrinks; None: not at all, for ``"dropout"`` harmonically over a tenth of ``max_iter``.
+        decay: The schedule of the step; None: constant, for ``"dropout"`` harmonic decay over a tenth of ``max_iter``.
         tol: The relative decrease of the objective in one iteration at which ``"alternating"`` and ``"gradient"``
             stop.
         random_state: Seeds the start and the masks.
@@ -65,13 +70,13 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
     Attributes:
         components_: :math:`V^\top`.
         n_components_: r.
-        p_: The rate that was used.
-        objective_: The deterministic objective at the end.
+        p_: The rate used.
+        objective_: The deterministic objective of the factors.
         optimum_: Its global minimum.
         gap_: Their difference.
         history_: The deterministic objective per iteration, the start first.
-        norm_history_: Per iteration the least, mean and largest :math:`\|U_i\|\|V_i\|`; equal once equalised.
-        n_iter_: How many iterations were made.
+        norm_history_: Per iteration the least, mean and largest :math:`\|U_i\|\|V_i\|`, which equalisation makes equal.
+        n_iter_: The number of iterations made.
 
     >>> Y = np.diag([4.0, 1.0])
     >>> model = DropoutFactorization(2, p=0.5)
@@ -132,7 +137,7 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
     def _fit(self, X: Any) -> Tensor:
         self._check()
         data = self._checked(X)
-        # Copied: torch warns of arrays that it could not write to.
+        # A copy, because torch warns about read-only arrays.
         Y = torch.tensor(data)
         self.p_ = float(self.p) if self.rate == "fixed" else variable_rate(self.p, self.n_components)
         weight = dropout_weight(self.p_)
@@ -141,7 +146,7 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         self.optimum_ = float(dropout_objective(Y, *best, self.p_))
         self.n_iter_ = 1
         factors = (
-            _Factors(*best, [self.optimum_], [_norms(*best)]) if self.method == "closed_form" else self._descend(Y)
+            _DropoutState(*best, [self.optimum_], [_norms(*best)]) if self.method == "closed_form" else self._descend(Y)
         )
         self.components_ = factors.V.mT.contiguous().numpy()
         self.n_components_ = self.n_components
@@ -160,42 +165,41 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         require_rank(self.n_components, "n_components")
         require_rate(self.p)
         if self.method not in _METHODS:
-            raise OptionError(f"method is one of {', '.join(_METHODS)}, got {self.method!r}")
+            raise OptionError(f"method must be one of {', '.join(_METHODS)}, got {self.method!r}")
         if self.rate not in _RATES:
-            raise OptionError(f"rate is one of {', '.join(_RATES)}, got {self.rate!r}")
+            raise OptionError(f"rate must be one of {', '.join(_RATES)}, got {self.rate!r}")
         require_count("max_iter", self.max_iter)
         require_positive("tol", self.tol, zero=True)
         check_step_size(self.step)
         if self.decay is not None and not isinstance(self.decay, Schedule):
-            raise OptionError(f"decay is None or a Schedule, such as Harmonic(100), got {self.decay!r}")
+            raise OptionError(f"decay must be None or a Schedule, such as Harmonic(100), got {self.decay!r}")
 
-    def _descend(self, Y: Tensor) -> _Factors:
+    def _descend(self, Y: Tensor) -> _DropoutState:
         """The iterative methods, from a random start of the data's scale."""
-        random = check_random_state(self.random_state)
-        generator = torch.Generator().manual_seed(int(random.randint(2**31 - 1)))
+        generator = seeded_generator(self.random_state)
         scale = (Y.norm() / (Y.numel() ** 0.5 * self.n_components**0.5)).sqrt()
         U, V = (
             scale * torch.randn(n, self.n_components, generator=generator, dtype=torch.float64).to(Y.dtype)
             for n in Y.shape
         )
         trackers = LipschitzTracker(Dense(U)), LipschitzTracker(Dense(V))
-        start = _Factors(U, V, [float(dropout_objective(Y, U, V, self.p_))], [_norms(U, V)], trackers)
+        start = _DropoutState(U, V, [float(dropout_objective(Y, U, V, self.p_))], [_norms(U, V)], trackers)
         step = {"alternating": self._alternate, "gradient": self._gradient, "dropout": self._dropout}[self.method]
         until = None if self.method == "dropout" else self._stalled
         factors, self.n_iter_ = iterate(lambda s, k: step(Y, s, k, generator), start, self.max_iter, until=until)
         return factors
 
-    def _stalled(self, state: _Factors, k: int) -> bool:
+    def _stalled(self, state: _DropoutState, k: int) -> bool:
         before, after = state.history[-2:]
         return before - after <= self.tol * abs(after)
 
-    def _alternate(self, Y: Tensor, state: _Factors, k: int, generator: torch.Generator) -> _Factors:
+    def _alternate(self, Y: Tensor, state: _DropoutState, k: int, generator: torch.Generator) -> _DropoutState:
         weight = dropout_weight(self.p_)
         U = best_rows(Y, state.V, weight)
         V = best_rows(Y.mT, U, weight)
-        return self._noted(Y, U, V, state)
+        return self._recorded(Y, U, V, state)
 
-    def _gradient(self, Y: Tensor, state: _Factors, k: int, generator: torch.Generator) -> _Factors:
+    def _gradient(self, Y: Tensor, state: _DropoutState, k: int, generator: torch.Generator) -> _DropoutState:
         weight = dropout_weight(self.p_)
 
         def moved(Y: Tensor, U: Tensor, V: Tensor, tracker: LipschitzTracker) -> Tensor:
@@ -205,9 +209,9 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         assert state.trackers is not None
         of_U, of_V = state.trackers
         U = moved(Y, state.U, state.V, of_V)
-        return self._noted(Y, U, moved(Y.mT, state.V, U, of_U), state)
+        return self._recorded(Y, U, moved(Y.mT, state.V, U, of_U), state)
 
-    def _dropout(self, Y: Tensor, state: _Factors, k: int, generator: torch.Generator) -> _Factors:
+    def _dropout(self, Y: Tensor, state: _DropoutState, k: int, generator: torch.Generator) -> _DropoutState:
         kept = 1 - self.p_
         weight = dropout_weight(self.p_)
         draw = torch.rand(2, self.n_components, generator=generator, dtype=torch.float64) < kept
@@ -219,10 +223,10 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         assert state.trackers is not None
         of_U, of_V = state.trackers
         U = moved(Y, state.U, state.V, first, of_V)
-        return self._noted(Y, U, moved(Y.mT, state.V, U, second, of_U), state)
+        return self._recorded(Y, U, moved(Y.mT, state.V, U, second, of_U), state)
 
     def _length(self, V: Tensor, weight: float, k: int, tracker: LipschitzTracker) -> Tensor | float:
-        """The step of this iteration for the block whose partner is V."""
+        """The step of this iteration for the factor that multiplies V."""
         decay = self.decay
         if decay is None:
             decay = Harmonic(max(self.max_iter / 10, 1.0)) if self.method == "dropout" else Exponential(1.0)
@@ -231,10 +235,10 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         bound = block_smoothness(V, weight, tracker)
         return decay.factor(k) / bound if bound > 0 else 0.0
 
-    def _noted(self, Y: Tensor, U: Tensor, V: Tensor, state: _Factors) -> _Factors:
+    def _recorded(self, Y: Tensor, U: Tensor, V: Tensor, state: _DropoutState) -> _DropoutState:
         state.history.append(float(dropout_objective(Y, U, V, self.p_)))
         state.norms.append(_norms(U, V))
-        return _Factors(U, V, state.history, state.norms, state.trackers)
+        return _DropoutState(U, V, state.history, state.norms, state.trackers)
 
 
 def _norms(U: Tensor, V: Tensor) -> tuple[float, float, float]:
@@ -247,7 +251,7 @@ def best_rows(Y: Tensor, V: Tensor, weight: float) -> Tensor:
 
     .. math:: U = YV(V^\top V + \lambda\operatorname{diag}\|V_i\|^2)^{-1}
 
-    With columns of unit norm the diagonal is a ridge. Without a penalty it is the least-squares solution of least norm.
+    With columns of unit norm the diagonal is a ridge. Without a penalty U is the least-squares solution of least norm.
 
     >>> best_rows(torch.tensor([[4.0]]), torch.tensor([[2.0]]), 1.0)
     tensor([[1.]])

@@ -11,13 +11,13 @@ from torch.export import Dim
 
 from minimand.errors import OptionError, ShapeError
 from minimand.nn import Architecture
-from minimand.nn.unrolled.thin import ToImage
+from minimand.nn.unrolled.single_channel import SingleChannelConv2d
 from minimand.nn.unrolled.transform import Transform
 
 
-def _layer(inputs: int = 4, size: int = 3) -> ToImage:
+def _layer(inputs: int = 4, size: int = 3) -> SingleChannelConv2d:
     torch.manual_seed(0)
-    return ToImage(inputs, size).double()
+    return SingleChannelConv2d(inputs, size).double()
 
 
 def _features(*shape: int) -> Tensor:
@@ -79,15 +79,15 @@ def test_low_precision_rounds_no_more_than_torchs(dtype: torch.dtype) -> None:
 
 
 def test_an_even_kernel_and_other_features_are_refused() -> None:
-    with pytest.raises(OptionError, match="no centre"):
-        ToImage(4, 2)
+    with pytest.raises(OptionError, match="must be odd"):
+        SingleChannelConv2d(4, 2)
     for shape in ((2, 8, 5, 5), (4, 5, 5)):
         with pytest.raises(ShapeError, match="expected features N × 4 × H × W"):
-            ToImage(4)(torch.zeros(shape))
+            SingleChannelConv2d(4)(torch.zeros(shape))
 
 
 @pytest.mark.parametrize("residual", [False, True])
 def test_a_transform_writes_its_image_with_it_unless_pixel_squares_are_channels(residual: bool) -> None:
     for shuffle, count in ((1, 1), (2, 0)):
         transform = Transform(Architecture(channels=4, shuffle=shuffle), residual=residual)
-        assert sum(isinstance(module, ToImage) for module in transform.modules()) == count
+        assert sum(isinstance(module, SingleChannelConv2d) for module in transform.modules()) == count

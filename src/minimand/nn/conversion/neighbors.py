@@ -1,4 +1,4 @@
-"""What stands directly before and directly after a layer in a graph."""
+"""The neighbours of a layer in a graph: dropout before it, normalisation, addition and activation after it."""
 
 import dataclasses
 import inspect
@@ -33,12 +33,12 @@ __all__ = [
 
 
 class Obstacle(Exception):
-    """Why a neighbour cannot be taken in: what is wrong, and what to do about it."""
+    """The reason why a layer cannot be converted, and the remedy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """An activation; ``name`` tells equal ones."""
+    """An activation; equal activations have equal names."""
 
     function: Function
     name: tuple[Any, ...]
@@ -46,8 +46,8 @@ class Activation:
 
 @dataclasses.dataclass(frozen=True)
 class Skip:
-    """A tensor that is added before the activation: the calls from the layer on, the addition, and which of
-    its operands the layer is."""
+    """A tensor that is added before the activation: the calls from the layer to the addition, the addition, and the
+    index of the layer's operand."""
 
     chain: tuple[fx.Node, ...]
     add: fx.Node
@@ -56,7 +56,7 @@ class Skip:
 
 @dataclasses.dataclass(frozen=True)
 class After:
-    """What one call of a layer takes in: its activation, the call of it, a normalisation, and a skip."""
+    """The calls after a layer that it absorbs: activation, normalisation and skip."""
 
     activation: Activation
     node: fx.Node | None = None
@@ -66,7 +66,7 @@ class After:
 
 @dataclasses.dataclass(frozen=True)
 class Dropout:
-    """The dropout before one call of a layer: its probability, and whether it drops entries, channels or else."""
+    """The dropout before one call of a layer: its probability, and the units that it drops."""
 
     p: float
     unit: str
@@ -101,12 +101,12 @@ _RESHAPE_METHODS = ("flatten", "reshape", "view", "squeeze", "unsqueeze", "conti
 _SIZE_METHODS = ("size", "dim", "numel", "ndimension", "nelement", "is_contiguous", "stride")
 _SIZE_ATTRIBUTES = ("shape", "ndim", "dtype", "device")
 
-_LEAVE = "Rule(..., activation=None) solves without it and leaves it in place"
+_LEAVE = "or use Rule(..., activation=None) to convert the layer without its activation"
 IDENTITY = Activation(from_activation("identity"), (nn.Identity,))
 
 
 def readers_of(node: fx.Node) -> list[fx.Node]:
-    """The users of a node's values; asking for its size does not count."""
+    """The users of a node's values; reading its size does not count."""
     return [user for user in node.users if not _asks_size(user)]
 
 
@@ -132,9 +132,9 @@ def activation_of(module: nn.Module) -> Activation:
 
 
 def _activation_module(node: fx.Node, traced: Traced) -> nn.Module | None:
-    """The activation that a node applies, as a module; None where it applies none.
+    """The activation that a node applies, as a module; None if it applies none.
 
-    Softmax is none: it acts on vectors, and belongs to the loss or to an attention, not to the layer before it.
+    Softmax does not count: it acts on vectors, and belongs to the loss or to an attention.
     """
     if (module := traced.module(node)) is not None:
         return module if is_activation(module) else None
@@ -147,10 +147,10 @@ def _activation_module(node: fx.Node, traced: Traced) -> nn.Module | None:
         return _clamp(node, _CLAMPS[target])
     if not is_activation(target):
         return None
-    from_activation(target)  # refuses what is no prox with any options
+    from_activation(target)  # raises if the activation is not a prox for any options
     args, options = node.args[1:], {key: value for key, value in node.kwargs.items() if key != "input"}
     if any(isinstance(value, fx.Node) for value in (*args, *options.values())):
-        raise Obstacle(f"the options of {target.__name__} after it depend on data; fix them to numbers")
+        raise Obstacle(f"the options of {target.__name__} after it depend on the input; use constants")
     return activation_module(target, *args, **options)
 
 
@@ -166,7 +166,7 @@ _CLAMPS: Mapping[Any, tuple[str, ...]] = {
 
 
 def _clamp(node: fx.Node, names: tuple[str, ...]) -> nn.Module | None:
-    """``x.clamp(min=0)`` is written for ReLU; other clamps stay."""
+    """ReLU or Hardtanh for clamps with constant bounds; None for others."""
     given = dict(zip(names, node.args[1:], strict=False)) | dict(node.kwargs)
     low, high = given.get("min"), given.get("max")
     if low == 0 and high is None:
@@ -177,10 +177,10 @@ def _clamp(node: fx.Node, names: tuple[str, ...]) -> nn.Module | None:
 
 
 def after(layer: fx.Node, traced: Traced, is_target: Callable[[fx.Node], bool]) -> After:
-    """What alone reads a layer's output: a batch normalisation, an addition, an activation, each if there is one.
+    """The batch normalisation, addition and activation that follow a layer, if nothing else reads its output.
 
-    ``is_target`` says whether another call is of a layer that is converted, too: of two that are added, the
-    first takes the sum in.
+    ``is_target`` tells whether a node calls another layer to convert. If two such layers are added, the first one
+    absorbs the addition.
     """
     found = After(IDENTITY)
     chain = [layer]
@@ -195,8 +195,8 @@ def after(layer: fx.Node, traced: Traced, is_target: Callable[[fx.Node], bool]) 
         if activations:
             others = ", ".join(traced.describe(reader) for reader in readers if reader is not activations[0])
             raise Obstacle(
-                f"its output goes to {traced.describe(activations[0])}, but also to {others}, which needs it "
-                f"before the activation; use Rule(..., activation=None) to leave the activation where it is"
+                f"its output goes to {traced.describe(activations[0])}, but also to {others}, which needs the "
+                f"pre-activation; use Rule(..., activation=None) to leave the activation in place"
             )
         if len(readers) != 1:
             return found
@@ -216,27 +216,27 @@ def _check_norm(norm: Any, layer: fx.Node, traced: Traced, reader: fx.Node) -> N
     fits = any(isinstance(plain, kind) and type(norm) is match for kind, match in expected.items())
     if not fits or plain.weight.shape[0] != norm.num_features:
         raise Obstacle(
-            f"{traced.describe(reader)} between it and its activation is not the plain batch normalisation of its "
-            f"outputs, and only that can be folded into it; use Rule(..., activation=None) to solve before it"
+            f"{traced.describe(reader)} between it and its activation is not a plain batch normalisation of its "
+            f"outputs, so it cannot be folded into the layer; use Rule(..., activation=None) to leave it in place"
         )
 
 
 def _added(
     found: After, chain: list[fx.Node], add: fx.Node, traced: Traced, is_target: Callable[[fx.Node], bool]
 ) -> After:
-    """Take a skip in, where the layer's own forward adds it and an activation alone reads the sum."""
+    """Absorb a skip, if the layer's own forward adds it and only an activation reads the sum."""
     operands = operands_of(add)
     readers = readers_of(add)
     try:
         if operands is None or len(readers) != 1 or not _is_activation(readers[0], add, traced):
             return found
-    except Obstacle:  # no prox, but not directly after the layer either
+    except Obstacle:  # not a prox, but not directly after the layer either
         return found
     if any(traced.frame[node] is not traced.frame[add] for node in chain):
         return found
     source = _source(chain[0])
     if source is None or any(_is_inplace(user, traced) for user in source.users):
-        return found  # the layer has to wait for the skip, and its input might change meanwhile
+        return found  # the layer is called after the skip is computed, and its input might have changed by then
     operand = operands.index(chain[-1])
     if operand == 1 and _leads_back(operands[0], traced, is_target):
         return found
@@ -257,7 +257,7 @@ def operands_of(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _leads_back(node: fx.Node, traced: Traced, is_target: Callable[[fx.Node], bool]) -> bool:
-    """Whether a value comes from a converted layer, through a normalisation at most."""
+    """Whether a value is the output of a layer to convert, possibly normalised."""
     while isinstance(traced.module(node), nn.modules.batchnorm._BatchNorm | nn.Identity):
         source = _source(node)
         if source is None:
@@ -267,7 +267,7 @@ def _leads_back(node: fx.Node, traced: Traced, is_target: Callable[[fx.Node], bo
 
 
 def _overwrites(activation: fx.Node, readers: list[fx.Node], traced: Traced) -> bool:
-    """Whether an in-place activation, itself unread, comes before all other readers, which thus see its result."""
+    """Whether an in-place activation precedes all other readers, which therefore read its result."""
     return _is_inplace(activation, traced) and not activation.users and readers[0] is activation
 
 
@@ -285,7 +285,7 @@ def _is_activation(reader: fx.Node, node: fx.Node, traced: Traced) -> bool:
 
 
 def dropout_of(module: Any) -> Dropout | None:
-    """What a module drops; None where it is no dropout."""
+    """The dropout that a module applies; None if it is not a dropout."""
     for kind, unit in _DROPOUT_UNITS.items():
         if isinstance(module, kind) and type(module).forward is kind.forward:
             given = vars(module)
@@ -310,10 +310,10 @@ def _dropout_at(node: fx.Node, traced: Traced) -> Dropout | None:
 
 
 def dropout_before(node: fx.Node, traced: Traced, layer: nn.Module) -> Dropout | None:
-    """The dropout whose output is the layer's input, where it drops what a solver of this layer samples.
+    """The dropout before a layer, if a solver of this layer can sample in its place.
 
-    Entries may be reshaped in between: dropping them commutes with that. Whole channels fit a convolution of
-    the same dimension only.
+    A reshape may follow elementwise dropout, because the two commute. Channel dropout must have the dimension of the
+    convolution.
     """
     reshaped = False
     source = _source(node)
@@ -346,7 +346,7 @@ def _fits(dropout: Dropout, layer: nn.Module, reshaped: bool) -> bool:
 
 
 def shares_input(dropout: Dropout) -> bool:
-    """Whether an in-place dropout changes a tensor that others read, too."""
+    """Whether an in-place dropout changes a tensor that has other readers."""
     assert dropout.node is not None
     source = _source(dropout.node)
     return dropout.inplace and source is not None and len(readers_of(source)) > 1

@@ -1,4 +1,4 @@
-"""What a converted layer takes in: activations, dropout, batch normalisation in front, several patterns."""
+"""The neighbours that a converted layer absorbs: activations, dropout, batch normalisation."""
 
 import copy
 import dataclasses

@@ -1,0 +1,310 @@
+r"""Matrices whose rows may be sharded over processes: the dual points :math:`Z` of a factorisation problem.
+
+A dual point of :math:`\min \ell(X) + \lambda\Omega(X)` is a matrix. Scaled so that its polar is at most
+:math:`\lambda`, it bounds the minimum from below. All entries are float64. A dense dual point is a residual
+:math:`Y - UV^\top` that is never stored as a whole: its rows are computed block by block, so :math:`Y` may be a
+memory-mapped file or one process's share of the rows. The module also has the leading singular triples of such a
+matrix.
+"""
+
+import abc
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..operators.gram import gram
+from ..operators.spectral import EPS
+from ..solvers.iterate import iterate
+
+__all__ = [
+    "DenseDual",
+    "DualMatrix",
+    "DualMoments",
+    "RowSharding",
+    "dual_moments",
+    "leading_singular",
+    "orthonormal",
+    "row_blocks",
+    "summation_error",
+]
+
+# Entries of a block of rows that is computed at once: 64 MB of float64.
+BLOCK = 8_000_000
+OVERSAMPLE = 8
+KRYLOV_SWEEPS = 6
+
+
+@dataclass(frozen=True)
+class RowSharding:
+    """Where the rows of a matrix are: all in this process (``group`` is None), or sharded over a process group.
+
+    Every sum over rows goes through :meth:`sum`, so each algorithm is written once for both cases.
+
+    >>> RowSharding().sum(torch.tensor([1.0, 2.0]))
+    tensor([1., 2.])
+    """
+
+    group: Any = None
+
+    @property
+    def ranks(self) -> int:
+        """The number of processes."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum of ``tensor`` over the processes."""
+        return self._reduce(tensor, dist.ReduceOp.SUM)
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """The entrywise maximum of ``tensor`` over the processes."""
+        return self._reduce(tensor, dist.ReduceOp.MAX)
+
+    def _reduce(self, tensor: Tensor, op: Any) -> Tensor:
+        if self.group is None:
+            return tensor
+        total = tensor.contiguous().clone()
+        dist.all_reduce(total, op, group=self.group)
+        return total
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """The first process's ``tensor`` in all processes, which makes a random draw the same everywhere."""
+        if self.group is None:
+            return tensor
+        shared = tensor.contiguous().clone()
+        dist.broadcast(shared, dist.get_global_rank(self.group, 0), group=self.group)
+        return shared
+
+    def count(self, rows: int) -> int:
+        """The total number of rows, given the number in this process."""
+        return rows if self.group is None else int(self.sum(torch.tensor(float(rows), dtype=torch.float64)))
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The rows of all processes, in the order of their ranks."""
+        if self.group is None:
+            return tensor
+        sizes = torch.zeros(self.ranks, dtype=torch.int64)
+        sizes[dist.get_rank(self.group)] = len(tensor)
+        sizes = self.sum(sizes)
+        padded = tensor.new_zeros(int(sizes.max()), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        parts = [torch.empty_like(padded) for _ in range(self.ranks)]
+        dist.all_gather(parts, padded, group=self.group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes.tolist(), strict=True)])
+
+
+def row_blocks(rows: int, columns: int) -> Iterator[slice]:
+    """Slices of rows, each with at most ``BLOCK`` entries (and at least one row)."""
+    step = max(1, BLOCK // max(columns, 1))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+@dataclass(frozen=True)
+class DualMoments:
+    """The inner product of a dual point with the data and its squared norm, each with a bound on its rounding error."""
+
+    inner: float
+    square: float
+    inner_margin: float
+    square_margin: float
+
+
+class DualMatrix(abc.ABC):
+    """A float64 matrix with products from both sides; its rows may be sharded."""
+
+    rows: RowSharding
+    shape: tuple[int, int]  # the rows of this process × all columns
+    #: Whether forming a dense matrix of this size is forbidden.
+    compact: bool = False
+
+    @property
+    @abc.abstractmethod
+    def device(self) -> torch.device:
+        """The device of the entries."""
+
+    @property
+    def flat(self) -> bool:
+        """Whether there are fewer rows than columns, all in this process; Gram matrices are then of the rows."""
+        return self.rows.ranks == 1 and self.shape[0] < self.shape[1]
+
+    def noise(self, columns: int, generator: torch.Generator | None, *, left: bool = False) -> Tensor:
+        """Standard normal numbers with a row per column of Z, equal in all processes; ``left``: a row per row of Z."""
+        drawn = torch.randn(self.shape[0 if left else 1], columns, dtype=torch.float64, generator=generator)
+        return self.rows.broadcast(drawn.to(self.device))
+
+    @abc.abstractmethod
+    def times(self, x: Tensor) -> Tensor:
+        """Z x for columns x."""
+
+    @abc.abstractmethod
+    def adjoint(self, y: Tensor) -> Tensor:
+        """Zᵀ y, summed over the processes."""
+
+    @abc.abstractmethod
+    def gram(self, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """ZᵀZ; with ``part``, a function of the entries, the Gram matrix of ``part(Z)``."""
+
+    @abc.abstractmethod
+    def outer(self, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """ZZᵀ over the rows of all processes; with ``part`` that of ``part(Z)``."""
+
+    @abc.abstractmethod
+    def dense(self) -> Tensor:
+        """All entries, of all processes."""
+
+    def full_rows(self) -> int:
+        """The number of rows over all processes."""
+        return self.rows.count(self.shape[0])
+
+
+class DenseDual(DualMatrix):
+    r""":math:`Z = a(Y - UV^\top, Y)` with an entrywise map a, computed by blocks of rows.
+
+    >>> Z = DenseDual(torch.eye(2), torch.ones(2, 1), torch.ones(2, 1))
+    >>> Z.times(torch.ones(2, dtype=torch.float64))
+    tensor([-1., -1.], dtype=torch.float64)
+    """
+
+    def __init__(
+        self,
+        Y: Tensor,
+        U: Tensor | None = None,
+        V: Tensor | None = None,
+        *,
+        rows: RowSharding | None = None,
+        entries: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> None:
+        self.Y, self.U, self.V = Y, U, V
+        self.rows = RowSharding() if rows is None else rows
+        self.entries = entries
+        self.shape = (Y.shape[0], Y.shape[1])
+        self._kept: Tensor | None = None
+        if len(list(row_blocks(*self.shape))) <= 1:
+            self._kept = self._block(slice(0, self.shape[0]))
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the data."""
+        return self.Y.device
+
+    def _block(self, part: slice, columns: slice = slice(None)) -> Tensor:
+        data = self.Y[part, columns].to(torch.float64)
+        residual = data
+        if self.U is not None and self.V is not None and self.U.shape[1]:
+            V = self.V[columns].to(torch.float64)
+            residual = torch.addmm(data, self.U[part].to(torch.float64), V.mT, alpha=-1)
+        return residual if self.entries is None else self.entries(residual, data)
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """The rows, in blocks of at most ``BLOCK`` entries."""
+        for part in row_blocks(*self.shape):
+            yield part, (self._kept if self._kept is not None else self._block(part))
+
+    def times(self, x: Tensor) -> Tensor:
+        """Z x for columns x."""
+        parts = [block @ x for _, block in self.blocks()]
+        return torch.cat(parts) if parts else x.new_zeros(0, *x.shape[1:])
+
+    def adjoint(self, y: Tensor) -> Tensor:
+        """Zᵀ y, summed over the processes."""
+        total = y.new_zeros(self.shape[1], *y.shape[1:])
+        for part, block in self.blocks():
+            total += block.mT @ y[part]
+        return self.rows.sum(total)
+
+    def gram(self, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """ZᵀZ; with ``part`` that of ``part(Z)``."""
+        total: Tensor | None = None
+        for _, block in self.blocks():
+            product = gram((block if part is None else part(block)).mT)
+            total = product if total is None else total + product
+        if total is None:  # a process without rows
+            total = torch.zeros(self.shape[1], self.shape[1], dtype=torch.float64, device=self.Y.device)
+        return self.rows.sum(total)
+
+    def outer(self, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """ZZᵀ over all rows, by blocks of columns if this process has all rows."""
+        if self._kept is not None or self.rows.ranks > 1:
+            whole = self.dense()
+            return gram(whole if part is None else part(whole))
+        total = torch.zeros(self.shape[0], self.shape[0], dtype=torch.float64, device=self.Y.device)
+        for columns in row_blocks(self.shape[1], self.shape[0]):
+            block = self._block(slice(None), columns)
+            total += gram(block if part is None else part(block))
+        return total
+
+    def dense(self) -> Tensor:
+        """All entries, of all processes."""
+        return self.rows.gather(torch.cat([block for _, block in self.blocks()]))
+
+    def moments(self, data: Tensor | None = None) -> DualMoments:
+        """⟨Y, Z⟩ and ‖Z‖² over all processes; ``data`` replaces Y if Z was given and is not a residual of Y."""
+        Y = self.Y if data is None else data
+        totals = torch.zeros(3, dtype=torch.float64, device=Y.device)
+        for part, block in self.blocks():
+            known = Y[part].to(torch.float64)
+            totals += torch.stack([(known * block).sum(), block.square().sum(), known.square().sum()])
+        return dual_moments(self.rows.sum(totals), self.shape[0] * self.shape[1])
+
+
+def summation_error(entries: int) -> float:
+    """A bound on the rounding error of a sum of ``entries`` terms, relative to the sum of their absolute values."""
+    return 8 * EPS * (8 + math.sqrt(entries))
+
+
+def dual_moments(totals: Tensor, entries: int) -> DualMoments:
+    """The moments from (⟨Y, Z⟩, ‖Z‖², ‖Y‖²), sums of ``entries`` terms each."""
+    inner, square, data = totals.tolist()
+    error = summation_error(entries)
+    return DualMoments(inner, square, error * math.sqrt(data * square), error * square)
+
+
+def orthonormal(columns: Tensor, rows: RowSharding) -> Tensor:
+    r"""An orthonormal basis of the span of the columns, whose rows may be sharded.
+
+    In one process it is Householder QR. Over several it is Cholesky QR twice, each with one all-reduce of a small
+    Gram matrix.
+    """
+    if rows.group is None:
+        return torch.linalg.qr(columns).Q
+
+    def cholesky_qr(columns: Tensor, k: int) -> Tensor:
+        product = rows.sum(columns.mT @ columns)
+        values, vectors = torch.linalg.eigh(product)
+        keep = values > values[-1].clamp_min(0) * len(values) * 4 * torch.finfo(columns.dtype).eps
+        return columns @ (vectors[:, keep] / values[keep].sqrt())
+
+    return iterate(cholesky_qr, columns, 2 if columns.shape[1] else 0)[0]
+
+
+def leading_singular(
+    matrix: DualMatrix, count: int, *, generator: torch.Generator | None = None, sweeps: int = KRYLOV_SWEEPS
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The ``count`` leading singular triples by block Krylov iteration: left vectors (as rows), values, right vectors.
+
+    The values are lower bounds.
+
+    >>> leading_singular(DenseDual(torch.diag(torch.tensor([1.0, 3.0, 2.0]))), 2)[1].round(decimals=6)
+    tensor([3., 2.], dtype=torch.float64)
+    """
+    n, m = matrix.shape[1], matrix.full_rows()
+    count = min(count, n, m)
+    width = min(count + OVERSAMPLE, n, m)
+    space: list[Tensor] = []
+
+    def power(block: Tensor, k: int) -> Tensor:
+        block = torch.linalg.qr(block).Q
+        space.append(block)
+        return matrix.adjoint(matrix.times(block))
+
+    iterate(power, matrix.noise(width, generator), max(1, min(sweeps, n // width)))
+    # Rayleigh–Ritz on the whole Krylov space, whose blocks are all computed already.
+    basis = torch.linalg.qr(torch.cat(space, dim=1)).Q
+    left = orthonormal(matrix.times(basis), matrix.rows)
+    right, values, mix = torch.linalg.svd(matrix.adjoint(left), full_matrices=False)
+    return (left @ mix.mT).mT[:count], values[:count], right.mT[:count]

@@ -1,0 +1,348 @@
+r"""Matrices with missing entries: the loss on the observed entries, its dual point, and alternating ridge regressions.
+
+At balance :math:`\sum_i\|U_i\|\|V_i\| = \tfrac12(\|U\|_F^2 + \|V\|_F^2)`, and with V fixed each row of U is a ridge
+regression on the columns that were observed in that row,
+
+.. math:: u_j = (V_{\Omega_j}^\top V_{\Omega_j} + \lambda I)^{-1} V_{\Omega_j}^\top y_j ,
+
+at a cost linear in the number of observed entries. Rows with similar numbers of entries are solved together. No dense
+matrix of the data's size is formed.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..functions import NonNegative
+from ..operators import Dense
+from ..operators.gram import gram
+from ..solvers import FISTA, Problem, solve
+from ..solvers.iterate import iterate
+from ..solvers.linear import ridge_factor
+from .descent import Components, LocalDescent
+from .losses import DualValue, Loss, best_multiple
+from .matrices import DualMatrix, DualMoments, RowSharding, dual_moments, row_blocks
+from .regularizers import L2
+
+__all__ = ["Observed", "ObservedDescent", "RowGroups", "SparseDual", "rotated"]
+
+# Entries of a batch of ridge regressions.
+BATCH = 2_000_000
+# Entries that a block of a sparse matrix may have, however small the result is.
+SMALL_BLOCK = 2**18
+NEGLIGIBLE = 1e-6
+
+
+class SparseDual(DualMatrix):
+    """A matrix that is zero outside the observed entries.
+
+    ``values`` belong to the coordinates ``index`` = (row, column), sorted by row. If ``compact`` is False, a bound may
+    form the dense matrix.
+    """
+
+    def __init__(
+        self,
+        values: Tensor,
+        index: tuple[Tensor, Tensor],
+        shape: tuple[int, int],
+        rows: RowSharding,
+        *,
+        compact: bool = True,
+    ) -> None:
+        self.compact = compact
+        self.values, self.index, self.shape, self.rows = values.to(torch.float64), index, shape, rows
+        self._forward = _csr(index[0], index[1], self.values, shape)
+        order = torch.argsort(index[1], stable=True)
+        self._backward = _csr(index[1][order], index[0][order], self.values[order], (shape[1], shape[0]))
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the entries."""
+        return self.values.device
+
+    def times(self, x: Tensor) -> Tensor:
+        """Z x for columns x."""
+        return self._forward @ x
+
+    def adjoint(self, y: Tensor) -> Tensor:
+        """Zᵀ y, summed over the processes."""
+        return self.rows.sum(self._backward @ y)
+
+    def gram(self, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """ZᵀZ; with ``part`` that of ``part(Z)``."""
+        return self.rows.sum(_gram_of_entries(*self.index, self.values, self.shape, part))
+
+    def outer(self, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """ZZᵀ over the rows of all processes; with ``part`` that of ``part(Z)``."""
+        if self.rows.ranks > 1:
+            whole = self.dense()
+            return gram(whole if part is None else part(whole))
+        order = torch.argsort(self.index[1], stable=True)
+        row, column = (place[order] for place in self.index)
+        return _gram_of_entries(column, row, self.values[order], (self.shape[1], self.shape[0]), part)
+
+    def dense(self) -> Tensor:
+        """All entries, of all processes."""
+        here = self.values.new_zeros(self.shape)
+        here[self.index] = self.values
+        return self.rows.gather(here)
+
+    def moments(self, data: Tensor) -> DualMoments:
+        """⟨Y, Z⟩ and ‖Z‖² over all processes."""
+        data = data.to(torch.float64)
+        totals = [(data * self.values).sum(), self.values.square().sum(), data.square().sum()]
+        return dual_moments(self.rows.sum(torch.stack(totals)), len(data))
+
+
+def _gram_of_entries(
+    row: Tensor, column: Tensor, values: Tensor, shape: tuple[int, int], part: Callable[[Tensor], Tensor] | None
+) -> Tensor:
+    """ZᵀZ of a matrix with these entries, sorted by row; only a few rows at a time are formed densely."""
+    total = values.new_zeros(shape[1], shape[1])
+    # A block has a quarter of the result's size, or a few megabytes if that is more.
+    most = max(shape[1] // 4, SMALL_BLOCK // max(shape[1], 1), 1)
+    for start in range(0, shape[0], most):
+        size = min(most, shape[0] - start)
+        begin, end = torch.searchsorted(row, row.new_tensor([start, start + size])).tolist()
+        block = values.new_zeros(size, shape[1])
+        block[row[begin:end] - start, column[begin:end]] = values[begin:end]
+        total += gram((block if part is None else part(block)).mT)
+    return total
+
+
+def _csr(row: Tensor, column: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
+    """A compressed sparse matrix from coordinates that are sorted by row."""
+    starts = torch.zeros(shape[0] + 1, dtype=torch.int64, device=row.device)
+    starts[1:] = torch.bincount(row, minlength=shape[0]).cumsum(0)
+    with warnings.catch_warnings():
+        # On first use torch warns that compressed matrices are in beta.
+        warnings.filterwarnings("ignore", message=".*[Ss]parse", category=UserWarning)
+        return torch.sparse_csr_tensor(starts, column, values, shape)
+
+
+@dataclass(frozen=True)
+class Observed(Loss):
+    r""":math:`\tfrac12\sum_{(i,j)\in\Omega}(Y_{ij} - (UV^\top)_{ij})^2`; the dual point is zero outside :math:`\Omega`.
+
+    ``index`` holds the rows and columns of ``values``, sorted by row. With ``compact`` no dense matrix of the data's
+    size is formed, not even to bound its norm.
+    """
+
+    values: Tensor
+    index: tuple[Tensor, Tensor]
+    shape: tuple[int, int]
+    rows: RowSharding = RowSharding()  # noqa: RUF009 -- frozen
+    compact: bool = True
+    curvature = 1.0
+
+    def residual(self, U: Tensor, V: Tensor) -> Tensor:
+        """Y − UVᵀ on the observed entries, in the factors' precision."""
+        return self.values.to(U.dtype) - _products(U, V, self.index)
+
+    def value(self, U: Tensor, V: Tensor) -> float:
+        """Half the squared residual of the observed entries."""
+        residual = self.residual(U.to(torch.float64), V.to(torch.float64))
+        return 0.5 * float(self.rows.sum(residual.square().sum()))
+
+    def dual(self, U: Tensor, V: Tensor) -> SparseDual:
+        """The residual on the observed entries."""
+        return self._sparse(self.residual(U.to(torch.float64), V.to(torch.float64)))
+
+    def lower(self, matrix: DualMatrix, largest: float) -> DualValue:
+        """c⟨Y,R⟩ − ½c²‖R‖²."""
+        assert isinstance(matrix, SparseDual)
+        return best_multiple(matrix.moments(self.values), 1.0, largest)
+
+    def zero(self) -> SparseDual:
+        """The data."""
+        return self._sparse(self.values)
+
+    def _sparse(self, values: Tensor) -> SparseDual:
+        return SparseDual(values, self.index, self.shape, self.rows, compact=self.compact)
+
+    def size(self) -> float:
+        """‖P_Ω(Y)‖."""
+        return float(self.rows.sum(self.values.to(torch.float64).square().sum())) ** 0.5
+
+    def entries(self) -> int:
+        """The number of observed entries."""
+        return self.rows.count(len(self.values))
+
+
+def _products(U: Tensor, V: Tensor, index: tuple[Tensor, Tensor]) -> Tensor:
+    """(UVᵀ)ᵢⱼ at the entries of ``index``, in blocks that fit into memory."""
+    row, column = index
+    out = torch.empty(len(row), dtype=U.dtype, device=U.device)
+    for part in row_blocks(len(row), max(U.shape[1], 1)):
+        out[part] = (U[row[part]] * V[column[part]]).sum(-1)
+    return out
+
+
+@dataclass(frozen=True)
+class RowGroups:
+    """The observed entries row by row, in batches of rows with similar numbers of entries, padded to the longest.
+
+    Each batch holds the rows' indices, the columns of their entries (one past the last column: padding), and the
+    entries' positions in the list of values.
+    """
+
+    batches: tuple[tuple[Tensor, Tensor, Tensor], ...]
+    rows: int
+
+    @classmethod
+    def of(cls, row: Tensor, column: Tensor, shape: tuple[int, int], rank: int = 32) -> "RowGroups":
+        """Batches for the entries at (row, column) of a matrix, in any order."""
+        rows, columns = shape
+        order = torch.argsort(row, stable=True)
+        counts = torch.bincount(row, minlength=rows)
+        starts = counts.cumsum(0) - counts
+        by_length = torch.argsort(counts, stable=True)
+        batches: list[tuple[Tensor, Tensor, Tensor]] = []
+
+        def next_batch(done: int, k: int) -> int:
+            some = by_length[done:]
+            lengths = counts[some]
+            # The rows that fit if all are as long as the longest of them, and are not much longer than the first.
+            fits = lengths * torch.arange(1, len(some) + 1, device=row.device) * rank <= BATCH
+            fits &= lengths <= 1.25 * lengths[0] + 8
+            take = max(1, int(fits.int().cumprod(0).sum()))
+            some, lengths = some[:take], lengths[:take]
+            offsets = torch.arange(int(lengths[-1]), device=row.device)
+            seen = offsets < lengths.unsqueeze(1)
+            places = order[(starts[some].unsqueeze(1) + offsets).clamp_max(len(row) - 1)]
+            batches.append((some, torch.where(seen, column[places], columns), places))
+            return done + take
+
+        empty = int((counts == 0).sum())  # the regression of a row without entries is zero
+        iterate(next_batch, empty, rows - empty, until=lambda done, k: done >= rows)
+        return cls(tuple(batches), rows)
+
+    def ridge(self, values: Tensor, other: Tensor, lam: float) -> tuple[Tensor, Tensor]:
+        """The ridge solutions of all rows and the right-hand sides of their systems: rows × r."""
+        out, sides = other.new_zeros(2, self.rows, other.shape[1])
+        for rows, design, target in self._systems(values, other):
+            out[rows] = ridge_factor(design.mT, lam).solve(target).squeeze(1)
+            sides[rows] = target.squeeze(1)
+        return out, sides
+
+    def normal(self, values: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        """The Gram matrices and right-hand sides of all rows, to be summed over processes."""
+        grams = other.new_zeros(self.rows, other.shape[1], other.shape[1])
+        sides = other.new_zeros(self.rows, other.shape[1])
+        for rows, design, target in self._systems(values, other):
+            grams[rows] = design.mT @ design
+            sides[rows] = target.squeeze(1)
+        return grams, sides
+
+    def _systems(self, values: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Rows, their designs (rows × entries × r) and their right-hand sides (rows × 1 × r)."""
+        padded = torch.cat([other, other.new_zeros(1, other.shape[1])])
+        for rows, columns, places in self.batches:
+            design = padded.index_select(0, columns.flatten()).unflatten(0, columns.shape)
+            yield rows, design, values[places].to(other.dtype).unsqueeze(1) @ design
+
+
+@dataclass(frozen=True)
+class ObservedDescent(LocalDescent):
+    """Ridge regressions for U and V in turn; vectors are rows, as in every descent."""
+
+    loss: Observed
+    by_row: RowGroups
+    by_column: RowGroups
+    lam: float
+    rows: RowSharding
+    square: float  # half the squared norm of the data
+    tol: float = 1e-6
+    theta: L2 = L2()  # noqa: RUF009 -- frozen
+
+    @classmethod
+    def of(cls, loss: Observed, lam: float) -> "ObservedDescent":
+        """The descent for a loss."""
+        row, column = loss.index
+        n, m = loss.shape
+        groups = RowGroups.of(row, column, (n, m)), RowGroups.of(column, row, (m, n))
+        return cls(loss, *groups, lam, loss.rows, 0.5 * loss.size() ** 2)
+
+    def left(self, pairs: Components) -> Tensor:
+        """The ridge regression of each row."""
+        return self.by_row.ridge(self.loss.values, pairs.V.mT.contiguous(), self.lam)[0].mT
+
+    def right(self, pairs: Components) -> tuple[Tensor, float]:
+        """The ridge regression of each column, and the objective with ½(‖U‖² + ‖V‖²) for the penalty."""
+        U = pairs.U.mT.contiguous()
+        if self.rows.group is None:
+            V, sides = self.by_column.ridge(self.loss.values, U, self.lam)
+        else:
+            grams, sides = (self.rows.sum(x) for x in self.by_column.normal(self.loss.values, U))
+            identity = torch.eye(U.shape[1], dtype=U.dtype, device=U.device)
+            V = torch.linalg.solve(grams + self.lam * identity, sides)
+        # At the solution of a ridge regression ‖y − Dv‖² + λ‖v‖² = ‖y‖² − ⟨v, Dᵀy⟩, so no residual is needed.
+        penalty = 0.5 * self.lam * float(self.rows.sum(U.to(torch.float64).square().sum()))
+        explained = 0.5 * float((V.to(torch.float64) * sides.to(torch.float64)).sum())
+        return V.mT, self.square - explained + penalty
+
+    def normalized(self, pairs: Components) -> Components:
+        """The pairs rotated to the singular vectors of their product, at their best sizes, without negligible ones."""
+        pairs, values = self._sized(*rotated(pairs, self.rows))
+        size = max(float(values.max()), (2 * self.square) ** 0.5) if pairs.rank else 0.0
+        return pairs.take(torch.nonzero(values > NEGLIGIBLE * size).squeeze(1))
+
+    def _sized(self, pairs: Components, values: Tensor) -> tuple[Components, Tensor]:
+        r"""Singular vectors with the sizes s that are jointly optimal,
+
+        .. math:: \min_{s \ge 0} \tfrac12\|P_\Omega(Y - P\operatorname{diag}(s)Q^\top)\|^2 + \lambda\sum_i s_i .
+
+        In ridge regressions a size near zero changes by a factor near one per sweep; here it takes one step.
+        """
+        keep = values > torch.finfo(values.dtype).eps * values.max() if pairs.rank else values > 0
+        pairs, values = pairs.take(torch.nonzero(keep).squeeze(1)), values[keep]
+        if pairs.rank == 0:
+            return pairs, values
+        root = values.sqrt().unsqueeze(1)
+        left, right = (x.div(root).mT.to(torch.float64) for x in pairs)
+        row, column = self.loss.index
+        product = left.new_zeros(pairs.rank, pairs.rank)
+        linear = left.new_zeros(1, pairs.rank)
+        for part in row_blocks(len(row), pairs.rank):
+            atoms = left[row[part]] * right[column[part]]
+            product += atoms.mT @ atoms
+            linear += self.loss.values[part].to(torch.float64) @ atoms
+        product, linear = self.rows.sum(product), self.rows.sum(linear)
+        squares, vectors = torch.linalg.eigh(product)
+        operator = Dense(vectors * squares.clamp_min(0).sqrt())
+        problem = Problem(operator, NonNegative(), torch.zeros_like(linear), bias=linear - self.lam)
+        start = values.to(torch.float64).unsqueeze(0)
+        sizes = solve(problem, FISTA(iters=1000), x0=start, tol=1e-10 * float(linear.abs().max()) + 1e-300).x[0]
+        if float(problem.objective(sizes.unsqueeze(0))) > float(problem.objective(start)):
+            return pairs, values
+        scale = (sizes.to(values.dtype) / values).sqrt().unsqueeze(1)
+        return Components(pairs.U * scale, pairs.V * scale), sizes.to(values.dtype)
+
+    def with_tol(self, tol: float) -> "ObservedDescent":
+        """The same descent with another tolerance."""
+        return replace(self, tol=tol)
+
+
+def rotated(pairs: Components, rows: RowSharding) -> tuple[Components, Tensor]:
+    r"""The factors :math:`P\Sigma^{1/2}, Q\Sigma^{1/2}` of the same product, and :math:`\Sigma`. Their penalty is the
+    nuclear norm of the product.
+
+    >>> pairs, values = rotated(Components(torch.eye(2), torch.eye(2) * 3), RowSharding())
+    >>> values
+    tensor([3., 3.])
+    """
+    if pairs.rank == 0:
+        return pairs, pairs.U.new_zeros(0)
+    wide = torch.float64
+    basis, triangle = torch.linalg.qr(pairs.V.mT.to(wide))
+    image = pairs.U.mT.to(wide) @ triangle.mT
+    squares, mix = torch.linalg.eigh(rows.sum(image.mT @ image))
+    order = torch.argsort(squares, descending=True)
+    values, mix = squares[order].clamp_min(0).sqrt(), mix[:, order]
+    root = values.sqrt().clamp_min(torch.finfo(wide).tiny ** 0.25)
+    U, V = (image @ mix / root).mT, ((basis @ mix) * values.sqrt()).mT
+    like = pairs.U.dtype
+    return Components(U.to(like).contiguous(), V.to(like).contiguous()), values.to(like)
