@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from benchmarks import Ratio, Row, at_most, peer, ratios, reported, skipped
 from minimand.adjoints import Checkpoint, Implicit
+from minimand.linalg import gram
 from minimand.nn import SolverConv2d, SolverLayer, SolverLinear
 from minimand.nn.explain import held_bytes
-from minimand.operators.gram import gram
 from minimand.solvers import FISTA, Problem, ProxGD, ProxSG, trace
 
 __all__ = ["Equilibrium", "Naive", "block", "forward_and_backward", "run"]

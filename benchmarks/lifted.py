@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks import Ratio, Row, at_most, ratios, reported, training_step
 from minimand.train.lifted import LPOM, Recipe
-from minimand.train.lifted.base import _Fast
+from minimand.train.lifted.base import _MiniBatchRun
 
 __all__ = ["run"]
 
@@ -26,7 +26,7 @@ def _net() -> nn.Sequential:
 def _ratio(data: list[tuple[Tensor, Tensor]], loss: str) -> Ratio:
     net = _net()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
-    fast = _Fast(LPOM(_net(), loss=loss))
+    fast = _MiniBatchRun(LPOM(_net(), loss=loss))
 
     def sgd() -> None:
         for x, y in data:
@@ -68,7 +68,7 @@ def _trainer(kind: Callable[..., Any], net: nn.Module, **options: float) -> Call
 
 
 def _lifted(rate: float, net: nn.Module) -> Callable[[Tensor, Tensor], None]:
-    fast = _Fast(LPOM(net, loss="cross_entropy", recipe=Recipe(rate=rate)))
+    fast = _MiniBatchRun(LPOM(net, loss="cross_entropy", recipe=Recipe(rate=rate)))
     # A share of nothing: the rate stays what it is at first, as the others' do.
     return lambda x, y: fast.batch(x, y, 0.0)
 
@@ -105,8 +105,8 @@ def _memory(x: Tensor, y: Tensor) -> float:
     gram = x.shape[0] ** 2 * x.element_size()
     lpom = LPOM(net)
     with torch.no_grad():
-        v = lpom._fresh(x, y)
-        lpom.dual.run(v, lpom._mini_mu(), "gauss_seidel", None)
+        v = lpom._forward_variables(x, y)
+        lpom.dual.run(v, lpom._minibatch_mu(), "gauss_seidel", None)
     inverses = [kept.inverse for kept in lpom.dual._inverse.values()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*v.xs, *v.zs, *inverses)}
     # SGD keeps no z for ReLU; LPOM does, to start every sweep from it, and the inverses of its preconditioners.

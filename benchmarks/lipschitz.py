@@ -16,7 +16,8 @@ from benchmarks import Ratio, Row, at_least, at_most, peer, ratios, reported, sk
 from benchmarks.layers import Naive
 from minimand.functions import NonNegative
 from minimand.nn import SolverConv2d, SolverLinear
-from minimand.operators import Conv2d, Dense, LipschitzTracker, lanczos, lipschitz
+from minimand.norms import LipschitzTracker, lanczos, lipschitz
+from minimand.operators import Conv2d, Dense
 from minimand.solvers import Problem
 
 LAYERS = [(64, 64, 32, 5.0), (128, 256, 16, 2.5), (256, 256, 16, 2.5), (512, 512, 32, 10.0)]

@@ -93,7 +93,7 @@ def _held(name: str, model: nn.Module, x: Tensor, options: dict[str, Any]) -> Ro
     prox = ProxProp(model, **options).attach(torch.optim.SGD(model.parameters(), lr=0.0))
     F.cross_entropy(model(x), torch.randint(10, (len(x),))).backward()
     parts: dict[int, int] = {}
-    for record in (tap.record for tap in prox._taps.values()):
+    for record in (layer.accumulator for layer in prox._hooked.values()):
         rows = () if record.rows is None else (record.rows.a, record.rows.delta)
         for tensor in (t for t in (*rows, record.gram, record.plain) if t is not None):
             parts[tensor.data_ptr()] = tensor.numel() * tensor.element_size()

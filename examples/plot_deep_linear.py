@@ -3,8 +3,8 @@ Deep linear networks have no spurious minima
 ============================================
 
 Baldi and Hornik (1989): for the squared loss, every local minimum of a linear network is global. The other critical
-points are saddles, where the network has found some of the singular directions and not the others. Descent passes by
-them, and leaves.
+points are saddles, at which the network has found some of the singular directions but not all. Gradient descent slows
+down near saddles and then escapes.
 """
 
 import matplotlib.pyplot as plt
@@ -22,7 +22,8 @@ best = float(values[hidden:].square().sum())
 # %%
 # Ten starts, one value
 # ---------------------
-# A network 5 → 3 → 3 → 5 learns a matrix of rank 5; the best it can do is the truncated singular value decomposition.
+# A network 5 → 3 → 3 → 5 learns a matrix of rank 5. Its best approximation is the truncated singular value
+# decomposition.
 
 curves, ends = [], []
 for seed in range(10):

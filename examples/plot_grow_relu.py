@@ -2,8 +2,9 @@
 Growing a hidden layer to the global minimum
 ============================================
 
-``ParallelReLU`` starts without neurons and adds those that the polar finds, until a duality gap proves that no
-network of any width does better. A fixed width from random starts has no such proof, and may be stuck.
+``ParallelReLU`` starts without neurons and adds the neurons that the polar finds, until a duality gap proves that no
+network of any width is better. Training at a fixed width from random starts has no such proof and may end in a poor
+local minimum.
 """
 
 import matplotlib.pyplot as plt
@@ -49,7 +50,7 @@ first.plot(grid, model.predict(grid[:, None]), color="#0072B2", linewidth=2)
 first.set(xlabel="x", ylabel="y", title=f"{model.n_neurons_} neurons, {model.certificate_.status}")
 rounds = np.arange(len(model.history_))
 second.semilogy(rounds, model.gap_history_, "o-", color="#D55E00", label="relative gap")
-second.set(xlabel="round", ylabel="relative gap", title="What is proved")
+second.set(xlabel="round", ylabel="relative gap", title="Proved gap")
 for place, count in zip(rounds, model.width_history_, strict=True):
     second.annotate(
         str(count), (place, model.gap_history_[place]), textcoords="offset points", xytext=(5, 5), fontsize=8
@@ -64,4 +65,4 @@ for axes in (first, second, third):
 plt.show()
 
 # %%
-# The numbers at the dots are widths: neurons that become redundant are merged or dropped on the way.
+# The numbers at the dots are widths. Redundant neurons are merged or removed during growth.

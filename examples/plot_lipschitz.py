@@ -16,8 +16,8 @@ import matplotlib.pyplot as plt
 import torch
 from torch import nn
 
+from minimand.norms.symbol import Symbol
 from minimand.operators import Conv2d, lipschitz
-from minimand.operators.symbol import Symbol
 
 torch.manual_seed(0)
 layer = nn.Conv2d(16, 16, 3, padding=1, bias=False).double()

@@ -1,19 +1,18 @@
 r"""
-Implicit steps are stable at any length
-=======================================
+Implicit steps are stable at any step size
+==========================================
 
-Backpropagation takes explicit steps on quadratic functions whose curvature is the Gram matrix of a layer's inputs, so
-it diverges where the step exceeds what the largest eigenvalue allows. Proximal backpropagation (Frerix et al. 2018)
-takes implicit steps, which lower those functions at any length :math:`\tau_\theta`. Here both train a network on the
-1,797 digits that come with scikit-learn, with their pixels as they are, from 0 to 16, over eight orders of magnitude of
-the step.
+Backpropagation takes explicit steps on quadratic functions whose curvature is the Gram matrix of a layer's inputs. It
+diverges if the step is too large for the largest eigenvalue. Proximal backpropagation (Frerix et al. 2018) takes
+implicit steps, which lower those functions at any step size :math:`\tau_\theta`. Here both train a network on the 1,797
+digits of scikit-learn, with pixels from 0 to 16 that are not normalised, over eight orders of magnitude of the step.
 """
 
 # %%
 # The curvature
 # -------------
-# The eigenvalues of the first layer's Gram matrix, for one batch. The largest, which belongs to the mean digit, is the
-# reason why plain steps have to be short; the others are why short steps learn slowly.
+# The eigenvalues of the first layer's Gram matrix, for one batch. The largest, which belongs to the mean digit, forces
+# plain steps to be short. Because of the others, short steps learn slowly.
 
 import math
 import warnings
@@ -34,9 +33,9 @@ print(f"largest {eigenvalues[-1]:.0f}, second {eigenvalues[-2]:.0f}, median {eig
 # %%
 # One run
 # -------
-# The direction :math:`G(A^\top A + I/\tau_\theta)^{-1}` is close to :math:`\tau_\theta G` while :math:`\tau_\theta` is
-# small. So a proximal run at learning rate 30 and :math:`\tau_\theta` starts out like a plain one at learning rate
-# :math:`30\,\tau_\theta`: these two share a place on the axis.
+# For small :math:`\tau_\theta` the direction :math:`G(A^\top A + I/\tau_\theta)^{-1}` is close to
+# :math:`\tau_\theta G`. So a proximal run with learning rate 30 and step :math:`\tau_\theta` is compared with a plain
+# run with learning rate :math:`30\,\tau_\theta`.
 
 rate = 30.0
 
@@ -62,7 +61,7 @@ def final_loss(tau_theta: float, implicit: bool, epochs: int = 5) -> float:
 
 lengths = [10.0**k for k in range(-5, 4)]
 with warnings.catch_warnings():
-    # A diverging run is stopped; until then ProxProp would warn that it skips steps.
+    # Before a diverging run is stopped, ProxProp warns that it skips steps.
     warnings.simplefilter("ignore", RuntimeWarning)
     losses = {
         "explicit (BackProp)": [final_loss(length, implicit=False) for length in lengths],
@@ -72,18 +71,18 @@ with warnings.catch_warnings():
 # %%
 # The ranges
 # ----------
-# Crosses at the upper edge are runs that diverged. Where steps are short the two agree, and both learn slowly. Explicit
-# steps have a window of about one order of magnitude before they diverge; implicit ones only learn faster, until
-# :math:`A^\top A` alone decides the direction. What remains to be chosen is the learning rate, which can be too long:
-# the loss in front of the layers is no quadratic.
+# Crosses at the upper edge are runs that diverged. With short steps the two agree, and both learn slowly. Explicit
+# steps train well over about one order of magnitude and then diverge. Implicit steps learn faster and faster, until
+# :math:`A^\top A` alone determines the direction. The learning rate remains to be chosen, and it can be too large,
+# because the loss as a function of a layer's output is not quadratic.
 
 figure, axes = plt.subplots(figsize=(6.5, 4), layout="constrained")
 ceiling = 10.0
-for (name, values), (colour, marker) in zip(losses.items(), (("#555555", "o"), ("#0072B2", "^")), strict=True):
+for (name, values), (color, marker) in zip(losses.items(), (("#555555", "o"), ("#0072B2", "^")), strict=True):
     shown = [min(value, ceiling) if math.isfinite(value) else math.nan for value in values]
-    axes.plot(lengths, shown, marker=marker, color=colour, label=name)
+    axes.plot(lengths, shown, marker=marker, color=color, label=name)
     lost = [length for length, value in zip(lengths, values, strict=True) if not math.isfinite(value)]
-    axes.plot(lost, [ceiling] * len(lost), "x", color=colour)
+    axes.plot(lost, [ceiling] * len(lost), "x", color=color)
 axes.axhline(math.log(10), color="grey", linewidth=0.8, linestyle=":")
 axes.annotate("chance", (lengths[-1], math.log(10)), textcoords="offset points", xytext=(-36, 4), color="grey")
 axes.set(

@@ -84,7 +84,7 @@ def test_apply_is_the_torch_layer_to_the_bit(case: OperatorCase, dtype: torch.dt
 def test_a_bias_may_depend_on_the_sample(case: OperatorCase | MeasurementCase) -> None:
     operator = case.operator()
     y, x = _pair(operator)
-    torch.testing.assert_close(operator.apply(y, x), operator.apply(y) + x)
+    torch.testing.assert_close(operator.affine(y, x), operator.apply(y) + x)
 
 
 @every_operator_or_measurement
@@ -109,7 +109,7 @@ def test_restriction_of_outputs_takes_rows(case: OperatorCase | MeasurementCase)
     part = operator.restrict_outputs(kept)
     torch.testing.assert_close(part.apply(y), operator.select(operator.apply(y), kept))
     bias = torch.randn(kept.numel(), dtype=y.dtype)
-    torch.testing.assert_close(part.apply(y, bias), part.apply(y) + operator.per_feature(bias))
+    torch.testing.assert_close(part.affine(y, bias), part.apply(y) + operator.per_feature(bias))
 
 
 @every_operator_or_measurement

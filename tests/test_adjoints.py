@@ -9,7 +9,8 @@ from minimand.adjoints import Checkpoint, Implicit, JacobianFree, Unroll
 from minimand.errors import CapabilityError
 from minimand.functions import L1, GroupL2, NonNegative, Simplex, SquaredHinge, from_activation
 from minimand.nn.explain import held_bytes
-from minimand.operators import Bounds, Conv2d, Dense
+from minimand.norms.kernel import Bounds
+from minimand.operators import Conv2d, Dense
 from minimand.solvers import FISTA, SVRG, Problem, ProxGD, ProxSG, solve
 
 from .cases import problems, solvers

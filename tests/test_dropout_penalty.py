@@ -1,4 +1,4 @@
-"""The penalty is the expectation: its value and its gradient are those of dropout, mask by mask."""
+"""The penalty is the expectation over dropout masks, in value and in gradient."""
 
 import itertools
 
@@ -42,7 +42,7 @@ NETWORKS = [_two_layer_relu, _deep_linear, _input_and_hidden, _relu_then_linear]
 
 
 class _Masks:
-    """Dropout modules whose masks are given instead of drawn."""
+    """Dropout modules with given instead of random masks."""
 
     def __init__(self, net: nn.Sequential) -> None:
         self.dropouts = [m for m in net.modules() if isinstance(m, nn.Dropout)]
@@ -57,7 +57,7 @@ class _Masks:
 
 
 def _expected(net: nn.Sequential, x: torch.Tensor, y: torch.Tensor, widths: list[int]) -> torch.Tensor:
-    """E‖y − f(x)‖² over all masks; one mask for the batch, whose expectation is that of one each."""
+    """E‖y − f(x)‖² over all masks, with one mask per batch; one mask per sample has the same expectation."""
     masks = _Masks(net)
     total = x.new_zeros(())
     for bits in itertools.product((0.0, 1.0), repeat=sum(widths)):
@@ -138,7 +138,7 @@ def test_whitened_is_the_mean_over_white_data(bias: bool) -> None:
 
 
 def test_training_on_the_penalty_reaches_the_closed_form() -> None:
-    """A linear autoencoder on white data: the optimum of dropout, without a single mask."""
+    """A linear autoencoder on white data reaches the optimum of dropout without sampling masks."""
     from minimand.factor import dropout_optimum
 
     torch.manual_seed(0)
@@ -209,7 +209,7 @@ def test_a_module_that_comes_twice_counts_twice() -> None:
 )
 @pytest.mark.parametrize("p", [None, 0.3])
 def test_noise_of_other_kinds_is_refused_by_name(layer: nn.Module, p: float | None) -> None:
-    """Its covariance is another one: by sampling, the penalty of nn.Dropout would be wrong."""
+    """Other dropouts have another covariance: sampling shows that the penalty of nn.Dropout is wrong for them."""
     first, second = _linear(3, 4, 2)
     name = type(layer).__name__
     with pytest.raises(CapabilityError, match=rf"1 \({name}\) "):

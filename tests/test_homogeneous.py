@@ -19,12 +19,12 @@ from minimand.homogeneous import (
     certify_relu,
 )
 from minimand.homogeneous.certificate import judge_relu
-from minimand.homogeneous.neurons import Neurons, merged
+from minimand.homogeneous.neurons import Neurons, merge_neurons
 from minimand.homogeneous.polar import ascend, exact_polar, slopes, upper_bound
 
 
 def _patterns(X: np.ndarray) -> list[np.ndarray]:
-    """The activation patterns of two columns, by their arcs' middles."""
+    """The activation patterns for two columns, evaluated at the middle of each arc."""
     angle = np.arctan2(X[:, 1], X[:, 0])
     starts = np.unique(np.concatenate([angle - np.pi / 2, angle + np.pi / 2]) % (2 * np.pi))
     middles = (starts + np.r_[starts[1:], starts[0] + 2 * np.pi]) / 2
@@ -33,7 +33,7 @@ def _patterns(X: np.ndarray) -> list[np.ndarray]:
 
 
 def _convex_optimum(x: np.ndarray, y: np.ndarray, lam: float) -> float:
-    """Pilanci and Ergen's program, all patterns enumerated."""
+    """The convex program of Pilanci and Ergen, with all patterns enumerated."""
     X = np.c_[x, np.ones(len(x))]
     output, penalty, constraints = 0, 0, []
     for pattern in _patterns(X):
@@ -151,7 +151,7 @@ def test_merging_changes_no_output_and_raises_no_norm(count: int, seed: int) -> 
     V = torch.randint(-1, 2, (count, 2), generator=generator).double()
     kept = (W.norm(dim=1) > 0) & (V.norm(dim=1) > 0)
     before = Neurons(W[kept], V[kept])
-    after = merged(X, before)
+    after = merge_neurons(X, before)
     assert torch.allclose(torch.relu(X @ before.W.mT) @ before.V, torch.relu(X @ after.W.mT) @ after.V, atol=1e-10)
     assert len(after.W) <= len(before.W)
 
@@ -183,7 +183,7 @@ def test_limits_and_refusals() -> None:
 
 
 def test_a_cell_whose_edges_are_all_inactive_is_found() -> None:
-    """At the pole only the first row is active; every edge of its cell belongs to a row that would harm."""
+    """At the pole only the first row is active, and crossing any edge of its cell lowers the value."""
     angle = torch.arange(3, dtype=torch.float64) * (2 * math.pi / 3)
     around = torch.stack([angle.cos(), angle.sin(), torch.full_like(angle, -0.1)], 1)
     X = torch.cat([torch.tensor([[0.0, 0.0, 1.0]], dtype=torch.float64), around])
@@ -192,7 +192,7 @@ def test_a_cell_whose_edges_are_all_inactive_is_found() -> None:
 
 
 def test_the_gap_rests_on_the_upper_bound_alone() -> None:
-    """An ascent that found little must not make the gap smaller."""
+    """A poor ascent must not make the gap smaller."""
     x, y = (torch.tensor(v)[:, None] for v in _wave(14, 0))
     X = torch.cat([x, torch.ones_like(x)], 1)
     W, V = torch.ones(1, 2, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)

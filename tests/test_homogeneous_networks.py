@@ -1,4 +1,4 @@
-"""Subnetworks in parallel: degrees that match, regularisers that rescale, growth that descends."""
+"""Parallel subnetworks: degrees of homogeneity, regularisers under rescaling, monotone growth."""
 
 import itertools
 
@@ -45,7 +45,7 @@ def test_what_is_not_homogeneous_is_refused_with_the_reason(layer: nn.Module, re
 
 
 def test_late_biases_and_wrong_degrees_are_refused() -> None:
-    with pytest.raises(CapabilityError, match="bias behind the first layer"):
+    with pytest.raises(CapabilityError, match="bias after the first layer"):
         ParallelNetwork(lambda: nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), 0.1)
 
     class Square(nn.Module):
@@ -58,8 +58,8 @@ def test_late_biases_and_wrong_degrees_are_refused() -> None:
 
     with pytest.raises(CapabilityError, match="degree 2 in 1 layers"):
         ParallelNetwork(Square, 0.1)
-    with pytest.raises(OptionError, match="regulariser"):
-        ParallelNetwork(lambda: _chain(2, 1), 0.1, regulariser="l1")
+    with pytest.raises(OptionError, match="regularizer"):
+        ParallelNetwork(lambda: _chain(2, 1), 0.1, regularizer="l1")
     with pytest.raises(ShapeError, match="outputs of shape"):
         ParallelNetwork(lambda: _chain(2, 3, 1), 0.1).fit(torch.ones(4, 2).double(), torch.ones(4).double())
 
@@ -70,7 +70,7 @@ def test_pooling_and_leaky_relu_are_homogeneous() -> None:
 
 
 @pytest.mark.parametrize("depth", [2, 3, 4])
-def test_the_regularisers_degrees_and_their_order(depth: int) -> None:
+def test_the_regularizers_degrees_and_their_order(depth: int) -> None:
     net = _chain(*[3] * depth, 1)
     product, surrogate, decay = (f(net).item() for f in (product_of_norms, smooth_surrogate, weight_decay))
     assert surrogate >= product
@@ -115,7 +115,7 @@ def test_linear_subnetworks_are_certified_by_the_spectral_norm() -> None:
     """Deep linear networks in parallel are the nuclear norm: the optimum is singular value thresholding."""
     torch.manual_seed(0)
     Y = torch.randn(6, 4, dtype=torch.float64)
-    net = ParallelNetwork(lambda: _chain(6, 1, 4, act=None), 0.8, regulariser="surrogate", tol=1e-4)
+    net = ParallelNetwork(lambda: _chain(6, 1, 4, act=None), 0.8, regularizer="surrogate", tol=1e-4)
     net.fit(torch.eye(6, dtype=torch.float64), Y)
     values = torch.linalg.svdvals(Y)
     shrunk = (values - 0.8).clamp_min(0)
@@ -132,9 +132,9 @@ def test_weight_decay_is_trapped_at_zero_where_degrees_differ() -> None:
     x = torch.randn(20, 3, dtype=torch.float64)
     y = x[:, :1]
     ends = {}
-    for regulariser in ("weight_decay", "surrogate"):
+    for regularizer in ("weight_decay", "surrogate"):
         torch.manual_seed(1)
-        net = ParallelNetwork(lambda: _chain(3, 2, 2, 1, act=None), 1.0, regulariser=regulariser)
+        net = ParallelNetwork(lambda: _chain(3, 2, 2, 1, act=None), 1.0, regularizer=regularizer)
         net.subnetworks.append(net.make_subnetwork())
         with torch.no_grad():
             for p in net.parameters():
@@ -144,7 +144,7 @@ def test_weight_decay_is_trapped_at_zero_where_degrees_differ() -> None:
             optimizer.zero_grad()
             net.objective(x, y).backward()
             optimizer.step()
-        ends[regulariser] = float(net.predict(x).norm())
+        ends[regularizer] = float(net.predict(x).norm())
     assert ends["weight_decay"] < 1e-6
     assert ends["surrogate"] > 0.5 * float(y.norm())
 
@@ -152,7 +152,7 @@ def test_weight_decay_is_trapped_at_zero_where_degrees_differ() -> None:
 def test_weight_decay_of_three_layers_certifies_nothing() -> None:
     torch.manual_seed(0)
     x = torch.randn(10, 3, dtype=torch.float64)
-    net = ParallelNetwork(lambda: _chain(3, 2, 2, 1, act=None), 1.0, regulariser="weight_decay", initial=1)
+    net = ParallelNetwork(lambda: _chain(3, 2, 2, 1, act=None), 1.0, regularizer="weight_decay", initial=1)
     net.fit(x, x[:, :1])
     assert net.certificate_.status is not Status.CERTIFIED
     assert net.certificate_.polar_upper == float("inf")

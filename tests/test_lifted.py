@@ -69,7 +69,7 @@ def test_energy_at_a_forward_pass_is_the_loss(name, loss):
 
 
 def test_energy_of_lifted_relu_exceeds_the_loss():
-    """002: a forward pass does not satisfy its optimality conditions."""
+    """[Lin2019]: a forward pass does not satisfy its optimality conditions."""
     net = _net(nn.ReLU)
     x, y = _batch()
     assert LiftedReLU(net).energy(x, y) > _loss(net, x, y, "squared") + 0.1
@@ -91,7 +91,7 @@ def test_energy_never_rises(name, sweep):
 
 @pytest.mark.parametrize("name", list(STEEP))
 def test_energy_never_rises_for_steep_activations(name):
-    """SELU and ELU(α > 1) are no prox, but the majorised step needs monotonicity only."""
+    """SELU and ELU(α > 1) are not proxes, but the majorised step needs monotonicity only."""
     lpom = LPOM(_net(STEEP[name]), mu=[0.5, 1.0, 2.0])
     x, y = _batch()
     energies = [lpom.energy(x, y), *(lpom.step(x, y) for _ in range(30))]
@@ -100,7 +100,7 @@ def test_energy_never_rises_for_steep_activations(name):
 
 @pytest.mark.parametrize("name", [*ACTIVATIONS, *STEEP, "hardsigmoid"])
 def test_slopes_bound_the_activation_and_are_attained(name):
-    """A bound that is too large shortens every step: the sigmoid's is ¼."""
+    """A slope bound that is too large shortens every step; the sigmoid's slope is at most ¼."""
     module = (ACTIVATIONS | STEEP | {"hardsigmoid": nn.Hardsigmoid})[name]()
     unit, z = unit_of("net.1", module), torch.linspace(-8, 8, 4001, dtype=torch.float64)
     rises = module(z).diff() / z.diff()
@@ -119,7 +119,7 @@ def test_objectives_of_the_relatives_never_rise(name):
 
 
 def test_the_plain_fixed_point_diverges_where_the_majorised_step_descends():
-    """Erratum: 002's X ← φ(z − r Wᵀ(φ(WX) − X⁺)) is a contraction only for r‖W‖² < 1."""
+    """Erratum: X ← φ(z − r Wᵀ(φ(WX) − X⁺)) of [Lin2019] is a contraction only for r‖W‖² < 1."""
     net = _net(nn.LeakyReLU, seed=3)
     with torch.no_grad():
         net[2].weight.mul_(8)
@@ -138,12 +138,12 @@ def test_the_plain_fixed_point_diverges_where_the_majorised_step_descends():
 
 @given(st.sampled_from([*ACTIVATIONS, *STEEP]), st.integers(0, 2**16), st.floats(0.05, 0.95))
 def test_theorem_4_block_multiconvexity(name, seed, t):
-    """F is convex in each activation and in each weight, the others fixed."""
+    """F is convex in each activation and in each weight with the others fixed."""
     net = _net((ACTIVATIONS | STEEP)[name], seed=1)
     lpom = LPOM(net, loss="cross_entropy")
     x, y = _batch(samples=4)
     with torch.no_grad():
-        v = lpom._fresh(x, y)
+        v = lpom._forward_variables(x, y)
         g = torch.Generator().manual_seed(seed)
 
         def noise(like, scale=2.0):
@@ -184,7 +184,7 @@ def test_theorem_4_block_multiconvexity(name, seed, t):
 
 
 def test_the_penalty_of_mac_is_not_convex_in_an_activation():
-    """What Theorem 4 buys: ½(x⁺ − φ(wx))² is not convex for a saturating φ."""
+    """The quadratic penalty lacks the convexity of Theorem 4: ½(x⁺ − φ(wx))² is not convex for a saturating φ."""
     grid = torch.linspace(-6, 6, 241, dtype=torch.float64)
     values = 0.5 * (1.0 - torch.tanh(grid)) ** 2
     assert float(torch.diff(values, n=2).min()) < -1e-4
@@ -253,7 +253,7 @@ def test_weight_step_of_the_last_layer_is_the_ridge_regression():
     lpom = LPOM(net)
     hidden = torch.relu(x @ net[0].weight.mT + net[0].bias).detach()
     with torch.no_grad():
-        v = lpom._fresh(x, y)
+        v = lpom._forward_variables(x, y)
         v.xs[-1] = F.one_hot(y, 3).double()
         lpom._move_weights(v)
     wide = torch.cat([hidden, torch.ones(40, 1, dtype=torch.float64)], 1)
@@ -264,26 +264,26 @@ def test_weight_step_of_the_last_layer_is_the_ridge_regression():
 
 @pytest.mark.parametrize("weight", [0.5, 1.0, 4.0])
 def test_quick_steps_are_proximal_gradient_steps(weight):
-    """On the loss plus (w/2)‖· − x‖², the loss linearised with its Lipschitz constant ½: three, from x."""
+    """Three majorised steps from x on the loss plus (w/2)‖· − x‖², with the Lipschitz constant ½."""
     g = torch.Generator().manual_seed(0)
     x = 3 * torch.randn(7, 4, generator=g, dtype=torch.float64)
     loss = CrossEntropy(torch.rand(7, 4, generator=g, dtype=torch.float64))
     point = x
     for _ in range(3):
         point = (weight * x + 0.5 * point - loss.gradient(point)) / (weight + 0.5)
-    torch.testing.assert_close(loss.quick(x, 1 / weight), point)
+    torch.testing.assert_close(loss.approximate_prox(x, 1 / weight), point)
     squared = SquaredError(loss.target)
-    torch.testing.assert_close(squared.quick(x, 1 / weight), squared.prox(x, 1 / weight))
+    torch.testing.assert_close(squared.approximate_prox(x, 1 / weight), squared.prox(x, 1 / weight))
 
 
 @pytest.mark.parametrize("coupled", [False, True])
 def test_estimates_move_by_the_inverse_of_their_preconditioner(coupled):
-    """P = I + κrAAᵀ, and 2(I + 2κrAAᵀ) where the neighbours move, too (dense oracle)."""
+    """P = I + κrAAᵀ, and 2(I + 2κrAAᵀ) if the neighbours move as well (dense oracle)."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)).double()
     lpom = LPOM(net)
     with torch.no_grad():
-        v = lpom._fresh(torch.randn(6, 5, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64))
+        v = lpom._forward_variables(torch.randn(6, 5, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64))
         v.xs[-1] = torch.randn(6, 3, dtype=torch.float64)
         q, (mu, r) = torch.randn(6, 3, dtype=torch.float64), ((0.1, 1.0), 10.0)
         share = 2.0 if coupled else 1.0
@@ -334,7 +334,7 @@ def _accuracy(net, x, y):
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_beats_random_features_by_eight_points(name):
-    """64-30-30-10 on the digits: LPOM and its relatives train their hidden layers."""
+    """64-30-30-10 on the digits: all lifted methods train their hidden layers."""
     x, y, x_test, y_test = _digits()
     net = _net(nn.ReLU, sizes=(64, 30, 30, 10)).float()
     control = max(_accuracy(ridge_control(net, x, y, ridge), x_test, y_test) for ridge in (1e-2, 1.0, 100.0))

@@ -1,4 +1,4 @@
-"""Lifted training refuses what it cannot train, by name, before any work; a run that diverges keeps good weights."""
+"""Lifted training rejects bad models and inputs by name, before any work; a diverged run keeps good weights."""
 
 import math
 
@@ -101,7 +101,7 @@ def test_refuses_targets_and_inputs_that_do_not_fit():
 def test_a_diverged_fit_names_the_layer_and_keeps_the_last_good_weights():
     net = _net(nn.ReLU).float()
     x, y = _batch()
-    with pytest.raises(NonFiniteError, match="last good ones"):
+    with pytest.raises(NonFiniteError, match="last good weights"):
         LPOM(net, recipe=Recipe(rate=1e30, damping=1e-6)).fit([(x.float(), y)], 50)
     assert all(bool(torch.isfinite(p).all()) for p in net.parameters())
     assert math.isfinite(_loss(net, x.float(), y, "squared"))

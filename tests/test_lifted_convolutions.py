@@ -10,7 +10,7 @@ from torch import nn
 from minimand.errors import ChainError
 from minimand.train.lifted import LPOM, MAC, BlockPenalty, Recipe
 from minimand.train.lifted.chain import parse
-from minimand.train.lifted.maps import _stage
+from minimand.train.lifted.maps import _fixed_map
 
 NETS = {
     "plain": lambda: nn.Sequential(
@@ -74,11 +74,11 @@ POOLINGS = [
 
 @pytest.mark.parametrize("kind", [nn.MaxPool2d, nn.AvgPool2d])
 def test_norms_of_poolings_are_never_below_the_truth(kind):
-    """Over kernels, strides, paddings, dilations and rounding, against the singular values of the dense matrix."""
+    """For all kernels, strides, paddings, dilations and ceil modes, against singular values of the dense matrix."""
     torch.manual_seed(0)
     for module in (module for module in POOLINGS if isinstance(module, kind)):
         for x in (torch.randn(1, 1, 7, 7, dtype=torch.float64), -_cone()):
-            stage = _stage(module, x)
+            stage = _fixed_map(module, x)
             torch.testing.assert_close(stage.apply(x), module(x))
             dense = torch.stack([stage.apply(row.unsqueeze(0)).flatten() for row in _basis(x[0])])
             truth = float(torch.linalg.matrix_norm(dense, 2)) ** 2
@@ -88,7 +88,7 @@ def test_norms_of_poolings_are_never_below_the_truth(kind):
 
 
 def _cone():
-    """Largest in the middle, where as many windows as possible then meet."""
+    """A map with its maximum in the middle, which the largest number of windows then select."""
     axis = torch.arange(7, dtype=torch.float64) - 3
     return (axis[:, None].square() + axis.square()).reshape(1, 1, 7, 7)
 

@@ -10,7 +10,7 @@ from torch import nn
 from minimand.errors import CapabilityError, OptionError
 from minimand.train.lifted import LPOM, LayerParallel
 from minimand.train.lifted.chain import parse
-from minimand.train.lifted.parallel import stretches
+from minimand.train.lifted.parallel import partition_layers
 
 from .cases.ranks import on_ranks
 
@@ -24,18 +24,18 @@ def _net(seed=0):
     return nn.Sequential(*layers[:-1])
 
 
-def _normalised():
+def _normalized():
     torch.manual_seed(0)
     parts = (nn.Linear(64, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 20), nn.BatchNorm1d(20), nn.ReLU())
     return nn.Sequential(*parts, nn.Linear(20, 10)).double()
 
 
 def _data():
-    """Ten noisy clusters: workers that start in no time."""
+    """Ten noisy clusters; generated data keeps the workers' start fast."""
     g = torch.Generator().manual_seed(0)
-    centres = torch.randn(10, 64, generator=g)
+    centers = torch.randn(10, 64, generator=g)
     labels = torch.randint(10, (1600,), generator=g)
-    images = centres[labels] + 2.2 * torch.randn(1600, 64, generator=g)
+    images = centers[labels] + 2.2 * torch.randn(1600, 64, generator=g)
     return (images[:1088], labels[:1088]), (images[1088:], labels[1088:])
 
 
@@ -53,13 +53,13 @@ def _worker(rank):
     together = _net().double()
     batches = [(x.double(), y) for x, y in _batches(*train)[:6]]
     LayerParallel(LPOM(together, sweep="jacobi")).fit(batches, 1)
-    normalised = _normalised()
-    before = [buffer.clone() for buffer in normalised.buffers()]
-    parallel = LayerParallel(LPOM(normalised, sweep="jacobi"))
+    normalized = _normalized()
+    before = [buffer.clone() for buffer in normalized.buffers()]
+    parallel = LayerParallel(LPOM(normalized, sweep="jacobi"))
     for loader, epochs in ((iter(batches), 2), ([], 1), (batches, -1)):
         with pytest.raises(OptionError):
             parallel.fit(loader, epochs)
-    assert all(torch.equal(a, b) for a, b in zip(normalised.buffers(), before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(normalized.buffers(), before, strict=True))
     for _ in range(2):
         parallel.fit(batches, 1)
     accuracies = []
@@ -67,7 +67,7 @@ def _worker(rank):
         alone = _net(seed)
         LayerParallel(LPOM(alone), asynchronous=True).fit(_batches(*train), EPOCHS)
         accuracies.append(_accuracy(alone, *test))
-    tensors = [*together.parameters(), *normalised.state_dict().values()]
+    tensors = [*together.parameters(), *normalized.state_dict().values()]
     return [tensor.detach() for tensor in tensors], accuracies
 
 
@@ -76,12 +76,12 @@ def test_ranks_equal_one_process(world):
     found = on_ranks(_worker, world)
     train, test = _data()
     batches = [(x.double(), y) for x, y in _batches(*train)[:6]]
-    single, normalised = _net().double(), _normalised()
+    single, normalized = _net().double(), _normalized()
     LPOM(single, sweep="jacobi").fit(batches, 1)
-    method = LPOM(normalised, sweep="jacobi")
+    method = LPOM(normalized, sweep="jacobi")
     for _ in range(2):
         method.fit(batches, 1)
-    expected = [p.detach() for p in (*single.parameters(), *normalised.state_dict().values())]
+    expected = [p.detach() for p in (*single.parameters(), *normalized.state_dict().values())]
     for tensors, _ in found:
         torch.testing.assert_close(tensors, expected, atol=1e-6, rtol=1e-6)
     accuracies = []
@@ -97,11 +97,11 @@ def test_ranks_equal_one_process(world):
 
 def test_layers_are_spread_evenly():
     layers = parse(_net()).layers
-    assert stretches(layers, 1) == [(0, 4)]
-    assert stretches(layers, 2) == [(0, 1), (1, 4)]
-    assert stretches(layers, 4) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert partition_layers(layers, 1) == [(0, 4)]
+    assert partition_layers(layers, 2) == [(0, 1), (1, 4)]
+    assert partition_layers(layers, 4) == [(0, 1), (1, 2), (2, 3), (3, 4)]
     with pytest.raises(OptionError, match="5 processes"):
-        stretches(layers, 5)
+        partition_layers(layers, 5)
 
 
 def test_needs_a_process_group():

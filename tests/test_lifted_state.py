@@ -1,4 +1,4 @@
-"""Laws: lifted training carries nothing over that it should not, and leaves alone what is not its own."""
+"""Laws: lifted training carries no stale state between calls and changes only the parameters that it trains."""
 
 import copy
 import math
@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 
 from minimand.errors import CapabilityError, ChainError, MinimandError, NonFiniteError, OptionError, ShapeError
 from minimand.train.lifted import LPOM, MAC, BlockPenalty, Recipe, ridge_control
-from minimand.train.lifted.base import _Fast
+from minimand.train.lifted.base import _MiniBatchRun
 from minimand.train.lifted.nonlinear import pre_activation
 from minimand.train.lifted.units import unit_of
 from tests.test_lifted import ACTIVATIONS, METHODS, STEEP, _batch, _loss, _net
@@ -31,18 +31,18 @@ def _same(net, state):
 
 @pytest.mark.parametrize("epochs", [1, 2, 3, 50])
 def test_a_diverged_fit_ends_with_the_last_weights_that_gave_a_finite_loss(epochs, monkeypatch):
-    """To the bit, wherever it diverges: in the middle, or with its last update."""
+    """Bit-identical, whether the run diverges in the middle or with its last update."""
     net = _net(nn.ReLU).float()
     x, y = _batch()
     x, seen = x.float(), []
 
-    def batch(self, x, y, share, plain=_Fast.batch):
+    def batch(self, x, y, share, plain=_MiniBatchRun.batch):
         if math.isfinite(_loss(net, x, y, "squared")):
             seen.append(_state(net))
         return plain(self, x, y, share)
 
-    monkeypatch.setattr(_Fast, "batch", batch)
-    with pytest.raises(NonFiniteError, match=r"last good ones: the (weight|activation) update (of|below) [024]\b"):
+    monkeypatch.setattr(_MiniBatchRun, "batch", batch)
+    with pytest.raises(NonFiniteError, match=r"last good weights: the (weight|activation) update (of|below) [024]\b"):
         LPOM(net, recipe=Recipe(rate=1e22, damping=1e-6)).fit([(x, y)], epochs)
     assert _same(net, seen[-1])
     assert math.isfinite(_loss(net, x, y, "squared"))
@@ -122,19 +122,19 @@ def test_the_penalty_schedule_grows_in_a_fit_and_starts_anew_in_the_next(mode, m
 
 
 @pytest.mark.parametrize("name", ["tanh", "softplus", "elu", "selu", "elu2", "leaky3"])
-def test_pre_activations_are_minimisers(name):
-    """To a thousandth, against every point of a fine grid, steep activations included."""
+def test_pre_activations_are_minimizers(name):
+    """To a thousandth, against every point of a fine grid, including steep activations."""
     unit = unit_of("unit", (ACTIVATIONS | STEEP)[name]())
     g = torch.Generator().manual_seed(0)
-    centre, x, noise = 3 * torch.randn(3, 300, generator=g, dtype=torch.float64)
+    center, x, noise = 3 * torch.randn(3, 300, generator=g, dtype=torch.float64)
     x = unit.phi(x) + 0.2 * noise
 
     def value(u):
-        return (u - centre).square() + (x - unit.phi(u)).square()
+        return (u - center).square() + (x - unit.phi(u)).square()
 
-    ends = torch.stack([centre, centre + unit.slope * (x - unit.phi(centre))])
+    ends = torch.stack([center, center + unit.slope * (x - unit.phi(center))])
     grid = ends[0] + torch.linspace(0, 1, 2001, dtype=torch.float64)[:, None] * (ends[1] - ends[0])
-    found, least = value(pre_activation(unit, centre, centre, x)), value(grid).amin(0)
+    found, least = value(pre_activation(unit, center, center, x)), value(grid).amin(0)
     assert bool((found <= least * (1 + 1e-3) + 1e-4).all())
 
 
@@ -155,14 +155,14 @@ def test_frozen_layers_stay(name):
     assert not any(_same(net[k], state) for k, state in zip((0, 4), others, strict=True))
 
 
-def _normalised():
+def _normalized():
     torch.manual_seed(0)
     parts = (nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 3))
     return nn.Sequential(*parts).double(), torch.randn(10, 2, 6, 6, dtype=torch.float64), torch.randint(3, (10,))
 
 
 def test_running_statistics_move_with_training_only():
-    net, x, y = _normalised()
+    net, x, y = _normalized()
     kept, twin = _state(net[1]), copy.deepcopy(net)
     lpom = LPOM(net)
     lpom.energy(x, y)
@@ -175,10 +175,10 @@ def test_running_statistics_move_with_training_only():
     torch.testing.assert_close(_state(net[1]), _state(twin[1]))
     lpom.step(x, y)
     torch.testing.assert_close(_state(net[1]), _state(twin[1]))
-    net, x, y = _normalised()
+    net, x, y = _normalized()
     LPOM(net).fit([(x, y)], 1)
     torch.testing.assert_close(_state(net[1]), _state(twin[1]))
-    torch.testing.assert_close(_state(ridge_control(_normalised()[0], x, y)[1]), _state(twin[1]))
+    torch.testing.assert_close(_state(ridge_control(_normalized()[0], x, y)[1]), _state(twin[1]))
 
 
 class _Doubled(nn.Linear):

@@ -1,4 +1,4 @@
-"""Laws of the weight step that lifted methods share: ridge regressions, whole or by blocks of rows."""
+"""Laws of the weight step of lifted methods: ridge regressions, of all rows together or by blocks."""
 
 import math
 
@@ -9,13 +9,13 @@ from torch import nn
 
 from minimand.errors import NonFiniteError
 from minimand.train.lifted import LPOM
-from minimand.train.lifted.weights import ridge_shift, toward, toward_all
+from minimand.train.lifted.weights import ridge_shift, weight_direction, weight_directions
 
 
 @pytest.mark.parametrize("block", [None, 4, 5, 64])
 @pytest.mark.parametrize("bias", [True, False])
 def test_layers_regressed_at_once_have_their_own_directions(block, bias):
-    """Whatever the blocks are (dense oracle): the mean of the ridge regressions of the blocks' rows."""
+    """For any blocks, the mean of the ridge regressions of the blocks' rows (dense oracle)."""
     torch.manual_seed(0)
     samples, damping = 12, 0.3
     net = nn.Sequential(*(nn.Linear(*size, bias=bias) for size in ((9, 20), (20, 2), (2, 7), (7, 1)))).double()
@@ -25,7 +25,7 @@ def test_layers_regressed_at_once_have_their_own_directions(block, bias):
         outputs, inputs = affine.layer.weight.shape
         x, residual = (torch.randn(samples, width, dtype=torch.float64) for width in (inputs, outputs))
         layers.append((affine, x, residual))
-    for (affine, x, residual), direction in zip(layers, toward_all(layers, damping, block=block), strict=True):
+    for (affine, x, residual), direction in zip(layers, weight_directions(layers, damping, block=block), strict=True):
         wide = torch.cat([x, torch.ones(samples, 1, dtype=torch.float64)], 1) if bias else x
         shift = ridge_shift(x, damping, block)
         whole = block is None or min(samples, block) >= wide.shape[1]
@@ -35,19 +35,21 @@ def test_layers_regressed_at_once_have_their_own_directions(block, bias):
             for part, goal in zip(wide.chunk(parts), residual.chunk(parts), strict=True)
         ]
         torch.testing.assert_close(direction.dense(), torch.stack(means).mean(0))
-        torch.testing.assert_close(direction.dense(), toward(affine, x, residual, damping, block=block).dense())
+        torch.testing.assert_close(
+            direction.dense(), weight_direction(affine, x, residual, damping, block=block).dense()
+        )
 
 
 def test_what_one_layer_needs_is_not_added_to_the_others():
-    """Rows of size 1e6, two of them equal, and hardly a ridge: rounding asks for damping there, and only there."""
+    """Rows of size 1e6, two of them equal, with a tiny ridge: only this layer needs additional damping."""
     g = torch.Generator().manual_seed(0)
     net = nn.Sequential(nn.Linear(9, 8), nn.Linear(8, 7))
     maps = LPOM(net).chain.forward(torch.randn(6, 9, generator=g))[2]
     large = 1e6 * torch.randn(6, 8, generator=g)
     large[1] = large[0]
     layers = [(maps[0], torch.randn(6, 9, generator=g), torch.ones(6, 8)), (maps[1], large, torch.ones(6, 7))]
-    for layer, direction in zip(layers, toward_all(layers, 1e-6, block=6), strict=True):
-        torch.testing.assert_close(direction.dense(), toward(*layer, 1e-6, block=6).dense())
+    for layer, direction in zip(layers, weight_directions(layers, 1e-6, block=6), strict=True):
+        torch.testing.assert_close(direction.dense(), weight_direction(*layer, 1e-6, block=6).dense())
 
 
 def test_a_layer_that_cannot_be_regressed_is_named():
@@ -58,11 +60,11 @@ def test_a_layer_that_cannot_be_regressed_is_named():
         (maps[1], torch.full((6, 8), math.nan), torch.ones(6, 7)),
     ]
     with pytest.raises(NonFiniteError, match="weight update of 1"):
-        toward_all(layers, 1.0, block=3)
+        weight_directions(layers, 1.0, block=3)
 
 
 def test_patches_are_regressed_together_however_short_the_blocks():
-    """All patches of the batch in one ridge regression (dense oracle), though a block holds fewer rows than weights."""
+    """All patches of the batch are regressed together, although a block has fewer rows than weights (dense oracle)."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(192, 3)).double()
     x = torch.randn(10, 2, 8, 8, dtype=torch.float64)
@@ -71,4 +73,4 @@ def test_patches_are_regressed_together_however_short_the_blocks():
     rows = F.pad(F.unfold(x, 3, padding=1).mT.flatten(0, 1), (0, 1), value=1.0)
     system = rows.mT @ rows + 0.3 * len(rows) * torch.eye(19, dtype=torch.float64)
     expected = torch.linalg.solve(system, rows.mT @ residual.flatten(2).mT.flatten(0, 1)).mT
-    torch.testing.assert_close(toward(affine, x, residual, 0.3, block=4).dense(), expected)
+    torch.testing.assert_close(weight_direction(affine, x, residual, 0.3, block=4).dense(), expected)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minimand.errors import OptionError
-from minimand.operators.gram import gram
+from minimand.linalg import gram
 from minimand.solvers import conjugate_gradient, ridge_factor
 from minimand.solvers.linear import gram_factor
 

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from minimand.errors import CapabilityError, NonFiniteError, OptionError, ShapeError
-from minimand.operators import Conv2d, Dense, certified_lambda_max, certified_norm_sq, lanczos, lipschitz
-from minimand.operators.spectral import round_up, start_vector, top_singular
-from minimand.operators.symbol import BUDGET, Symbol, grid_factor
+from minimand.norms import certified_lambda_max, certified_norm_sq, lanczos, lipschitz
+from minimand.norms.spectral import round_up, start_vector, top_singular
+from minimand.norms.symbol import BUDGET, Symbol, grid_factor
+from minimand.operators import Conv2d, Dense
 from tests.cases.operators import MEASUREMENTS, OPERATORS, MeasurementCase, OperatorCase, dense_matrix, norm_sq
 from tests.test_adjoint_identity import convolutions
 

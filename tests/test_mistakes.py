@@ -88,7 +88,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "solver layers": (lambda: LPOM(convert(_net(), {"0": ProxGD()})), r"^0 \(SolverLinear\) .*revert"),
     "solver layers, too": (lambda: ProxProp(convert(_net(), {"0": ProxGD()})), "of solver layers, here 0"),
     "no network": (lambda: LPOM("net"), "takes an nn.Module, got a str"),
-    "another state": (_another_state, "of another network"),
+    "another state": (_another_state, "from another network"),
     "missing entries": (lambda: LowRank(0.5).fit(_with_nan(ROWS)), "Y contains NaN, 1 of its 30 .* MatrixCompletion"),
     "negative entries": (lambda: NMF(0.1).fit(-ROWS), "^Negative values in data passed to NMF: clip or shift them$"),
     "a penalty's dtype": (lambda: DropoutPenalty(_net(), 0.5)(X.double()), f"^0: {BOTH}"),
@@ -192,6 +192,6 @@ def test_a_frozen_layer_is_not_listed_and_alone_is_warned_of(caplog):
     net[0].requires_grad_(False)
     prox = ProxProp(net).attach(torch.optim.SGD(net.parameters(), 0.1))
     assert prox.layers == ()
-    assert "until one is thawed: layer '0'" in caplog.text
+    assert "until one is unfrozen: layer '0'" in caplog.text
     net[0].requires_grad_(True)
     assert prox.layers == ("0",)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minimand.operators.accumulate import accumulate
+from minimand.linalg import accumulate
 
 SHAPE = (2, 3, 4, 5)
 

@@ -1,4 +1,4 @@
-"""No bound lies below what an ascent finds, no certificate above the true optimum, and fits follow their data."""
+"""Upper bounds exceed every slope that an ascent finds, certified gaps contain the true optimum, fits keep dtypes."""
 
 import copy
 import itertools
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from minimand.errors import CapabilityError, OptionError, ShapeError
 from minimand.factor import ParallelNetwork, ParallelReLU, Status
-from minimand.homogeneous import path_norm, product_of_norms, require_homogeneous
+from minimand.homogeneous import path_norm, product_of_norms
 from minimand.homogeneous.bound import polar_bound
+from minimand.homogeneous.degree import require_homogeneous
 
 
 def _linear(*sizes: int, bias: bool = False) -> list[nn.Module]:
@@ -134,15 +135,15 @@ def test_a_layer_of_several_outputs_is_not_judged_by_the_spectral_norm() -> None
     assert net.certificate_.status is Status.CERTIFIED
 
 
-@pytest.mark.parametrize("regulariser", ["product", "surrogate", "path"])
-def test_the_direction_attains_the_lower_bound(regulariser: Any) -> None:
+@pytest.mark.parametrize("regularizer", ["product", "surrogate", "path"])
+def test_the_direction_attains_the_lower_bound(regularizer: Any) -> None:
     x, y = torch.randn(12, 2, dtype=torch.float64), torch.randn(12, 2, dtype=torch.float64)
     make = lambda: _chain(nn.Linear(2, 2), nn.ReLU(), *_linear(2, 2))  # noqa: E731
-    net = ParallelNetwork(make, 0.5, regulariser=regulariser, max_networks=2, restarts=2, descent=60)
+    net = ParallelNetwork(make, 0.5, regularizer=regularizer, max_networks=2, restarts=2, descent=60)
     assert net.direction_ is None
     net.fit(x, y)
     found = net.direction_
-    size = path_norm(found, x) if regulariser == "path" else product_of_norms(found)
+    size = path_norm(found, x) if regularizer == "path" else product_of_norms(found)
     assert size.item() == pytest.approx(1.0)
     slope = ((y - net.predict(x)) * found(x)).sum().item()
     assert slope == pytest.approx(net.certificate_.polar_lower, rel=1e-9)
@@ -161,7 +162,7 @@ def test_the_direction_of_a_hidden_layer_attains_the_lower_bound(features: int) 
 
 
 def test_convolutions_of_full_length_are_neurons() -> None:
-    """A kernel as long as its input is one ReLU neuron with a bias, whose optimum is certified elsewhere."""
+    """A kernel as long as its input is a ReLU neuron with a bias, for which ParallelReLU certifies the optimum."""
     x = torch.linspace(-2, 2, 15, dtype=torch.float64)[:, None]
     y = torch.sin(2 * x)
     make = lambda: _chain(nn.Conv1d(1, 1, 1), nn.ReLU(), nn.Flatten(), nn.Linear(1, 1, bias=False))  # noqa: E731
@@ -194,7 +195,7 @@ def test_what_changes_in_training_is_refused_by_name_however_deep(layer: nn.Modu
 
 
 def test_each_layer_enters_the_output_once() -> None:
-    """Degree two in two layers is not enough: the product of norms is zero where one of them is."""
+    """Degree two in two layers does not suffice: the product of norms is zero if one norm is."""
 
     class Unequal(nn.Module):
         def __init__(self) -> None:
@@ -212,19 +213,19 @@ def test_each_layer_enters_the_output_once() -> None:
 @pytest.mark.parametrize("lam", [1e-3, 1e-1])
 def test_mismatched_degrees_are_undecided_however_steep(lam: float) -> None:
     x, y = torch.randn(10, 3), torch.randn(10, 2)
-    net = ParallelNetwork(lambda: _chain(*_linear(3, 2, 2, 2)), lam, regulariser="weight_decay", initial=1, descent=20)
+    net = ParallelNetwork(lambda: _chain(*_linear(3, 2, 2, 2)), lam, regularizer="weight_decay", initial=1, descent=20)
     net.fit(x, y)
     assert net.certificate_.status is Status.UNDECIDED
-    net = ParallelNetwork(lambda: nn.Linear(3, 2), lam, regulariser="weight_decay").fit(x, y)
+    net = ParallelNetwork(lambda: nn.Linear(3, 2), lam, regularizer="weight_decay").fit(x, y)
     assert net.certificate_.polar_lower > lam
     assert net.certificate_.status is Status.UNDECIDED
 
 
 def test_the_path_norm_of_one_unit_is_the_product_of_norms() -> None:
-    """So in parallel it is the nuclear norm, though without a bound nothing is certified."""
+    """In parallel it is the nuclear norm, but without an upper bound nothing is certified."""
     X = torch.linalg.qr(torch.randn(8, 3, dtype=torch.float64)).Q
     Y = torch.randn(8, 2, dtype=torch.float64)
-    net = ParallelNetwork(lambda: _chain(*_linear(3, 1, 2)), 0.4, regulariser="path", restarts=4).fit(X, Y)
+    net = ParallelNetwork(lambda: _chain(*_linear(3, 1, 2)), 0.4, regularizer="path", restarts=4).fit(X, Y)
     assert net.history_[-1] == pytest.approx(_two_layer_optimum(X, Y, 0.4), rel=1e-4)
     assert net.certificate_.status is Status.UNDECIDED
     assert net.penalty().item() == pytest.approx(0.4 * sum(product_of_norms(n).item() for n in net.subnetworks))
@@ -246,7 +247,7 @@ def test_the_path_norm_has_a_gradient_at_zero(order: float) -> None:
 
 def test_the_path_norm_of_convolutions_needs_inputs() -> None:
     make = lambda: _chain(nn.Conv1d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 1, bias=False))  # noqa: E731
-    net = ParallelNetwork(make, 0.5, regulariser="path", max_networks=1, restarts=1, descent=10)
+    net = ParallelNetwork(make, 0.5, regularizer="path", max_networks=1, restarts=1, descent=10)
     net.fit(torch.randn(6, 1, 6), torch.randn(6, 1))
     assert len(net.subnetworks) == 1
     assert net.penalty(torch.randn(1, 1, 6)).item() > 0

@@ -1,10 +1,11 @@
-"""Law: after a step, .grad holds G(AᵀA + I/τθ)⁻¹ for every kind of layer, by every route.
+"""Law: after a step, .grad holds G(AᵀA + I/τθ)⁻¹ for every kind of layer and every method of computation.
 
-The oracle is Proposition 2 of 004 as it is printed: the Jacobian J of a layer's output with respect to its parameters,
-made column by column, and a dense solve with JᵀJ + I/τθ.
+The oracle is [Frerix2018], Proposition 2, as printed: the Jacobian J of a layer's output with respect to its
+parameters, formed column by column, and a dense solve with JᵀJ + I/τθ.
 """
 
 import copy
+import math
 import pickle
 
 import numpy as np
@@ -14,14 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from minimand.geometry import ConvGeometry
+from minimand.operators.patches import patches
 from minimand.train import AutocorrelationGram, CachedGram, ExactGram, ProxProp, SubsampledGram
-from minimand.train.proxprop.patches import Geometry, autocorrelation_gram, patch_gram, patches
+from minimand.train.proxprop.grams import autocorrelation_gram, patch_gram
 
 TAU = 0.7
 
 
 class Still(torch.optim.SGD):
-    """Steps of length zero, so that .grad is all that a step changes."""
+    """SGD with learning rate zero, so that a step changes only .grad."""
 
     def __init__(self, parameters):
         super().__init__(parameters, lr=0.0)
@@ -58,7 +61,7 @@ def _layer(name):
 
 
 def _jacobian(layer, x):
-    """Columns: the output for each unit vector of (weight, bias), the parameters' offset taken off."""
+    """Columns: the output for each unit vector of (weight, bias), minus the output at zero."""
     columns = []
     parameters = list(layer.parameters())
     with torch.no_grad():
@@ -136,7 +139,7 @@ def _textbook(M, b, k):
 @pytest.mark.parametrize("k", [1, 3, 6])
 @pytest.mark.parametrize("name", ["linear", "linear, many rows", "conv2d", "conv2d, few patches", "conv2d, groups"])
 def test_cg_is_the_textbook_method_for_each_output_unit(name, k, changed, fused):
-    """One system per output unit: its row of weights and its bias. ``changed``: the gradient is edited first."""
+    """One system per output unit, for its weights and its bias. ``changed``: the gradient is edited first."""
     layer, x = _layer(name)
     J = _jacobian(layer, x)
     M = (J.T @ J + torch.eye(J.shape[1], dtype=J.dtype) / TAU).numpy()
@@ -216,7 +219,7 @@ def test_a_frozen_part_is_no_unknown(name, frozen, fused):
     prox.detach()
 
 
-def test_a_layer_thawed_after_attaching_takes_part():
+def test_a_layer_unfrozen_after_attaching_is_preconditioned():
     layer, x = _layer("linear")
     layer.requires_grad_(False)
     prox, optimizer = _attached(layer)
@@ -253,6 +256,10 @@ def test_any_shape_and_tau(rows, inputs, outputs, tau, fused, seed):
 # --- the Gram matrices of convolutions ------------------------------------------------------------------------------
 
 
+def _geometry(dims, kernel, stride, padding, dilation=1, groups=1):
+    return ConvGeometry.build((kernel,) * dims, None, stride, padding, dilation, groups)
+
+
 @given(
     kernel=st.integers(1, 4),
     stride=st.integers(1, 3),
@@ -262,24 +269,24 @@ def test_any_shape_and_tau(rows, inputs, outputs, tau, fused, seed):
     dims=st.integers(1, 3),
 )
 def test_patch_grams_are_products_of_patches(kernel, stride, padding, dilation, groups, dims):
-    geometry = Geometry((kernel,) * dims, (stride,) * dims, (padding,) * dims, (dilation,) * dims, groups)
+    geometry = _geometry(dims, kernel, stride, padding, dilation, groups)
     x = torch.randn(2, 2, *(8, 7, 7)[:dims], dtype=torch.float64)
     rows = patches(x, geometry)
-    assert rows.shape[1] == 2 * geometry.positions(tuple(x.shape[2:]))
+    assert rows.shape[1] == 2 * math.prod(geometry.with_size(tuple(x.shape[2:])).output())
     rows = torch.cat([rows, rows.new_ones(*rows.shape[:2], 1)], -1)
     torch.testing.assert_close(patch_gram(x, geometry, True), rows.mT @ rows)
     torch.testing.assert_close(patch_gram(x, geometry, False), (rows.mT @ rows)[:, :-1, :-1])
     if stride == 1:
-        wide = Geometry(geometry.kernel, geometry.stride, (dilation * (kernel - 1),) * dims, geometry.dilation, groups)
+        wide = _geometry(dims, kernel, 1, dilation * (kernel - 1), dilation, groups)
         torch.testing.assert_close(autocorrelation_gram(x, geometry, True), patch_gram(x, wide, True))
 
 
 def test_blocks_of_the_batch_add_up(monkeypatch):
-    from minimand.train.proxprop import patches as module
+    from minimand.train.proxprop import grams as module
 
     x = torch.randn(7, 3, 6, 6, dtype=torch.float64)
     for stride in (1, 2):
-        geometry = Geometry((3, 3), (stride, stride), (1, 1), (1, 1), 1)
+        geometry = _geometry(2, 3, stride, 1)
         whole = patch_gram(x, geometry, True)
         monkeypatch.setattr(module, "_BLOCK", 1)
         torch.testing.assert_close(patch_gram(x, geometry, True), whole)
@@ -300,7 +307,7 @@ def _directions(layer, batches, gram):
 
 
 def _images(count, seed=0):
-    """Smooth random maps with a mean, so that patches are correlated as those of photographs are."""
+    """Smooth random maps with non-zero mean, whose patches are correlated like those of photographs."""
     g = torch.Generator().manual_seed(seed)
     noise = torch.randn(count, 3, 20, 20, generator=g, dtype=torch.float64)
     return nn.functional.avg_pool2d(noise, 5, stride=1) * 3 + 0.5
@@ -331,7 +338,7 @@ def test_a_cached_gram_is_an_average_per_row():
     layer = nn.Conv2d(3, 4, 3).double()
     batches = [_images(n, seed) for seed, n in enumerate((8, 8, 4, 8, 6))]
     found = _directions(layer, batches, CachedGram(every=2, decay=0.25, of=ExactGram()))
-    geometry = Geometry((3, 3), (1, 1), (0, 0), (1, 1), 1)
+    geometry = _geometry(2, 3, 1, 0)
     mean = None
     for turn, (x, got) in enumerate(zip(batches, found, strict=True)):
         count = len(x) * 14 * 14

@@ -1,4 +1,4 @@
-"""Laws: a checkpoint continues to the bit; two ranks with half a batch each step like one process with the whole."""
+"""Laws: a run resumed from a checkpoint is bit-identical; two ranks with half a batch each equal one process."""
 
 import io
 import warnings
@@ -97,7 +97,7 @@ def _distributed_train(net, module, mine, options):
 
 
 def test_two_ranks_equal_one_process():
-    """DDP averages gradients and ProxProp sums Gram matrices: with a mean loss, the global batch in one process."""
+    """DDP averages gradients and ProxProp sums Gram matrices: with a mean loss this equals one process."""
     together, _ = on_ranks(_worker)
     for name, options, _ in CASES:
         module = _mixed()

@@ -1,4 +1,4 @@
-"""Law: .grad holds the direction of the gradient as the optimizer receives it, whoever changed it on its way."""
+"""Law: .grad holds the direction of the gradient that the optimizer receives, after any changes to it."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def _double_in_place(parameter):
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("kind", ["adds", "in place", "post", "reads"])
 def test_hooks_on_a_weight_edit_the_gradient(name, when, kind, fused):
-    """Registered before ProxProp or after it; what they see and change is the plain gradient."""
+    """Hooks registered before or after ProxProp receive and change the plain gradient."""
     layer, x = _layer(name)
     gradient, size, seen = _plain_gradient(layer, x), layer.weight.numel(), []
     extra = torch.randn_like(layer.weight)
@@ -65,7 +65,7 @@ def test_hooks_on_a_weight_edit_the_gradient(name, when, kind, fused):
 @pytest.mark.parametrize("edit", ["scaled", "added", "unscaled"])
 @pytest.mark.parametrize("then", ["detach", "backward"])
 def test_a_direction_edited_before_it_is_taken_back(name, method, edit, then):
-    """Fused: a multiple of a direction is the direction of the multiple; what was added, that of its image."""
+    """Fused: a scaled direction is the direction of the scaled gradient; an added term is kept as a direction."""
     layer, x = _layer(name)
     J = _jacobian(layer, x)
     plain = _plain_gradient(layer, x)
@@ -119,7 +119,7 @@ def test_empty_batches_contribute_nothing(name, place, fused, method):
 
 @pytest.mark.parametrize("name", ["linear", "linear, many rows"])
 def test_conjugate_gradients_stop_at_the_tolerance(name):
-    """At the first iterate at which every unit's residual is below: never sooner, and the iterate is the textbook's."""
+    """CG stops at the first iterate at which every unit's residual is below the tolerance, and equals textbook CG."""
     layer, x = _layer(name)
     J = _jacobian(layer, x)
     M = J.T @ J + torch.eye(J.shape[1], dtype=J.dtype) / TAU

@@ -1,4 +1,4 @@
-"""Laws: a float32 direction is within a thousandth of a float64 solve, under autocast, too; memory stays bounded."""
+"""Laws: a float32 direction is within a thousandth of a float64 solve, also under autocast; memory stays bounded."""
 
 import pytest
 import torch
@@ -7,12 +7,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minimand.train.proxprop import patches
+from minimand.train.proxprop import grams
 from tests.test_proxprop_training import BOTH, _batch, _grads, _loss, _net, _start
 
 
 def _images(count, size, top, seed=0):
-    """Smooth positive images in [0, top], of three channels: strongly correlated pixels, as photographs have."""
+    """Smooth positive images in [0, top] with three channels and strongly correlated pixels, like photographs."""
     maps = torch.randn(count, 3, size + 8, size + 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     for _ in range(3):
         maps = F.avg_pool2d(maps, 3, stride=1, padding=1)
@@ -39,7 +39,7 @@ def _rows(layer, x):
 @pytest.mark.parametrize("top", [1.0, 255.0])
 @pytest.mark.parametrize("name", CASES)
 def test_float32_stays_within_a_thousandth_of_float64(name, top, tau, fused):
-    """The oracle solves for the gradient as float32 has it, with the Gram matrix in float64."""
+    """The oracle solves for the float32 gradient with a float64 Gram matrix."""
     make, images = CASES[name]
     torch.manual_seed(0)
     layer, x = make(), images(top)
@@ -67,7 +67,7 @@ def test_float32_stays_within_a_thousandth_of_float64(name, top, tau, fused):
 @pytest.mark.parametrize("method", ["exact", "cg"])
 @pytest.mark.parametrize("rows", [4, 40])
 def test_autocast_around_the_backward_pass_and_the_step_changes_nothing(rows, method, fused):
-    """The forward pass under autocast; then backward and step inside of it or not, to the bit, accumulated or not."""
+    """With the forward pass under autocast, backward and step inside or outside of it are bit-identical."""
     found = []
     for inside in (False, True):
         net, (x, y) = _net(dtype=torch.float32), _batch(rows, dtype=torch.float32)
@@ -89,18 +89,18 @@ def test_autocast_around_the_backward_pass_and_the_step_changes_nothing(rows, me
 
 
 def test_under_autocast_a_gradient_is_still_its_layers_own():
-    """Unfused, few rows: the direction comes from δ, which only a gradient that nothing was added to has."""
+    """Unfused with few rows, the direction is computed from δ unless something was added to the gradient."""
     net, (x, y) = _net(dtype=torch.float32), _batch(4, dtype=torch.float32)
     prox, optimizer = _start(net, fused=False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         _loss(net, x, y).backward()
-    assert not any(tap.record.foreign or tap._changed() for tap in prox._taps.values())
+    assert not any(layer.accumulator.foreign or layer._changed() for layer in prox._hooked.values())
     optimizer.step()
     prox.detach()
 
 
 class _Largest(TorchDispatchMode):
-    """The most entries that any operation gave out in new memory."""
+    """The largest number of entries in the output of any operation."""
 
     entries = 0
 
@@ -116,7 +116,7 @@ class _Largest(TorchDispatchMode):
 @pytest.mark.parametrize("gram", ["exact", "autocorrelation", "subsampled"])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_the_unfolded_batch_never_stands_in_memory_whole(monkeypatch, stride, gram, fused):
-    monkeypatch.setattr(patches, "_BLOCK", 1 << 14)
+    monkeypatch.setattr(grams, "_BLOCK", 1 << 14)
     torch.manual_seed(0)
     layer, x = nn.Conv2d(3, 4, 5, stride=stride, padding=2), torch.rand(64, 3, 16, 16)
     prox, optimizer = _start(layer, gram=gram, fused=fused, skip_last=False)
@@ -129,10 +129,10 @@ def test_the_unfolded_batch_never_stands_in_memory_whole(monkeypatch, stride, gr
 
 
 def _held(prox):
-    """Entries that the records hold on their own, by layer."""
+    """The number of entries that each layer's accumulator stores."""
     found = {}
-    for path, tap in prox._taps.items():
-        record = tap.record
+    for path, layer in prox._hooked.items():
+        record = layer.accumulator
         mine = [record.gram, record.plain, None if record._metric is None else record._metric.gram]
         if record.rows is not None:
             mine += [record.rows.a, record.rows.delta]
@@ -142,13 +142,13 @@ def _held(prox):
 
 @BOTH
 def test_what_is_held_between_backward_and_step(fused):
-    """Many rows: the Gram matrix, and if fused the plain gradient; few: input and δ. After the step nothing."""
+    """Many rows: the Gram matrix, and if fused the plain gradient. Few rows: input and δ. Nothing after the step."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 2))
     prox, optimizer = _start(net, fused=fused)
     net(torch.rand(10, 6)).square().sum().backward()
     assert _held(prox) == {"0": 7 * 7 + fused * 20 * 7, "2": 10 * (20 + 30)}
-    assert all(tap.record._metric is None for tap in prox._taps.values())
+    assert all(layer.accumulator._metric is None for layer in prox._hooked.values())
     optimizer.step()
     assert set(_held(prox).values()) == {0}
     prox.detach()

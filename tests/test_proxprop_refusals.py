@@ -1,4 +1,4 @@
-"""Laws: what ProxProp refuses or skips, it says why, where and before any work; what it leaves plain, it tells once."""
+"""Laws: errors and skipped steps name the layer and the reason; modules with plain gradients are logged once."""
 
 import copy
 import logging
@@ -38,7 +38,7 @@ def test_nan_skips_the_step_and_leaves_the_state(fused, value):
 
 
 class _Root(nn.Module):
-    """NaN for negative entries, in the middle of a network; its derivative at a NaN is NaN, too."""
+    """NaN for negative entries in the middle of a network; the derivative at NaN is NaN as well."""
 
     def forward(self, x):
         return x.sqrt()
@@ -66,7 +66,7 @@ def test_the_warning_names_the_layer_where_nan_enters(fused, gram):
 
 @BOTH
 def test_a_nan_gradient_alone_skips_the_step_too(fused):
-    """Of a plain layer, of a preconditioned one from above, and of a parameter that no module holds."""
+    """NaN in the gradient of a plain layer, of a preconditioned layer, and of a parameter outside the model."""
     net, (x, y) = _net(), _batch()
     outside = nn.Parameter(torch.ones(2, dtype=torch.float64))
     prox, optimizer = _start(net, optimizer=torch.optim.SGD([*net.parameters(), outside], lr=0.1), fused=fused)
@@ -201,14 +201,14 @@ def test_the_user_is_told_once_what_stays_plain(caplog):
     prox.detach()
 
 
-def test_a_normalised_head_is_the_last_layer():
+def test_a_normalized_head_is_the_last_layer():
     net = _net()
     nn.utils.parametrizations.weight_norm(net[4])
     assert ProxProp(net).layers == ("0", "2")
 
 
 class _Unused(nn.Linear):
-    """A bare layer whose weight is used, but not by its forward pass."""
+    """A single layer whose weight is used, but whose forward is not called."""
 
     def __call__(self, x):
         return x @ self.weight.T

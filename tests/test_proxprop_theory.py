@@ -1,6 +1,6 @@
-"""Laws: the algorithms and propositions of 004, written out literally, against autograd and against ProxProp's hooks.
+"""Laws: the algorithms and propositions of [Frerix2018], written out, against autograd and against ProxProp.
 
-A network has hidden layers z = φ(θ, a), a = σ(z) and a last linear layer in front of the loss. Samples are rows.
+A network has hidden layers z = φ(θ, a), a = σ(z) and a last linear layer before the loss. Samples are rows.
 """
 
 import itertools
@@ -66,7 +66,7 @@ def _sweep(net, x, y, tau, theta_step):
 
 
 def _explicit(theta, A, z_half):
-    """A gradient step of unit length on ½‖Aθᵀ − z⁺‖²: with ρ = 1/τ the penalty's own step."""
+    """A unit gradient step on ½‖Aθᵀ − z⁺‖²: with ρ = 1/τ, step c of Algorithm 1."""
     return theta - (A @ theta.T - z_half).T @ A
 
 
@@ -104,7 +104,7 @@ def test_algorithm_2_is_what_the_hooks_and_sgd_do(tau, tau_theta, rows, fused):
         torch.testing.assert_close(_theta(net[index]), theta, rtol=1e-9, atol=1e-11)
 
 
-def test_the_proximal_step_minimises_eq_11():
+def test_the_proximal_step_minimizes_eq_11():
     net, (x, _) = _net(), _data()
     layer, tau_theta = net[0], 0.3
     A, theta = _with_ones(x), _theta(net[0])
@@ -144,7 +144,7 @@ def _directions(net, x, y, **options):
 
 @pytest.mark.parametrize("options", [{}, {"method": "cg", "cg_iters": 2}, {"skip_last": False}])
 def test_proposition_3_fixed_points_are_stationary(options):
-    """Steps with ProxProp until nothing moves: the plain gradient, which was not zero before, has vanished, too."""
+    """At a fixed point of ProxProp the plain gradient, which was not zero at the start, vanishes."""
     net, (x, y) = _net((5, 4, 3)), _data(8)
 
     def ridge():
@@ -201,7 +201,7 @@ def test_small_steps_are_gradient_steps(tau_theta):
 
 
 def test_the_proximal_step_lowers_the_penalty_at_any_length():
-    """§4.1: unconditionally stable; an explicit step of the same length is not."""
+    """§4.1: implicit steps are unconditionally stable; an explicit step of the same size is not."""
     A = 10 * torch.rand(20, 5, dtype=torch.float64)
     theta, z = torch.randn(3, 5, dtype=torch.float64), torch.randn(20, 3, dtype=torch.float64)
 
@@ -216,7 +216,7 @@ def test_the_proximal_step_lowers_the_penalty_at_any_length():
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("copies", [1, 3])
 def test_tau_theta_translates_between_batches_and_reductions(copies, reduction):
-    """A batch that repeats another: with the translated values the step is the same."""
+    """A batch repeated several times gives the same step with the converted values."""
     x, y = _data(6)
     tau_theta, factor = paper_tau_theta(0.4, paper_rows=6, rows=6 * copies, reduction=reduction)
     steps = []

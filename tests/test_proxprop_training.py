@@ -1,4 +1,4 @@
-"""Laws of the hooks: what counts and what leaves nothing behind, in the ways people train."""
+"""Laws of the hooks: which rows count, in common ways of training."""
 
 import copy
 
@@ -38,7 +38,7 @@ def _plain(net, x, y):
 
 
 def _expected(net, x, y, tau=TAU):
-    """Directions by dense algebra on the activations of a copy."""
+    """Directions by dense linear algebra, from the activations of a copy."""
     found, other = _plain(net, x, y), copy.deepcopy(net)
     a, index = x, 0
     with torch.no_grad():
@@ -115,7 +115,7 @@ def test_rows_of_a_dead_gradient_still_count(fused):
 
 @BOTH
 def test_steps_follow_one_another(fused):
-    """Ten steps with momentum equal ten steps of the optimizer on directions made by hand."""
+    """Ten steps with momentum equal ten steps of the optimizer on directions computed separately."""
     net, reference = _net(), _net()
     prox, optimizer = _start(net, optimizer=torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9), fused=fused)
     by_hand = torch.optim.SGD(reference.parameters(), lr=0.3, momentum=0.9)
@@ -134,7 +134,7 @@ def test_steps_follow_one_another(fused):
 @pytest.mark.parametrize("rows", [4, 12])
 @BOTH
 def test_gradient_scaling_and_clipping(fused, rows):
-    """Unscaling reaches the optimizer; clipping acts on directions if fused, on gradients if not."""
+    """The optimizer receives unscaled gradients; clipping acts on directions if fused, otherwise on gradients."""
     net, (x, y) = _net(), _batch(rows)
     prox, optimizer = _start(net, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=1000.0)
@@ -330,7 +330,7 @@ def test_gradient_penalties_differentiate_twice(fused):
 
 @BOTH
 def test_backward_twice(fused):
-    """Without retain_graph torch's own error; with it the rows count twice, as the gradient does."""
+    """A second backward raises torch's error; with retain_graph the rows count twice, like the gradient."""
     net, (x, y) = _net(), _batch()
     prox, optimizer = _start(net, fused=fused)
     loss = _loss(net, x, y)

@@ -6,8 +6,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minimand.errors import ShapeError
+from minimand.geometry import ConvGeometry
+from minimand.norms.convolution import convolution_norm_sq
 from minimand.operators import Dense, lipschitz
-from minimand.operators.bounds import Geometry, convolution_norm_sq
 from minimand.operators.tensor_product import (
     bdiag,
     circ,
@@ -76,7 +77,7 @@ def test_lemma_2_is_the_norm_of_the_circulant(size: tuple[int, ...]) -> None:
 
 def test_lemma_2_is_what_the_library_computes_on_the_same_circle() -> None:
     kernel = _tensor(3, 2, 3, 3)
-    geometry = Geometry((3, 3), (1, 1), ((0, 0), (0, 0)), (1, 1), 1, (6, 5))  # no padding: the circle is the map
+    geometry = ConvGeometry((3, 3), (1, 1), ((0, 0), (0, 0)), (1, 1), 1, (6, 5))  # no padding: the circle is the map
     bound = convolution_norm_sq(kernel, geometry, "exact")
     embedded = F.pad(kernel, (0, 2, 0, 3))
     truth = circular_lipschitz(embedded)

@@ -1,4 +1,4 @@
-"""Law: the experiment's Muon is torch's, but for the bfloat16 in which that orthogonalises."""
+"""Law: the experiment's Muon equals torch's, except that torch orthogonalises in bfloat16."""
 
 import pytest
 import torch

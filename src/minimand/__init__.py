@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .nn import SolverConv2d, SolverLinear, convert, explain, revert
-    from .operators import lipschitz
+    from .norms import lipschitz
     from .solvers import solve
     from .train import LPOM, ProxProp
 
@@ -31,6 +31,7 @@ _PACKAGES = (
     "homogeneous",
     "lab",
     "nn",
+    "norms",
     "operators",
     "solvers",
     "train",
@@ -43,7 +44,7 @@ _HOMES = {
     "SolverLinear": "nn",
     "convert": "nn",
     "explain": "nn",
-    "lipschitz": "operators",
+    "lipschitz": "norms",
     "revert": "nn",
     "solve": "solvers",
 }

@@ -1,7 +1,7 @@
-"""What can go wrong, said once: what, where, why, and what to do about it.
+"""The exceptions of the library, and the checks that raise them.
 
-Every exception here is a :class:`MinimandError` and also the builtin that a caller would expect
-(``ValueError`` or ``TypeError``), so ``except ValueError`` keeps working.
+Every exception is a :class:`MinimandError` and also a builtin exception (``ValueError`` or ``TypeError``), so that
+``except ValueError`` works. A message states the problem, its place, its cause and a remedy.
 """
 
 import re
@@ -18,20 +18,14 @@ __all__ = [
     "MissingExtra",
     "NonFiniteError",
     "NotProximal",
+    "OperatorError",
     "OptionError",
     "ShapeError",
-    "is_traced",
-    "located",
-    "require_dtype",
-    "require_finite",
-    "require_fitting",
-    "require_positive",
-    "require_real",
 ]
 
 
 class MinimandError(Exception):
-    """Base of everything the library raises on purpose."""
+    """The base of all exceptions of the library."""
 
 
 class ShapeError(MinimandError, ValueError):
@@ -46,38 +40,42 @@ class OptionError(MinimandError, ValueError):
     """An option lies outside its range or is unknown; the message names the range."""
 
 
+class OperatorError(MinimandError, ValueError):
+    """An operator's adjoint or bound does not fit its ``apply``; the message states the mismatch."""
+
+
 class NotProximal(MinimandError, ValueError):
-    """An activation is the proximal operator of no convex function."""
+    """An activation is not the proximal operator of a convex function."""
 
 
 class CapabilityError(MinimandError, TypeError):
-    """A solver, function, operator or adjoint lacks what another needs of it."""
+    """A solver, function, operator or adjoint lacks a capability that another one needs."""
 
 
 class ChainError(MinimandError, ValueError):
-    """A network is no chain of linear maps and activations; the message names the module that breaks it."""
+    """A network is not a chain of linear maps and activations; the message names the module that breaks it."""
 
 
 class ConversionError(MinimandError, ValueError):
-    """A network cannot be converted as asked; the message lists every problem with its path."""
+    """A network cannot be converted by the given rules; the message lists every problem with its path."""
 
 
 class DataError(MinimandError, ValueError):
-    """A data file is missing, damaged or of another format; the message names it and says what to do."""
+    """A data file is missing, damaged or of another format; the message names it and a remedy."""
 
 
 class MissingExtra(MinimandError, ImportError):
-    """An optional package is not installed; the message says how to install it."""
+    """An optional package is not installed; the message has the command that installs it."""
 
 
 def located(error: MinimandError, where: str) -> MinimandError:
-    """The same error, with the place that it comes from in front."""
+    """The same error, with the place ``where`` it occurred in front."""
     return type(error)(f"{where}: {error}")
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Whether a branch on the tensor's values is impossible: under a compiler, an exporter or torch.func, or where it
-    stands for several (``is_grads_batched``)."""
+    """Whether Python cannot branch on the tensor's values: under a compiler, an exporter, torch.func or
+    ``is_grads_batched``."""
     known = torch._C._functorch
     return torch.compiler.is_compiling() or bool(
         known.is_functorch_wrapped_tensor(tensor) or known.is_legacy_batchedtensor(tensor)
@@ -87,7 +85,7 @@ def is_traced(tensor: Tensor) -> bool:
 def require_finite(name: str, tensor: Tensor) -> None:
     """Raise :class:`NonFiniteError` when ``tensor`` holds NaN or Inf.
 
-    Skipped while tracing: a branch on data would break the graph.
+    It does nothing while tracing, because a branch on data would break the graph.
     """
     if is_traced(tensor):
         return
@@ -95,7 +93,7 @@ def require_finite(name: str, tensor: Tensor) -> None:
         bad = int((~torch.isfinite(tensor.detach())).sum())
         raise NonFiniteError(
             f"{name} holds {bad} NaN or Inf among its {tensor.numel()} entries; "
-            f"clean or mask the data; of a weight or an activation, a training run that diverged is the usual cause"
+            f"clean or mask the data; in a weight or an activation, the usual cause is a training run that diverged"
         )
 
 
@@ -107,19 +105,19 @@ def require_real(name: str, tensor: Tensor) -> None:
 
 
 def require_dtype(name: str, tensor: Tensor, weight: Tensor) -> None:
-    """Raise :class:`OptionError` for a tensor of another type than the weight's, unless autocast sees to it."""
+    """Raise :class:`OptionError` for a tensor of another type than the weight's, unless autocast converts it."""
     if tensor.dtype == weight.dtype:
         return
-    # Autocast leaves float64 as it is.
+    # Autocast does not convert float64.
     if torch.float64 in (tensor.dtype, weight.dtype) or not torch.is_autocast_enabled(tensor.device.type):
         raise OptionError(f"{name} is {tensor.dtype} and the operator's weight {weight.dtype}; convert one of them")
 
 
 def require_fitting(where: str, tensor: Tensor, weight: Tensor, error: Exception) -> None:
-    """Raise, with its place, what keeps a layer of torch from taking an input: that it is no real tensor, or its type.
+    """In the handler of an ``error`` that torch's layer raised: raise a clearer one if the input's type is the cause.
 
-    For the handler of torch's own ``error``: what torch takes is not refused, and a pass without error costs nothing.
-    An error that speaks of no type has another cause, such as a hook or a module of the caller's, and stays as it is.
+    Inputs that torch's layer accepts are never checked. An error whose text does not mention a type has another cause,
+    such as a hook or a module of the caller's; the function then returns.
     """
     if isinstance(tensor, Tensor) and not re.search("type|not implemented for '", str(error), re.IGNORECASE):
         return
@@ -131,7 +129,7 @@ def require_fitting(where: str, tensor: Tensor, weight: Tensor, error: Exception
 
 
 def require_positive(name: str, value: float, *, zero: bool = False) -> None:
-    """Raise :class:`OptionError` unless ``value`` is a finite number above zero (or at it, with ``zero``)."""
+    """Raise :class:`OptionError` unless ``value`` is a finite number > 0 (≥ 0 with ``zero``)."""
     if isinstance(value, Tensor) and value.numel() != 1:
         raise OptionError(f"{name} must be one number, got a tensor of {tuple(value.shape)}")
     if value is None or isinstance(value, bool | str | complex):

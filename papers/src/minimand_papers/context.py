@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minimand.errors import DataError, OptionError
-from minimand.operators.tracker import LipschitzTracker
+from minimand.norms.tracker import LipschitzTracker
 
 from .clock import Stopwatch
 from .data import Augmentation, Batches, Dataset, Normalisation, Split, batches, load

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..functions import L1, PositiveSemidefinite
-from ..operators.spectral import EPS, certified_lambda_max, lanczos, start_vector
+from ..norms.spectral import EPS, certified_lambda_max, lanczos, start_vector
 from ..solvers.iterate import iterate
 from .matrices import DualMatrix, leading_singular
 

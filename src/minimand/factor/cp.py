@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError, ShapeError, require_finite
-from ..operators.gram import gram
+from ..linalg import gram
 from ..solvers.iterate import iterate
 from .bounds import Bound, gram_bound
 from .certificate import Certificate, FactorProblem, Factors, conclude, noted_if_zero

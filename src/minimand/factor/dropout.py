@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import CapabilityError, OptionError, ShapeError, require_finite, require_real
 from ..functions.base import widened
-from ..operators.tracker import LipschitzTracker
+from ..norms.tracker import LipschitzTracker
 from ..solvers.iterate import iterate
 
 __all__ = [

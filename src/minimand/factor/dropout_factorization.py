@@ -9,8 +9,8 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
 from ..errors import OptionError, require_positive
+from ..norms.tracker import LipschitzTracker
 from ..operators import Dense
-from ..operators.tracker import LipschitzTracker
 from ..solvers.base import require_count
 from ..solvers.iterate import iterate
 from ..solvers.linear import ridge_factor

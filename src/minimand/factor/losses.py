@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import OptionError, require_positive
 from ..functions import L1
-from ..operators.spectral import EPS
+from ..norms.spectral import EPS
 from .matrices import DenseDual, DualMatrix, DualMoments, RowSharding, row_blocks, summation_error
 
 __all__ = ["DualValue", "Entrywise", "Huber", "Logistic", "Loss", "Squared", "best_multiple", "loss_from", "rounding"]

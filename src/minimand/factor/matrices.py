@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..operators.gram import gram
-from ..operators.spectral import EPS
+from ..linalg import gram
+from ..norms.spectral import EPS
 from ..solvers.iterate import iterate
 
 __all__ = [

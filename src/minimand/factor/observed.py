@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..functions import NonNegative
+from ..linalg import gram
 from ..operators import Dense
-from ..operators.gram import gram
 from ..solvers import FISTA, Problem, solve
 from ..solvers.iterate import iterate
 from ..solvers.linear import ridge_factor

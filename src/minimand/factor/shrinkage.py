@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..operators.spectral import EPS, lanczos
+from ..norms.spectral import EPS, lanczos
 from ..solvers.iterate import iterate
 from .bounds import FAILURE, Bound, lanczos_slack, spectral_bound
 from .certificate import Certificate, FactorProblem, conclude

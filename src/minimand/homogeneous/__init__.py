@@ -1,7 +1,7 @@
-"""Neural networks with certificates: parallel networks grown to a global optimum, and the penalty that dropout is."""
+"""Parallel networks grown to a certified global optimum, norms as regularisers, and the explicit penalty of dropout."""
 
 from .certificate import certify_relu
-from .degree import homogeneity_degree, require_homogeneous
+from .degree import homogeneity_degree
 from .parallel import ParallelNetwork
 from .penalty import DropoutPenalty
 from .regularizers import factor_norms, path_norm, product_of_norms, smooth_surrogate, weight_decay
@@ -16,7 +16,6 @@ __all__ = [
     "homogeneity_degree",
     "path_norm",
     "product_of_norms",
-    "require_homogeneous",
     "smooth_surrogate",
     "weight_decay",
 ]

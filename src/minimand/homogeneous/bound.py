@@ -1,11 +1,11 @@
-"""What no subnetwork of norm one can exceed, for the chains of layers for which that is proved."""
+"""Upper bounds on the polar of a subnetwork, for chains of linear layers and ReLUs."""
 
 import math
 
 import torch
 from torch import Tensor, nn
 
-from ..operators.spectral import certified_norm_sq
+from ..norms.spectral import certified_norm_sq
 
 __all__ = ["NO_BOUND", "polar_bound"]
 
@@ -13,12 +13,13 @@ NO_BOUND = math.inf, "ascent from below, no bound from above"
 
 
 def polar_bound(pattern: nn.Module, x: Tensor, residual: Tensor) -> tuple[float, str]:
-    r"""An upper bound on :math:`\langle R, \phi(X; W)\rangle` over layers of norm one, and how it was found.
+    r"""An upper bound on :math:`\langle R, \phi(X; W)\rangle` over layers of norm one, and the method behind it.
 
-    One linear layer attains :math:`\|R^\top X\|_F`, several attain the spectral norm :math:`\|R^\top X\|`, since the
-    product of two matrices has a nuclear norm of at most the product of their Frobenius norms. With ReLUs between or
-    behind them, which lengthen no vector, :math:`\|R\|_F\|X\|` holds. A bias of the first layer is a column of ones.
-    Layers act on the last dimension, so all others are samples. Everything else has the bound infinity.
+    For one linear layer the maximum is :math:`\|R^\top X\|_F`. For several it is the spectral norm
+    :math:`\|R^\top X\|`, because the nuclear norm of a product of two matrices is at most the product of their
+    Frobenius norms. With ReLUs between or after the layers :math:`\|R\|_F\|X\|` is a bound, because a ReLU increases
+    no vector's norm. A bias of the first layer counts as a column of ones. Layers act on the last dimension; all other
+    dimensions are samples. For any other module the bound is infinity.
 
     >>> x = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
     >>> round(polar_bound(nn.Linear(2, 2, bias=False), x, torch.eye(2))[0], 6)
@@ -41,7 +42,7 @@ def polar_bound(pattern: nn.Module, x: Tensor, residual: Tensor) -> tuple[float,
     R = residual.detach().double().reshape(-1, linear[-1].out_features)
     if linear[0].bias is not None:
         X = torch.cat([X, torch.ones_like(X[:, :1])], 1)
-    # What the rounding of a sum over all rows may hide.
+    # A bound on the rounding error of a sum over all rows.
     room = 8 * (len(X) + X.shape[1] + 8) * torch.finfo(torch.float64).eps
     room *= float((R.norm(dim=1) * X.norm(dim=1)).sum())
     if len(linear) < len(layers):

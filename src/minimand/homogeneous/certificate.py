@@ -1,4 +1,4 @@
-"""How far a hidden layer of ReLUs is from the best one of any width, at most."""
+"""Certificates of networks with one hidden ReLU layer: a bound on the distance to the minimum over all widths."""
 
 from typing import Any
 
@@ -13,24 +13,24 @@ from .polar import Polar, ascend, exact_polar, upper_bound
 __all__ = ["certify_relu", "dual_gap", "judge_relu", "objective", "polar_of", "with_ones"]
 
 _POLARS = ("auto", "exact", "ascent")
-# Above this many rows the sweep in space, which is quadratic in them, takes longer than the fit.
+# Above this many rows the sweep for three columns, quadratic in the rows, takes longer than the fit.
 _SPATIAL_ROWS = 600
 
 
 def with_ones(X: Tensor) -> Tensor:
-    """The inputs with a last column of ones, for the bias."""
+    """The inputs with a column of ones appended, for the bias."""
     return torch.cat([X, torch.ones_like(X[:, :1])], 1)
 
 
 def objective(X: Tensor, Y: Tensor, W: Tensor, V: Tensor, lam: float) -> float:
-    r""":math:`\tfrac12\|Y - \max(XW^\top, 0)V\|^2 + \lambda\sum_i\|w_i\|\|v_i\|`; X has its ones."""
+    r""":math:`\tfrac12\|Y - \max(XW^\top, 0)V\|^2 + \lambda\sum_i\|w_i\|\|v_i\|`; X includes the column of ones."""
     return float(0.5 * (Y - torch.relu(X @ W.mT) @ V).square().sum() + lam * (W.norm(dim=1) * V.norm(dim=1)).sum())
 
 
 def polar_of(X: Tensor, R: Tensor, method: str, starts: Tensor) -> Polar:
-    """The polar of the residual: by the sweep where it is exact, otherwise between an ascent and a bound."""
+    """The polar of the residual: exact by a sweep, or bounded by an ascent from below and norms from above."""
     if method not in _POLARS:
-        raise OptionError(f"polar is one of {', '.join(_POLARS)}, got {method!r}")
+        raise OptionError(f"polar must be one of {', '.join(_POLARS)}, got {method!r}")
     columns = X.shape[1]
     sweep = columns == 2 or (columns == 3 and len(X) <= _SPATIAL_ROWS)
     if method == "exact" or (method == "auto" and sweep):
@@ -41,11 +41,11 @@ def polar_of(X: Tensor, R: Tensor, method: str, starts: Tensor) -> Polar:
 
 
 def dual_gap(Y: Tensor, R: Tensor, value: float, lam: float, upper: float) -> float:
-    r"""How far the objective lies above the global minimum over all sizes at most, whatever the weights.
+    r"""The duality gap: a bound on the objective's distance to the global minimum over all widths, at any weights.
 
-    With the residual R and a bound :math:`\hat p` on its polar,
-    :math:`c = \operatorname{clip}(\langle Y, R\rangle/\|R\|^2, 0, \lambda/\hat p)` makes cR feasible for the dual
-    problem, so that :math:`f - c\langle Y, R\rangle + \tfrac12 c^2\|R\|^2` is a bound. In float64.
+    Let R be the residual and :math:`\hat p` an upper bound on its polar. With
+    :math:`c = \operatorname{clip}(\langle Y, R\rangle/\|R\|^2, 0, \lambda/\hat p)` the point cR is dual feasible, and
+    :math:`f - c\langle Y, R\rangle + \tfrac12 c^2\|R\|^2` is the gap. Inputs are float64.
 
     >>> Y = torch.tensor([[2.0]]).double()
     >>> round(dual_gap(Y, Y, 2.0, 1.0, 2.0), 6)
@@ -54,7 +54,7 @@ def dual_gap(Y: Tensor, R: Tensor, value: float, lam: float, upper: float) -> fl
     inner, square = float((Y * R).sum()), float(R.square().sum())
     scale = inner / square if square > 0 else 0.0
     scale = max(min(scale, lam / upper), 0.0) if upper > 0 else max(scale, 0.0)
-    # The two values are sums of as many terms as Y has: what their rounding may hide is added.
+    # A bound on the rounding error of both values, which are sums over the entries of Y, is added.
     room = 4 * torch.finfo(torch.float64).eps * (Y.numel() + 8) * (float(Y.square().sum()) + value)
     return min(value, value - (scale * inner - 0.5 * scale**2 * square) + room)
 
@@ -62,8 +62,8 @@ def dual_gap(Y: Tensor, R: Tensor, value: float, lam: float, upper: float) -> fl
 def judge_relu(X: Tensor, Y: Tensor, W: Tensor, V: Tensor, lam: float, polar: Polar, tol: float) -> Certificate:
     r"""The certificate from bounds on the polar.
 
-    Without an exact polar a slope above λ counts as a way to improve only where the neuron lowers the objective, by
-    :math:`(p - \lambda)^2/(2\|\max(Xw, 0)\|^2)`, by more than the tolerance.
+    Without an exact polar, a slope p above λ gives ``IMPROVABLE`` only if adding its neuron lowers the objective by
+    more than the tolerance. The decrease is :math:`(p - \lambda)^2/(2\|\max(Xw, 0)\|^2)`.
     """
     R = Y - torch.relu(X @ W.mT) @ V
     value = objective(X, Y, W, V, lam)
@@ -79,7 +79,7 @@ def judge_relu(X: Tensor, Y: Tensor, W: Tensor, V: Tensor, lam: float, polar: Po
 
 
 def _negligible(X: Tensor, polar: Polar, decrease: float) -> float:
-    """By how much the slope must exceed λ for the steepest direction to lower the objective by this much."""
+    """The excess of the slope over λ at which the steepest direction lowers the objective by ``decrease``."""
     if not len(polar.directions):
         return 0.0
     return float(torch.relu(X @ polar.directions[0]).norm()) * (2 * decrease) ** 0.5
@@ -88,22 +88,22 @@ def _negligible(X: Tensor, polar: Polar, decrease: float) -> float:
 def certify_relu(
     X: Any, y: Any, weights: Any, outputs: Any, *, lam: float, tol: float = 1e-3, polar: str = "auto", seed: int = 0
 ) -> Certificate:
-    r"""Certify any network with one hidden ReLU layer, whatever trained it.
+    r"""Certify a network with one hidden ReLU layer, trained by any method.
 
     The network is :math:`f(x) = \sum_i \max(w_i^\top [x; 1], 0)\, v_i` with the objective
-    :math:`\tfrac12\|y - f\|^2 + \lambda\sum_i\|w_i\|\|v_i\|`, against the minimum over networks of all widths
-    (003, Theorem 1).
+    :math:`\tfrac12\|y - f\|^2 + \lambda\sum_i\|w_i\|\|v_i\|`. The certificate compares it with the minimum over
+    networks of all widths ([Vidal2018], Theorem 1).
 
     Args:
-        X: Inputs, n_samples × n_features, without the ones.
+        X: Inputs, n_samples × n_features, without a column of ones.
         y: Targets, n_samples or n_samples × n_outputs.
         weights: n_neurons × (n_features + 1), the bias last.
         outputs: n_neurons × n_outputs.
         lam: The weight of the regulariser.
         tol: The relative gap up to which the status is ``CERTIFIED``.
-        polar: ``"exact"`` for one or two input columns, ``"ascent"``, or ``"auto"``: exact where it is affordable. An
-            ascent proves nothing by itself; a certificate then rests on a bound by norms, which is loose.
-        seed: Of the ascent's starts.
+        polar: ``"exact"``, for one or two input columns; ``"ascent"``; or ``"auto"``: exact if it is affordable. An
+            ascent gives a lower bound only; the certificate then uses an upper bound by norms, which is loose.
+        seed: The seed of the ascent's starts.
 
     >>> certify_relu([[0.0], [1.0]], [0.0, 0.0], [[1.0, 0.0]], [[0.0]], lam=1.0).status
     <Status.CERTIFIED: 'CERTIFIED'>
@@ -115,7 +115,7 @@ def certify_relu(
     for name, tensor in (("X", inputs), ("y", target), ("weights", W), ("outputs", V)):
         require_finite(name, tensor)
     if inputs.dim() != 2 or len(inputs) != len(target):
-        raise ShapeError(f"X {tuple(inputs.shape)} and y {tuple(target.shape)} must have as many rows")
+        raise ShapeError(f"X {tuple(inputs.shape)} and y {tuple(target.shape)} must have equally many rows")
     if W.shape != (len(V), inputs.shape[1] + 1) or V.shape[1] != target.shape[1]:
         raise ShapeError(
             f"weights {tuple(W.shape)} must be n_neurons × {inputs.shape[1] + 1}, the bias last, and outputs "

@@ -1,4 +1,4 @@
-"""Whether a network is positively homogeneous in its parameters, checked by scaling them."""
+"""Positive homogeneity of a network in its parameters, checked numerically by scaling them."""
 
 import copy
 from typing import Any
@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from ..errors import CapabilityError
 from .regularizers import factor_norms, layers_of
 
-__all__ = ["homogeneity_degree", "probe_input", "require_homogeneous", "require_steady"]
+__all__ = ["homogeneity_degree", "probe_input", "require_homogeneous", "require_mode_independent"]
 
 _SCALES = (0.5, 2.0, 3.0)
 _ROUNDING = 1e-8
-# All ReLUs of a narrow network may be off at once: that shows nothing, so other parameters are drawn.
+# Draws of random parameters. All ReLUs of a narrow network may be inactive at once, which shows nothing.
 _DRAWS = 20
-#: What keeps the number of columns.
-_KEEPS_WIDTH = (nn.Identity, nn.Flatten, nn.ReLU, nn.LeakyReLU)
-#: What computes something else in training than in evaluation.
-_UNSTEADY: dict[type[nn.Module], str] = {
+#: Modules that keep the number of columns.
+_WIDTH_PRESERVING = (nn.Identity, nn.Flatten, nn.ReLU, nn.LeakyReLU)
+#: Modules that compute different functions in training and in evaluation mode.
+_MODE_DEPENDENT: dict[type[nn.Module], str] = {
     nn.modules.dropout._DropoutNd: "draws a mask in training",
     nn.modules.batchnorm._NormBase: "divides by the deviation of its batch in training",
     nn.RReLU: "draws its slopes in training",
@@ -26,7 +26,7 @@ _UNSTEADY: dict[type[nn.Module], str] = {
 
 
 def probe_input(module: nn.Module) -> Tensor | None:
-    """Random inputs for a network that begins with a linear layer; None where their shape cannot be told."""
+    """Random inputs for a network that begins with a linear layer; None if their shape is unknown."""
     for layer in module.modules():
         if isinstance(layer, nn.Linear):
             generator = torch.Generator().manual_seed(0)
@@ -36,32 +36,32 @@ def probe_input(module: nn.Module) -> Tensor | None:
             except RuntimeError:  # later layers may need more dimensions
                 return None
             return x
-        if not isinstance(layer, _KEEPS_WIDTH) and (
+        if not isinstance(layer, _WIDTH_PRESERVING) and (
             not list(layer.children()) or list(layer.parameters(recurse=False))
         ):
             return None
     return None
 
 
-def require_steady(module: nn.Module) -> None:
-    """Refuse batch norm and dropout, wherever they are: in training they are not what they are in evaluation."""
+def require_mode_independent(module: nn.Module) -> None:
+    """Raise CapabilityError if a submodule, such as batch norm or dropout, differs between training and evaluation."""
     found = [
         f"{name or 'the module'} ({type(layer).__name__}) {reason}"
         for name, layer in module.named_modules()
-        for kind, reason in _UNSTEADY.items()
+        for kind, reason in _MODE_DEPENDENT.items()
         if isinstance(layer, kind)
     ]
     if found:
         raise CapabilityError(
             f"{type(module).__name__} is not positively homogeneous in its parameters while it trains: "
-            f"{'; '.join(found)}. Leave it out"
+            f"{'; '.join(found)}. Remove it"
         )
 
 
 def homogeneity_degree(module: nn.Module, x: Tensor) -> float | None:
-    r"""The degree K with :math:`\phi(\alpha W) = \alpha^K \phi(W)` for every :math:`\alpha > 0`; None if there is none.
+    r"""The degree K with :math:`\phi(\alpha W) = \alpha^K \phi(W)` for every :math:`\alpha > 0`; None if none exists.
 
-    Checked on the inputs given, at random parameters, in float64.
+    It is checked on the given inputs, at random parameters, in float64.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1, bias=False))
     >>> homogeneity_degree(net, torch.ones(1, 2))
@@ -87,8 +87,8 @@ def homogeneity_degree(module: nn.Module, x: Tensor) -> float | None:
 
 
 def require_homogeneous(module: nn.Module, x: Tensor) -> int:
-    """The degree of a network, one for each layer with parameters, or a refusal that names the layers at fault."""
-    require_steady(module)
+    """The degree of a network, one per layer with parameters; otherwise a CapabilityError names the layers at fault."""
+    require_mode_independent(module)
     x = x.detach().double()
     factors = len(factor_norms(module))
     degree = homogeneity_degree(module, x)
@@ -98,10 +98,10 @@ def require_homogeneous(module: nn.Module, x: Tensor) -> int:
     if degree is not None:
         raise CapabilityError(
             f"{type(module).__name__} is positively homogeneous of degree {degree:g} in {factors} layers with "
-            f"parameters; the product of their norms has degree {factors}, and only equal degrees make minima global"
+            f"parameters; the product of their norms has degree {factors}, but the theory needs equal degrees"
         )
-    culprits = _culprits(module, x)
-    named = "; ".join(culprits) if culprits else "its output does not scale with a power of its parameters"
+    culprits = _inhomogeneous_layers(module, x)
+    named = "; ".join(culprits) if culprits else "its output does not scale as a power of the parameters"
     raise CapabilityError(
         f"{type(module).__name__} is not positively homogeneous in its parameters: {named}. Use ReLU, leaky ReLU, "
         f"max pooling or linear layers, with a bias in the first layer only"
@@ -109,7 +109,7 @@ def require_homogeneous(module: nn.Module, x: Tensor) -> int:
 
 
 def _require_each(module: nn.Module, x: Tensor) -> None:
-    """Refuse a network of the right degree whose output does not double with each of its layers."""
+    """Raise CapabilityError unless doubling any one layer's parameters doubles the output."""
     found = _live_probe(module, x)
     assert found is not None
     probe, base = found
@@ -117,13 +117,14 @@ def _require_each(module: nn.Module, x: Tensor) -> None:
         error = float((_scaled_output(probe, x, 2.0, name) - 2 * base).norm())
         if not error <= _ROUNDING * float(base.norm()):
             raise CapabilityError(
-                f"{type(module).__name__} does not double when {name or 'the module'} ({type(layer).__name__}) does, "
-                f"but the product of norms does; each layer with parameters must enter the output once"
+                f"the output of {type(module).__name__} does not double when {name or 'the module'} "
+                f"({type(layer).__name__}) does, but the product of norms does; each layer with parameters must enter "
+                f"the output once"
             )
 
 
 def _live_probe(module: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor] | None:
-    """A copy with random parameters whose output is not zero, and that output; None if all draws give zero."""
+    """A copy with random parameters and a non-zero output, and that output; None if all draws give zero."""
     for seed in range(_DRAWS):
         probe = _probe(module, x, seed)
         base = _scaled_output(probe, x, 1.0)
@@ -133,7 +134,7 @@ def _live_probe(module: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor] | None
 
 
 def _probe(module: nn.Module, x: Tensor, seed: int = 0) -> nn.Module:
-    """A copy in the precision of x, its parameters redrawn so that none is zero."""
+    """A copy in the precision of x with random parameters, none of which is zero."""
     probe = copy.deepcopy(module).to(x).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -144,7 +145,7 @@ def _probe(module: nn.Module, x: Tensor, seed: int = 0) -> nn.Module:
 
 @torch.no_grad()
 def _scaled_output(probe: nn.Module, x: Tensor, scale: float, layer: str | None = None) -> Tensor:
-    """The output with all parameters scaled, or those of one layer."""
+    """The output with all parameters scaled, or only those of one layer."""
     other = copy.deepcopy(probe)
     part = other if layer is None else other.get_submodule(layer)
     for parameter in part.parameters(recurse=layer is None):
@@ -153,8 +154,8 @@ def _scaled_output(probe: nn.Module, x: Tensor, scale: float, layer: str | None 
 
 
 @torch.no_grad()
-def _culprits(module: nn.Module, x: Tensor) -> list[str]:
-    """Layers without parameters that do not scale, and biases behind the first layer."""
+def _inhomogeneous_layers(module: nn.Module, x: Tensor) -> list[str]:
+    """Descriptions of the layers that break homogeneity: nonlinear scaling, or a bias after the first layer."""
     probe = _probe(module, x)
     found: list[str] = []
     seen: list[tuple[str, nn.Module, Tensor]] = []
@@ -180,6 +181,6 @@ def _culprits(module: nn.Module, x: Tensor) -> list[str]:
                 found.append(f"{where} does not double when its input does")
             continue
         if not first and getattr(layer, "bias", None) is not None:
-            found.append(f"{where} has a bias behind the first layer, which scales with another power")
+            found.append(f"{where} has a bias after the first layer, which scales with another power")
         first = False
     return found

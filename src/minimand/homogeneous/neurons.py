@@ -1,4 +1,4 @@
-"""Sets of neurons: balance, prune, merge, and local descent."""
+"""Sets of ReLU neurons: pruning, balancing, merging, and local descent."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor
 
-__all__ = ["Neurons", "descend", "descend_in_cells", "merged", "tidy"]
+__all__ = ["Neurons", "descend", "descend_in_cells", "merge_neurons", "prune_and_balance"]
 
 
 class Neurons(NamedTuple):
@@ -19,8 +19,8 @@ class Neurons(NamedTuple):
     V: Tensor
 
 
-def tidy(neurons: Neurons, tol: float = 1e-10) -> Neurons:
-    """Drop neurons without weight, and balance the norms of the others, which changes no output and no product."""
+def prune_and_balance(neurons: Neurons, tol: float = 1e-10) -> Neurons:
+    """Remove neurons of zero weight and balance the norms of the others; output and regulariser do not change."""
     W, V = neurons
     size = W.norm(dim=1) * V.norm(dim=1)
     kept = size > tol * float(size.max() if len(size) else 0.0)
@@ -31,27 +31,28 @@ def tidy(neurons: Neurons, tol: float = 1e-10) -> Neurons:
     )
 
 
-def merged(X: Tensor, neurons: Neurons) -> Neurons:
-    r"""Join neurons that one neuron can replace without any change of the output on X; the regulariser does not rise.
+def merge_neurons(X: Tensor, neurons: Neurons) -> Neurons:
+    r"""Merge neurons that one neuron can replace without changing the output on X; the regulariser does not rise.
 
-    Two with the same direction w have outputs that add; two with the same direction v and the same active rows have
-    weights that add (:math:`D X w_1 + D X w_2 = D X (w_1 + w_2)`). Both are the triangle inequality.
+    For two neurons with the same direction w the outgoing weights add. For two neurons with the same direction v and
+    the same active rows the incoming weights add, because :math:`D X w_1 + D X w_2 = D X (w_1 + w_2)`. By the triangle
+    inequality the regulariser does not rise.
     """
-    joined = _joined(neurons, [_key(w) for w in neurons.W], outgoing=True)
+    joined = _sum_by_key(neurons, [_key(w) for w in neurons.W], outgoing=True)
     before = joined.W @ X.mT
     active = before > 1e-9 * joined.W.norm(dim=1, keepdim=True) * X.norm(dim=1)
     keys = [_key(v) + row.numpy().tobytes() for v, row in zip(joined.V, active, strict=True)]
-    return tidy(_joined(joined, keys, outgoing=False))
+    return prune_and_balance(_sum_by_key(joined, keys, outgoing=False))
 
 
 def _key(vector: Tensor) -> bytes:
-    """Equal for equal directions, up to rounding."""
-    # Adding zero turns -0.0 into 0.0, whose bytes differ.
+    """A key that is equal for equal directions, up to rounding."""
+    # Adding zero turns -0.0, whose bytes differ, into 0.0.
     return (np.round((vector / vector.norm()).numpy(), 9) + 0.0).tobytes()
 
 
-def _joined(neurons: Neurons, keys: list[bytes], *, outgoing: bool) -> Neurons:
-    """One neuron per key; the members' outgoing (or incoming) weights are added, the other side is a unit vector."""
+def _sum_by_key(neurons: Neurons, keys: list[bytes], *, outgoing: bool) -> Neurons:
+    """One neuron per key: the sum of the members' outgoing (or incoming) weights, and the common unit vector."""
     places: dict[bytes, int] = {}
     index = torch.tensor([places.setdefault(key, len(places)) for key in keys], dtype=torch.int64)
     own, other = (neurons.V, neurons.W) if outgoing else (neurons.W, neurons.V)
@@ -59,17 +60,17 @@ def _joined(neurons: Neurons, keys: list[bytes], *, outgoing: bool) -> Neurons:
     total = own.new_zeros(len(places), own.shape[1]).index_add_(0, index, own * norms)
     unit = other.new_zeros(len(places), other.shape[1])
     unit[index] = other / norms
-    return tidy(Neurons(unit, total) if outgoing else Neurons(total, unit))
+    return prune_and_balance(Neurons(unit, total) if outgoing else Neurons(total, unit))
 
 
-# The stubs of scipy have no overload for a gradient returned with the value and bounds.
+# scipy's stubs have no overload for a function that returns value and gradient.
 _minimize: Any = minimize
 _Valued = Callable[[np.ndarray], tuple[float, np.ndarray]]
 _Bounds = list[tuple[float | None, float | None]]
 
 
 def _lbfgs(value: _Valued, start: np.ndarray, bounds: _Bounds | None, iters: int) -> np.ndarray:
-    # scipy compares the decrease with one: scaled by its start, the tolerance means the same for small objectives.
+    # scipy's tolerance is absolute below 1. Dividing by the initial value makes it relative.
     scale = max(value(start)[0], np.finfo(np.float64).tiny)
 
     def scaled(point: np.ndarray) -> tuple[float, np.ndarray]:
@@ -83,7 +84,7 @@ def _lbfgs(value: _Valued, start: np.ndarray, bounds: _Bounds | None, iters: int
 def descend(X: Tensor, Y: Tensor, neurons: Neurons, lam: float, iterations: int) -> Neurons:
     r"""A local minimum over all weights, by L-BFGS on :math:`\tfrac12\|Y - f\|^2 + \tfrac\lambda2(\|W\|^2 + \|V\|^2)`.
 
-    Balanced weights give this the value of the objective; elsewhere it is larger.
+    At balanced weights this equals the objective; elsewhere it is larger.
     """
     rows, columns = neurons.W.shape
     inputs, target = X.numpy(), Y.numpy()
@@ -100,15 +101,15 @@ def descend(X: Tensor, Y: Tensor, neurons: Neurons, lam: float, iterations: int)
 
     end = _lbfgs(value, np.concatenate([neurons.W.numpy().ravel(), neurons.V.numpy().ravel()]), None, iterations)
     W, V = end[: rows * columns].reshape(rows, columns), end[rows * columns :].reshape(rows, -1)
-    return tidy(Neurons(torch.from_numpy(W.copy()), torch.from_numpy(V.copy())))
+    return prune_and_balance(Neurons(torch.from_numpy(W.copy()), torch.from_numpy(V.copy())))
 
 
 def descend_in_cells(X: Tensor, Y: Tensor, neurons: Neurons, lam: float, iterations: int) -> Neurons:
-    r"""A minimum over weights that stay in their cells, where the network has no kinks.
+    r"""A local minimum over weights that stay in their cells, where the objective is smooth.
 
-    Each neuron is :math:`w_i = \sum_k c_{ik} e_{ik}` with :math:`c \ge 0`. In the plane the :math:`e_{ik}` are the
-    two ends of its arc (of both arcs, if it lies between two), otherwise the neuron's own direction: an optimum often
-    has neurons exactly on a kink, which descent over all weights only zigzags about.
+    Each neuron is :math:`w_i = \sum_k c_{ik} e_{ik}` with :math:`c \ge 0`. With two columns the :math:`e_{ik}` are the
+    two ends of its arc (of both arcs, if it lies on their boundary), otherwise the neuron's own direction. Optimal
+    neurons often lie exactly on a kink, around which descent over all weights zigzags.
     """
     cones, active, start, outgoing = (_planar_cells if X.shape[1] == 2 else _rays)(X, neurons)
     count, edges = start.shape
@@ -129,22 +130,22 @@ def descend_in_cells(X: Tensor, Y: Tensor, neurons: Neurons, lam: float, iterati
     end = _lbfgs(value, np.concatenate([start.ravel(), outgoing.ravel()]), bounds, iterations)
     c, V = end[: count * edges].reshape(count, edges), end[count * edges :].reshape(count, -1)
     W = (c[:, None, :] @ cones)[:, 0]
-    return tidy(Neurons(torch.from_numpy(W.copy()), torch.from_numpy(V.copy())))
+    return prune_and_balance(Neurons(torch.from_numpy(W.copy()), torch.from_numpy(V.copy())))
 
 
 def _rays(X: Tensor, neurons: Neurons) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Every neuron on its own ray."""
+    """Cells for more than two columns: every neuron on its own ray."""
     norms = neurons.W.norm(dim=1, keepdim=True)
     active = (neurons.W @ X.mT > 0).double()
     return (neurons.W / norms).unsqueeze(1).numpy(), active.numpy(), norms.numpy(), neurons.V.numpy()
 
 
 def _planar_cells(X: Tensor, neurons: Neurons) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Every neuron in its arc, between two arcs in both with half its weight."""
-    centre = torch.atan2(X[:, 1], X[:, 0])
-    # The axes are added so that no arc is as long as half a circle, whose ends span nothing.
+    """Cells for two columns: every neuron in its arc; on a boundary in both arcs, with half its weight in each."""
+    center = torch.atan2(X[:, 1], X[:, 0])
+    # The axes are added because the ends of an arc of half a circle are linearly dependent.
     axes = torch.arange(4, dtype=X.dtype) * (math.pi / 2)
-    starts = torch.cat([centre - math.pi / 2, centre + math.pi / 2, axes]).remainder(2 * math.pi).unique()
+    starts = torch.cat([center - math.pi / 2, center + math.pi / 2, axes]).remainder(2 * math.pi).unique()
     ends = torch.cat([starts[1:], starts[:1] + 2 * math.pi])
     angle = torch.atan2(neurons.W[:, 1], neurons.W[:, 0])
     ahead = (angle.unsqueeze(1) - starts).remainder(2 * math.pi)

@@ -1,4 +1,4 @@
-"""Copies of a positively homogeneous network in parallel, as many as the data ask for."""
+"""A sum of parallel copies of a positively homogeneous network, whose number is found by growth."""
 
 import copy
 import math
@@ -14,7 +14,7 @@ from ..solvers.base import require_count
 from ..solvers.iterate import iterate
 from .bound import NO_BOUND, polar_bound
 from .certificate import dual_gap
-from .degree import probe_input, require_homogeneous, require_steady
+from .degree import probe_input, require_homogeneous, require_mode_independent
 from .regularizers import factor_norms, layers_of, path_norm, product_of_norms, smooth_surrogate, weight_decay
 
 __all__ = ["ParallelNetwork"]
@@ -24,48 +24,48 @@ _BY_NORMS: dict[str, Callable[[nn.Module], Tensor]] = {
     "surrogate": smooth_surrogate,
     "weight_decay": weight_decay,
 }
-_REGULARISERS = (*_BY_NORMS, "path")
+_REGULARIZERS = (*_BY_NORMS, "path")
 
 
 class ParallelNetwork(nn.Module):
-    r"""A sum of subnetworks :math:`\Phi(x) = \sum_{i=1}^r \phi(x; W_i)`, regularised so that its size can be learned.
+    r"""A sum of subnetworks :math:`\Phi(x) = \sum_{i=1}^r \phi(x; W_i)` with a regulariser that limits their number.
 
     .. math:: \min_{r, W}\; \tfrac12\|y - \Phi(X)\|^2 + \lambda\sum_{i=1}^r \theta(W_i)
 
-    Where φ and θ are positively homogeneous of the same degree, a local minimum to which no subnetwork can be added
-    with profit is global (003; Haeffele and Vidal 2017). :meth:`fit` is the meta-algorithm: descend, look for a
-    subnetwork with
-    :math:`\langle R, \phi(X; W)\rangle > \lambda\theta(W)` for the residual R, add it, descend again.
+    If φ and θ are positively homogeneous of the same degree, a local minimum that no additional subnetwork improves is
+    global ([Vidal2018]; Haeffele and Vidal 2017). :meth:`fit` is the meta-algorithm: descend, search for a subnetwork
+    with :math:`\langle R, \phi(X; W)\rangle > \lambda\theta(W)` for the residual R, add it, descend again.
 
-    The search is an ascent from random starts, so it proves nothing when it fails. The upper bound is attained for
-    linear subnetworks, :math:`\|R^\top X\|_F` for one layer and :math:`\|R^\top X\|` for several, and
-    :math:`\|R\|_F\|X\|` for chains of linear layers and ReLUs; others have none. The status is ``CERTIFIED`` only where
-    such a bound suffices. It is ``IMPROVABLE`` only where the subnetwork found lowers the objective by more than
-    ``tol`` of it: its slope p must exceed λ by the slack :math:`\|\phi(X)\|(2\,\mathrm{tol}\,f)^{1/2}`, since adding
-    it gains :math:`(p - \lambda)^2/(2\|\phi(X)\|^2)`; in between the status is ``UNDECIDED``.
+    The search is an ascent from random starts, so a failed search proves nothing. An upper bound on the polar is known
+    in three cases: :math:`\|R^\top X\|_F` for one linear layer and :math:`\|R^\top X\|` for several, which are both
+    attained, and :math:`\|R\|_F\|X\|` for chains of linear layers and ReLUs. The status is ``CERTIFIED`` only if such a
+    bound suffices. It is ``IMPROVABLE`` only if the subnetwork found lowers the objective f by more than ``tol`` · f.
+    Adding it gains :math:`(p - \lambda)^2/(2\|\phi(X)\|^2)`, so its slope p must exceed λ by
+    :math:`\|\phi(X)\|(2\,\mathrm{tol}\,f)^{1/2}`. Otherwise the status is ``UNDECIDED``.
 
-    Precision and device are those of the inputs that :meth:`fit` gets. A state dict of any size can be loaded.
+    The subnetworks take the dtype and device of the inputs of :meth:`fit`. A state dict with any number of subnetworks
+    can be loaded.
 
     Args:
-        make_subnetwork: Makes one φ with fresh random weights. It must be positively homogeneous in its parameters,
-            which is checked by scaling them (before the fit where the first layer is linear, otherwise at its start); a
-            sigmoid, a bias behind the first layer, batch norm and dropout are refused.
+        make_subnetwork: Returns a φ with new random weights. It must be positively homogeneous in its parameters, which
+            is checked by scaling them: at construction if the first layer is linear, otherwise at the start of the fit.
+            A sigmoid, a bias after the first layer, batch norm and dropout raise an error.
         lam: The weight of the regulariser.
-        regulariser: ``"product"`` of the layers' norms; its smooth ``"surrogate"`` of the same degree; ``"path"``, the
-            norm of all paths, of the same degree but without an upper bound on the polar;
-            ``"weight_decay"``, for contrast: its degree is 2, so with more than two layers nothing is proved, the
+        regularizer: ``"product"``: the product of the layers' norms. ``"surrogate"``: a smooth surrogate of the same
+            degree. ``"path"``: the norm over all paths, of the same degree but without an upper bound on the polar.
+            ``"weight_decay"``, for comparison: its degree is 2, so with more than two layers nothing is proved, the
             status is ``UNDECIDED``, and :meth:`fit` only descends.
-        initial: How many random subnetworks :meth:`fit` starts from.
-        max_networks: How many there may be.
-        restarts: Starts of the search for a new one.
+        initial: The number of random subnetworks from which :meth:`fit` starts.
+        max_networks: The largest number of subnetworks.
+        restarts: The number of starts of the search for a new subnetwork.
         descent: L-BFGS iterations of a local descent, and of each start of a search.
         tol: The relative gap at which the status is ``CERTIFIED``.
 
     Attributes:
         subnetworks: The copies, a ``ModuleList``.
-        certificate_: What :meth:`fit` proved.
-        direction_: The steepest subnetwork that :meth:`fit` found to add, with θ = 1; None before. With the residual R
-            it attains :math:`\langle R, \phi(X; W)\rangle`, which is ``certificate_.polar_lower``.
+        certificate_: The certificate of :meth:`fit`'s result.
+        direction_: The steepest additional subnetwork that :meth:`fit` found, with θ = 1; None before the fit. Its
+            slope :math:`\langle R, \phi(X; W)\rangle` is ``certificate_.polar_lower``.
         history_: The objective after each round of :meth:`fit`.
 
     >>> _ = torch.manual_seed(0)
@@ -81,7 +81,7 @@ class ParallelNetwork(nn.Module):
         make_subnetwork: Callable[[], nn.Module],
         lam: float,
         *,
-        regulariser: Literal["product", "surrogate", "weight_decay", "path"] = "product",
+        regularizer: Literal["product", "surrogate", "weight_decay", "path"] = "product",
         initial: int = 0,
         max_networks: int = 20,
         restarts: int = 8,
@@ -91,8 +91,8 @@ class ParallelNetwork(nn.Module):
         super().__init__()
         require_positive("lam", lam)
         require_positive("tol", tol)
-        if regulariser not in _REGULARISERS:
-            raise OptionError(f"regulariser is one of {', '.join(_REGULARISERS)}, got {regulariser!r}")
+        if regularizer not in _REGULARIZERS:
+            raise OptionError(f"regularizer must be one of {', '.join(_REGULARIZERS)}, got {regularizer!r}")
         for name, count in (("max_networks", max_networks), ("restarts", restarts), ("descent", descent)):
             require_count(name, count)
         if isinstance(initial, bool) or not isinstance(initial, int) or not 0 <= initial <= max_networks:
@@ -101,19 +101,19 @@ class ParallelNetwork(nn.Module):
             )
         self.make_subnetwork = make_subnetwork
         self.lam, self.tol = lam, tol
-        self.regulariser = regulariser
+        self.regularizer = regularizer
         self.initial, self.max_networks = initial, max_networks
         self.restarts, self.descent = restarts, descent
         self.subnetworks = nn.ModuleList()
-        # Held in tuples: a pattern and a direction are no parts of the network.
+        # Tuples keep the pattern and the direction from being registered as submodules.
         self._pattern = (make_subnetwork(),)
         self._found: tuple[nn.Module, float] | None = None
         self._degree: int | None = None
-        require_steady(self._pattern[0])
+        require_mode_independent(self._pattern[0])
         frozen = [name for name, parameter in self._pattern[0].named_parameters() if not parameter.requires_grad]
         if frozen:
             raise OptionError(
-                f"make_subnetwork makes frozen parameters ({', '.join(frozen)}), but growth scales every layer; set "
+                f"make_subnetwork returns frozen parameters ({', '.join(frozen)}), but growth scales every layer; call "
                 f"requires_grad_(True) on them"
             )
         probe = probe_input(self._pattern[0])
@@ -121,27 +121,27 @@ class ParallelNetwork(nn.Module):
             self._degree = require_homogeneous(self._pattern[0], probe)
         self.certificate_: Certificate | None = None
         self.history_: list[float] = []
-        self.register_load_state_dict_pre_hook(_make_room)
+        self.register_load_state_dict_pre_hook(_resize_for_checkpoint)
 
     @property
     def direction_(self) -> nn.Module | None:
-        """The steepest subnetwork found, which is no part of this one."""
+        """The steepest additional subnetwork found; not a submodule."""
         return None if self._found is None else self._found[0]
 
     def forward(self, x: Tensor) -> Tensor:
         """The sum of the subnetworks' outputs."""
         if not self.subnetworks:
-            return torch.zeros_like(_run(self._copy(x), x))
+            return torch.zeros_like(_outputs(self._copy(x), x))
         return torch.stack([net(x) for net in self.subnetworks]).sum(0)
 
     def predict(self, x: Tensor) -> Tensor:
         """The outputs, without gradients."""
-        return _run(self, x)
+        return _outputs(self, x)
 
     def penalty(self, x: Tensor | None = None) -> Tensor:
-        r""":math:`\lambda\sum_i\theta(W_i)`: what a training loop adds to its loss.
+        r"""The term :math:`\lambda\sum_i\theta(W_i)` of the objective, for training loops.
 
-        Only the path norm looks at x, for the inputs' shape, and only where the first layer is not linear.
+        Only the path norm uses x, for the shape of the inputs, and only if the first layer is not linear.
         """
         if not self.subnetworks:
             return next(self._pattern[0].parameters()).new_zeros(())
@@ -152,38 +152,40 @@ class ParallelNetwork(nn.Module):
         return 0.5 * (y - self(x)).square().sum() + self.penalty(x)
 
     def fit(self, x: Tensor, y: Tensor) -> "ParallelNetwork":
-        """Grow from ``initial`` random subnetworks until nothing found improves, or a bound certifies the result."""
+        """Grow from ``initial`` random subnetworks until a search finds no improvement or the result is certified."""
         x, y = self._checked(x, y)
         self.subnetworks = nn.ModuleList(self._make(x) for _ in range(self.initial))
         self.history_ = []
         if self.initial:
             self._descend(x, y)
         self._assess(x, y)
-        if self._matched():
+        if self._degrees_match():
             iterate(lambda state, k: self._grow(x, y), True, self.max_networks, until=lambda state, k: not state)
         return self
 
     def _make(self, like: Tensor) -> nn.Module:
-        """A fresh subnetwork of the precision and on the device of a tensor."""
+        """A new subnetwork with the dtype and device of ``like``."""
         return self.make_subnetwork().to(like)
 
     def _copy(self, like: Tensor) -> nn.Module:
         return copy.deepcopy(self._pattern[0]).to(like)
 
     def _theta(self, net: nn.Module, x: Tensor | None) -> Tensor:
-        if self.regulariser != "path":
-            return _BY_NORMS[self.regulariser](net)
+        if self.regularizer != "path":
+            return _BY_NORMS[self.regularizer](net)
         example = probe_input(net) if x is None else x
         if example is None:
-            raise OptionError("the path norm of a network that begins with no linear layer needs inputs: penalty(x)")
+            raise OptionError(
+                "the path norm needs inputs if the network does not begin with a linear layer; call penalty(x)"
+            )
         return path_norm(net, example.to(next(net.parameters())))
 
-    def _matched(self) -> bool:
+    def _degrees_match(self) -> bool:
         """Whether the regulariser has the network's degree."""
-        return self.regulariser != "weight_decay" or self._degree == 2
+        return self.regularizer != "weight_decay" or self._degree == 2
 
     def _checked(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Data of one precision, on one device, that fit each other and the subnetworks."""
+        """Check the data and return x and y in the dtype and on the device of x."""
         for name, tensor in (("x", x), ("y", y)):
             require_real(name, tensor)
             require_finite(name, tensor)
@@ -191,12 +193,12 @@ class ParallelNetwork(nn.Module):
             raise CapabilityError(f"x is {x.dtype}, but growth needs float32 or float64; convert it with .float()")
         x, y = x.detach(), y.detach().to(x)
         pattern = self._copy(x)
-        shape = tuple(_run(pattern, x).shape)
+        shape = tuple(_outputs(pattern, x).shape)
         if shape != tuple(y.shape):
             raise ShapeError(f"the subnetworks give outputs of shape {shape}, but y has {tuple(y.shape)}")
         if not bool((factor_norms(pattern) > 0).all()):
             raise OptionError(
-                "make_subnetwork makes a layer of zeros, where no ascent starts; draw its weights at random"
+                "make_subnetwork returns a layer of zeros, from which no ascent can start; draw its weights at random"
             )
         if self._degree is None:
             probe = torch.randn(min(len(x), 8), *x.shape[1:], generator=torch.Generator().manual_seed(0))
@@ -204,7 +206,7 @@ class ParallelNetwork(nn.Module):
         return x, y
 
     def _grow(self, x: Tensor, y: Tensor) -> bool:
-        """One round: add what the last search found, descend, assess. False when there is nothing more to add."""
+        """One round: add the subnetwork of the last search, descend, assess. Returns whether to continue."""
         assert self._found is not None
         assert self.certificate_ is not None
         found, slope = self._found
@@ -213,7 +215,7 @@ class ParallelNetwork(nn.Module):
         if len(self.subnetworks) >= self.max_networks:
             return False
         before, added = copy.deepcopy(self.subnetworks), copy.deepcopy(found)
-        self._scale(added, (slope - self.lam) / float(_run(found, x).square().sum()))
+        self._scale(added, (slope - self.lam) / float(_outputs(found, x).square().sum()))
         self.subnetworks.append(added)
         self._descend(x, y)
         last = self.history_[-1]
@@ -221,27 +223,27 @@ class ParallelNetwork(nn.Module):
             self.subnetworks = before
             return False
         self._assess(x, y)
-        # An unlucky search may have found little to add: what counts is the next one, too.
-        return max(last - self.history_[-1], self._promise(x)) > 1e-2 * self.tol * last
+        # A poor search may have gained little, so the gain that the next search promises counts as well.
+        return max(last - self.history_[-1], self._predicted_gain(x)) > 1e-2 * self.tol * last
 
-    def _promise(self, x: Tensor) -> float:
-        r"""What adding the subnetwork found gains at least, :math:`(p - \lambda)_+^2/(2\|\phi(X)\|^2)`."""
+    def _predicted_gain(self, x: Tensor) -> float:
+        r"""The least gain from adding the subnetwork found, :math:`(p - \lambda)_+^2/(2\|\phi(X)\|^2)`."""
         assert self._found is not None
         found, slope = self._found
-        room, square = max(slope - self.lam, 0.0), float(_run(found, x).square().sum())
+        room, square = max(slope - self.lam, 0.0), float(_outputs(found, x).square().sum())
         return room**2 / (2 * square) if room > 0 else 0.0
 
     @torch.no_grad()
     def _scale(self, net: nn.Module, factor: float) -> None:
-        """Multiply the outputs and θ by a factor, shared equally by the layers."""
+        """Multiply the outputs and θ by ``factor``, distributed equally over the layers."""
         assert self._degree is not None
         for parameter in net.parameters():
             parameter.mul_(factor ** (1 / self._degree))
 
     def _descend(self, x: Tensor, y: Tensor) -> None:
-        """To a local minimum; then drop what is zero and balance the rest, which changes no output."""
-        _minimise(list(self.subnetworks.parameters()), lambda: self.objective(x, y), self.descent)
-        if self.regulariser == "weight_decay":
+        """Descend to a local minimum, remove zero subnetworks, and balance the others, which changes no output."""
+        _minimize(list(self.subnetworks.parameters()), lambda: self.objective(x, y), self.descent)
+        if self.regularizer == "weight_decay":
             return
         with torch.no_grad():
             sizes = [float(product_of_norms(net)) for net in self.subnetworks]
@@ -251,7 +253,7 @@ class ParallelNetwork(nn.Module):
             _balance(net)
 
     def _assess(self, x: Tensor, y: Tensor) -> None:
-        """Search for a new subnetwork, and write down what is known, in float64."""
+        """Search for a new subnetwork, and compute the objective and the certificate in float64."""
         found = self._search(x, y - self.predict(x))
         X, Y = x.double(), y.double()
         nets = copy.deepcopy(self.subnetworks).double()
@@ -260,8 +262,8 @@ class ParallelNetwork(nn.Module):
             penalty = sum(float(self._theta(net, X)) for net in nets)
             slope = float(self._slope(copy.deepcopy(found).double(), X, R))
         value = 0.5 * float(R.square().sum()) + self.lam * penalty
-        upper, method = self._bounded(X, R, slope)
-        excess = float(_run(found, x).norm()) * (2 * self.tol * value) ** 0.5
+        upper, method = self._upper_bound(X, R, slope)
+        excess = float(_outputs(found, x).norm()) * (2 * self.tol * value) ** 0.5
         self._found = found, slope
         self.history_.append(value)
         self.certificate_ = judge(
@@ -269,27 +271,27 @@ class ParallelNetwork(nn.Module):
             objective=value,
             polar_lower=slope,
             polar_upper=upper,
-            # Where degrees differ a slope above λ says nothing of the objective.
-            lam=self.lam + excess if self._matched() else math.inf,
+            # If the degrees differ, a slope above λ does not imply a lower objective.
+            lam=self.lam + excess if self._degrees_match() else math.inf,
             tol=self.tol,
             method=method,
         )
 
-    def _bounded(self, X: Tensor, R: Tensor, slope: float) -> tuple[float, str]:
-        """An upper bound on the polar, and how it was found."""
-        if not self._matched():
+    def _upper_bound(self, X: Tensor, R: Tensor, slope: float) -> tuple[float, str]:
+        """An upper bound on the polar, and its method."""
+        if not self._degrees_match():
             return math.inf, "degrees differ"
-        upper, method = NO_BOUND if self.regulariser == "path" else polar_bound(self._pattern[0], X, R)
-        # What a direction in hand exceeds is no bound.
+        upper, method = NO_BOUND if self.regularizer == "path" else polar_bound(self._pattern[0], X, R)
+        # A value that the slope found exceeds is not a bound.
         return (upper, method) if slope <= upper else NO_BOUND
 
     def _slope(self, net: nn.Module, x: Tensor, residual: Tensor) -> Tensor:
-        r""":math:`\langle R, \phi(x; W)\rangle/\theta(W)`, which no rescaling of a layer changes."""
+        r""":math:`\langle R, \phi(x; W)\rangle/\theta(W)`, invariant to rescaling of layers."""
         return (residual * net(x)).sum() / self._size(net, x)
 
     def _size(self, net: nn.Module, x: Tensor) -> Tensor:
-        """The least θ over rescalings of the layers."""
-        return self._theta(net, x) if self.regulariser == "path" else product_of_norms(net)
+        """The minimum of θ over rescalings of the layers."""
+        return self._theta(net, x) if self.regularizer == "path" else product_of_norms(net)
 
     def _search(self, x: Tensor, residual: Tensor) -> nn.Module:
         """The steepest subnetwork found, balanced, with θ = 1."""
@@ -298,16 +300,16 @@ class ParallelNetwork(nn.Module):
             return max(found, key=lambda net: float(self._slope(net, x, residual)))
 
     def _climb(self, net: nn.Module, x: Tensor, residual: Tensor) -> nn.Module:
-        # Scaled to be of order one, so that the optimizer's tolerances mean the same for all data.
+        # Scaled to order one, so that the optimizer's tolerances are relative.
         size = float(residual.norm()) * float(x.norm()) or 1.0
-        _minimise(list(net.parameters()), lambda: -self._slope(net, x, residual) / size, self.descent)
+        _minimize(list(net.parameters()), lambda: -self._slope(net, x, residual) / size, self.descent)
         _balance(net)
         self._scale(net, 1 / float(self._size(net, x).detach()))
         return net
 
 
-def _run(net: nn.Module, x: Tensor) -> Tensor:
-    """The outputs without gradients, or one sentence on inputs that the network does not take."""
+def _outputs(net: nn.Module, x: Tensor) -> Tensor:
+    """The outputs without gradients; a ShapeError if the network rejects the inputs."""
     try:
         with torch.no_grad():
             return net(x)
@@ -317,8 +319,8 @@ def _run(net: nn.Module, x: Tensor) -> Tensor:
         ) from error
 
 
-def _minimise(parameters: list[nn.Parameter], value: Callable[[], Tensor], iterations: int) -> None:
-    """A local minimum by L-BFGS, in place."""
+def _minimize(parameters: list[nn.Parameter], value: Callable[[], Tensor], iterations: int) -> None:
+    """Descend to a local minimum by L-BFGS, in place."""
     optimizer = torch.optim.LBFGS(
         parameters, max_iter=iterations, line_search_fn="strong_wolfe", tolerance_grad=1e-9, tolerance_change=1e-14
     )
@@ -335,7 +337,7 @@ def _minimise(parameters: list[nn.Parameter], value: Callable[[], Tensor], itera
 
 @torch.no_grad()
 def _balance(net: nn.Module) -> None:
-    """Give all layers the same norm, which changes no output and no product."""
+    """Scale all layers to the same norm; output and product of norms do not change."""
     norms = factor_norms(net)
     mean = norms.log().mean().exp()
     for layer, norm in zip(layers_of(net).values(), norms, strict=True):
@@ -343,8 +345,8 @@ def _balance(net: nn.Module) -> None:
             parameter.mul_(mean / norm)
 
 
-def _make_room(module: ParallelNetwork, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before a checkpoint is loaded: have as many subnetworks as it holds."""
+def _resize_for_checkpoint(module: ParallelNetwork, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before loading: create or remove subnetworks to match the number in the checkpoint."""
     start = f"{prefix}subnetworks."
     held = [key for key in state_dict if key.startswith(start)]
     if not held:

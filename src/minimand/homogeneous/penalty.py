@@ -1,4 +1,4 @@
-"""The regulariser that dropout is, for networks: what to add to the loss in the place of sampling."""
+"""The explicit regulariser of dropout for networks: a penalty that replaces sampling."""
 
 import dataclasses
 import math
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ..errors import CapabilityError, OptionError, ShapeError, require_fitting
 from ..factor.dropout import dropout_weight, require_rate
+from ..linalg import gram
 from ..nn.dropout import AdditiveDropout, ImportanceDropout
-from ..operators.gram import gram
 
 __all__ = ["DropoutPenalty"]
 
@@ -56,25 +56,26 @@ class DropoutPenalty:
         \mathbb{E}\,\|y - f_{\text{dropout}}(x)\|^2
         = \|y - f(x)\|^2 + \operatorname{tr}\operatorname{Cov} f_{\text{dropout}}(x) ,
 
-    and the second term is this penalty. With one dropped layer, :math:`f(x) = U h(x)`, it is
+    and this penalty is the second term. For :math:`f(x) = U h(x)` with dropout of h it is
 
     .. math:: \lambda\sum_i \|u_i\|^2 \sum_n h_i(x_n)^2, \qquad \lambda = \frac{p}{1-p} ,
 
     where :math:`h_i = \max(v_i^\top x, 0)` for two-layer ReLU networks and :math:`h_i = v_i^\top x` for linear ones
-    (003; Mianjy, Arora and Vidal 2018). Further dropouts, in deep linear networks, are exact too: with
-    :math:`M_L = W_L^\top W_L` and :math:`M_{l} = W_{l}^\top(M_{l+1} + \lambda\operatorname{Diag} M_{l+1})W_{l}` every
-    layer adds :math:`\lambda\sum_i (M_l)_{ii}\,\bar h_i^2`, with its inputs :math:`\bar h` without noise.
+    ([Vidal2018]; Mianjy, Arora and Vidal 2018). The penalty of several dropouts in a deep linear network is exact as
+    well: with :math:`M_L = W_L^\top W_L` and
+    :math:`M_{l} = W_{l}^\top(M_{l+1} + \lambda\operatorname{Diag} M_{l+1})W_{l}` every layer adds
+    :math:`\lambda\sum_i (M_l)_{ii}\,\bar h_i^2`, where :math:`\bar h` are its inputs without noise.
 
-    What comes before the first dropout may be any module without noise of its own; after it only linear layers,
-    dropout and identities. A nonlinearity after a dropout has no such closed form and is refused, and so are
-    dropouts of other kinds, and those inside modules that are no chain.
+    Any module without noise may precede the first dropout. Only linear layers, dropouts and identities may follow it,
+    because a nonlinearity after a dropout has no closed form. Other modules after a dropout, other kinds of dropout,
+    and dropouts inside modules that are not chains raise an error.
 
     Args:
-        module: A chain: ``nn.Sequential`` of layers, nested or not. Where it holds ``nn.Dropout`` these say where units
-            are dropped; otherwise the inputs of every linear layer but the first are.
-        p: The drop rate; None: each Dropout's own, of which there must be one.
-        reduction: As in ``nn.MSELoss``, to whose value the penalty is added: ``"mean"`` over samples and outputs, or
-            ``"sum"``; ``"batchmean"`` sums over the outputs and averages over the samples.
+        module: A chain: an ``nn.Sequential`` of layers, possibly nested. If it contains ``nn.Dropout``, these define
+            where units are dropped; otherwise the inputs of every linear layer but the first are dropped.
+        p: The drop rate. None: the rates of the ``nn.Dropout`` modules, of which there must be at least one.
+        reduction: The reduction of the loss to which the penalty is added, as in ``nn.MSELoss``: ``"mean"`` over
+            samples and outputs, ``"sum"``, or ``"batchmean"``: the sum over outputs, averaged over samples.
 
     >>> net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU(), nn.Linear(2, 1, bias=False))
     >>> with torch.no_grad():
@@ -82,7 +83,7 @@ class DropoutPenalty:
     >>> DropoutPenalty(net, 0.5, reduction="sum")(torch.tensor([[1.0, -2.0]])).item()
     9.0
 
-    In a training loop it takes the place of the Dropout modules::
+    In a training loop the penalty replaces the Dropout modules::
 
         loss = F.mse_loss(net(x), y) + penalty(x)
     """
@@ -91,14 +92,14 @@ class DropoutPenalty:
         if p is not None:
             require_rate(p)
         if reduction not in ("mean", "sum", "batchmean"):
-            raise OptionError(f'reduction is "mean", "sum" or "batchmean", got {reduction!r}')
+            raise OptionError(f'reduction must be "mean", "sum" or "batchmean", got {reduction!r}')
         self.reduction = reduction
         layers = _flatten(module)
         _refuse_other_noise(layers)
         self._plan = _cut(layers, p)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The penalty on a batch, samples first."""
+        """The penalty on a batch whose first dimension is the samples."""
         return self.output_and_penalty(x)[1]
 
     def output_and_penalty(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,23 +108,23 @@ class DropoutPenalty:
         h = x
         paths = iter(plan.paths)
         for module in plan.head:
-            h = _passed(next(paths), module, h)
+            h = _apply_layer(next(paths), module, h)
         squares = []
         for layer in plan.tail:
             path = next(paths)
-            after = _passed(path, layer, h)
+            after = _apply_layer(path, layer, h)
             squares.append(h.reshape(-1, h.shape[-1]).square().sum(0))
             h = after
         rows = h.numel() // max(h.shape[-1], 1)
         scale = {"sum": 1.0, "batchmean": 1 / max(rows, 1), "mean": 1 / max(h.numel(), 1)}[self.reduction]
-        return h, scale * self._spread(squares)
+        return h, scale * self._covariance_trace(squares)
 
     def whitened(self) -> Tensor:
         r"""The expected penalty of a sample with white inputs: :math:`\mathbb{E}x = 0`, :math:`\mathbb{E}xx^\top = I`.
 
-        For linear networks this is exact, and for two layers without biases it is
-        :math:`\lambda\sum_i\|u_i\|^2\|v_i\|^2`, the product of norms. With a ReLU before the dropout the inputs are
-        taken as Gaussian, which makes it half of that.
+        For linear networks this is exact. For two layers without biases it is
+        :math:`\lambda\sum_i\|u_i\|^2\|v_i\|^2`, a product of norms. With a ReLU before the dropout the inputs are
+        assumed to be Gaussian, and the value is half of that.
         """
         plan = self._plan
         linear, rectified = _white_head(plan.head)
@@ -132,17 +133,17 @@ class DropoutPenalty:
         for number, layer in enumerate(plan.tail):
             if rectified and number > 0 and plan.rates[number] > 0:
                 raise CapabilityError(
-                    "the whitened penalty of a ReLU followed by two dropouts needs the joint distribution of its "
-                    "units; call the penalty on data instead"
+                    "the whitened penalty of a ReLU followed by two dropouts depends on the joint distribution of the "
+                    "units, which is unknown; call the penalty on data instead"
                 )
             squares.append(_second_moments(matrix, offset, layer, rectified))
             if not rectified:
                 matrix, offset = _affine([*([] if matrix is None else [(matrix, offset)]), (layer.weight, layer.bias)])
-        total = self._spread(squares)
+        total = self._covariance_trace(squares)
         return total / plan.tail[-1].out_features if self.reduction == "mean" else total
 
-    def _spread(self, squares: list[Tensor]) -> Tensor:
-        r"""The trace of the output's covariance, from the last layer to the first."""
+    def _covariance_trace(self, squares: list[Tensor]) -> Tensor:
+        """The trace of the output's covariance, accumulated from the last layer to the first."""
         plan = self._plan
         total = plan.tail[-1].weight.new_zeros(())
         inner: Tensor | None = None
@@ -156,14 +157,14 @@ class DropoutPenalty:
         return total
 
 
-def _passed(path: str, layer: nn.Module, h: Tensor) -> Tensor:
-    """The layer's output; where torch refuses its input, one sentence with the layer's path."""
+def _apply_layer(path: str, layer: nn.Module, h: Tensor) -> Tensor:
+    """The layer's output; a ShapeError with the layer's path if torch rejects the input."""
     try:
         out: Tensor = layer(h)
     except (RuntimeError, TypeError) as error:
         weight = next(layer.parameters(), None)
         where = path or type(layer).__name__
-        # What is inside other modules may well take whole numbers.
+        # Other modules may begin with an embedding, which takes integers.
         if weight is not None and (isinstance(layer, nn.Linear) or _is_real(h)):
             require_fitting(where, h, weight, error)
         if isinstance(layer, nn.Linear) and h.shape[-1:] != (layer.in_features,):
@@ -270,7 +271,7 @@ def _refusal(path: str, layer: nn.Module) -> str:
 
 
 def _white_head(head: tuple[nn.Module, ...]) -> tuple[list[tuple[Tensor, Tensor | None]], bool]:
-    """The linear layers before the first dropout, and whether a ReLU ends them."""
+    """The linear layers before the first dropout, and whether a ReLU follows them."""
     linear: list[tuple[Tensor, Tensor | None]] = []
     rectified = False
     for layer in head:
@@ -280,14 +281,14 @@ def _white_head(head: tuple[nn.Module, ...]) -> tuple[list[tuple[Tensor, Tensor 
             rectified = True
         elif not isinstance(layer, _TRANSPARENT):
             raise CapabilityError(
-                f"the whitened penalty knows linear layers and a ReLU before the dropout, not {type(layer).__name__}; "
+                f"the whitened penalty takes linear layers and a ReLU before the dropout, not {type(layer).__name__}; "
                 f"call the penalty on data instead"
             )
     return linear, rectified
 
 
 def _affine(layers: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor | None, Tensor | None]:
-    """The product of affine layers."""
+    """Matrix and offset of a composition of affine layers."""
     matrix: Tensor | None = None
     offset: Tensor | None = None
     for weight, bias in layers:
@@ -297,7 +298,7 @@ def _affine(layers: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor | None, 
 
 
 def _second_moments(matrix: Tensor | None, offset: Tensor | None, layer: nn.Linear, rectified: bool) -> Tensor:
-    """E h² of each input of the layer for white inputs; Gaussian ones behind a ReLU."""
+    """E h² of each input of the layer, for white inputs; after a ReLU, for white Gaussian inputs."""
     if matrix is None:
         return layer.weight.new_ones(layer.in_features)
     variance = matrix.square().sum(1)

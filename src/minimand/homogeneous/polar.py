@@ -1,10 +1,10 @@
-r"""The polar of one hidden ReLU layer: the steepest new neuron, and bounds on how steep it can be.
+r"""The polar of one hidden ReLU layer: the steepest new neuron, and bounds on its slope.
 
 .. math:: p = \max_{\|w\| \le 1} \|Z^\top \max(Xw, 0)\|, \qquad Z = -\nabla\ell .
 
-On a cell of the arrangement of the hyperplanes :math:`x_n^\top w = 0` the function is :math:`\|Gw\|` with
+The hyperplanes :math:`x_n^\top w = 0` divide the sphere into cells. On a cell the function is :math:`\|Gw\|` with
 :math:`G = \sum_{n\,\text{active}} z_n x_n^\top`, whose maximum lies at the top singular vector of G or on the boundary
-of the cell. In the plane the cells are arcs, in space the boundaries are arcs, and both are swept completely.
+of the cell. With two columns the cells are arcs; with three columns their boundaries are arcs. A sweep visits all arcs.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CapabilityError
-from ..operators.spectral import certified_norm_sq
+from ..norms.spectral import certified_norm_sq
 from ..solvers.iterate import iterate
 
 __all__ = ["Polar", "ascend", "exact_polar", "slopes", "upper_bound"]
@@ -22,14 +22,14 @@ __all__ = ["Polar", "ascend", "exact_polar", "slopes", "upper_bound"]
 
 @dataclasses.dataclass(frozen=True)
 class Polar:
-    """What is known of a polar.
+    """Bounds on a polar, and directions that are local maxima.
 
     Attributes:
-        lower: What the first direction attains.
-        upper: No direction attains more.
+        lower: The value at the first direction, a lower bound.
+        upper: An upper bound over all directions.
         directions: Unit directions that are local maxima, the steepest first.
-        values: What each attains.
-        method: How the upper bound was found.
+        values: The values at the directions.
+        method: How the upper bound was computed.
         exact: Whether the bounds differ by rounding only.
     """
 
@@ -51,9 +51,9 @@ def slopes(X: Tensor, Z: Tensor, W: Tensor) -> Tensor:
 
 
 def exact_polar(X: Tensor, Z: Tensor) -> Polar:
-    r"""The polar of inputs with two or three columns (one or two, and the ones), to rounding.
+    r"""The polar of inputs with two or three columns, including the ones, to rounding.
 
-    Two columns take :math:`O(N\log N)` operations, three :math:`O(N^2\log N)`: every face is visited.
+    Two columns take :math:`O(N\log N)` operations, three columns :math:`O(N^2\log N)`.
 
     >>> X, Z = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).double(), torch.tensor([[3.0], [4.0]]).double()
     >>> round(exact_polar(X, Z).lower, 9)
@@ -61,37 +61,37 @@ def exact_polar(X: Tensor, Z: Tensor) -> Polar:
     """
     if X.shape[1] not in (2, 3):
         raise CapabilityError(
-            f"the exact polar sweeps two or three columns, got {X.shape[1]}; use the ascent, which gives a lower bound"
+            f"the exact polar needs two or three columns, got {X.shape[1]}; use the ascent, which gives a lower bound"
         )
     X, Z = X.double(), Z.double()
     terms = Z.unsqueeze(2) * X.unsqueeze(1)
     found = _planar(X, terms) if X.shape[1] == 2 else _spatial(X, Z, terms)
     directions, values = _ranked(X, Z, found)
     best = float(values[0]) if len(values) else 0.0
-    # A sum of N terms, formed by updates along a sweep, is off by at most a few N eps times the sum of the sizes.
+    # The rounding error of a sum of N terms, updated along a sweep, is at most a few N eps times the sum of norms.
     room = 8 * (len(X) + 8) * torch.finfo(torch.float64).eps
     size = float((Z.norm(dim=1) * X.norm(dim=1)).sum())
     return Polar(best, best + room * size, directions, values, f"exact sweep of {X.shape[1]} columns", True)
 
 
 def _ranked(X: Tensor, Z: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
-    """The directions by what they attain, computed afresh."""
+    """The directions sorted by their values, which are recomputed."""
     values = slopes(X, Z, directions)
     order = values.argsort(descending=True)
     return directions[order], values[order]
 
 
 def _sweep(planes: Tensor, terms: Tensor) -> tuple[Tensor, Tensor]:
-    """The arcs of each plane: where they start (B × 2N, ascending) and the sum of the active terms on them.
+    """The arcs of each plane: their start angles (B × 2N, ascending) and the sum of the active terms on each.
 
-    ``planes`` holds the rows' coordinates in each of B planes (B × N × 2), ``terms`` is N × C × d. The first arc is the
-    longest one, where no rounding can mistake a row's side.
+    ``planes`` holds the rows' coordinates in each of B planes (B × N × 2), ``terms`` is N × C × d. The sweep starts in
+    the longest arc, where the active rows are determined safely despite rounding.
     """
     rows = planes.shape[1]
     norm = planes.norm(dim=2)
     flat = norm <= 1e-12 * norm.amax(1, keepdim=True)
-    centre = torch.atan2(planes[..., 1], planes[..., 0])
-    events = torch.cat([centre - math.pi / 2, centre + math.pi / 2], 1).remainder(2 * math.pi)
+    center = torch.atan2(planes[..., 1], planes[..., 0])
+    events = torch.cat([center - math.pi / 2, center + math.pi / 2], 1).remainder(2 * math.pi)
     signs = torch.cat([torch.ones_like(norm), -torch.ones_like(norm)], 1).masked_fill(torch.cat([flat, flat], 1), 0.0)
     starts, order = events.sort(dim=1)
     ends = torch.cat([starts[:, 1:], starts[:, :1] + 2 * math.pi], 1)
@@ -109,7 +109,7 @@ def _sweep(planes: Tensor, terms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _arc_maxima(starts: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Candidate angles per plane and arc (inside it, then at its start), and which are local maxima of ‖Gw‖."""
+    """Candidate angles per plane and arc (inside, then at the start), and a mask of local maxima of ‖Gw‖."""
     ends = torch.cat([starts[:, 1:], starts[:, :1] + 2 * math.pi], 1)
     square = sums.mT @ sums
     a, b, c = square[..., 0, 0], square[..., 0, 1], square[..., 1, 1]
@@ -121,7 +121,7 @@ def _arc_maxima(starts: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
     cos, sin = starts.cos(), starts.sin()
 
     def slope(at: int) -> Tensor:
-        """The derivative of ½‖Gw‖² in the angle at the arcs' starts, with the sums of the arc ``at`` places on."""
+        """The derivative of ½‖Gw‖² in the angle at the arcs' starts, with the sums of the arc ``at`` places later."""
         p, q, r = (v.roll(-at, 1) for v in (a, b, c))
         return (r - p) * sin * cos + q * (cos * cos - sin * sin)
 
@@ -139,7 +139,7 @@ def _planar(X: Tensor, terms: Tensor) -> Tensor:
 
 
 def _spatial(X: Tensor, Z: Tensor, terms: Tensor, chunk: int = 64) -> Tensor:
-    """Local maxima on the great circles of the arrangement, and the tops of the cells on either side of each arc."""
+    """Local maxima on the great circles, and the top singular vectors of the cells on both sides of each arc."""
     found = []
     unit = X / X.norm(dim=1, keepdim=True).clamp_min(torch.finfo(X.dtype).tiny)
     best = 0.0
@@ -153,13 +153,13 @@ def _spatial(X: Tensor, Z: Tensor, terms: Tensor, chunk: int = 64) -> Tensor:
         owner = torch.arange(len(rows)).unsqueeze(1).expand_as(angles)[kept]
         heading = torch.stack([angles[kept].cos(), angles[kept].sin()], 1)
         circle = (heading.unsqueeze(1) @ bases[owner]).squeeze(1)
-        # Rows parallel to the normal are zero on its circle; each side of it activates those that point there.
+        # Rows parallel to the normal are zero on its circle; on each side those that point there are active.
         cosine = normals @ unit.mT
         flat = planes.norm(dim=2) <= 1e-12 * planes.norm(dim=2).amax(1, keepdim=True)
         sides = [torch.einsum("bn,ncd->bcd", (flat & (s * cosine > 0)).to(X.dtype), terms) for s in (1, -1)]
         cells = torch.cat([(sums + side.unsqueeze(1)).flatten(0, 1) for side in sides])
         best = max(best, float(slopes(X, Z, circle).max()) if len(circle) else 0.0)
-        # A cell whose matrix is too small to beat what is known cannot hold the maximum.
+        # A cell whose matrix has a smaller norm than the best value cannot contain the maximum.
         tops = cells[cells.flatten(1).norm(dim=1) >= best * (1 - 1e-12)]
         inner = torch.linalg.svd(tops, full_matrices=False).Vh[:, 0] if len(tops) else X.new_zeros(0, 3)
         candidates = torch.cat([circle, inner, -inner])
@@ -172,9 +172,10 @@ def _spatial(X: Tensor, Z: Tensor, terms: Tensor, chunk: int = 64) -> Tensor:
 def upper_bound(X: Tensor, Z: Tensor) -> float:
     r"""An upper bound on the polar for inputs of any dimension; often loose.
 
-    With :math:`\max(a, 0) = \tfrac12(a + |a|)` it is :math:`\tfrac12\|Z^\top X\| + \tfrac12\|Z\|\|X\|`. For a single
-    output only the rows with :math:`z_n` of one sign count in the second term, which is also at most
-    :math:`\tfrac12\bigl(\sum z_n^+\;\lambda_{\max}(X^\top\operatorname{diag}(z^+)X)\bigr)^{1/2}`, for the worse sign.
+    Since :math:`\max(a, 0) = \tfrac12(a + |a|)`, it is :math:`\tfrac12\|Z^\top X\| + \tfrac12\|Z\|\|X\|`. For a single
+    output only the rows with :math:`z_n` of one sign enter the second term, which is then at most
+    :math:`\tfrac12\bigl(\sum z_n^+\;\lambda_{\max}(X^\top\operatorname{diag}(z^+)X)\bigr)^{1/2}`. The larger of the two
+    signs' values is used.
 
     >>> X, Z = torch.eye(2).double(), torch.tensor([[3.0], [4.0]]).double()
     >>> 5 <= upper_bound(X, Z) < 5.01
@@ -186,7 +187,7 @@ def upper_bound(X: Tensor, Z: Tensor) -> float:
         return math.sqrt(float(certified_norm_sq(matrix)))
 
     def positive(z: Tensor) -> float:
-        """A bound on zᵀ|Xw|, to which only the positive entries add."""
+        """A bound on zᵀ|Xw|; negative entries of z are left out."""
         z, rows = z[z > 0], X[z > 0]
         if not len(z):
             return 0.0
@@ -197,40 +198,40 @@ def upper_bound(X: Tensor, Z: Tensor) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Climb:
+class _AscentState:
     points: Tensor
     values: Tensor
     steps: Tensor
 
 
 def ascend(X: Tensor, Z: Tensor, starts: Tensor, iterations: int = 200) -> tuple[Tensor, Tensor]:
-    r"""Local maxima of the slope on the sphere, from many starts: projected ascent, each start with its own step.
+    r"""Local maxima of the slope on the sphere by projected gradient ascent from many starts, each with its own step.
 
-    Returns unit directions and what they attain, the steepest first: lower bounds of the polar, no more.
+    Returns unit directions and their values, the steepest first. The values are lower bounds of the polar.
 
     >>> X, Z = torch.eye(2), torch.tensor([[3.0], [4.0]])
     >>> round(float(ascend(X, Z, torch.tensor([[1.0, 0.1]]))[1][0]), 4)
     5.0
     """
 
-    def normalised(W: Tensor) -> Tensor:
+    def normalized(W: Tensor) -> Tensor:
         return W / W.norm(dim=1, keepdim=True).clamp_min(torch.finfo(W.dtype).tiny)
 
-    def step(state: _Climb, k: int) -> _Climb:
+    def step(state: _AscentState, k: int) -> _AscentState:
         before = state.points @ X.mT
         image = torch.relu(before) @ Z
-        gradient = normalised(((image @ Z.mT) * (before > 0)) @ X)
-        trial = normalised(state.points + state.steps.unsqueeze(1) * gradient)
+        gradient = normalized(((image @ Z.mT) * (before > 0)) @ X)
+        trial = normalized(state.points + state.steps.unsqueeze(1) * gradient)
         values = slopes(X, Z, trial)
         better = values > state.values
-        return _Climb(
+        return _AscentState(
             torch.where(better.unsqueeze(1), trial, state.points),
             torch.where(better, values, state.values),
             torch.where(better, state.steps * 2, state.steps / 4),
         )
 
-    first = normalised(starts)
-    state = _Climb(first, slopes(X, Z, first), torch.ones(len(first), dtype=X.dtype, device=X.device))
+    first = normalized(starts)
+    state = _AscentState(first, slopes(X, Z, first), torch.ones(len(first), dtype=X.dtype, device=X.device))
     state, _ = iterate(step, state, iterations, until=lambda s, k: bool((s.steps < 1e-7).all()))
     order = state.values.argsort(descending=True)
     return state.points[order], state.values[order]

@@ -1,7 +1,7 @@
-r"""Regularisers of a network by the norms of its factors (003, "Key Ingredient: Proper Regularization").
+r"""Regularisers of a network by the norms of its factors ([Vidal2018], "Key Ingredient: Proper Regularization").
 
-A *factor* is all parameters of one layer, :math:`W^k`, a bias included. A network that is positively homogeneous of
-degree K in K factors needs a regulariser of the same degree: the product of norms, or a surrogate with the same
+A *factor* :math:`W^k` holds all parameters of one layer, including its bias. A network that is positively homogeneous
+of degree K in K factors needs a regulariser of the same degree: the product of norms, or a surrogate with the same
 infimum over rescalings. Weight decay has degree 2, which fits two factors only.
 """
 
@@ -15,12 +15,12 @@ __all__ = ["factor_norms", "layers_of", "path_norm", "product_of_norms", "smooth
 
 
 def layers_of(module: nn.Module) -> dict[str, nn.Module]:
-    """The layers that have parameters of their own, by their paths."""
+    """The modules that hold parameters directly, by path."""
     return {name: layer for name, layer in module.named_modules() if list(layer.parameters(recurse=False))}
 
 
 def factor_norms(module: nn.Module) -> Tensor:
-    r"""The norms :math:`\|W^k\|` of the layers that have parameters of their own, in order.
+    r"""The norms :math:`\|W^k\|` of the modules that hold parameters directly, in order.
 
     >>> layer = nn.Linear(2, 1)
     >>> with torch.no_grad():
@@ -36,12 +36,12 @@ def factor_norms(module: nn.Module) -> Tensor:
 
 
 def product_of_norms(module: nn.Module) -> Tensor:
-    r""":math:`\theta(W) = \prod_k \|W^k\|`: of degree K, invariant to rescaling between layers."""
+    r""":math:`\theta(W) = \prod_k \|W^k\|`, of degree K; invariant to rescaling between layers."""
     return factor_norms(module).prod()
 
 
 def smooth_surrogate(module: nn.Module) -> Tensor:
-    r""":math:`\tfrac1K\sum_k\|W^k\|^K`: of degree K, never below the product, equal to it for balanced layers.
+    r""":math:`\tfrac1K\sum_k\|W^k\|^K`, of degree K; at least the product of norms, with equality for balanced layers.
 
     >>> net = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 1, bias=False))
     >>> bool(smooth_surrogate(net) >= product_of_norms(net))
@@ -52,20 +52,20 @@ def smooth_surrogate(module: nn.Module) -> Tensor:
 
 
 def weight_decay(module: nn.Module) -> Tensor:
-    r""":math:`\tfrac12\sum_k\|W^k\|^2`: of degree 2 whatever the depth, so zero is a local minimum for K > 2."""
+    r""":math:`\tfrac12\sum_k\|W^k\|^2`, of degree 2 at any depth; zero is therefore a local minimum for K > 2."""
     return 0.5 * factor_norms(module).square().sum()
 
 
 def path_norm(module: nn.Module, example: Tensor, order: float = 2.0) -> Tensor:
-    r"""The norm of all paths from inputs to outputs, :math:`\bigl(\sum_{\text{paths}}\prod|w|^q\bigr)^{1/q}`.
+    r"""The norm over all paths from inputs to outputs, :math:`\bigl(\sum_{\text{paths}}\prod|w|^q\bigr)^{1/q}`.
 
-    Computed by one forward pass with :math:`|w|^q` and inputs of ones, on which ReLUs are the identity (Neyshabur,
-    Salakhutdinov and Srebro 2015). For chains of linear or convolutional layers, sums and ReLUs.
+    It is computed by one forward pass with weights :math:`|w|^q` and inputs of ones, on which ReLUs are the identity
+    (Neyshabur, Salakhutdinov and Srebro 2015). It holds for networks of linear or convolutional layers, sums and ReLUs.
 
     Args:
         module: The network.
-        example: An input whose shape, precision and device are used; its first dimension is the batch.
-        order: q.
+        example: An input that gives shape, dtype and device; its first dimension is the batch.
+        order: The exponent q.
 
     >>> net = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
     >>> with torch.no_grad():
@@ -75,6 +75,6 @@ def path_norm(module: nn.Module, example: Tensor, order: float = 2.0) -> Tensor:
     """
     weights = {name: parameter.abs().pow(order) for name, parameter in module.named_parameters()}
     total = functional_call(module, weights, (torch.ones_like(example[:1]),)).sum()
-    # The root has no derivative at zero: where all paths are cut its gradient is zero, as that of torch's norms.
+    # The root is not differentiable at zero; the gradient there is set to zero, as for torch's norms.
     alive = total > 0
     return torch.where(alive, torch.where(alive, total, 1.0).pow(1 / order), 0.0)

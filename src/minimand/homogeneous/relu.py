@@ -1,4 +1,4 @@
-"""One hidden layer of ReLUs that grows until it is the best one of any width."""
+"""Regression by one hidden ReLU layer, grown until it is certified to be optimal over all widths."""
 
 from typing import Any, NamedTuple
 
@@ -15,14 +15,14 @@ from ..factor.inputs import require_entries
 from ..solvers.base import require_count
 from ..solvers.iterate import iterate
 from .certificate import judge_relu, objective, polar_of, with_ones
-from .neurons import Neurons, descend, descend_in_cells, merged, tidy
+from .neurons import Neurons, descend, descend_in_cells, merge_neurons, prune_and_balance
 from .polar import Polar
 
 __all__ = ["ParallelReLU"]
 
 
 class _Growth(NamedTuple):
-    """The network of one round, what is known of it, and its predecessors' records."""
+    """The network of one round, its polar and certificate, and the records of all rounds so far."""
 
     neurons: Neurons
     polar: Polar
@@ -31,43 +31,42 @@ class _Growth(NamedTuple):
 
 
 class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
-    r"""Regression by one hidden layer of ReLUs, grown neuron by neuron to the global minimum over all widths.
+    r"""Regression by one hidden ReLU layer, grown to the global minimum over all widths.
 
     .. math::
 
         \min_{r,\, W,\, V}\; \tfrac12\|y - f(X)\|^2 + \lambda \sum_{i=1}^r \|w_i\|\,\|v_i\|, \qquad
         f(x) = \sum_{i=1}^r \max\bigl(w_i^\top [x; 1], 0\bigr)\, v_i .
 
-    The regulariser is positively homogeneous of the network's own degree, so that a local minimum where no new neuron
-    helps is global (003, Theorem 1). The meta-algorithm (003, Theorem 2): descend to a local minimum; solve the polar
-    :math:`p = \max_{\|w\|\le1}\|R^\top\max(Xw, 0)\|` of the residual R; if :math:`p \le \lambda`, stop, otherwise
-    append the neurons that the polar found, each scaled to its best size.
+    Network and regulariser are positively homogeneous of the same degree. So a local minimum that no new neuron
+    improves is global ([Vidal2018], Theorem 1). The meta-algorithm ([Vidal2018], Theorem 2) descends to a local minimum
+    and solves the polar :math:`p = \max_{\|w\|\le1}\|R^\top\max(Xw, 0)\|` of the residual R. If
+    :math:`p \le \lambda` it stops; otherwise it appends the neurons found by the polar, each scaled to its best size.
 
-    With one input column the polar is exact, with two columns it is for up to 600 rows: growth then ends ``CERTIFIED``
-    unless rounds or neurons run out, or the descent stops short of the tolerance. With more
-    columns the polar is bounded from below by an ascent from many starts, and from above by norms: the status is then
-    ``UNDECIDED`` unless that bound suffices. Without an exact polar ``IMPROVABLE`` has a slack: the neuron found must
-    lower the objective f by more than ``tol`` of it, so its slope must exceed λ by
-    :math:`\|\max(Xw, 0)\|(2\,\mathrm{tol}\,f)^{1/2}`.
+    The polar is exact with one input column, and with two columns up to 600 rows. Growth then ends ``CERTIFIED`` unless
+    rounds or neurons run out, or the descent stops before the tolerance. With more columns an ascent from many starts
+    bounds the polar from below, and norms bound it from above. The status is then ``UNDECIDED`` unless the upper bound
+    suffices. Without an exact polar ``IMPROVABLE`` requires a margin: the neuron found must lower the objective f by
+    more than ``tol`` · f, so its slope must exceed λ by :math:`\|\max(Xw, 0)\|(2\,\mathrm{tol}\,f)^{1/2}`.
 
     Args:
-        lam: The weight of the regulariser; the larger, the fewer neurons.
+        lam: The weight of the regulariser; larger values give fewer neurons.
         tol: The relative gap at which growth stops and the status is ``CERTIFIED``.
-        max_rounds: How often neurons are added, at most.
-        max_neurons: No more neurons than this are kept in a round; None: any number.
-        grow: How many of the polar's local maxima are added at once.
-        descent: Iterations of the local descent of each round.
+        max_rounds: The largest number of rounds, in each of which neurons are added.
+        max_neurons: The largest number of neurons; None: no limit.
+        grow: The largest number of neurons that one round adds.
+        descent: Iterations of each round's local descent.
         polar: ``"auto"``, ``"exact"`` or ``"ascent"``; see :func:`~minimand.homogeneous.certify_relu`.
-        random_state: Seeds the ascent.
+        random_state: The seed of the ascent's starts.
 
     Attributes:
         weights_: n_neurons × (n_features + 1), the bias last.
         outputs_: n_neurons × n_outputs; balanced, :math:`\|w_i\| = \|v_i\|`.
-        n_neurons_: The width.
-        certificate_: What is proved of the result.
-        direction_: The steepest unit vector w, the bias last, that was found for one more neuron; its slope
+        n_neurons_: The number of neurons.
+        certificate_: The certificate of the result.
+        direction_: The steepest unit vector w, the bias last, found for a further neuron; its slope
             :math:`\|R^\top\max(Xw, 0)\|` is ``certificate_.polar_lower``.
-        objective_: Its objective.
+        objective_: The objective of the result.
         history_: The objective of each round, the empty network first.
         width_history_, gap_history_: The width and the relative gap of each round.
 
@@ -109,7 +108,7 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         generator = torch.Generator().manual_seed(seed)
         empty = Neurons(inputs.new_zeros(0, inputs.shape[1]), inputs.new_zeros(0, target.shape[1]))
-        start = self._assessed(inputs, target, empty, [], generator)
+        start = self._assess(inputs, target, empty, [], generator)
         end, self.n_iter_ = iterate(
             lambda state, k: self._round(inputs, target, state, generator),
             start,
@@ -139,7 +138,7 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
         if self.max_neurons is not None:
             require_count("max_neurons", self.max_neurons)
         if self.polar not in ("auto", "exact", "ascent"):
-            raise OptionError(f"polar is one of auto, exact, ascent, got {self.polar!r}")
+            raise OptionError(f"polar must be one of auto, exact, ascent, got {self.polar!r}")
 
     def _store(self, end: _Growth) -> None:
         self.weights_ = end.neurons.W.numpy()
@@ -153,7 +152,7 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
         self.gap_history_ = np.asarray(gaps)
         self.objective_ = values[-1]
 
-    def _assessed(
+    def _assess(
         self,
         X: Tensor,
         Y: Tensor,
@@ -161,7 +160,7 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
         rounds: list[tuple[float, int, float]],
         generator: torch.Generator,
     ) -> _Growth:
-        """The polar and the certificate of a network, with the record of its round."""
+        """Compute the polar and the certificate of a network, and append the record of its round."""
         R = Y - torch.relu(X @ neurons.W.mT) @ neurons.V
         random = torch.randn(96, X.shape[1], generator=generator, dtype=X.dtype)
         rows = X[torch.randperm(len(X), generator=generator)[:32]]
@@ -172,35 +171,35 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
         return _Growth(neurons, polar, certificate, [*rounds, record])
 
     def _finished(self, state: _Growth) -> bool:
-        if self._settled(state):
+        if self._converged(state):
             return True
         full = self.max_neurons is not None and len(state.neurons.W) >= self.max_neurons
         before = state.rounds[-2][0] if len(state.rounds) > 1 else float("inf")
-        # A round that gains nothing would be repeated for ever; an ascent's maxima are not worth many small gains.
+        # A round without gain would repeat forever. After an inexact polar small gains do not justify further rounds.
         least = 1e-12 if state.polar.exact else 0.1 * self.tol
         return full or before - state.rounds[-1][0] <= least * abs(before)
 
-    def _settled(self, state: _Growth) -> bool:
+    def _converged(self, state: _Growth) -> bool:
         return state.certificate.status is Status.CERTIFIED or state.polar.lower <= self.lam * (1 + 1e-9)
 
     def _round(self, X: Tensor, Y: Tensor, state: _Growth, generator: torch.Generator) -> _Growth:
-        """Append the polar's directions and descend; keep whatever is lowest."""
-        if self._settled(state):
+        """Append the polar's directions and descend; keep the network with the lowest objective."""
+        if self._converged(state):
             return state
         best = state.neurons
-        trial = self._grown(X, Y, state)
+        trial = self._appended(X, Y, state)
         for method in (descend_in_cells, descend):
             if X.shape[1] == 2 and method is descend:
                 continue
-            trial = merged(X, method(X, Y, trial, self.lam, self.descent))
+            trial = merge_neurons(X, method(X, Y, trial, self.lam, self.descent))
             if objective(X, Y, *trial, self.lam) < objective(X, Y, *best, self.lam):
                 best = trial
             else:
                 trial = best
-        return self._assessed(X, Y, best, state.rounds, generator)
+        return self._assess(X, Y, best, state.rounds, generator)
 
-    def _grown(self, X: Tensor, Y: Tensor, state: _Growth) -> Neurons:
-        r"""The network with new neurons :math:`\sqrt{s}(w, v)`; :math:`s = (p - \lambda)/\|\max(Xw, 0)\|^2`, shared."""
+    def _appended(self, X: Tensor, Y: Tensor, state: _Growth) -> Neurons:
+        r"""Append neurons :math:`\sqrt{s}(w, v)` with :math:`s = (p - \lambda)/\|\max(Xw, 0)\|^2` over their number."""
         W, V = state.neurons
         room = self.grow if self.max_neurons is None else min(self.grow, self.max_neurons - len(W))
         chosen = _distinct(state.polar, self.lam, room)
@@ -208,11 +207,12 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
         pull = hidden.mT @ (Y - torch.relu(X @ W.mT) @ V)
         slope = pull.norm(dim=1)
         root = ((slope - self.lam) / hidden.square().sum(0) / max(len(chosen), 1)).clamp_min(0.0).sqrt().unsqueeze(1)
-        return tidy(Neurons(torch.cat([W, root * chosen]), torch.cat([V, root * pull / slope.unsqueeze(1)])))
+        outgoing = root * pull / slope.unsqueeze(1)
+        return prune_and_balance(Neurons(torch.cat([W, root * chosen]), torch.cat([V, outgoing])))
 
 
 def _distinct(polar: Polar, lam: float, count: int) -> Tensor:
-    """The steepest directions above λ that differ from each other."""
+    """The steepest directions with slopes above λ, at most ``count``, without duplicates."""
     kept: list[Tensor] = []
     for direction, value in zip(polar.directions, polar.values, strict=True):
         if len(kept) == count or float(value) <= lam:

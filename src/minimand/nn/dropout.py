@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import OptionError, ShapeError
-from ..operators.lipschitz import majorant
+from ..norms.lipschitz import majorant
 from ..solvers.sampling import Importance, Nice, Request, Sampling, sample_size
 
 __all__ = ["AdditiveDropout", "ImportanceDropout"]

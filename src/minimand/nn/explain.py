@@ -243,7 +243,7 @@ def _costs(layer: SolverLayer, y: Tensor, skip: Tensor | None) -> tuple[float, f
         return layer.forward(y, skip)
 
     def plain(y: Tensor) -> Tensor:
-        out = layer.operator(y).apply(nn.functional.dropout(y, 0.5, True), layer.bias)
+        out = layer.operator(y).affine(nn.functional.dropout(y, 0.5, True), layer.bias)
         return layer.function.prox(out if skip is None else out + skip)
 
     weights = [p for p in (layer.weight, layer.bias) if p is not None and p.requires_grad]

@@ -12,12 +12,12 @@ from typing import Any, ClassVar, Literal, Self, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from ..adjoints import Adjoint, Run, Unroll
 from ..errors import CapabilityError, MinimandError, OptionError, located, require_dtype, require_positive, require_real
 from ..functions import Function, from_activation
+from ..norms.lipschitz import Bounded, majorant
 from ..operators import Conv1d, Conv2d, Dense, LinearOperator, LipschitzTracker
-from ..operators.lipschitz import majorant
 from ..solvers import Problem, ProxGD, Solver
+from ..solvers.adjoints import Adjoint, Run, Unroll
 from ..solvers.base import require_count
 
 __all__ = ["EvalMode", "SolverConv1d", "SolverConv2d", "SolverLayer", "SolverLinear", "SolverOptions"]
@@ -171,7 +171,7 @@ class SolverLayer(nn.Module, abc.ABC):
 
 
 @majorant.register
-def _(target: SolverLayer, input_size: int | tuple[int, ...] | None) -> tuple[LinearOperator, float]:
+def _(target: SolverLayer, input_size: int | tuple[int, ...] | None) -> tuple[Bounded, float]:
     return majorant(target.operator(), input_size)
 
 

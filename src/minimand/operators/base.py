@@ -1,107 +1,126 @@
-"""The operator's contract: apply, adjoint, restrict, and a bound on the norm."""
+"""The contract of a linear operator, with defaults for everything that is optional."""
 
 import abc
 import copy
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Self
+from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, ShapeError, require_finite
-from .accumulate import Weight, accumulate
+from ..errors import CapabilityError, ShapeError, require_finite
+from ..linalg import Weight, accumulate
+from ..norms import majorant, randomized_norm_sq
+from ..norms.kernel import Bounds, Kernel
+from .index import as_index
 
-__all__ = ["Bounds", "LinearOperator"]
-
-
-class Bounds(NamedTuple):
-    r"""Upper bounds on :math:`\|A\|^2` and on the norms of its parts, never below the truth.
-
-    ``inputs[i]`` bounds :math:`\|a_i\|^2`, the norm of ``A`` restricted to its i-th input (a column, or the
-    block of a channel); ``outputs[j]`` bounds the norm of its j-th row, or output channel. A missing one is
-    computed when it is asked for.
-    """
-
-    total: Tensor
-    inputs: Tensor | None = None
-    outputs: Tensor | None = None
+__all__ = ["LinearOperator", "Selected"]
 
 
 class LinearOperator(abc.ABC):
-    r"""The linear map :math:`A` of a layer, from inputs ``y`` to outputs ``x``.
+    r"""A linear map :math:`A` from inputs ``y`` to outputs ``x``.
 
-    Inputs and outputs are counted in the units that a sampling draws: features of a dense layer, channels of
-    a convolution. ``feature_dim`` says which dimension of a tensor holds them, from the end.
+    A subclass gives the two shapes to ``super().__init__`` and writes :meth:`apply` and :meth:`adjoint`, for tensors
+    with any leading batch dimensions. Everything else has a default:
+
+    - a bound: :meth:`bound`, by default :func:`~minimand.norms.randomized_norm_sq`, which costs about 80 products with
+      A and with its adjoint, and holds with probability :math:`1 - 10^{-10}`. Write it where a bound is known.
+    - sampling, for the stochastic solvers: set ``sampled = True`` in the class, and write :meth:`input_bounds` and
+      :meth:`output_bounds` where bounds per input or output are known; by default each is the bound of the whole
+      operator. :meth:`restrict` and :meth:`restrict_outputs` compute with zeros in place of the other features; write
+      them where a part costs less.
+    - fast products: :meth:`gram_if_cheaper`, :meth:`gathered`, :meth:`repeated`, :meth:`onto`.
+    - a weight that can be replaced: assign ``self.weight`` and write :meth:`with_weight`.
+
+    The first dimension of a sample holds its features: the unit of sampling, features of a dense layer or channels of a
+    convolution.
+
+    >>> class Reversal(LinearOperator):
+    ...     def __init__(self, n):
+    ...         super().__init__((n,), (n,))
+    ...
+    ...     def apply(self, y):
+    ...         return y.flip(-1)
+    ...
+    ...     def adjoint(self, x):
+    ...         return x.flip(-1)
+    >>> A = Reversal(3)
+    >>> A.apply(torch.tensor([1.0, 2.0, 3.0])), bool(1 <= A.norm_sq() < 1.01)
+    (tensor([3., 2., 1.]), True)
     """
 
-    weight: Tensor
-    feature_dim: int
+    _weight: Tensor | None = None
     _bounds: Bounds | None = None
+    _type: tuple[torch.dtype | None, torch.device | None] = (None, None)
+
+    def __init__(
+        self,
+        input_shape: Sequence[int],
+        output_shape: Sequence[int],
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self._shapes = _shape("input_shape", input_shape), _shape("output_shape", output_shape)
+        self._type = dtype, None if device is None else torch.device(device)
+
+    # The contract
 
     @property
-    @abc.abstractmethod
-    def inputs(self) -> int:
-        """The number of input features or channels (n1)."""
-
-    @property
-    @abc.abstractmethod
-    def outputs(self) -> int:
-        """The number of output features or channels (n2)."""
-
-    @property
-    @abc.abstractmethod
     def input_shape(self) -> tuple[int, ...]:
         """The shape of one input sample."""
+        return self._shapes[0]
 
     @property
-    @abc.abstractmethod
     def output_shape(self) -> tuple[int, ...]:
         """The shape of one output sample."""
-
-    @property
-    def matrix(self) -> Tensor | None:
-        """The n2 × n1 matrix itself, where the operator is one; None where it is only applied."""
-        return None
+        return self._shapes[1]
 
     @abc.abstractmethod
-    def apply(self, y: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``A y + bias``, to the bit what the plain torch layer computes."""
+    def apply(self, y: Tensor) -> Tensor:
+        """``A y``."""
 
     @abc.abstractmethod
     def adjoint(self, x: Tensor) -> Tensor:
-        """``Aᵀ x``, with exactly the input's size."""
+        """``Aᵀ x``."""
 
-    def normal(self, x: Tensor) -> Tensor:
-        """``A Aᵀ x``."""
-        return self.apply(self.adjoint(x))
+    def bound(self) -> Tensor | float:
+        r"""An upper bound on :math:`\|A\|^2`, computed afresh. Users call :meth:`norm_sq`."""
+        return randomized_norm_sq(
+            self.apply, self.adjoint, self.input_shape, self.output_shape, dtype=self.dtype, device=self.device
+        )
 
-    def onto(self, total: Tensor | None, keep: Weight, x: Tensor, scale: Weight) -> Tensor:
-        """``total + keep · x + scale · A Aᵀ x``: a gradient step."""
-        return accumulate(accumulate(total, keep, x), scale, self.normal(x))
+    # Features, types and checks
 
-    @abc.abstractmethod
-    def restrict(self, index: Tensor | Sequence[int]) -> "LinearOperator":
-        """``A`` on the inputs ``index`` only: cost and memory shrink in proportion."""
+    @property
+    def inputs(self) -> int:
+        """The number of input features or channels (n1)."""
+        return self.input_shape[0]
 
-    @abc.abstractmethod
-    def restrict_outputs(self, index: Tensor | Sequence[int]) -> "LinearOperator":
-        """The rows (output channels) ``index`` of ``A``."""
+    @property
+    def outputs(self) -> int:
+        """The number of output features or channels (n2)."""
+        return self.output_shape[0]
 
-    @abc.abstractmethod
-    def with_weight(self, weight: Tensor) -> "LinearOperator":
-        """The same operator with another weight; bounds are not carried over."""
+    @property
+    def feature_dim(self) -> int:
+        """The dimension of an input that holds its features, counted from the end."""
+        return -len(self.input_shape)
 
-    def gram_if_cheaper(self, rows: int, applications: int) -> Tensor | None:
-        """``A Aᵀ``, where forming it is the cheapest way to ``applications`` products with ``rows`` samples."""
-        return None
+    @property
+    def output_dim(self) -> int:
+        """The dimension of an output that holds its features, counted from the end."""
+        return -len(self.output_shape)
 
-    def gathered(self) -> "LinearOperator":
-        """An equal operator that is restricted often: each :meth:`restrict` is as fast as it can be."""
-        return self
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weight's type; without a weight the one given, else torch's default."""
+        return (self._type[0] or torch.get_default_dtype()) if self._weight is None else self._weight.dtype
 
-    def repeated(self, rows: int) -> "LinearOperator":
-        """An equal operator whose :meth:`normal` or :meth:`onto` takes ``rows`` samples often: as fast as it can be."""
-        return self
+    @property
+    def device(self) -> torch.device:
+        """The weight's device; without a weight the one given, else torch's default."""
+        return torch.empty(0, device=self._type[1]).device if self._weight is None else self._weight.device
 
     def check_input(self, y: Tensor) -> None:
         """Raise :class:`~minimand.errors.ShapeError` unless ``y`` is an input sample or a batch of them."""
@@ -111,92 +130,219 @@ class LinearOperator(abc.ABC):
         """Raise :class:`~minimand.errors.ShapeError` unless ``x`` is an output sample or a batch of them."""
         _check("output", x, self.output_shape)
 
-    @abc.abstractmethod
-    def _norm_sq(self) -> Tensor:
-        """The bound on the whole operator, computed afresh, detached."""
+    def per_feature(self, values: Tensor) -> Tensor:
+        """Reshape one value per output feature (last dimension of ``values``) to broadcast against outputs."""
+        return values.reshape(*values.shape, *(1,) * (-self.output_dim - 1))
 
-    @abc.abstractmethod
-    def _input_norms_sq(self) -> Tensor:
-        """One bound per input, computed afresh, detached."""
+    def per_input(self, values: Tensor) -> Tensor:
+        """Reshape one value per input feature (last dimension of ``values``) to broadcast against inputs."""
+        return values.reshape(*values.shape, *(1,) * (-self.feature_dim - 1))
 
-    @abc.abstractmethod
-    def _output_norms_sq(self) -> Tensor:
-        """One bound per output, computed afresh, detached."""
+    def select(self, y: Tensor, index: Tensor) -> Tensor:
+        """The features ``index`` of an input or a batch of them."""
+        return torch.index_select(y, self.feature_dim, index)
+
+    def select_outputs(self, x: Tensor, index: Tensor) -> Tensor:
+        """The features ``index`` of an output or a batch of them."""
+        return torch.index_select(x, self.output_dim, index)
+
+    # Products
+
+    def affine(self, y: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``A y + bias``; a bias with one dimension has one number per output feature."""
+        x = self.apply(y)
+        if bias is None:
+            return x
+        return x + (self.per_feature(bias) if bias.dim() == 1 else bias)
+
+    def normal(self, x: Tensor) -> Tensor:
+        """``A Aᵀ x``."""
+        return self.apply(self.adjoint(x))
+
+    def onto(self, total: Tensor | None, keep: Weight, x: Tensor, scale: Weight) -> Tensor:
+        """``total + keep · x + scale · A Aᵀ x``: a gradient step."""
+        return accumulate(accumulate(total, keep, x), scale, self.normal(x))
+
+    @property
+    def matrix(self) -> Tensor | None:
+        """The n2 × n1 matrix of an operator that has one; None otherwise."""
+        return None
+
+    def gram_if_cheaper(self, rows: int, applications: int) -> Tensor | None:
+        """``A Aᵀ``, where forming it is the cheapest way to ``applications`` products with ``rows`` samples."""
+        return None
+
+    def gathered(self) -> "LinearOperator":
+        """An equal operator that is prepared for many calls of :meth:`restrict`."""
+        return self
+
+    def repeated(self, rows: int) -> "LinearOperator":
+        """An equal operator that is prepared for many calls of :meth:`normal` or :meth:`onto` with ``rows`` samples."""
+        return self
+
+    # Sampling
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the stochastic solvers may sample the operator's features."""
+        return False
+
+    def restrict(self, index: Tensor | Sequence[int]) -> "LinearOperator":
+        """``A`` on the input features ``index``."""
+        return Selected(self, inputs=as_index(index, self.device, self.inputs))
+
+    def restrict_outputs(self, index: Tensor | Sequence[int]) -> "LinearOperator":
+        """The output features ``index`` of ``A``."""
+        return Selected(self, outputs=as_index(index, self.device, self.outputs))
+
+    def input_bounds(self) -> Tensor:
+        """One bound per input feature, computed afresh. Users call :meth:`input_norms_sq`."""
+        return self._constant(self.bound()).expand(self.inputs)
+
+    def output_bounds(self) -> Tensor:
+        """One bound per output feature, computed afresh. Users call :meth:`output_norms_sq`."""
+        return self._constant(self.bound()).expand(self.outputs)
+
+    # The weight
+
+    @property
+    def has_weight(self) -> bool:
+        """Whether the operator has a weight that :meth:`with_weight` replaces."""
+        return self._weight is not None
+
+    @property
+    def weight(self) -> Tensor:
+        """The tensor that determines the operator."""
+        if self._weight is None:
+            raise CapabilityError(
+                f"{type(self).__name__} has no weight; use an operator with one, such as Dense or Conv2d"
+            )
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: Tensor) -> None:
+        self._weight = weight
+
+    def with_weight(self, weight: Tensor) -> "LinearOperator":
+        """The same operator with another weight; bounds are not carried over."""
+        raise CapabilityError(
+            f"{type(self).__name__} has no weight to replace; build the operator again, or write with_weight"
+        )
+
+    @property
+    def kernel(self) -> Kernel | None:
+        """The weight with its geometry, where the operator is a matrix or a convolution; None otherwise."""
+        return None
+
+    # Bounds
 
     def norm_sq(self) -> Tensor:
         r"""A bound on :math:`\|A\|^2` that is never below the truth; a constant for autograd."""
-        return self.certified("total")
+        return self._certified("total")
 
     def input_norms_sq(self) -> Tensor:
         r"""Bounds on :math:`\|a_i\|^2`, one per input (column, or block of an input channel)."""
-        return self.certified("inputs")
+        return self._certified("inputs")
 
     def output_norms_sq(self) -> Tensor:
         """Bounds on the squared norm of each row, or of the block of each output channel."""
-        return self.certified("outputs")
-
-    def certified(self, part: str) -> Tensor:
-        """The bound on a part (``"total"``, ``"inputs"`` or ``"outputs"``): as it was given, else computed."""
-        given: Tensor | None = None if self._bounds is None else getattr(self._bounds, part)
-        if given is not None:
-            return given
-        if torch.compiler.is_compiling():
-            # Imported here: it knows the operators, and they know this class.
-            from .opaque import traced_bound
-
-            return traced_bound(self, part)
-        require_finite("the operator's weight", self.weight)
-        compute = {"total": self._norm_sq, "inputs": self._input_norms_sq, "outputs": self._output_norms_sq}
-        return compute[part]()
+        return self._certified("outputs")
 
     def with_bounds(self, bounds: Bounds) -> Self:
-        """The same operator with bounds that the caller vouches for (a tracker's, say)."""
+        """The same operator with bounds that the caller is responsible for, such as a tracker's."""
         other = copy.copy(self)
         other._bounds = bounds
         return other
 
-    def per_feature(self, values: Tensor) -> Tensor:
-        """Reshape one value per feature (last dimension of ``values``) to broadcast against a sample."""
-        return values.reshape(*values.shape, *(1,) * (-self.feature_dim - 1))
+    def _certified(self, part: str) -> Tensor:
+        given: Tensor | None = None if self._bounds is None else getattr(self._bounds, part)
+        if given is not None:
+            return given
+        if self._weight is not None:
+            require_finite("the operator's weight", self._weight)
+        compute = {"total": self.bound, "inputs": self.input_bounds, "outputs": self.output_bounds}
+        return self._constant(compute[part]())
 
-    def select(self, tensor: Tensor, index: Tensor) -> Tensor:
-        """The features ``index`` of a sample or a batch of them."""
-        return torch.index_select(tensor, self.feature_dim, index)
-
-
-def as_index(index: Tensor | Sequence[int], like: Tensor, size: int | None = None) -> Tensor:
-    """The places that ``index`` picks in ``y[:, index]``: a tensor or list of places, or a mask of that ``size``."""
-    if not isinstance(index, Tensor | Iterable):
-        raise OptionError(f"an index is a list of whole numbers or a mask, got {index!r}")
-    places = index if isinstance(index, Tensor) else torch.as_tensor(list(index), device=like.device)
-    if places.dtype == torch.bool and size is not None and places.shape != (size,):
-        raise ShapeError(f"a mask of shape {tuple(places.shape)} does not fit the {size} features there are")
-    if places.numel() == 0:
-        return places.reshape(0).long()
-    if places.dim() != 1 or places.is_floating_point() or places.is_complex():
-        raise OptionError(
-            f"an index is a list of whole numbers or a mask, in one dimension; got shape {tuple(places.shape)} of "
-            f"{places.dtype}"
-        )
-    return places.nonzero().squeeze(-1) if places.dtype == torch.bool else places
+    def _constant(self, bound: Tensor | float) -> Tensor:
+        if isinstance(bound, Tensor):
+            return bound.detach()
+        return torch.tensor(bound, dtype=torch.float64, device="cpu" if self.device.type == "mps" else self.device)
 
 
-def pick(weight: Tensor, dim: int, index: Tensor) -> Tensor:
-    """``index_select`` with an error that names the range."""
-    if torch.compiler.is_compiling():
-        return weight.index_select(dim, index)
-    try:
-        return weight.index_select(dim, index)
-    except (IndexError, RuntimeError) as error:
-        raise out_of_range(index, weight.shape[dim]) from error
+@majorant.register
+def _(target: LinearOperator, input_size: int | tuple[int, ...] | None) -> tuple[LinearOperator, float]:
+    return target, 1.0
 
 
-def out_of_range(index: Tensor, size: int) -> ShapeError:
-    """The error of an index that names features which are not there."""
-    return ShapeError(
-        f"an index from {int(index.min())} to {int(index.max())} does not fit the {size} features there are; "
-        f"they are numbered from 0 to {size - 1}"
-    )
+class Selected(LinearOperator):
+    """The part of an operator on some of its input and output features; a feature that is drawn twice counts twice.
+
+    >>> from minimand.operators import Conv2d
+    >>> whole = Conv2d(torch.ones(1, 2, 1, 1), input_size=(1, 1))
+    >>> Selected(whole, inputs=torch.tensor([1])).apply(torch.full((1, 1, 1), 5.0)).item()
+    5.0
+    """
+
+    def __init__(self, operator: LinearOperator, inputs: Tensor | None = None, outputs: Tensor | None = None) -> None:
+        self.operator = operator
+        self._weight, self._type = operator._weight, operator._type
+        self._inputs, self._outputs = inputs, outputs
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of one input sample."""
+        shape = self.operator.input_shape
+        return shape if self._inputs is None else (self._inputs.numel(), *shape[1:])
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """The shape of one output sample."""
+        shape = self.operator.output_shape
+        return shape if self._outputs is None else (self._outputs.numel(), *shape[1:])
+
+    @property
+    def sampled(self) -> bool:
+        """As the whole operator."""
+        return self.operator.sampled
+
+    def apply(self, y: Tensor) -> Tensor:
+        """``A y``."""
+        x = self.operator.apply(_embed(y, self._inputs, self.operator.inputs, self.feature_dim))
+        return x if self._outputs is None else self.select_outputs(x, self._outputs)
+
+    def adjoint(self, x: Tensor) -> Tensor:
+        """``Aᵀ x``."""
+        y = self.operator.adjoint(_embed(x, self._outputs, self.operator.outputs, self.output_dim))
+        return y if self._inputs is None else self.select(y, self._inputs)
+
+    def with_weight(self, weight: Tensor) -> "Selected":
+        """The same part of an operator with another weight."""
+        return Selected(self.operator.with_weight(weight), self._inputs, self._outputs)
+
+    def bound(self) -> Tensor:
+        """That of the whole operator, times the multiplicities of features that were drawn more than once."""
+        return self.operator.norm_sq() * _most(self._inputs) * _most(self._outputs)
+
+
+def _embed(part: Tensor, index: Tensor | None, features: int, dim: int) -> Tensor:
+    """The features of ``part`` at their places among all, the others zero."""
+    if index is None:
+        return part
+    shape = list(part.shape)
+    shape[dim] = features
+    return part.new_zeros(shape).index_add(dim, index, part)
+
+
+def _most(index: Tensor | None) -> int:
+    """The largest number of times that one feature occurs."""
+    return 1 if index is None or index.numel() == 0 else int(torch.bincount(index).max())
+
+
+def _shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    if not sizes or not all(isinstance(n, int | torch.SymInt) and n >= 0 for n in sizes):
+        raise ShapeError(f"{name} must be a tuple of one or more whole numbers, got {shape!r}")
+    return sizes
 
 
 def _check(role: str, tensor: Tensor, sample: tuple[int, ...]) -> None:
@@ -204,14 +350,4 @@ def _check(role: str, tensor: Tensor, sample: tuple[int, ...]) -> None:
         raise ShapeError(
             f"the operator takes an {role} of shape (..., {', '.join(map(str, sample))}), "
             f"got {tuple(tensor.shape)}; reshape it or build the operator for that size"
-        )
-
-
-def check_bias(bias: Tensor, x: Tensor) -> None:
-    """Raise :class:`~minimand.errors.ShapeError` where adding ``bias`` would fail, or enlarge ``x``."""
-    pairs = zip(reversed(bias.shape), reversed(x.shape), strict=False)
-    if bias.dim() > x.dim() or any(size not in (1, full) for size, full in pairs):
-        raise ShapeError(
-            f"a bias of shape {tuple(bias.shape)} does not broadcast to an output of shape {tuple(x.shape)}; "
-            f"give one number per output, or one per entry"
         )

@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import ShapeError, require_real
-from .base import LinearOperator, as_index, check_bias, pick
+from ..linalg import gram
+from ..norms.kernel import Kernel
+from .base import LinearOperator
 from .gather import Columns
-from .gram import gram
-from .spectral import certified_norm_sq, round_up, sum_of_squares
+from .index import as_index, check_bias, pick
 
 __all__ = ["Dense"]
 
@@ -19,9 +20,8 @@ __all__ = ["Dense"]
 class Dense(LinearOperator):
     r"""The map :math:`y \mapsto A y` of a weight matrix :math:`A \in \mathbb{R}^{n_2 \times n_1}`.
 
-    Samples lie in the last dimension, so ``y`` has shape ``(..., n1)``. Special case
-    :math:`W = H = 1` of Lemma 1 in Bibi, Ghanem, Koltun, Ranftl, *Deep Layers as Stochastic Solvers*,
-    ICLR 2019.
+    Samples lie in the last dimension, so ``y`` has shape ``(..., n1)``. It is the case
+    :math:`W = H = 1` of [Bibi2019], Lemma 1.
 
     >>> A = Dense(torch.tensor([[3.0, 0.0], [0.0, 4.0], [0.0, 0.0]]))
     >>> A.apply(torch.tensor([1.0, 1.0])), A.adjoint(torch.tensor([1.0, 1.0, 1.0]))
@@ -30,7 +30,7 @@ class Dense(LinearOperator):
     True
     """
 
-    feature_dim = -1
+    sampled = True
 
     def __init__(self, weight: Tensor) -> None:
         require_real("a dense weight", weight)
@@ -74,6 +74,10 @@ class Dense(LinearOperator):
         check_bias(bias, x)
         return x + bias
 
+    def affine(self, y: Tensor, bias: Tensor | None = None) -> Tensor:
+        """:meth:`apply` with a bias, in one call of torch."""
+        return self.apply(y, bias)
+
     def adjoint(self, x: Tensor) -> Tensor:
         """``Aᵀ x``."""
         if x.dim() == 0 or x.shape[-1] != self.weight.shape[0]:
@@ -82,12 +86,12 @@ class Dense(LinearOperator):
 
     def restrict(self, index: Tensor | Sequence[int]) -> "Dense":
         """The columns ``index`` of ``A``."""
-        index = as_index(index, self.weight, self.inputs)
+        index = as_index(index, self.device, self.inputs)
         return Dense(pick(self.weight, 1, index) if self._columns is None else self._columns.take(index))
 
     def restrict_outputs(self, index: Tensor | Sequence[int]) -> "Dense":
         """The rows ``index`` of ``A``."""
-        return Dense(pick(self.weight, 0, as_index(index, self.weight, self.outputs)))
+        return Dense(pick(self.weight, 0, as_index(index, self.device, self.outputs)))
 
     def gathered(self) -> "Dense":
         """The same operator, with its columns laid out for :meth:`restrict`."""
@@ -110,11 +114,19 @@ class Dense(LinearOperator):
         n1, n2 = self.inputs, self.outputs
         return gram(self.weight) if 3 * applications * rows * (2 * n1 - n2) > 2 * n1 * n2 else None
 
-    def _norm_sq(self) -> Tensor:
-        return round_up(certified_norm_sq(self.weight), self.weight.dtype)
+    @property
+    def kernel(self) -> Kernel:
+        """The weight as a matrix."""
+        return Kernel(self.weight)
 
-    def _input_norms_sq(self) -> Tensor:
-        return round_up(sum_of_squares(self.weight, 0), self.weight.dtype)
+    def bound(self) -> Tensor:
+        r"""The certified :math:`\|A\|^2`."""
+        return self.kernel.norm_sq()
 
-    def _output_norms_sq(self) -> Tensor:
-        return round_up(sum_of_squares(self.weight, 1), self.weight.dtype)
+    def input_bounds(self) -> Tensor:
+        """The squared norms of the columns."""
+        return self.kernel.input_norms_sq()
+
+    def output_bounds(self) -> Tensor:
+        """The squared norms of the rows."""
+        return self.kernel.output_norms_sq()

@@ -4,23 +4,23 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError, ShapeError
-from .images import ImageOperator
-from .spectral import round_up, to_float64
+from ..norms.spectral import round_up, to_float64
+from .base import LinearOperator
 
 __all__ = ["SubsampledFourier", "cartesian_mask", "radial_mask"]
 
-# Several times what a float32 transform of any usual size can gain by rounding.
+# Several times the rounding error of a float32 transform of any usual size.
 _ROUNDING = 1e-5
 
 
-class SubsampledFourier(ImageOperator):
+class SubsampledFourier(LinearOperator):
     r"""The frequencies of a real image that a mask keeps,
 
     .. math:: \Phi x = M \odot \mathcal{F}x , \qquad \mathcal{F} \text{ unitary},
 
-    as two channels, real and imaginary part, of the size of the image; what was not measured is zero. The adjoint is
-    the zero-filled reconstruction :math:`\operatorname{Re}\mathcal{F}^{-1}(M \odot y)`. The mask has frequency zero
-    at its corner, as :func:`torch.fft.fft2` orders them.
+    as two channels, real and imaginary part, of the size of the image. Frequencies that the mask drops are zero. The
+    adjoint is the zero-filled reconstruction :math:`\operatorname{Re}\mathcal{F}^{-1}(M \odot y)`. Frequency zero is at
+    the mask's corner, as in the output of :func:`torch.fft.fft2`.
 
     Source: the measurement model of Yang, Sun, Li, Xu, *Deep ADMM-Net for Compressive Sensing MRI*, NIPS 2016.
 
@@ -32,6 +32,8 @@ class SubsampledFourier(ImageOperator):
     tensor([[[1., 1.],
              [1., 1.]]])
     """
+
+    sampled = True
 
     def __init__(self, mask: Tensor) -> None:
         if mask.dim() != 2 or mask.numel() == 0:
@@ -48,34 +50,37 @@ class SubsampledFourier(ImageOperator):
         """Real and imaginary part, the mask's size."""
         return (2, *self.weight.shape)
 
-    def _apply(self, y: Tensor) -> Tensor:
-        frequencies = torch.fft.fft2(_at_least_single(y[:, 0]), norm="ortho")
-        kept = torch.stack([frequencies.real, frequencies.imag], dim=1).to(y.dtype)
+    def apply(self, y: Tensor) -> Tensor:
+        """The masked frequencies of images."""
+        frequencies = torch.fft.fft2(_at_least_single(y.select(-3, 0)), norm="ortho")
+        kept = torch.stack([frequencies.real, frequencies.imag], dim=-3).to(y.dtype)
         return self.weight * kept
 
-    def _adjoint(self, x: Tensor) -> Tensor:
-        masked = _at_least_single(self.weight * x)
-        image = torch.fft.ifft2(torch.complex(masked[:, 0], masked[:, 1]), norm="ortho")
-        return image.real.unsqueeze(1).to(x.dtype)
+    def adjoint(self, x: Tensor) -> Tensor:
+        """The zero-filled reconstruction."""
+        real, imaginary = _at_least_single(self.weight * x).unbind(-3)
+        image = torch.fft.ifft2(torch.complex(real, imaginary), norm="ortho")
+        return image.real.unsqueeze(-3).to(x.dtype)
 
     def with_weight(self, weight: Tensor) -> "SubsampledFourier":
         """Another mask."""
         return SubsampledFourier(weight)
 
-    def _norm_sq(self) -> Tensor:
+    def bound(self) -> Tensor:
+        """The largest square in the mask, with room for rounding."""
         largest = to_float64(self.weight).abs().max()
         return round_up(largest * largest * (1 + _ROUNDING), self.weight.dtype)
 
 
 def _at_least_single(x: Tensor) -> Tensor:
-    """There is no half-precision Fourier transform on every device."""
+    """float32 for half precision, in which many devices have no Fourier transform."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def cartesian_mask(
     size: tuple[int, int], ratio: float, *, centre: float = 0.08, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Whole lines of frequencies, ``ratio`` of all: the ``centre`` ones always, the others at random.
+    """A share ``ratio`` of all lines of frequencies: the share ``centre`` around zero, and random others.
 
     >>> mask = cartesian_mask((4, 50), 0.2, generator=torch.Generator().manual_seed(0))
     >>> round(float(mask.mean()), 2), float(mask[:, 0].min())
@@ -94,7 +99,7 @@ def cartesian_mask(
 
 
 def radial_mask(size: tuple[int, int], ratio: float) -> Tensor:
-    """Lines through frequency zero at equal angles, as many as it takes to keep ``ratio`` of the frequencies.
+    """Lines through frequency zero at equal angles; the fewest lines that keep ``ratio`` of all frequencies.
 
     >>> mask = radial_mask((64, 64), 0.2)
     >>> 0.2 <= float(mask.mean()) < 0.25, float(mask[0, 0])

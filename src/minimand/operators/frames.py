@@ -1,8 +1,8 @@
-r"""Tight frames: transforms in which photographs are sparse, with every energy kept.
+r"""Tight frames: transforms that preserve the energy of an image and in which photographs are sparse.
 
-A frame F maps an image to coefficients with :math:`F^\top F = I`. Shifting the image in S ways, transforming each and
-dividing by :math:`\sqrt S` is again such a frame, a redundant one that favours no position: the cycle-spinning of
-Coifman & Donoho, *Translation-Invariant De-Noising*, 1995, as one convex problem instead of an average of S answers.
+A frame F maps an image to coefficients with :math:`F^\top F = I`. The transforms of S shifted images, divided by
+:math:`\sqrt S`, form a redundant frame that favours no position. With it the cycle-spinning of Coifman & Donoho,
+*Translation-Invariant De-Noising*, 1995, is one convex problem instead of an average of S solutions.
 """
 
 import abc
@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import OptionError, ShapeError
-from .images import ImageOperator
-from .spectral import round_up
+from ..norms.spectral import round_up
+from .base import LinearOperator
 
 __all__ = ["BlockDCT", "Frame", "Wavelet", "dct_matrix", "shifts"]
 
@@ -53,15 +53,17 @@ def shifts(period: int, count: int) -> list[tuple[int, int]]:
     return [(down, across) for down in places for across in places]
 
 
-class Frame(ImageOperator):
+class Frame(LinearOperator):
     """A Parseval frame on images of one channel: one channel of coefficients per shift."""
+
+    sampled = True
 
     def __init__(self, weight: Tensor, input_size: tuple[int, int], moves: Sequence[tuple[int, int]]) -> None:
         self.weight = weight
         self.size = input_size
         self.moves = tuple(moves)
         if not self.moves:
-            raise OptionError("a frame needs at least one shift; (0, 0) is none")
+            raise OptionError("a frame needs at least one shift; (0, 0) leaves the image in place")
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -87,24 +89,28 @@ class Frame(ImageOperator):
         """Its inverse."""
 
     def analysed(self, image: Tensor) -> Tensor:
-        """The transform ``(B, H, W)`` of images of the padded size in the first position alone."""
+        """The transform ``(B, H, W)`` of images of the padded size, without shifts."""
         return self._analyse(image)
 
-    def _apply(self, y: Tensor) -> Tensor:
+    def apply(self, y: Tensor) -> Tensor:
+        """The coefficients in all positions."""
         (height, width), (tall, wide) = self.size, self.padded
-        image = F.pad(y[:, 0], (0, wide - width, 0, tall - height)) / len(self.moves) ** 0.5
-        return torch.stack([self._analyse(image.roll(move, (-2, -1))) for move in self.moves], dim=1)
+        images = F.pad(y.reshape(-1, height, width), (0, wide - width, 0, tall - height)) / len(self.moves) ** 0.5
+        x = torch.stack([self._analyse(images.roll(move, (-2, -1))) for move in self.moves], dim=1)
+        return x.reshape(*y.shape[:-3], *self.output_shape)
 
-    def _adjoint(self, x: Tensor) -> Tensor:
+    def adjoint(self, x: Tensor) -> Tensor:
+        """The image of coefficients; the inverse of :meth:`apply` on its range."""
         parts = [
             self._synthesise(part).roll((-down, -across), (-2, -1))
-            for part, (down, across) in zip(x.unbind(1), self.moves, strict=True)
+            for part, (down, across) in zip(x.reshape(-1, *self.output_shape).unbind(1), self.moves, strict=True)
         ]
         height, width = self.size
-        image = torch.stack(parts).sum(0)[:, :height, :width] / len(self.moves) ** 0.5
-        return image.unsqueeze(1)
+        images = torch.stack(parts).sum(0)[:, :height, :width] / len(self.moves) ** 0.5
+        return images.reshape(*x.shape[:-3], *self.input_shape)
 
-    def _norm_sq(self) -> Tensor:
+    def bound(self) -> Tensor:
+        """One, with room for rounding."""
         one = torch.ones((), dtype=torch.float64, device=self.weight.device)
         return round_up(one * (1 + _ROUNDING), self.weight.dtype)
 
@@ -123,7 +129,7 @@ def dct_matrix(size: int, *, dtype: torch.dtype | None = None) -> Tensor:
 
 
 class BlockDCT(Frame):
-    """The two-dimensional cosine transform of every ``block`` × ``block`` square, in ``shifts`` positions.
+    """The two-dimensional cosine transform of every ``block`` × ``block`` square, in ``count`` shifted positions.
 
     The image is continued by zeros to a multiple of the block. The weight is the DCT matrix.
 

@@ -1,4 +1,4 @@
-"""Gathering some of a weight's inputs again and again, and collecting the gradients in one place."""
+"""Repeated gathers of a weight's columns whose gradients are added in one buffer."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ __all__ = ["Columns"]
 
 
 class Columns:
-    """The columns of a weight (its input channels), laid out so that any of them are gathered fast.
+    """The columns of a weight (its input channels), in a layout from which they are gathered fast.
 
-    A solver that draws a new sample in every iteration gathers other columns each time. Automatic differentiation of
-    that makes a weight-sized gradient per gather, nearly all zeros, and adds them up. Here each gather adds its own
-    columns to one buffer, which becomes the weight's gradient once, when all of them have been passed.
+    A solver that draws a new sample in every iteration gathers other columns each time. Automatic differentiation
+    would make a weight-sized gradient for each gather, mostly zeros, and add them. Here the backward pass of each
+    gather adds its columns to one buffer, which becomes the weight's gradient after the last of them.
 
     >>> weight = torch.arange(6.0).reshape(2, 3).requires_grad_()
     >>> columns = Columns(weight)
@@ -29,9 +29,9 @@ class Columns:
 
     def __init__(self, weight: Tensor) -> None:
         rows = weight.transpose(0, 1).contiguous()
-        # Under a tracer the side effect of the buffer would be lost; the plain gather is differentiated instead.
+        # A tracer would lose the side effect on the buffer; there the plain gather is differentiated.
         self._sink = None if is_traced(weight) or not torch.is_grad_enabled() else _Sink()
-        self._rows = rows if self._sink is None else _Spread.apply(rows, self._sink)
+        self._rows = rows if self._sink is None else _CollectGradient.apply(rows, self._sink)
 
     def take(self, index: Tensor) -> Tensor:
         """The columns ``index``, as a weight with that many inputs."""
@@ -41,7 +41,7 @@ class Columns:
 
 
 class _Sink:
-    """Where the gradients of all gathers meet."""
+    """The buffer to which all gathers add their gradients."""
 
     def __init__(self) -> None:
         self.total: Tensor | None = None
@@ -56,8 +56,8 @@ class _Sink:
         return total
 
 
-class _Spread(torch.autograd.Function):
-    """The identity; its gradient is what the gathers have collected. It runs after the last of them."""
+class _CollectGradient(torch.autograd.Function):
+    """The identity, whose backward pass runs after those of all gathers and returns their buffer."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sink: _Sink) -> Tensor:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ShapeError
-from .base import LinearOperator, as_index, pick
+from .base import LinearOperator
+from .index import as_index, pick
 
 if TYPE_CHECKING:
     from .conv import Convolution
@@ -23,19 +24,19 @@ class Placement(NamedTuple):
 
 
 class GroupedPart(LinearOperator):
-    """The channels ``given`` → ``taken`` of a grouped convolution; what its ``restrict`` returns.
+    """The channels ``given`` → ``taken`` of a grouped convolution; its ``restrict`` returns this.
 
-    A group without a kept input or output costs nothing; the others are padded with zero channels to the
-    fullest of them, because a grouped convolution needs groups of one size. The cost is therefore
-    proportional to what is kept when the groups keep about equally many: always, for a depthwise
-    convolution. While tracing, where sizes may not depend on data, the whole convolution runs on inputs
-    that are zero where nothing was kept.
+    A group without a kept input or output costs nothing. The other groups are padded with zero channels to the
+    largest of them, because a grouped convolution needs groups of one size. The cost is proportional to the number of
+    kept channels where all groups keep about equally many, as in a depthwise convolution. While tracing, where sizes
+    must not depend on data, the whole convolution runs on inputs with zeros in place of the other channels.
     """
+
+    sampled = True
 
     def __init__(self, whole: "Convolution", given: Tensor, taken: Tensor) -> None:
         self.whole, self.given, self.taken = whole, given, taken
         self.weight = whole.weight
-        self.feature_dim = whole.feature_dim
         if torch.compiler.is_compiling():
             self.core = whole
             self.sources = Placement(torch.arange(given.numel(), device=given.device), given)
@@ -54,6 +55,16 @@ class GroupedPart(LinearOperator):
         return self.taken.numel()
 
     @property
+    def feature_dim(self) -> int:
+        """The dimension of the channels."""
+        return self.whole.feature_dim
+
+    @property
+    def output_dim(self) -> int:
+        """The dimension of the channels."""
+        return self.whole.output_dim
+
+    @property
     def input_shape(self) -> tuple[int, ...]:
         """The shape of one input sample."""
         return (self.inputs, *self.whole.input_shape[1:])
@@ -63,14 +74,11 @@ class GroupedPart(LinearOperator):
         """The shape of one output sample."""
         return (self.outputs, *self.whole.output_shape[1:])
 
-    def apply(self, y: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``A y + bias``."""
+    def apply(self, y: Tensor) -> Tensor:
+        """``A y``."""
         self._check("input", y, self.inputs)
         x = self.core.apply(self._move(y, self.sources.outer, self.sources.core, self.core.inputs))
-        x = self._move(x, self.targets.core, self.targets.outer, self.outputs)
-        if bias is None:
-            return x
-        return x + (self.per_feature(bias) if bias.dim() == 1 else bias)
+        return self._move(x, self.targets.core, self.targets.outer, self.outputs)
 
     def adjoint(self, x: Tensor) -> Tensor:
         """``Aᵀ x``."""
@@ -80,12 +88,12 @@ class GroupedPart(LinearOperator):
 
     def restrict(self, index: Tensor | Sequence[int]) -> "GroupedPart":
         """The part of the part on the inputs ``index``."""
-        index = as_index(index, self.weight, self.inputs)
+        index = as_index(index, self.device, self.inputs)
         return GroupedPart(self.whole, pick(self.given, 0, index), self.taken)
 
     def restrict_outputs(self, index: Tensor | Sequence[int]) -> "GroupedPart":
         """The part of the part with the outputs ``index``."""
-        index = as_index(index, self.weight, self.outputs)
+        index = as_index(index, self.device, self.outputs)
         return GroupedPart(self.whole, self.given, pick(self.taken, 0, index))
 
     def with_weight(self, weight: Tensor) -> "GroupedPart":
@@ -93,7 +101,7 @@ class GroupedPart(LinearOperator):
         return GroupedPart(self.whole.with_weight(weight), self.given, self.taken)
 
     def _check(self, role: str, tensor: Tensor, features: int) -> None:
-        # The rest of the shape is the convolution's own business.
+        # The convolution checks the rest of the shape.
         if tensor.dim() < -self.feature_dim or tensor.shape[self.feature_dim] != features:
             raise ShapeError(
                 f"this part of a convolution takes an {role} with {features} channels, got shape {tuple(tensor.shape)}"
@@ -102,23 +110,26 @@ class GroupedPart(LinearOperator):
     def _move(self, tensor: Tensor, source: Tensor, target: Tensor, size: int) -> Tensor:
         shape = list(tensor.shape)
         shape[self.feature_dim] = size
-        # Added, not copied: a sample with replacement names a channel twice.
+        # index_add, because a sample with replacement can contain a channel twice.
         return tensor.new_zeros(shape).index_add(self.feature_dim, target, self.select(tensor, source))
 
-    def _norm_sq(self) -> Tensor:
+    def bound(self) -> Tensor:
+        """That of the convolution that computes the part."""
         return self.core.norm_sq()
 
-    def _input_norms_sq(self) -> Tensor:
+    def input_bounds(self) -> Tensor:
+        """Those of the kept input channels."""
         norms = self.core.input_norms_sq()
         return norms.new_zeros(self.inputs).index_copy(0, self.sources.outer, norms[self.sources.core])
 
-    def _output_norms_sq(self) -> Tensor:
+    def output_bounds(self) -> Tensor:
+        """Those of the kept output channels."""
         norms = self.core.output_norms_sq()
         return norms.new_zeros(self.outputs).index_copy(0, self.targets.outer, norms[self.targets.core])
 
 
 def _pack(whole: "Convolution", given: Tensor, taken: Tensor) -> tuple["Convolution", Placement, Placement]:
-    """The smallest grouped convolution that computes the part, and where its channels are."""
+    """The smallest grouped convolution that computes the part, and the places of its channels."""
     groups = whole.geometry.groups
     per_input, per_output = whole.inputs // groups, whole.outputs // groups
     counts = [torch.bincount(i // per, minlength=groups) for i, per in ((given, per_input), (taken, per_output))]
@@ -135,7 +146,7 @@ def _pack(whole: "Convolution", given: Tensor, taken: Tensor) -> tuple["Convolut
 
 
 def _slots(kept: Tensor, per_group: int, live: Tensor, groups: int) -> tuple[Tensor, Tensor, Placement]:
-    """For each live group its channels, padded with channel 0; which are real; where each kept one went."""
+    """The channels of each live group, padded with channel 0; a mask of the real ones; the places of the kept ones."""
     rank_of_group = torch.full((groups,), -1, device=kept.device).index_copy(
         0, live, torch.arange(live.numel(), device=kept.device)
     )

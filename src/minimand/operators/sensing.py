@@ -1,4 +1,4 @@
-"""How images are measured: block compressive sensing, missing pixels, blur."""
+"""Measurements of images: block compressive sensing, missing pixels, blur."""
 
 import math
 
@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError, ShapeError, require_positive
+from ..norms.kernel import Kernel
+from ..norms.spectral import round_up, to_float64
+from .base import LinearOperator
 from .conv import Conv2d
-from .images import ImageOperator
-from .spectral import certified_norm_sq, round_up, to_float64
 
 __all__ = ["BlockSensing", "Inpainting", "gaussian_blur", "is_orthonormal", "orthonormal_gaussian"]
 
@@ -18,8 +19,8 @@ def orthonormal_gaussian(
 ) -> Tensor:
     r"""A random :math:`\Phi` with orthonormal rows, :math:`\Phi\Phi^\top = I`, uniform among them.
 
-    The rows of a Gaussian matrix, orthonormalised in float64. At the ratio r a block of n pixels has ``round(r * n)``
-    rows: 109 and 272 of 1089 at 10% and 25%.
+    The rows of a Gaussian matrix are orthonormalised in float64. At the ratio r a block of n pixels has
+    ``round(r * n)`` rows: 109 and 272 of 1089 at 10% and 25%.
 
     >>> phi = orthonormal_gaussian(3, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     >>> torch.allclose(phi @ phi.mT, torch.eye(3, dtype=torch.float64))
@@ -45,8 +46,8 @@ def is_orthonormal(matrix: Tensor, tolerance: float = 1e-3) -> bool:
     return bool(((wide @ wide.mT - identity).abs() <= tolerance).all())
 
 
-class BlockSensing(ImageOperator):
-    r"""Block compressive sensing: every block b × b of an image is measured by the same Φ,
+class BlockSensing(LinearOperator):
+    r"""Block compressive sensing: the same Φ measures every b × b block of an image,
 
     .. math:: y_{\cdot,i,j} = \Phi \operatorname{vec}(x_{\text{block } i,j}), \qquad \Phi \in \mathbb{R}^{m \times b^2}.
 
@@ -61,6 +62,8 @@ class BlockSensing(ImageOperator):
     >>> bool(A.norm_sq() >= 4)
     True
     """
+
+    sampled = True
 
     def __init__(self, weight: Tensor, input_size: tuple[int, int]) -> None:
         if weight.dim() != 2 or not weight.shape[1] or math.isqrt(weight.shape[1]) ** 2 != weight.shape[1]:
@@ -93,36 +96,38 @@ class BlockSensing(ImageOperator):
         """Measurements, blocks down, blocks across."""
         return (self.weight.shape[0], *self.grid)
 
-    def _apply(self, y: Tensor) -> Tensor:
-        return (self._blocks(y) @ self.weight.mT).reshape(-1, *self.grid, self.weight.shape[0]).permute(0, 3, 1, 2)
-
-    def _adjoint(self, x: Tensor) -> Tensor:
-        return self._image(x.permute(0, 2, 3, 1).reshape(-1, self.weight.shape[0]) @ self.weight)
-
-    def _blocks(self, image: Tensor) -> Tensor:
-        """(B, 1, H, W) to one row per block."""
+    def apply(self, y: Tensor) -> Tensor:
+        """The measurements of all blocks."""
         (down, across), side = self.grid, self.block
-        return image.reshape(-1, down, side, across, side).transpose(2, 3).reshape(-1, side * side)
+        rows = y.reshape(-1, down, side, across, side).transpose(2, 3).reshape(-1, side * side)
+        x = (rows @ self.weight.mT).reshape(-1, *self.grid, self.weight.shape[0]).permute(0, 3, 1, 2)
+        return x.reshape(*y.shape[:-3], *self.output_shape)
 
-    def _image(self, rows: Tensor) -> Tensor:
-        """One row per block to (B, 1, H, W)."""
+    def adjoint(self, x: Tensor) -> Tensor:
+        """``Φᵀ`` of each block's measurements, in the block's place."""
         (down, across), side = self.grid, self.block
-        return rows.reshape(-1, down, across, side, side).transpose(2, 3).reshape(-1, 1, down * side, across * side)
+        batch = x.reshape(-1, *self.output_shape)
+        rows = batch.permute(0, 2, 3, 1).reshape(-1, self.weight.shape[0]) @ self.weight
+        image = rows.reshape(-1, down, across, side, side).transpose(2, 3)
+        return image.reshape(*x.shape[:-3], *self.input_shape)
 
     def with_weight(self, weight: Tensor) -> "BlockSensing":
         """The same blocks, measured by another Φ."""
         return BlockSensing(weight, (self.grid[0] * self.block, self.grid[1] * self.block))
 
-    def _norm_sq(self) -> Tensor:
-        return round_up(certified_norm_sq(self.weight), self.weight.dtype)
+    def bound(self) -> Tensor:
+        r"""The certified :math:`\|\Phi\|^2`, because blocks do not overlap."""
+        return Kernel(self.weight).norm_sq()
 
 
-class Inpainting(ImageOperator):
+class Inpainting(LinearOperator):
     """Missing pixels: the image times a mask of zeros and ones, ``(H, W)`` or ``(C, H, W)``.
 
     >>> Inpainting(torch.tensor([[1.0, 0.0]])).apply(torch.tensor([[[5.0, 7.0]]]))
     tensor([[[5., 0.]]])
     """
+
+    sampled = True
 
     def __init__(self, mask: Tensor) -> None:
         if mask.dim() not in (2, 3) or mask.numel() == 0:
@@ -139,25 +144,28 @@ class Inpainting(ImageOperator):
         """The mask's shape."""
         return tuple(self.weight.shape)
 
-    def _apply(self, y: Tensor) -> Tensor:
+    def apply(self, y: Tensor) -> Tensor:
+        """The masked image."""
         return self.weight * y
 
-    def _adjoint(self, x: Tensor) -> Tensor:
+    def adjoint(self, x: Tensor) -> Tensor:
+        """The masked image."""
         return self.weight * x
 
     def with_weight(self, weight: Tensor) -> "Inpainting":
         """Another mask."""
         return Inpainting(weight)
 
-    def _norm_sq(self) -> Tensor:
+    def bound(self) -> Tensor:
+        """The largest square in the mask."""
         largest = to_float64(self.weight).abs().max()
         return round_up(largest * largest, self.weight.dtype)
 
 
 def gaussian_blur(input_size: tuple[int, int], sigma: float, *, radius: int | None = None) -> Conv2d:
-    """Blur by a Gaussian of ``sigma`` pixels, with zeros around the image: the :class:`Conv2d` of its kernel.
+    """Blur by a Gaussian of ``sigma`` pixels with zeros around the image, as a :class:`Conv2d`.
 
-    ``radius`` is where the kernel ends, 3σ unless given; it sums to one.
+    The kernel ends at ``radius`` pixels, by default at 3σ, and sums to one.
 
     >>> blur = gaussian_blur((9, 9), 1.0)
     >>> blur.weight.shape, round(float(blur.weight.sum()), 5)

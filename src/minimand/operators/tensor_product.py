@@ -1,12 +1,11 @@
-r"""The high-order tensor product, in which a convolution is a matrix product (Lemmas 1 and 2).
+r"""The high-order tensor product of [Bibi2019], §3.3 and appendices D–F, in which a convolution is a matrix product.
 
-A reader's guide to Bibi, Ghanem, Koltun, Ranftl, *Deep Layers as Stochastic Solvers*, ICLR 2019, §3.3 and
-appendices D–F: the operators of the paper written out as matrices. The library itself computes with
-:mod:`minimand.operators.symbol`, which never forms them.
+This module writes the operators of the paper's Lemmas 1 and 2 as matrices, for readers of the paper. The library itself
+computes with :mod:`minimand.norms.symbol`, which never forms them.
 
 Tensors :math:`D \in \mathbb{R}^{n_1 \times n_2 \times n_3 \times n_4}` act on
 :math:`X \in \mathbb{R}^{n_2 \times 1 \times n_3 \times n_4}`. Vectors are ordered with the feature fastest,
-then the third, then the fourth dimension, which is what the Kronecker products of eq. (21) ask for.
+then the third, then the fourth dimension, as the Kronecker products of eq. (21) require.
 """
 
 import torch
@@ -88,7 +87,7 @@ def dft_basis(n3: int, n4: int, features: int) -> Tensor:
               (F_{n_4} \otimes F_{n_3} \otimes I_{n_2})^H.
 
     Since the paper's :math:`\hat D` is the forward transform, the columns of :math:`F_n` must be the waves
-    :math:`e^{+2\pi i jk/n}/\sqrt n` themselves: the conjugate of what is usually called the DFT matrix.
+    :math:`e^{+2\pi i jk/n}/\sqrt n`: the conjugate of the usual DFT matrix.
 
     >>> F = dft_basis(2, 3, 1)
     >>> torch.allclose(F @ F.mH, torch.eye(6, dtype=F.dtype))
@@ -101,7 +100,7 @@ def dft_basis(n3: int, n4: int, features: int) -> Tensor:
 def circular_lipschitz(tensor: Tensor) -> Tensor:
     r"""Lemma 2: :math:`L = \max_{ij} \lambda_{\max}(\hat A_{ij} \hat A_{ij}^H)` of a *circular* layer.
 
-    For a layer with zero padding this is no upper bound; use :func:`minimand.lipschitz`.
+    For a layer with zero padding this is not an upper bound; use :func:`minimand.lipschitz`.
 
     >>> float(circular_lipschitz(torch.ones(1, 1, 2, 2)))  # the mean times four
     16.0

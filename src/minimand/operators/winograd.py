@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import is_traced
-from .bounds import Geometry
+from ..geometry import ConvGeometry
 
 __all__ = ["Winograd", "winograd"]
 
@@ -50,7 +50,7 @@ class Winograd(NamedTuple):
     size: tuple[int, int]
 
     @classmethod
-    def of(cls, weight: Tensor, geometry: Geometry) -> "Winograd":
+    def of(cls, weight: Tensor, geometry: ConvGeometry) -> "Winograd":
         """Transform a weight."""
         vertical, horizontal = (pair[0] for pair in geometry.padding)
         height, width = geometry.known_size()
@@ -105,7 +105,7 @@ class Winograd(NamedTuple):
         return (slice(start, start + length) for start in range(0, len(x), length))
 
 
-def winograd(weight: Tensor, geometry: Geometry, rows: int) -> Winograd | None:
+def winograd(weight: Tensor, geometry: ConvGeometry, rows: int) -> Winograd | None:
     r"""The transformed kernels of a convolution, where products of :math:`AA^\top` and ``rows`` samples are cheaper.
 
     They are for 3 × 3 kernels with stride 1 on a CPU in single or double precision; other devices have libraries that

@@ -1,9 +1,6 @@
 """Solvers: records of options with ``init`` and ``advance``, one loop, and :func:`solve`."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-from ..operators.tracker import LipschitzTracker
+from ..norms import LipschitzTracker
 from .base import Solver
 from .coordinate import RCD
 from .gradient import FISTA, HeavyBall, ProxGD
@@ -11,12 +8,10 @@ from .iterate import iterate
 from .linear import conjugate_gradient, gram_factor, ridge_factor
 from .problem import Problem
 from .sampling import Bernoulli, Importance, Nice, Sample, Sampling
+from .solving import Solution, Trace, solve, trace
 from .splitting import ADMM
 from .steps import Exponential, Harmonic, Schedule
 from .stochastic import SVRG, ProxSG
-
-if TYPE_CHECKING:
-    from .solving import Solution, Trace, solve, trace
 
 __all__ = [
     "ADMM",
@@ -46,11 +41,3 @@ __all__ = [
     "solve",
     "trace",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """What runs a solver needs the adjoints, which need this package: it loads when it is used."""
-    if name not in ("Solution", "Trace", "solve", "trace"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.solving"), name)
-    return value

@@ -112,7 +112,7 @@ class RCD(Solver):
         x = problem.y.new_zeros(problem.shape) if state.x is None else state.x
         if (index := sample.index) is None:
             assert sample.weight is not None
-            kept = operator.per_feature(sample.weight.reshape(*x.shape[: operator.feature_dim], operator.outputs)) > 0
+            kept = operator.per_feature(sample.weight.reshape(*x.shape[: operator.output_dim], operator.outputs)) > 0
             updated = self._updated(problem, x, state.residual, problem.bias, state.step)
             updated = torch.where(kept, updated, x)
             residual = state.residual - operator.adjoint(updated - x)
@@ -120,14 +120,14 @@ class RCD(Solver):
         part = dataclasses.replace(problem, operator=operator.restrict_outputs(index))
         bias = None if problem.bias is None else self._part(problem, problem.full_bias(), index)
         step = self._part(problem, state.step, index) if isinstance(state.step, Tensor) else state.step
-        block = operator.select(x, index)
+        block = operator.select_outputs(x, index)
         updated = self._updated(part, block, state.residual, bias, step)
         residual = state.residual - part.operator.adjoint(updated - block)
-        return state._replace(x=x.index_copy(operator.feature_dim, index, updated), residual=residual)
+        return state._replace(x=x.index_copy(operator.output_dim, index, updated), residual=residual)
 
     @staticmethod
     def _updated(problem: Problem, x: Tensor, residual: Tensor, bias: Tensor | None, step: float | Tensor) -> Tensor:
-        direction = problem.operator.apply(residual, bias)
+        direction = problem.operator.affine(residual, bias)
         if problem.ridge > 0:
             direction = direction - problem.ridge * x
         return problem.prox(x + step * direction, step)
@@ -136,5 +136,5 @@ class RCD(Solver):
     def _part(problem: Problem, tensor: Tensor, index: Tensor) -> Tensor:
         """The sampled outputs of something that broadcasts against x."""
         operator = problem.operator
-        narrow = tensor.dim() < -operator.feature_dim or tensor.shape[operator.feature_dim] == 1
-        return tensor if narrow else operator.select(tensor, index)
+        narrow = tensor.dim() < -operator.output_dim or tensor.shape[operator.output_dim] == 1
+        return tensor if narrow else operator.select_outputs(tensor, index)

@@ -207,7 +207,7 @@ class FISTA(GradientSolver):
 
     def init(self, problem: Problem, x0: Tensor | None) -> NesterovState:
         """The step and its map, once; weight one everywhere."""
-        lead = problem.shape[: problem.operator.feature_dim]
+        lead = problem.shape[: problem.operator.output_dim]
         weight = problem.operator.per_feature(torch.ones(*lead, 1, device=problem.y.device))
         return NesterovState(x0, x0, weight, self._map(problem))
 
@@ -221,7 +221,7 @@ class FISTA(GradientSolver):
             return state._replace(x=new)
         if self.restart and ahead is not None:
             change = new if x is None else new - x
-            over = ((ahead - new) * change).detach().flatten(problem.operator.feature_dim).sum(-1, keepdim=True)
+            over = ((ahead - new) * change).detach().flatten(problem.operator.output_dim).sum(-1, keepdim=True)
             weight = torch.where(problem.operator.per_feature(over) > 0, torch.ones_like(weight), weight)
         following = fista_weight(weight)
         momentum = (weight - 1) / following

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError, is_traced, require_finite
-from ..operators.gram import gram
+from ..linalg import gram
 from .iterate import iterate
 
 __all__ = ["RidgeFactor", "conjugate_gradient", "gram_factor", "ridge_factor"]

@@ -9,7 +9,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ..operators.accumulate import Weight, accumulate, is_zero
+from ..linalg import Weight, accumulate, is_zero
 
 __all__ = ["extrapolate", "fista_weight", "heavy_ball", "nesterov_schedule"]
 

@@ -17,8 +17,9 @@ from ..errors import (
     require_real,
 )
 from ..functions.base import Function, widened
-from ..operators.accumulate import accumulate
-from ..operators.base import Bounds, LinearOperator
+from ..linalg import accumulate
+from ..norms.kernel import Bounds
+from ..operators.base import LinearOperator
 from .sampling import Sample
 
 __all__ = ["GradientMap", "Problem", "as_number", "reciprocal"]
@@ -75,7 +76,7 @@ class Problem:
 
     def linear(self) -> Tensor:
         """``A y + b``: what the plain layer computes before its activation."""
-        return self.operator.apply(self.y, self.bias)
+        return self.operator.affine(self.y, self.bias)
 
     def smoothness(self) -> Tensor:
         r""":math:`L + \lambda`, with L never below :math:`\|A\|^2`."""
@@ -102,7 +103,7 @@ class Problem:
         if sample.index is not None:
             operator, y = operator.restrict(sample.index), operator.select(y, sample.index)
         residual = y if x is None else y - operator.adjoint(x)
-        return self._less_ridge(operator.apply(_weighted(operator, sample, residual), self.bias), x)
+        return self._less_ridge(operator.affine(_weighted(operator, sample, residual), self.bias), x)
 
     def sampled_curvature(self, x: Tensor, sample: Sample) -> Tensor:
         r"""An unbiased estimate :math:`A\,(w \odot A^\top x) + \lambda x` of the Hessian times ``x``."""
@@ -137,7 +138,7 @@ class Problem:
         """
         step = as_number(reciprocal(self.smoothness()))
         moved = (x - self.prox(x + step * self.descent(x, self.linear()), step)) / step
-        norms = moved.flatten(self.operator.feature_dim).norm(dim=-1)
+        norms = moved.flatten(self.operator.output_dim).norm(dim=-1)
         return norms.amax() if self.rows else norms.sum()
 
     def as_given(self, x: Tensor) -> Tensor:
@@ -145,7 +146,8 @@ class Problem:
         leaves channels last."""
         if x.dim() != 4 or is_traced(x):
             return x
-        last = any(t.is_contiguous(memory_format=torch.channels_last) for t in (self.y, self.operator.weight))
+        tensors = (self.y, self.operator.weight) if self.operator.has_weight else (self.y,)
+        last = any(t.is_contiguous(memory_format=torch.channels_last) for t in tensors)
         return x if last else x.contiguous()
 
     def bounded(self, *, inputs: bool = False, outputs: bool = False) -> "Problem":
@@ -183,12 +185,14 @@ class Problem:
             self._check_bias(self.bias)
             self.check_dtype("bias", self.bias)
             require_finite("bias", self.bias)
-        require_finite("weight", self.operator.weight)
+        if self.operator.has_weight:
+            require_finite("weight", self.operator.weight)
         require_finite("y", self.y)
 
     def check_dtype(self, name: str, tensor: Tensor) -> None:
         """Refuse a tensor of another type than the weight's, unless autocast sees to it."""
-        require_dtype(name, tensor, self.operator.weight)
+        if self.operator.has_weight:
+            require_dtype(name, tensor, self.operator.weight)
 
     def full_bias(self) -> Tensor:
         """The bias, shaped to broadcast against x."""
@@ -209,7 +213,7 @@ class Problem:
 
 
 def _weighted(operator: LinearOperator, sample: Sample, residual: Tensor) -> Tensor:
-    return residual if sample.weight is None else operator.per_feature(sample.weight) * residual
+    return residual if sample.weight is None else operator.per_input(sample.weight) * residual
 
 
 class GradientMap(NamedTuple):

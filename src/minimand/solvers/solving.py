@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..adjoints import Adjoint, Run, Unroll
 from ..errors import CapabilityError, ShapeError, require_finite, require_positive, require_real
+from .adjoints import Adjoint, Run, Unroll
 from .base import Solver, State
 from .problem import Problem
 

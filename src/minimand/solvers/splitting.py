@@ -84,7 +84,7 @@ class ADMM(Solver):
                 target,
                 self.cg_iters,
                 x0=smooth,
-                sample_dims=-problem.operator.feature_dim,
+                sample_dims=len(problem.operator.output_shape),
             )
         pushed = smooth if multiplier is None else smooth + multiplier
         new = problem.prox(pushed, 1 / self.rho)

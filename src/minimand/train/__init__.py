@@ -1,4 +1,4 @@
-"""Training: proximal backpropagation around any optimizer, and lifted methods that need no backpropagation."""
+"""Training methods: proximal backpropagation for any torch optimizer, and lifted methods without backpropagation."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ _LIFTED = ("LPOM", "MAC", "BlockPenalty", "LiftedReLU", "SplitADMM")
 
 
 def __getattr__(name: str) -> Any:
-    """Load a method's package when its name is first asked for."""
+    """Import a method's package on first access to its name."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     package = "lifted" if name in _LIFTED else "proxprop"

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from ...errors import OptionError
 from ...functions.curves import softplus_inverse
-from ...operators.accumulate import Weight
+from ...linalg import Weight
 from ...solvers.momentum import extrapolate
 
 __all__ = ["Coefficients", "LearnedMomentum", "Learning", "parse_learnable"]

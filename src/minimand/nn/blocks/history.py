@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...errors import OptionError
-from ...operators.accumulate import Weight, accumulate
+from ...linalg import Weight, accumulate
 from ...solvers.momentum import nesterov_schedule
 from .updates import Place, Prox, Update, require_number
 

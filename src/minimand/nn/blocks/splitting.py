@@ -5,7 +5,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from ...operators.accumulate import Weight, accumulate
+from ...linalg import Weight, accumulate
 from .updates import Place, Prox, Update, require_number
 
 __all__ = ["ADMMUpdate", "MergeUpdate"]

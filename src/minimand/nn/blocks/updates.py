@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from torch import Tensor
 
 from ...errors import OptionError
-from ...operators.accumulate import Weight
+from ...linalg import Weight
 from ...solvers.momentum import extrapolate, heavy_ball, nesterov_schedule
 
 __all__ = [

@@ -8,10 +8,10 @@ to the bias ([Bibi2019], appendix J).
 import dataclasses
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from ...errors import ShapeError
+from ...operators.batchnorm import fold_batch_norm
 from ...solvers import Problem
 from ..layers import SolverConv1d, SolverConv2d, SolverLayer, SolverLinear
 
@@ -44,7 +44,7 @@ class BlockLayer(SolverLayer):
         """The problem of the whole block; in training this updates the running statistics."""
         operator = self.operator(y)
         operator.check_input(y)
-        affine = operator.apply(y, self.bias)
+        affine = operator.affine(y, self.bias)
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         if (norm := self.norm.module) is not None:
@@ -53,7 +53,8 @@ class BlockLayer(SolverLayer):
                     f"a layer with batch normalisation takes an input of {1 - operator.feature_dim} dimensions, "
                     f"got {tuple(y.shape)}"
                 )
-            scale, shift = _affine(norm, affine)
+            assert isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d)
+            scale, shift, _ = fold_batch_norm(norm, affine)
             weight = self.weight * scale.reshape(-1, *(1,) * (self.weight.dim() - 1)).to(self.weight.dtype)
             bias = shift if bias is None else shift + scale * bias
             # The forward of the class: the one of the instance is now the identity.
@@ -63,21 +64,6 @@ class BlockLayer(SolverLayer):
             affine = affine + skip
             bias = skip if bias is None else skip + operator.per_feature(bias)
         return BlockProblem(operator, self.function, y, bias, self.options.ridge, affine)
-
-
-def _affine(norm: nn.Module, output: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale and shift of a batch normalisation for this input."""
-    assert isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d)
-    if norm.training or norm.running_mean is None or norm.running_var is None:
-        dims = [dim for dim in range(output.dim()) if dim != 1]
-        variance, mean = torch.var_mean(output, dims, correction=0)
-    else:
-        variance, mean = norm.running_var, norm.running_mean
-    scale = torch.rsqrt(variance + norm.eps)
-    if norm.weight is not None:
-        scale = scale * norm.weight
-    shift = -mean * scale
-    return scale, shift if norm.bias is None else shift + norm.bias
 
 
 class BlockLinear(BlockLayer, SolverLinear):

@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ...norms.spectral import to_float64
 from ...operators import LinearOperator, Transposed
-from ...operators.spectral import to_float64
 from ...solvers.linear import conjugate_gradient
 from ...solvers.problem import Problem
 from ...solvers.splitting import ADMM, SplitState

@@ -1,4 +1,8 @@
-"""Training without backpropagation: activations become variables, and energies are minimised block by block."""
+"""Lifted training: activations become variables, and an energy is minimised by block-coordinate descent.
+
+No backpropagation takes place. The sweeps over blocks are not solves in the grammar of :mod:`minimand.solvers`. Each
+block is updated by a closed form, a prox, a linear solve or a short call of a solver.
+"""
 
 from .admm import SplitADMM
 from .control import ridge_control

@@ -22,14 +22,14 @@ SPLITTINGS = ("output", "all")
 
 @dataclasses.dataclass
 class _Duals(SplitVariables):
-    """For the splitting of all constraints: the copies U of the activations in ``us``, and two multipliers a layer."""
+    """Variables of the splitting of all constraints: ``us`` holds the copies U; every layer has two multipliers."""
 
     copies: list[Tensor]
     layers: list[Tensor]
 
 
 class SplitADMM(Lifted[SplitVariables]):
-    r"""ADMM for networks, in the two splittings that 002 lists.
+    r"""ADMM for networks, in the two splittings of [Lin2019].
 
     ``splitting="output"`` (Taylor et al., ICML 2016): a multiplier M on the output constraint only,
 
@@ -38,8 +38,8 @@ class SplitADMM(Lifted[SplitVariables]):
         \ell(U_n, Y) + \frac{\mu_n}{2}\|U_n - A_{n-1}X_{n-1} - b_{n-1} + M\|^2 + \sum_{k < n - 1} \frac{\mu_k}{2} \bigl(
         \|U_{k+1} - A_kX_k - b_k\|^2 + \|X_{k+1} - \varphi_k(U_{k+1})\|^2 \bigr) .
 
-    **Variables carried**: activations, pre-activations and M. **Optimality**: those of :class:`BlockPenalty`, with
-    :math:`U_n = A_{n-1}X_{n-1} + b_{n-1}` exactly.
+    **Variables carried**: activations, pre-activations and M. **Optimality conditions**: those of
+    :class:`BlockPenalty`, and :math:`U_n = A_{n-1}X_{n-1} + b_{n-1}`.
 
     ``splitting="all"`` (Zhang, Chen, Saligrama, CVPR 2016): copies :math:`U_k = X_k` and multipliers A, B on
     every constraint,
@@ -50,21 +50,22 @@ class SplitADMM(Lifted[SplitVariables]):
         \frac{\mu_k}{2} \|X_{k+1} - \varphi_k(W_kU_k + b_k) + B_k\|^2,
         \qquad U_0 = X_0 \text{ the input}.
 
-    002 has one :math:`\mu` for all terms. With one per layer, a copy has that of the layer that made it.
+    [Lin2019] has one :math:`\mu` for all terms. With one :math:`\mu` per layer, a copy has the :math:`\mu` of the layer
+    whose output it copies.
 
-    **Variables carried**: X, U, A and B, four times what SGD keeps. **Optimality**: the network's own constraints hold,
-    and the multipliers are the gradients that backpropagation computes.
+    **Variables carried**: X, U, A and B, four times the activations that SGD keeps. **Optimality conditions**: the
+    network's constraints hold, and the multipliers are the gradients that backpropagation computes.
 
-    The energy is the augmented Lagrangian, :math:`\frac\mu2\|r + M\|^2 - \frac\mu2\|M\|^2` for each constraint;
-    it need not fall, since the multipliers ascend. The problems in U are not convex, and no convergence is
-    claimed.
+    The energy is the augmented Lagrangian, :math:`\frac\mu2\|r + M\|^2 - \frac\mu2\|M\|^2` for each constraint. It
+    need not fall, because the multipliers ascend. The problems in U are not convex, and no convergence is claimed.
 
     Args:
         model: A chain of Linear or Conv2d and monotone activations; trained in place.
         mu: As in :class:`LPOM`.
         loss: ``"squared"`` or ``"cross_entropy"``.
         splitting: ``"output"`` or ``"all"``.
-        warm: How many steps on a batch leave the multipliers at zero (Taylor et al. recommend some).
+        warm: The number of first steps on a batch during which the multipliers stay zero (Taylor et al. recommend a
+            few).
         recipe: Options of the mini-batch mode.
 
     >>> net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))

@@ -1,4 +1,4 @@
-"""What every lifted training method has in common: a chain, auxiliary variables for a batch, ``step`` and ``fit``."""
+"""The base class of lifted training methods: auxiliary variables of a batch, ``step``, ``energy`` and ``fit``."""
 
 import abc
 import dataclasses
@@ -14,21 +14,21 @@ from torch import Tensor, nn
 from ...errors import CapabilityError, MinimandError, NonFiniteError, OptionError, ShapeError, require_finite
 from .chain import parse
 from .losses import LOSSES, Loss, encode_targets
-from .maps import AffineMap, record
-from .options import NO_BATCH, Epoch, Recipe, check_loader, pairs, weights_per_layer
+from .maps import AffineMap, update_running_statistics
+from .options import NO_BATCH, Epoch, Recipe, batches, check_loader, weights_per_layer
 from .progress import track
-from .weights import Direction, Momentum, toward_all
+from .weights import Direction, MomentumUpdate, weight_directions
 
 __all__ = ["Lifted", "Variables"]
 
 MODES = ("fast", "monotone")
-#: The ridge of a full weight step, relative to the Gram's mean eigenvalue.
-TINY = 1e-6
+#: The ridge of a full weight step, relative to the mean eigenvalue of the Gram matrix.
+RELATIVE_RIDGE = 1e-6
 
 
 @dataclasses.dataclass
 class Variables:
-    """A batch's activations from the input to the output, its maps and its loss: what SGD would keep, too."""
+    """The activations of a batch from input to output, the layers' maps on it, and its loss."""
 
     xs: list[Tensor]
     maps: list[AffineMap]
@@ -36,7 +36,7 @@ class Variables:
 
     @property
     def output(self) -> Tensor:
-        """The last activation, the network's output as an auxiliary variable."""
+        """The last activation: the network's output as an auxiliary variable."""
         return self.xs[-1]
 
 
@@ -44,10 +44,10 @@ V = TypeVar("V", bound=Variables)
 
 
 class Lifted(abc.ABC, Generic[V]):
-    """Training without backpropagation: the activations are variables, and blocks of an energy are minimised.
+    """Training by block-coordinate descent on an energy in which the activations are variables.
 
-    Concrete methods say how variables start, what the energy is, how one sweep moves the auxiliary variables,
-    and in which direction each layer's weight moves.
+    A concrete method defines the start of the variables, the energy, one sweep over the auxiliary variables, and the
+    direction in which each layer's weight moves. A sweep visits blocks in turn; it is not a solve in the grammar.
     """
 
     #: Sweeps over the auxiliary variables per mini-batch.
@@ -87,7 +87,7 @@ class Lifted(abc.ABC, Generic[V]):
 
     @abc.abstractmethod
     def _residuals(self, v: V) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each layer the x at which its map is regressed, and by what its z is to move."""
+        """For each layer the regression's input x and the target change of z at x."""
 
     def _energy(self, v: V) -> float:
         """The energy of a batch, summed in double precision."""
@@ -96,12 +96,14 @@ class Lifted(abc.ABC, Generic[V]):
     def _weight_steps(
         self, layers: Sequence[tuple[AffineMap, Tensor, Tensor]], damping: float, block: int | None
     ) -> list[Direction]:
-        """In which directions the weights of layers move, each given with its x and its residual; the damping as in
-        :func:`~.weights.ridge_shift`."""
-        return toward_all(layers, damping, block=block)
+        """The weight directions of several layers, each given as (map, x, residual).
+
+        :func:`~.weights.ridge_shift` defines the damping.
+        """
+        return weight_directions(layers, damping, block=block)
 
     def _directions(self, v: V, damping: float, block: int | None) -> list[Direction | None]:
-        """The direction of each layer, None for those that are frozen."""
+        """The direction of each layer; None for a frozen layer."""
         frozen = [affine.layer.frozen for affine in v.maps]
         layers = zip(v.maps, self._residuals(v), frozen, strict=True)
         moving = [(affine, *pair) for affine, pair, kept in layers if not kept]
@@ -109,40 +111,40 @@ class Lifted(abc.ABC, Generic[V]):
         return [None if kept else next(found) for kept in frozen]
 
     def _move_weights(self, v: V) -> None:
-        """Minimise the energy over the weights of every layer, or a majoriser of it."""
-        for affine, direction in zip(v.maps, self._directions(v, TINY, None), strict=True):
+        """Minimise the energy, or its majoriser, over the weights of every layer."""
+        for affine, direction in zip(v.maps, self._directions(v, RELATIVE_RIDGE, None), strict=True):
             if direction is not None:
                 affine.layer.assign(affine.layer.parameters() + direction.dense())
 
     def _multipliers(self, v: V) -> None:
-        """Ascend in the multipliers, where a method has them."""
+        """Ascend in the multipliers, if the method has any."""
 
     def _minibatch(self, v: V, damping: float) -> list[Direction | None]:
-        """Directions for the weights from a batch that has just been through the forward pass."""
+        """The weight directions of a batch whose variables are at the forward pass."""
         for _ in range(self.recipe.sweeps or self.default_sweeps):
             self._sweep(v)
             self._multipliers(v)
         return self._directions(v, damping, self.recipe.block)
 
     def _before_fit(self) -> None:
-        """Forget what an earlier fit has left."""
+        """Reset the state of an earlier fit."""
 
     def _after_epoch(self) -> None:
-        """What a method does between epochs, such as raising its penalty."""
+        """Update between epochs, for example raise the penalty."""
 
     @torch.no_grad()
     def step(self, x: Tensor, y: Tensor) -> float:
-        """One sweep over all blocks, weights included; the energy after it.
+        """Sweep once over all blocks, weights included, and return the energy afterwards.
 
-        The auxiliary variables continue when ``x`` and ``y`` are the tensors of the call before, and neither they nor
-        the network's parameters have changed since; otherwise they start from the forward pass.
+        The auxiliary variables continue from the previous call if ``x`` and ``y`` are the same tensors and neither they
+        nor the network's parameters have changed since. Otherwise they start from the forward pass.
 
         Raises:
-            NonFiniteError: If the energy is no longer finite; the weights are those from before the step.
+            NonFiniteError: If the energy is not finite. The weights are then restored to those before the step.
         """
         self.chain.require_trained()
-        fresh = not self._continues(x, y)
-        v = self._fresh(x, y) if fresh or self._variables is None else self._variables
+        fresh = not self._is_same_batch(x, y)
+        v = self._forward_variables(x, y) if fresh or self._variables is None else self._variables
         self._variables = None
         kept = [layer.parameters() for layer in self.chain.layers]
         try:
@@ -152,50 +154,50 @@ class Lifted(abc.ABC, Generic[V]):
             self._multipliers(v)
             energy = self._energy(v)
             if not math.isfinite(energy):
-                self._blame(v, energy)
+                self._raise_nonfinite(v, energy)
         except (MinimandError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
             for layer, parameters in zip(self.chain.layers, kept, strict=True):
                 layer.assign(parameters)
-            raise NonFiniteError(f"step stopped, the weights are those from before it: {error}") from None
+            raise NonFiniteError(f"step stopped and restored the weights from before it: {error}") from None
         if fresh:
-            record(v.maps)
+            update_running_statistics(v.maps)
         self._variables = v
         self._batch = (weakref.ref(x), x._version, weakref.ref(y), y._version)
-        self._weights = self._versions()
+        self._weights = self._parameter_versions()
         return energy
 
     @torch.no_grad()
     def energy(self, x: Tensor, y: Tensor) -> float:
-        """The energy at the auxiliary variables of the batch, or at the forward pass of a new one."""
-        if self._variables is not None and self._continues(x, y):
+        """The energy at the auxiliary variables of the last step's batch; for any other batch, at its forward pass."""
+        if self._variables is not None and self._is_same_batch(x, y):
             return self._energy(self._variables)
-        return self._energy(self._fresh(x, y))
+        return self._energy(self._forward_variables(x, y))
 
     def fit(
         self, loader: Iterable[tuple[Tensor, Tensor]], epochs: int, mode: str = "fast", *, progress: bool = False
     ) -> list[Epoch]:
-        """Train for some epochs over any iterable of batches; it is iterated once an epoch.
+        """Train for some epochs.
 
         Args:
-            loader: Batches (x, y).
-            epochs: How often.
+            loader: An iterable of batches (x, y); it is iterated once per epoch.
+            epochs: The number of epochs.
             mode: ``"fast"``: mini-batches with momentum; ``"monotone"``: :meth:`step` on each batch.
-            progress: Show a progress bar, where rich is installed and the output is a terminal.
+            progress: Show a progress bar if rich is installed and the output is a terminal.
         """
         return list(track(self.training(loader, epochs, mode), epochs, show=progress))
 
     def training(self, loader: Iterable[tuple[Tensor, Tensor]], epochs: int, mode: str = "fast") -> Iterator[Epoch]:
-        """:meth:`fit` as a generator that yields after each epoch, to evaluate or to stop in between."""
+        """:meth:`fit` as a generator that yields after each epoch, for evaluation or early stopping."""
         if mode not in MODES:
             raise OptionError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
         check_loader(loader, epochs)
         self.chain.require_trained()
         self._before_fit()
-        run = _Fast(self) if mode == "fast" else None
+        run = _MiniBatchRun(self) if mode == "fast" else None
         for number in range(1, epochs + 1):
             begin, total, samples = time.perf_counter(), 0.0, 0
             size = len(loader) if isinstance(loader, Sized) else None
-            for index, (x, y) in enumerate(pairs(loader)):
+            for index, (x, y) in enumerate(batches(loader)):
                 share = (number - 1 + (index / size if size else 0.5)) / epochs
                 total += self.step(x, y) if run is None else run.batch(x, y, share)
                 samples += x.shape[0]
@@ -206,8 +208,8 @@ class Lifted(abc.ABC, Generic[V]):
             self._after_epoch()
             yield Epoch(number, total / samples, time.perf_counter() - begin)
 
-    def _mini_mu(self) -> tuple[float, ...]:
-        """The penalty weights of the mini-batch mode: the given ones, or geometric towards the output."""
+    def _minibatch_mu(self) -> tuple[float, ...]:
+        """The penalty weights of the mini-batch mode: the given ones, or a geometric sequence that ends at 1."""
         top = len(self.chain) - 1
         return self._given_mu or tuple(self.recipe.ratio ** (k - top) for k in range(top + 1))
 
@@ -215,31 +217,31 @@ class Lifted(abc.ABC, Generic[V]):
         default = 5.0 if self.loss == "squared" else 20.0
         return default if self.recipe.damping is None else self.recipe.damping
 
-    def _continues(self, x: Tensor, y: Tensor) -> bool:
+    def _is_same_batch(self, x: Tensor, y: Tensor) -> bool:
         if self._variables is None or self._batch is None:
             return False
         first, first_version, second, second_version = self._batch
-        same = first() is x and second() is y and self._weights == self._versions()
+        same = first() is x and second() is y and self._weights == self._parameter_versions()
         return same and (x._version, y._version) == (first_version, second_version)
 
-    def _versions(self) -> list[tuple[int, int]]:
-        """What changes when a parameter does."""
+    def _parameter_versions(self) -> list[tuple[int, int]]:
+        """Memory address and version of every parameter; they change when a parameter changes."""
         return [(parameter.data_ptr(), parameter._version) for parameter in self.model.parameters()]
 
-    def _fresh(self, x: Tensor, y: Tensor, check: bool = True) -> V:
-        """The variables at the forward pass; whoever trains with them records its statistics."""
+    def _forward_variables(self, x: Tensor, y: Tensor, check: bool = True) -> V:
+        """The variables at the forward pass; running statistics do not change here."""
         if not isinstance(x, Tensor) or not x.numel():
-            found = f"one of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}; convert it"
+            found = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}; convert it"
             raise ShapeError(f"x must be a tensor of at least one sample, got {found}")
         for layer in self.chain.layers:
             kind = layer.module.weight.dtype
             if kind not in (torch.float32, torch.float64):
                 raise CapabilityError(
-                    f"the weight of {layer.path} is {kind}, but lifted training solves linear systems in float32 or "
-                    f"float64; convert the network with .float()"
+                    f"the weight of {layer.path} is {kind}, but lifted training solves linear systems, which needs "
+                    f"float32 or float64; convert the network with .float()"
                 )
             if x.dtype != kind:
-                raise ShapeError(f"x is {x.dtype}, but the weight of {layer.path} is {kind}; convert one of them")
+                raise ShapeError(f"x is {x.dtype}, but the weight of {layer.path} is {kind}; convert x or the network")
         if check:
             require_finite("the input x", x)
             for layer in self.chain.layers:
@@ -251,31 +253,29 @@ class Lifted(abc.ABC, Generic[V]):
         for layer, x in zip(self.chain.layers, v.xs[1:], strict=True):
             require_finite(f"the activation update of {layer.path}", x)
 
-    def _blame(self, v: V, energy: float) -> None:
-        """Name the layer and the update for which the energy is not finite."""
+    def _raise_nonfinite(self, v: V, energy: float) -> None:
+        """Raise an error that names the layer and the update that made the energy infinite or NaN."""
         for layer in self.chain.layers:
             require_finite(f"the weight update of {layer.path}", layer.parameters())
         sizes = [abs(float(term)) for term in self._terms(v)]
         worst = max(range(len(sizes)), key=lambda k: math.inf if math.isnan(sizes[k]) else sizes[k])
         where = "the loss" if worst == 0 else f"the term of {self.chain.layers[worst - 1].path}"
-        raise NonFiniteError(
-            f"the energy is {energy}, of which {where} is the largest part; lower mu or scale the inputs"
-        )
+        raise NonFiniteError(f"the energy is {energy}, and {where} is the largest part; lower mu or scale the inputs")
 
 
-class _Fast:
-    """The mini-batch mode: directions from each batch, momentum, a falling rate."""
+class _MiniBatchRun:
+    """A run of the mini-batch mode: a direction from each batch, momentum, a decaying rate."""
 
     def __init__(self, method: Lifted[Any]) -> None:
         self.method = method
         self.layers = method.chain.layers
-        self.momentum = Momentum(self.layers, method.recipe.momentum)
+        self.momentum = MomentumUpdate(self.layers, method.recipe.momentum)
         self.updated = False
 
     def batch(self, x: Tensor, y: Tensor, share: float) -> float:
-        """One update; the loss before it."""
+        """Update the weights from one batch and return the loss before the update."""
         method = self.method
-        kept, method.mu = method.mu, method._mini_mu()
+        kept, method.mu = method.mu, method._minibatch_mu()
         try:
             with torch.no_grad():
                 return self._update(x, y, method.recipe.rate_at(share))
@@ -291,17 +291,17 @@ class _Fast:
         except (MinimandError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
             self._stop(error, v)
         self.updated = True
-        record(v.maps)
+        update_running_statistics(v.maps)
         return value
 
     @torch.no_grad()
     def check(self, x: Tensor, y: Tensor) -> None:
-        """See whether the network is finite after the last update, too."""
+        """Check that the loss is finite after the last update."""
         self._forward(x, y)
 
     def _forward(self, x: Tensor, y: Tensor) -> tuple[Variables, float]:
-        """The variables of a batch and its loss; an update that made it overflow is taken back."""
-        v = self.method._fresh(x, y, check=False)
+        """The variables of a batch and its loss; an update after which the loss overflows is undone."""
+        v = self.method._forward_variables(x, y, check=False)
         value = float(v.loss.value(v.output))
         if not math.isfinite(value):
             require_finite("the input x", x)
@@ -325,5 +325,5 @@ class _Fast:
             except NonFiniteError as earlier:
                 reason = earlier
         raise NonFiniteError(
-            f"fit stopped, the weights are the last good ones: {reason}; lower Recipe.rate or raise Recipe.damping"
+            f"fit stopped and kept the last good weights: {reason}; lower Recipe.rate or raise Recipe.damping"
         ) from None

@@ -10,10 +10,10 @@ from torch.nn.utils import parametrize
 from ...errors import CapabilityError, ChainError, MinimandError, OptionError
 from ...functions.activations import activation_module, is_activation
 from ...nn.layers import SolverLayer
-from .maps import AffineMap, Layer
+from .maps import AffineMap, LiftedLayer
 from .units import LINEAR, unit_of
 
-__all__ = ["Chain", "parse"]
+__all__ = ["LayerChain", "parse"]
 
 _FLATTENS = (torch.flatten, "flatten")
 #: Modules that are read for what they compute.
@@ -21,10 +21,10 @@ _KNOWN = (nn.Linear, nn.Conv2d, nn.Flatten, nn.AvgPool2d, nn.MaxPool2d, nn.Batch
 _REMEDY = "lifted training takes chains of Linear or Conv2d and activations that end in a linear layer"
 
 
-class Chain:
+class LayerChain:
     """The layers of a network in order; the parameters stay the network's own."""
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
+    def __init__(self, layers: Sequence[LiftedLayer]) -> None:
         self.layers = tuple(layers)
 
     def __len__(self) -> int:
@@ -42,7 +42,7 @@ class Chain:
         """The forward pass: all activations from the input on, all z, and the maps of this batch."""
         xs, zs, maps = [x], [], []
         for layer in self.layers:
-            affine = layer.freeze(x)
+            affine = layer.affine_map(x)
             z = affine.apply(x)
             x = layer.unit.phi(z)
             xs.append(x)
@@ -51,7 +51,7 @@ class Chain:
         return xs, zs, maps
 
 
-def parse(model: nn.Module) -> Chain:
+def parse(model: nn.Module) -> LayerChain:
     """Read a network as a chain.
 
     Sequential models and any whose ``forward`` torch.fx can trace to a straight line of calls.
@@ -64,14 +64,14 @@ def parse(model: nn.Module) -> Chain:
     >>> [layer.path for layer in chain.layers]
     ['0', '2']
     """
-    layers: list[Layer] = []
+    layers: list[LiftedLayer] = []
     before: list[nn.Module] = []
     pending: dict[str, Any] | None = None
 
     def close() -> None:
         nonlocal pending
         if pending is not None:
-            layers.append(Layer(**pending))
+            layers.append(LiftedLayer(**pending))
             pending = None
 
     _check_modules(model)
@@ -109,7 +109,7 @@ def parse(model: nn.Module) -> Chain:
         tail = "nothing" if not layers else layers[-1].path
         raise ChainError(f"the network ends after {tail} in something other than a Linear layer; {_REMEDY}")
     _check_shared(layers)
-    return Chain(layers)
+    return LayerChain(layers)
 
 
 def _activation(path: str, module: nn.Module) -> nn.Module:
@@ -174,7 +174,7 @@ def _check_stage(path: str, module: nn.Module) -> None:
         raise ChainError(f"{path} (AvgPool2d) has divisor_override, which is not supported; leave it out")
 
 
-def _check_shared(layers: Sequence[Layer]) -> None:
+def _check_shared(layers: Sequence[LiftedLayer]) -> None:
     seen: dict[int, str] = {}
     for layer in layers:
         key = id(layer.module.weight)

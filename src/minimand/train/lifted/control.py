@@ -1,4 +1,4 @@
-"""The control that every lifted result has to beat: random features and a ridge regression."""
+"""The control experiment of lifted training: random hidden layers with a ridge regression on top."""
 
 import copy
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from .chain import parse
 from .losses import encode_targets
-from .maps import record
+from .maps import update_running_statistics
 from .weights import regress
 
 __all__ = ["ridge_control"]
@@ -15,12 +15,12 @@ __all__ = ["ridge_control"]
 
 @torch.no_grad()
 def ridge_control(model: nn.Module, x: Tensor, y: Tensor, ridge: float = 1.0) -> nn.Module:
-    r"""A copy of the network whose hidden layers stay as they are and whose last one is a ridge regression.
+    r"""A copy of the network with unchanged hidden layers and a ridge regression as last layer.
 
     .. math:: \min_W\; \tfrac12\|Y - H W^\top\|^2 + \tfrac\lambda2\|W\|^2
 
-    with H the last hidden activations of the untrained network and a ones column. A method that trains hidden layers
-    and does not beat this has trained nothing.
+    H holds the last hidden activations of the untrained network and a column of ones. A training method whose accuracy
+    does not exceed this control's gains nothing from its hidden layers.
 
     >>> net = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))
     >>> x, y = torch.randn(32, 2), torch.randint(2, (32,))
@@ -31,7 +31,7 @@ def ridge_control(model: nn.Module, x: Tensor, y: Tensor, ridge: float = 1.0) ->
     model = copy.deepcopy(model)
     xs, _, maps = parse(model).forward(x)
     last = maps[-1].layer
-    record(maps)
+    update_running_statistics(maps)
     direction = regress(maps[-1].rows(xs[-2]), encode_targets(y, xs[-1], "squared"), ridge, bias=last.bias is not None)
     last.assign(direction.dense())
     return model

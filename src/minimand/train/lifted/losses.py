@@ -1,7 +1,8 @@
-"""The losses of lifted training as functions with a prox, and targets that fit them."""
+"""The losses of lifted training as functions with a prox, and the encoding of targets for them."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from ...errors import CapabilityError, OptionError, ShapeError, require_finite
 from ...functions.base import Function, Step, check_step
+from ...solvers.iterate import iterate
 
 __all__ = ["LOSSES", "CrossEntropy", "SquaredError", "encode_targets"]
 
@@ -30,13 +32,21 @@ class SquaredError(Function):
         return 0.5 * F.mse_loss(x, self.target, reduction="sum")
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
-        """A weighted mean of the point and the target."""
+        """The weighted mean of the point and the target."""
         step = check_step(step, x)
         return (x + step * self.target) / (1 + step)
 
-    def quick(self, x: Tensor, step: float) -> Tensor:
-        """The same: it costs nothing."""
+    def approximate_prox(self, x: Tensor, step: float) -> Tensor:
+        """The prox itself, which has a closed form."""
         return torch.add(x, self.target, alpha=step).div_(1 + step)
+
+
+class _NewtonState(NamedTuple):
+    """A point, the gradient of the prox objective there, and whether the iteration has ended."""
+
+    point: Tensor
+    residual: Tensor
+    done: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,9 +54,9 @@ class CrossEntropy(Function):
     r"""The cross-entropy :math:`\log\sum_j e^{x_j}\,\sum_j t_j - \langle t, x\rangle`, summed over the batch.
 
     For a target that is a distribution this is :math:`-\sum_j t_j \log\operatorname{softmax}(x)_j`. Its prox has no
-    closed form: with :math:`p = \operatorname{softmax}(x)` Newton's method per sample has the Hessian
-    :math:`I + \eta(\operatorname{diag} p - pp^\top)`, which the Sherman–Morrison formula inverts. Steps are halved
-    until the gradient shrinks, until it is at rounding level.
+    closed form and is computed by Newton's method per sample. With :math:`p = \operatorname{softmax}(x)` the Hessian is
+    :math:`I + \eta(\operatorname{diag} p - pp^\top)`, which the Sherman–Morrison formula inverts. A step is halved
+    until the gradient shrinks. The iteration stops when the gradient is at rounding level.
 
     >>> loss = CrossEntropy(torch.tensor([[1.0, 0.0]]))
     >>> x = loss.prox(torch.zeros(1, 2), 1.0)
@@ -61,54 +71,64 @@ class CrossEntropy(Function):
         return -(self.target * torch.log_softmax(x, -1)).sum()
 
     def gradient(self, x: Tensor) -> Tensor:
-        """The gradient, softmax minus target for a distribution."""
+        """The gradient; softmax minus target if the target is a distribution."""
         return torch.softmax(x, -1) * self.target.sum(-1, keepdim=True) - self.target
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
-        """Newton's method per sample, converged."""
+        """The prox by Newton's method per sample, to rounding."""
         step = check_step(step, x)
         mass = self.target.sum(-1, keepdim=True)
-        point, best = x, self._residual(x, x, step)
-        for _ in range(100):
+        least = 4 * torch.finfo(x.dtype).eps * (1 + x.norm(dim=-1, keepdim=True))
+
+        def newton(state: _NewtonState, _: int) -> _NewtonState:
+            point, best = state.point, state.residual
             size = best.norm(dim=-1, keepdim=True)
-            scale = 1 + x.norm(dim=-1, keepdim=True)
-            if bool((size <= 4 * torch.finfo(x.dtype).eps * scale).all()):
-                break
+            if bool((size <= least).all()):
+                return state._replace(done=True)
             p = torch.softmax(point, -1)
             diagonal = 1 + step * mass * p
             along = best / diagonal
             across = p / diagonal
             weight = step * mass / (1 - step * mass * (p * across).sum(-1, keepdim=True))
             direction = along + weight * across * (p * along).sum(-1, keepdim=True)
-            length = torch.ones_like(size)
-            trial, residual = point, best
-            for _ in range(12):
-                trial = point - length * direction
-                residual = self._residual(trial, x, step)
-                worse = residual.norm(dim=-1, keepdim=True) > size
-                if not bool(worse.any()):
-                    break
-                length = torch.where(worse, 0.5 * length, length)
+            trial, residual = self._halved(point, direction, x, step, size)
             better = residual.norm(dim=-1, keepdim=True) < size
             if not bool(better.any()):
+                return state._replace(done=True)
+            return _NewtonState(torch.where(better, trial, point), torch.where(better, residual, best), False)
+
+        start = _NewtonState(x, self._residual(x, x, step), False)
+        return iterate(newton, start, 100, until=lambda state, _: state.done)[0].point
+
+    def _halved(self, point: Tensor, direction: Tensor, x: Tensor, step: Step, size: Tensor) -> tuple[Tensor, Tensor]:
+        """A trial point along a direction and its residual; a sample's step is halved while its residual grows."""
+        length = torch.ones_like(size)
+        trial, residual = point, point
+        for _ in range(12):
+            trial = point - length * direction
+            residual = self._residual(trial, x, step)
+            worse = residual.norm(dim=-1, keepdim=True) > size
+            if not bool(worse.any()):
                 break
-            point, best = torch.where(better, trial, point), torch.where(better, residual, best)
-        return point
+            length = torch.where(worse, 0.5 * length, length)
+        return trial, residual
 
     def _residual(self, point: Tensor, x: Tensor, step: Step) -> Tensor:
         return point - x + step * self.gradient(point)
 
-    def quick(self, x: Tensor, step: float) -> Tensor:
-        """Three proximal steps with the gradient's Lipschitz constant ½ from ``x``, for noisy mini-batches."""
+    def approximate_prox(self, x: Tensor, step: float) -> Tensor:
+        """Three proximal gradient steps from ``x`` with the gradient's Lipschitz constant ½, for noisy mini-batches."""
         share = 1.0 / (1.0 / step + 0.5)
-        # Samples last: few classes in a row are too short for the vectors of a processor.
+        # Samples last: rows of few classes are too short for vector instructions.
         point, target = (rows.mT.contiguous() for rows in (x, self.target))
         mass = target.sum(-2, keepdim=True)
         fixed = torch.add(target, point, alpha=1.0 / step).mul_(share)
-        for _ in range(3):
+
+        def proximal_step(point: Tensor, _: int) -> Tensor:
             kept = torch.add(fixed, point, alpha=0.5 * share)
-            point = kept.addcmul_(mass, torch.softmax(point, -2), value=-share)
-        return point.mT.contiguous()
+            return kept.addcmul_(mass, torch.softmax(point, -2), value=-share)
+
+        return iterate(proximal_step, point, 3)[0].mT.contiguous()
 
 
 Loss = SquaredError | CrossEntropy
@@ -117,12 +137,12 @@ LOSSES: Mapping[str, Callable[[Tensor], Loss]] = {"squared": SquaredError, "cros
 
 
 def encode_targets(y: Tensor, output: Tensor, loss: str) -> Tensor:
-    """Targets in the shape of the network's output: labels one-hot, numbers as they are.
+    """Targets in the shape of the network's output: labels one-hot encoded, floats unchanged.
 
     Raises:
-        CapabilityError: If they are no tensor.
-        ShapeError: If there are more or fewer targets than samples, or their width is another.
-        OptionError: If a label is no class, or a target of the cross-entropy is negative.
+        CapabilityError: If the targets are not a tensor.
+        ShapeError: If the number of targets or their width does not match the output.
+        OptionError: If a label is out of range, or a target of the cross-entropy is negative.
 
     >>> encode_targets(torch.tensor([1]), torch.zeros(1, 3), "squared")
     tensor([[0., 1., 0.]])
@@ -140,7 +160,9 @@ def encode_targets(y: Tensor, output: Tensor, loss: str) -> Tensor:
             )
         require_finite("the target y", y)
         if loss == "cross_entropy" and bool((y < 0).any()):
-            raise OptionError("targets of the cross-entropy must be ≥ 0, as probabilities are; use loss='squared'")
+            raise OptionError(
+                "targets of the cross-entropy must be ≥ 0 (probabilities); use loss='squared' for other targets"
+            )
         return y.to(output)
     if y.shape != (samples,):
         raise ShapeError(
@@ -152,7 +174,7 @@ def encode_targets(y: Tensor, output: Tensor, loss: str) -> Tensor:
     try:
         return torch.zeros_like(output).scatter_(1, y.to(output.device, torch.long).unsqueeze(1), 1.0)
     except RuntimeError:
-        # On a CPU the scatter looks for itself; elsewhere it would take the device down.
+        # On a CPU the scatter checks its indices; on other devices a bad index is a fatal assertion.
         _check_labels(y, classes)
         raise
 
@@ -160,4 +182,4 @@ def encode_targets(y: Tensor, output: Tensor, loss: str) -> Tensor:
 def _check_labels(y: Tensor, classes: int) -> None:
     low, high = (int(end) for end in torch.aminmax(y)) if len(y) else (0, 0)
     if low < 0 or high >= classes:
-        raise OptionError(f"labels lie in [{low}, {high}], but the network has the {classes} outputs 0 … {classes - 1}")
+        raise OptionError(f"labels lie in [{low}, {high}], but the network has {classes} outputs, 0 … {classes - 1}")

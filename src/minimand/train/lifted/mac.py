@@ -1,4 +1,4 @@
-"""The method of auxiliary coordinates: a quadratic penalty on the activations."""
+"""The method of auxiliary coordinates: a quadratic penalty ties activations to their layers."""
 
 from collections.abc import Iterator, Sequence
 
@@ -18,16 +18,16 @@ X_STEPS = ("gauss_newton", "gradient")
 
 
 class MAC(Lifted[Variables]):
-    r"""Method of auxiliary coordinates (Carreira-Perpiñán & Wang, AISTATS 2014; 002, *penalty method*).
+    r"""Method of auxiliary coordinates (Carreira-Perpiñán & Wang, AISTATS 2014; [Lin2019], *penalty method*).
 
     .. math:: \min_{W, X}\; \ell(X_n, Y) + \sum_k \frac{\mu_k}{2} \|X_{k+1} - \varphi_k(A_kX_k + b_k)\|^2
 
-    **Blocks.** :math:`X_n` by the prox of the loss; each :math:`X_k` by one Gauss–Newton or gradient step, each
-    weight by one Gauss–Newton step, all with step halving, so :meth:`step` never raises the objective. The blocks
-    are not convex.
+    **Blocks.** :math:`X_n` is updated by the prox of the loss, each :math:`X_k` by one Gauss–Newton or gradient step,
+    each weight by one Gauss–Newton step. All steps are halved until the objective falls, so :meth:`step` never raises
+    it. The blocks are not convex.
 
-    **Optimality conditions** (002): :math:`[(\varphi(z_k) - X_{k+1}) \circ \varphi'(z_k)]X_k^\top = 0`. The
-    derivative, which LPOM's conditions lack, also vanishes wherever a unit saturates: there are more stationary
+    **Optimality conditions** ([Lin2019]): :math:`[(\varphi(z_k) - X_{k+1}) \circ \varphi'(z_k)]X_k^\top = 0`. The
+    derivative, which is absent from LPOM's conditions, vanishes wherever a unit saturates. So there are more stationary
     points.
 
     **Variables carried**: the activations.
@@ -37,8 +37,8 @@ class MAC(Lifted[Variables]):
         mu: As in :class:`LPOM`.
         loss: ``"squared"`` or ``"cross_entropy"``.
         x_step: ``"gauss_newton"`` or ``"gradient"``.
-        growth: The penalty schedule: :math:`\mu` is multiplied by it after each epoch of :meth:`fit`, which starts
-            from ``mu`` again.
+        growth: The factor by which :math:`\mu` is multiplied after each epoch of :meth:`fit`; every call of
+            :meth:`fit` starts from ``mu``.
         recipe: Options of the mini-batch mode.
 
     >>> import torch
@@ -104,5 +104,5 @@ class MAC(Lifted[Variables]):
         self.mu = tuple(m / self._scale * scale for m in self.mu)
         self._scale = scale
 
-    def _mini_mu(self) -> tuple[float, ...]:
-        return tuple(self._scale * m for m in super()._mini_mu())
+    def _minibatch_mu(self) -> tuple[float, ...]:
+        return tuple(self._scale * m for m in super()._minibatch_mu())

@@ -1,4 +1,4 @@
-"""The affine maps between activations, as one mini-batch sees them: apply, adjoint, norm, and rows for regressions."""
+"""A layer of a chain, and its affine map on one mini-batch: value, adjoint, norm bound, and rows for regressions."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -10,16 +10,18 @@ from torch import Tensor, nn
 
 from ...errors import ShapeError
 from ...operators import Conv2d, Dense, LinearOperator
+from ...operators.batchnorm import BatchStatistics, fold_batch_norm
+from ...operators.patches import patches, positions_as_rows
 from .units import Unit
 
-__all__ = ["AffineMap", "Layer", "Stage", "record"]
+__all__ = ["AffineMap", "FixedMap", "LiftedLayer", "update_running_statistics"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
-    """A linear map without parameters before a layer's weight: a reshaping or a pooling of inputs ``like`` this.
+class FixedMap:
+    """A linear map P without parameters that precedes a layer's weight: a flattening or a pooling.
 
-    Its entries are never negative.
+    All entries of P are non-negative. ``like`` has the shape and dtype of the inputs.
     """
 
     apply: Callable[[Tensor], Tensor]
@@ -27,113 +29,88 @@ class Stage:
     like: Tensor
 
     def norm_sq(self) -> float:
-        r"""The bound :math:`\|P\|_2^2 \le \|P\|_1\|P\|_\infty`, from the sums of P's columns and rows."""
+        r"""The bound :math:`\|P\|_2^2 \le \|P\|_1\|P\|_\infty`, from P's column sums and row sums."""
         sums = self.apply(torch.ones(self.like.shape, dtype=self.like.dtype, device=self.like.device))
         return float(self.adjoint(torch.ones_like(sums)).max() * sums.max())
-
-
-@dataclasses.dataclass(frozen=True)
-class Moments:
-    """The statistics with which a batch was normalised, and by which the running ones follow."""
-
-    norm: nn.BatchNorm1d | nn.BatchNorm2d
-    mean: Tensor
-    variance: Tensor
-    count: int
-
-    def record(self) -> None:
-        """Move the running statistics, as a forward pass in training does."""
-        norm = self.norm
-        if norm.running_mean is None or norm.running_var is None or norm.num_batches_tracked is None:
-            return
-        norm.num_batches_tracked += 1
-        rate = norm.momentum if norm.momentum is not None else 1.0 / float(norm.num_batches_tracked)
-        norm.running_mean.lerp_(self.mean, rate)
-        norm.running_var.lerp_(self.variance * (self.count / max(self.count - 1, 1)), rate)
 
 
 @dataclasses.dataclass(frozen=True)
 class AffineMap:
     r"""The map :math:`z = s \odot (A x + b) + t` of one layer on one mini-batch.
 
-    ``A`` is the weight after reshapings, average poolings and max poolings, these with the switches of the forward
-    pass. ``s`` and ``t`` are batch normalisation with the statistics of the forward pass; without it they are missing.
-    ``moments`` are these statistics where they are the batch's own.
+    ``A`` is the weight composed with the flattenings and poolings before it. A max pooling selects the entries that
+    were largest in the forward pass. ``s`` and ``t`` are the batch normalisation at the statistics of the forward pass,
+    and None without batch normalisation. ``statistics`` are the batch's, or None if the running ones are used.
     """
 
-    layer: "Layer"
-    stages: tuple[Stage, ...]
+    layer: "LiftedLayer"
+    before: tuple[FixedMap, ...]
     operator: LinearOperator
     bias: Tensor | None
     scale: Tensor | None = None
     shift: Tensor | None = None
-    moments: Moments | None = None
+    statistics: BatchStatistics | None = None
 
     @property
     def matrix(self) -> Tensor | None:
-        """The weight, where it is all there is to the linear part."""
-        plain = not self.stages and self.scale is None
+        """The weight if it is the whole linear part, otherwise None."""
+        plain = not self.before and self.scale is None
         return self.operator.weight if plain and isinstance(self.operator, Dense) else None
 
     def inputs(self, x: Tensor) -> Tensor:
-        """What the weight multiplies."""
-        for stage in self.stages:
-            x = stage.apply(x)
+        """The input of the weight: ``x`` after flattenings and poolings."""
+        for fixed in self.before:
+            x = fixed.apply(x)
         return x
 
     def apply(self, x: Tensor) -> Tensor:
         """``z`` at ``x``."""
-        z = self.operator.apply(self.inputs(x), self.bias)
+        z = self.operator.affine(self.inputs(x), self.bias)
         if self.scale is None or self.shift is None:
             return z
         return z * self.operator.per_feature(self.scale) + self.operator.per_feature(self.shift)
 
     def linear(self, x: Tensor) -> Tensor:
-        """The linear part alone."""
+        """The linear part alone, without bias and shift."""
         z = self.operator.apply(self.inputs(x))
         return z if self.scale is None else z * self.operator.per_feature(self.scale)
 
     def adjoint(self, e: Tensor) -> Tensor:
-        """The transpose of the linear part, applied to something of z's shape."""
+        """The transpose of the linear part, applied to a tensor of z's shape."""
         if self.scale is not None:
             e = e * self.operator.per_feature(self.scale)
         e = self.operator.adjoint(e)
-        for stage in reversed(self.stages):
-            e = stage.adjoint(e)
+        for fixed in reversed(self.before):
+            e = fixed.adjoint(e)
         return e
 
-    def pull(self, x: Tensor, e: Tensor, weight: float) -> Tensor:
-        """``x`` plus ``weight`` times the transpose of ``e``, in new memory."""
+    def add_adjoint(self, x: Tensor, e: Tensor, weight: float) -> Tensor:
+        """``x + weight · adjoint(e)`` in new memory."""
         matrix = self.matrix
         if matrix is None:
             return torch.add(x, self.adjoint(e), alpha=weight)
         return torch.addmm(x, e, matrix, alpha=weight)
 
     def norm_sq(self) -> float:
-        """A bound on the squared norm of the linear part, never below the truth."""
+        """An upper bound on the squared norm of the linear part."""
         bound = float(self.operator.norm_sq())
-        for stage in self.stages:
-            bound *= stage.norm_sq()
+        for fixed in self.before:
+            bound *= fixed.norm_sq()
         return bound if self.scale is None else bound * float(self.scale.abs().max()) ** 2
 
     def rows(self, x: Tensor) -> Tensor:
-        """The regressors: samples × inputs, or patches × (channels · kernel)."""
+        """The regressors: samples × inputs, or for a convolution patches × (channels · kernel)."""
         x = self.inputs(x)
-        if isinstance(self.operator, Conv2d):
-            module = self.layer.module
-            assert isinstance(module, nn.Conv2d)
-            sizes: Any = (module.kernel_size, module.dilation, module.padding, module.stride)
-            x = F.unfold(x, *sizes).mT.flatten(0, 1)
-        return x
+        return patches(x, self.operator.geometry).squeeze(0) if isinstance(self.operator, Conv2d) else x
 
     def columns(self, e: Tensor) -> Tensor:
-        """Something of z's shape as rows × outputs, in the order of :meth:`rows`."""
-        return e.flatten(2).mT.flatten(0, 1) if isinstance(self.operator, Conv2d) else e
+        """A tensor of z's shape as rows × outputs, in the order of :meth:`rows`."""
+        return positions_as_rows(e) if isinstance(self.operator, Conv2d) else e
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Layer:
-    """A linear layer of the chain with what comes before and after it."""
+class LiftedLayer:
+    """A linear layer of the chain with the modules before it, its batch normalisation and its activation."""
 
     path: str
     module: nn.Linear | nn.Conv2d
@@ -143,27 +120,27 @@ class Layer:
 
     @property
     def weight(self) -> Tensor:
-        """The weight, outside of autograd."""
+        """The weight, detached."""
         return self.module.weight.detach()
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias, outside of autograd."""
+        """The bias, detached."""
         bias = self.module.bias
         return None if bias is None else bias.detach()
 
     @property
     def frozen(self) -> bool:
-        """Whether the user keeps the parameters as they are (``requires_grad=False``)."""
+        """Whether the user has set ``requires_grad=False``; the parameters then do not move."""
         return not self.module.weight.requires_grad
 
-    def freeze(self, x: Tensor) -> AffineMap:
-        """The layer's map for a batch whose forward pass arrives here with ``x``."""
-        stages = []
+    def affine_map(self, x: Tensor) -> AffineMap:
+        """The layer's map on a batch whose forward pass enters the layer with ``x``."""
+        before = []
         for module in self.before:
-            stage = _stage(module, x)
-            stages.append(stage)
-            x = stage.apply(x)
+            fixed = _fixed_map(module, x)
+            before.append(fixed)
+            x = fixed.apply(x)
         self._check(x)
         if isinstance(self.module, nn.Linear):
             operator: LinearOperator = Dense(self.weight)
@@ -172,16 +149,17 @@ class Layer:
             operator = Conv2d(self.weight, tuple(x.shape[2:]), m.stride, m.padding, m.dilation)
         bias = self.bias
         if self.norm is None:
-            return AffineMap(self, tuple(stages), operator, bias)
-        return AffineMap(self, tuple(stages), operator, bias, *_normalise(self.norm, operator.apply(x, bias)))
+            return AffineMap(self, tuple(before), operator, bias)
+        with torch.no_grad():
+            return AffineMap(self, tuple(before), operator, bias, *fold_batch_norm(self.norm, operator.affine(x, bias)))
 
     def parameters(self) -> Tensor:
-        """The weight as outputs × inputs, with the bias as its last column."""
+        """The weight as outputs × inputs, with the bias as last column."""
         flat = self.weight.flatten(1)
         return flat.clone() if self.bias is None else torch.cat([flat, self.bias.unsqueeze(1)], 1)
 
     def assign(self, parameters: Tensor) -> None:
-        """Write what :meth:`parameters` reads."""
+        """Set weight and bias from a matrix in the layout of :meth:`parameters`."""
         width = self.weight[0].numel()
         self.weight.copy_(parameters[:, :width].reshape(self.weight.shape))
         if self.bias is not None:
@@ -201,24 +179,24 @@ class Layer:
             )
 
 
-def record(maps: Iterable[AffineMap]) -> None:
-    """Move the running statistics of the batch's normalisations, which a forward pass alone leaves as they are."""
+def update_running_statistics(maps: Iterable[AffineMap]) -> None:
+    """Update the running statistics of every batch normalisation from its batch's; a forward pass alone does not."""
     for affine in maps:
-        if affine.moments is not None:
-            affine.moments.record()
+        if affine.statistics is not None and affine.layer.norm is not None:
+            affine.statistics.update_running(affine.layer.norm)
 
 
-def _stage(module: nn.Module, x: Tensor) -> Stage:
-    # A shape and a type without the memory.
+def _fixed_map(module: nn.Module, x: Tensor) -> FixedMap:
+    # Shape and dtype without memory.
     like = x.new_empty(()).expand(x.shape)
     if isinstance(module, nn.AvgPool2d):
         return _average(module, like)
     if isinstance(module, nn.MaxPool2d):
         return _maximum(module, x, like)
-    return Stage(lambda v: v.flatten(1), lambda e: e.reshape(-1, *like.shape[1:]), like)
+    return FixedMap(lambda v: v.flatten(1), lambda e: e.reshape(-1, *like.shape[1:]), like)
 
 
-def _average(module: nn.AvgPool2d, like: Tensor) -> Stage:
+def _average(module: nn.AvgPool2d, like: Tensor) -> FixedMap:
     options: Any = (_pair(module.kernel_size), _pair(module.stride), _pair(module.padding))
     options = (*options, module.ceil_mode, module.count_include_pad)
 
@@ -226,13 +204,14 @@ def _average(module: nn.AvgPool2d, like: Tensor) -> Stage:
         empty = e.new_empty((e.shape[0], *like.shape[1:]))
         return torch.ops.aten.avg_pool2d_backward(e.contiguous(), empty, *options, None)
 
-    return Stage(lambda v: F.avg_pool2d(v, *options), adjoint, like)
+    return FixedMap(lambda v: F.avg_pool2d(v, *options), adjoint, like)
 
 
-def _maximum(module: nn.MaxPool2d, x: Tensor, like: Tensor) -> Stage:
+def _maximum(module: nn.MaxPool2d, x: Tensor, like: Tensor) -> FixedMap:
+    """The max pooling that selects, for every input, the entries that are largest in ``x``."""
     options: Any = (module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode)
-    pooled, switches = F.max_pool2d(x, *options, return_indices=True)
-    flat, shape = switches.flatten(2), pooled.shape
+    pooled, indices = F.max_pool2d(x, *options, return_indices=True)
+    flat, shape = indices.flatten(2), pooled.shape
 
     def apply(v: Tensor) -> Tensor:
         return v.flatten(2).gather(2, flat).reshape(shape)
@@ -241,23 +220,8 @@ def _maximum(module: nn.MaxPool2d, x: Tensor, like: Tensor) -> Stage:
         zeros = e.new_zeros((*like.shape[:2], like.shape[2] * like.shape[3]))
         return zeros.scatter_add_(2, flat, e.flatten(2)).reshape(like.shape)
 
-    return Stage(apply, adjoint, like)
+    return FixedMap(apply, adjoint, like)
 
 
 def _pair(value: int | tuple[int, ...]) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else (value[0], value[-1])
-
-
-def _normalise(norm: nn.BatchNorm1d | nn.BatchNorm2d, z: Tensor) -> tuple[Tensor, Tensor, Moments | None]:
-    """Scale and shift of a batch normalisation for this batch, and the batch's statistics where they are used."""
-    moments = None
-    if norm.training or norm.running_mean is None or norm.running_var is None:
-        dims = [d for d in range(z.dim()) if d != 1]
-        mean, variance = z.mean(dims), z.var(dims, unbiased=False)
-        moments = Moments(norm, mean, variance, z.numel() // z.shape[1])
-    else:
-        mean, variance = norm.running_mean, norm.running_var
-    scale = torch.rsqrt(variance + norm.eps)
-    if norm.affine:
-        scale = scale * norm.weight.detach()
-    return scale, -mean * scale + (norm.bias.detach() if norm.affine else 0.0), moments

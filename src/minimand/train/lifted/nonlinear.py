@@ -1,4 +1,4 @@
-"""Blocks of the penalty methods, whose problems contain the activation: Gauss–Newton steps that never rise."""
+"""Block updates of the penalty methods, whose problems contain the activation: monotone Gauss–Newton steps."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -22,9 +22,10 @@ HALVINGS = 10
 def fit_activation(affine: AffineMap, x: Tensor, anchor: Tensor, target: Tensor, s: float, *, newton: bool) -> Tensor:
     r"""A descent step on :math:`\tfrac{s}{2}\|x - a\|^2 + \tfrac12\|\varphi(Ax + b) - t\|^2`, for each sample.
 
-    The direction solves :math:`(sI + J^\top J)d = -\nabla` with :math:`J = \operatorname{diag}(\varphi'(z))A` by
-    conjugate gradients (``newton``), or is the gradient over the bound :math:`s + \beta^2\|A\|^2`. It is halved
-    until the objective falls; a sample for which it does not stays where it is.
+    With ``newton`` the direction solves :math:`(sI + J^\top J)d = -\nabla` by conjugate gradients, where
+    :math:`J = \operatorname{diag}(\varphi'(z))A`. Otherwise it is the negative gradient divided by the curvature bound
+    :math:`s + \beta^2\|A\|^2`. It is halved until the objective falls. A sample whose objective does not fall stays
+    unchanged.
     """
     unit, dims = affine.layer.unit, tuple(range(1, x.dim()))
 
@@ -51,9 +52,9 @@ def fit_activation(affine: AffineMap, x: Tensor, anchor: Tensor, target: Tensor,
 def fit_weight(affine: AffineMap, x: Tensor, target: Tensor, damping: float, *, block: int | None) -> Direction:
     r"""A descent step on :math:`\tfrac12\|\varphi(RP^\top) - T\|^2` over a layer's parameters P, for each output.
 
-    Gauss–Newton: :math:`(R^\top D_j^2 R + sI)d_j = R^\top D_j(t_j - \varphi(Rp_j))` with :math:`D_j =
-    \operatorname{diag}\varphi'(Rp_j)`, by conjugate gradients, halved until the objective of the output falls. The
-    shift s is :func:`~.weights.ridge_shift`.
+    The direction is Gauss–Newton: :math:`(R^\top D_j^2 R + sI)d_j = R^\top D_j(t_j - \varphi(Rp_j))` with :math:`D_j =
+    \operatorname{diag}\varphi'(Rp_j)`, solved by conjugate gradients. It is halved until the objective of its output
+    falls. The shift s is :func:`~.weights.ridge_shift`.
     """
     layer = affine.layer
     unit, rows = layer.unit, affine.rows(x)
@@ -77,10 +78,12 @@ def fit_weight(affine: AffineMap, x: Tensor, target: Tensor, damping: float, *, 
 
 
 def ridge_activation(affine: AffineMap, x: Tensor, anchor: Tensor, target: Tensor, s: float) -> Tensor:
-    r"""The minimiser of :math:`\tfrac{s}{2}\|x - a\|^2 + \tfrac12\|Ax + b - t\|^2`; conjugate gradients from ``x`` for
-    convolutions."""
+    r"""The minimiser of :math:`\tfrac{s}{2}\|x - a\|^2 + \tfrac12\|Ax + b - t\|^2`.
+
+    Dense layers use a Cholesky factor; convolutions use conjugate gradients from ``x``.
+    """
     right = s * anchor + affine.adjoint(target - affine.apply(torch.zeros_like(x)))
-    if isinstance(affine.operator, Dense) and not affine.stages and affine.scale is None:
+    if isinstance(affine.operator, Dense) and not affine.before and affine.scale is None:
         return ridge_factor(affine.operator.weight.mT, s).solve(right)
 
     def normal(d: Tensor) -> Tensor:
@@ -89,36 +92,36 @@ def ridge_activation(affine: AffineMap, x: Tensor, anchor: Tensor, target: Tenso
     return conjugate_gradient(normal, right, CG_ITERATIONS, x0=x, sample_dims=x.dim() - 1)
 
 
-def pre_activation(unit: Unit, u: Tensor, centre: Tensor, x: Tensor) -> Tensor:
+def pre_activation(unit: Unit, u: Tensor, center: Tensor, x: Tensor) -> Tensor:
     r"""A minimiser of :math:`\tfrac12(u - c)^2 + \tfrac12(x - \varphi(u))^2` in each entry, never worse than ``u``.
 
-    In closed form for the identity, ReLU and leaky ReLU: the better of the two branches. Otherwise the minimiser
-    lies between c and :math:`c + \beta(x - \varphi(c))`, where a grid of :math:`32\beta^2` intervals that is refined
-    five times looks for it.
+    For the identity, ReLU and leaky ReLU it is a closed form: the better of the two linear branches. Otherwise the
+    minimiser lies between c and :math:`c + \beta(x - \varphi(c))`, and a grid search with :math:`32\beta^2` intervals,
+    refined five times, finds it.
     """
     if unit.linear:
-        return 0.5 * (centre + x)
+        return 0.5 * (center + x)
     if isinstance(unit.function, NonNegative | LeakyHinge) and unit.slope == 1:
         slope = unit.function.slope if isinstance(unit.function, LeakyHinge) else 0.0
-        above, below = (0.5 * (centre + x)).clamp(min=0), ((centre + slope * x) / (1 + slope**2)).clamp(max=0)
-        return _best(unit, above, [below], centre, x)
-    width = unit.slope * (x - unit.phi(centre))
+        above, below = (0.5 * (center + x)).clamp(min=0), ((center + slope * x) / (1 + slope**2)).clamp(max=0)
+        return _best(unit, above, [below], center, x)
+    width = unit.slope * (x - unit.phi(center))
     safe = torch.where(width == 0, torch.ones_like(width), width)
-    # A steep activation reaches x within a share 1/β² of the interval.
+    # A steep activation reaches x within a fraction 1/β² of the interval.
     count = 32 * math.ceil(unit.slope**2)
-    best = _best(unit, u, (centre + step / count * width for step in range(count + 1)), centre, x)
+    best = _best(unit, u, (center + step / count * width for step in range(count + 1)), center, x)
     half = 1 / count
     for _ in range(5):
-        middle = ((best - centre) / safe).clamp(0, 1)
+        middle = ((best - center) / safe).clamp(0, 1)
         shares = [(middle + half * step / 4).clamp(0, 1) for step in range(-4, 5)]
-        best = _best(unit, best, (centre + share * width for share in shares), centre, x)
+        best = _best(unit, best, (center + share * width for share in shares), center, x)
         half /= 4
     return best
 
 
-def _best(unit: Unit, first: Tensor, others: Iterable[Tensor], centre: Tensor, x: Tensor) -> Tensor:
+def _best(unit: Unit, first: Tensor, others: Iterable[Tensor], center: Tensor, x: Tensor) -> Tensor:
     def value(u: Tensor) -> Tensor:
-        return (u - centre).square() + (x - unit.phi(u)).square()
+        return (u - center).square() + (x - unit.phi(u)).square()
 
     best, least = first, value(first)
     for candidate in others:
@@ -129,7 +132,7 @@ def _best(unit: Unit, first: Tensor, others: Iterable[Tensor], centre: Tensor, x
 
 
 def _descend(objective: Callable[[Tensor], Tensor], point: Tensor, direction: Tensor) -> Tensor:
-    """Add the longest of 1, ½, ¼ … times the direction that lowers the objective, for each leading index."""
+    """Backtrack: for each leading index, take the first of the steps 1, ½, ¼ … that lowers the objective."""
     now = objective(point)
     moved, waiting = point, torch.ones_like(now, dtype=torch.bool)
     length = 1.0

@@ -1,4 +1,4 @@
-"""Options of lifted training, and what an epoch reports."""
+"""Options of lifted training, the record of an epoch, and checks of arguments."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import OptionError
 
-__all__ = ["NO_BATCH", "Epoch", "Recipe", "check_loader", "pairs", "weights_per_layer"]
+__all__ = ["NO_BATCH", "Epoch", "Recipe", "batches", "check_loader", "weights_per_layer"]
 
 NO_BATCH = "loader holds no batch; pass a list or a DataLoader of (x, y)"
 _PAIRS = "loader must yield pairs (x, y) of tensors; wrap a single batch as [(x, y)]"
@@ -18,10 +18,10 @@ _PAIRS = "loader must yield pairs (x, y) of tensors; wrap a single batch as [(x,
 
 @dataclasses.dataclass(frozen=True)
 class Epoch:
-    """What an epoch of :meth:`Lifted.fit` reports.
+    """The record of one epoch of :meth:`Lifted.fit`.
 
-    ``energy`` is the mean over its batches of the energy per sample: in mode ``"fast"`` before the batch's
-    update, where it is the loss of the forward pass; in mode ``"monotone"`` after it.
+    ``energy`` is the mean energy per sample over the epoch. In mode ``"fast"`` a batch's energy is measured before its
+    update, where it is the loss of the forward pass; in mode ``"monotone"`` after the update.
     """
 
     number: int
@@ -34,13 +34,14 @@ class Recipe:
     r"""Options of the mini-batch mode.
 
     Args:
-        ratio: Each layer's :math:`\mu` is that of the layer below times this, up to 1 at the output.
-        damping: The weight step's ridge :math:`\varepsilon` per row; None is 5 for the squared loss, 20 for
+        ratio: The factor from one layer's :math:`\mu` to the next layer's; the output layer has :math:`\mu = 1`.
+        damping: The ridge :math:`\varepsilon` of the weight regression, per row. None: 5 for the squared loss, 20 for
             cross-entropy.
-        momentum: Of the heavy ball on the weights.
-        rate: The first learning rate; it falls to zero along half a cosine.
-        sweeps: Sweeps over the auxiliary variables for each batch; None is the method's own default.
-        block: Rows of a weight regression that are solved together, see :func:`~minimand.train.lifted.weights.regress`.
+        momentum: The momentum of the heavy-ball update of the weights.
+        rate: The initial learning rate; it decays to zero along half a cosine.
+        sweeps: Sweeps over the auxiliary variables per batch. None: the method's default.
+        block: The number of rows of a weight regression that are solved together; see
+            :func:`~minimand.train.lifted.weights.regress`.
     """
 
     ratio: float = 10.0
@@ -64,24 +65,24 @@ class Recipe:
             raise OptionError(f"Recipe.block must be at least 1, got {self.block}")
 
     def rate_at(self, progress: float) -> float:
-        """The learning rate after a share of the training."""
+        """The learning rate after this fraction of the training."""
         return self.rate * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
 
 
 def check_loader(loader: Iterable[Any], epochs: int) -> None:
-    """Refuse what cannot be iterated ``epochs`` times."""
+    """Raise OptionError if the loader cannot be iterated ``epochs`` times."""
     if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 0:
         raise OptionError(f"epochs must be a whole number ≥ 0, got {epochs!r}")
     if not isinstance(loader, Iterable) or isinstance(loader, Tensor | str):
         raise OptionError(f"{_PAIRS}, got a {type(loader).__name__}")
     if epochs > 1 and iter(loader) is loader:
-        raise OptionError("loader is an iterator, which ends after one epoch; pass a list or a DataLoader")
+        raise OptionError("loader is an iterator, which is exhausted after one epoch; pass a list or a DataLoader")
     if isinstance(loader, Sized) and len(loader) == 0:
         raise OptionError(NO_BATCH)
 
 
-def pairs(loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batches of a loader, each seen to be a pair."""
+def batches(loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batches of a loader, each checked to be a pair."""
     for batch in loader:
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             held = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
@@ -91,7 +92,7 @@ def pairs(loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def weights_per_layer(mu: float | Sequence[float] | Tensor, layers: int) -> tuple[float, ...]:
-    """One penalty weight per layer, from one number or one per layer.
+    """The penalty weights of all layers, from one number or one number per layer.
 
     >>> weights_per_layer(2.0, 3)
     (2.0, 2.0, 2.0)
@@ -99,10 +100,12 @@ def weights_per_layer(mu: float | Sequence[float] | Tensor, layers: int) -> tupl
     given: Any = mu.tolist() if isinstance(mu, Tensor) else mu
     entries = [given] * layers if isinstance(given, Real) else list(given)
     if any(isinstance(entry, bool) or not isinstance(entry, Real) for entry in entries):
-        raise OptionError(f"mu must be a number or one number for each layer, got {mu!r}")
+        raise OptionError(f"mu must be a number or one number per layer, got {mu!r}")
     values = tuple(float(entry) for entry in entries)
     if len(values) != layers:
-        raise OptionError(f"mu has {len(values)} entries, but the network has {layers} layers; give one for each")
+        raise OptionError(
+            f"mu has {len(values)} entries, but the network has {layers} layers; give one number per layer"
+        )
     bad = [m for m in values if not 0 < m < math.inf]
     if bad:
         raise OptionError(f"mu must be finite and > 0 in every layer, got {bad[0]}")

@@ -1,4 +1,4 @@
-"""LPOM with its layers spread over processes: Jacobi sweeps, or batches in flight."""
+"""LPOM with layers distributed over processes: synchronous Jacobi sweeps, or asynchronous batches."""
 
 import itertools
 import queue
@@ -14,23 +14,23 @@ from torch import Tensor
 from ...errors import CapabilityError, OptionError
 from .losses import LOSSES, SquaredError, encode_targets
 from .lpom import LPOM, LPOMVariables
-from .maps import Layer, record
-from .options import NO_BATCH, Epoch, check_loader, pairs
+from .maps import LiftedLayer, update_running_statistics
+from .options import NO_BATCH, Epoch, batches, check_loader
 from .sweeps import DualSweep
-from .weights import Momentum
+from .weights import MomentumUpdate
 
-__all__ = ["LayerParallel", "stretches"]
+__all__ = ["LayerParallel", "partition_layers"]
 
 _UP, _DOWN = 11, 12
 
 
-def stretches(layers: Sequence[Layer], parts: int) -> list[tuple[int, int]]:
-    """Cut the layers into stretches with as even a number of weights as possible.
+def partition_layers(layers: Sequence[LiftedLayer], parts: int) -> list[tuple[int, int]]:
+    """Partition the layers into consecutive ranges that minimise the largest number of weights in a range.
 
     >>> from torch import nn
     >>> from minimand.train.lifted.chain import parse
     >>> chain = parse(nn.Sequential(nn.Linear(9, 2), nn.ReLU(), nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1)))
-    >>> stretches(chain.layers, 2)
+    >>> partition_layers(chain.layers, 2)
     [(0, 1), (1, 3)]
     """
     if parts > len(layers):
@@ -49,24 +49,23 @@ def stretches(layers: Sequence[Layer], parts: int) -> list[tuple[int, int]]:
 class LayerParallel:
     r"""Mini-batch training of an :class:`LPOM` with one or more layers per process of a torch.distributed group.
 
-    Each process holds a stretch of the layers and exchanges only the activations at its ends: :math:`X_k`
-    upwards, the pull :math:`A_k^\top q` downwards. Weight steps need no exchange at all (002, *Parallelizing
-    LPOM*).
+    Each process holds a range of consecutive layers and exchanges only tensors at its ends: the activation :math:`X_k`
+    upwards, the back-projected residual :math:`A_k^\top q` downwards. Weight steps need no exchange ([Lin2019],
+    *Parallelizing LPOM*).
 
-    Synchronous: the forward pass runs through the processes, then every process makes its part of the same Jacobi
-    sweeps; the result is that of one process with ``sweep="jacobi"``, up to the order of sums.
+    Synchronous: the forward pass runs through the processes, then every process computes its part of the same Jacobi
+    sweeps. The result equals that of one process with ``sweep="jacobi"``, up to the order of sums.
 
-    Asynchronous: a process goes on with the next batch while the pull for the last ones is under way, and uses it
-    when it has arrived. Up to ``staleness`` batches are in flight, so activations may be that many weight updates
-    old.
+    Asynchronous: a process continues with the next batch while the residual of earlier batches is in transit, and uses
+    it when it arrives. Up to ``staleness`` batches are in flight, so activations may be that many weight updates old.
 
-    Every process builds the same model and iterates the same batches. After :meth:`fit` all hold all weights.
+    Every process builds the same model and iterates the same batches. After :meth:`fit` each process holds all weights.
 
     Args:
         method: The LPOM whose model is trained; its recipe and loss are used.
-        asynchronous: Whether to go on without waiting.
-        staleness: Batches in flight at most.
-        group: The process group; None is the default one.
+        asynchronous: Whether processes continue without waiting for residuals.
+        staleness: The largest number of batches in flight.
+        group: The process group. None: the default group.
     """
 
     def __init__(
@@ -83,31 +82,31 @@ class LayerParallel:
         self.staleness = staleness
         self.group = group
         self.rank, world = dist.get_rank(group), dist.get_world_size(group)
-        self.parts = stretches(method.chain.layers, world)
+        self.parts = partition_layers(method.chain.layers, world)
         self.first, self.end = self.parts[self.rank]
         self.layers = method.chain.layers[self.first : self.end]
         self.below = self._global(self.rank - 1) if self.rank > 0 else None
         self.above = self._global(self.rank + 1) if self.rank + 1 < world else None
         self.dual = DualSweep(method.chain.layers, offset=self.first)
-        self._momentum: Momentum | None = None
+        self._momentum: MomentumUpdate | None = None
         self._shapes: list[torch.Size] = []
 
     def fit(self, loader: Iterable[tuple[Tensor, Tensor]], epochs: int) -> list[Epoch]:
-        """Train; every process gets the same history.
+        """Train; every process returns the same history.
 
         Raises:
             OptionError: If the loader holds no batch, or is an iterator and there is more than one epoch.
         """
         check_loader(loader, epochs)
         self.dual.reset()
-        self._momentum, self._shapes = Momentum(self.layers, self.method.recipe.momentum), []
+        self._momentum, self._shapes = MomentumUpdate(self.layers, self.method.recipe.momentum), []
         history = []
         with torch.no_grad():
             for number in range(1, epochs + 1):
                 begin, total, samples = time.perf_counter(), 0.0, 0
                 size = len(loader) if isinstance(loader, Sized) else None
                 run = _InFlight(self) if self.asynchronous else None
-                for index, (x, y) in enumerate(pairs(loader)):
+                for index, (x, y) in enumerate(batches(loader)):
                     rate = self.method.recipe.rate_at((number - 1 + (index / size if size else 0.5)) / epochs)
                     v, value = self._forward(x, y)
                     total, samples = total + value, samples + len(x)
@@ -126,14 +125,14 @@ class LayerParallel:
         return history
 
     def _forward(self, x: Tensor, y: Tensor) -> tuple[LPOMVariables, float]:
-        """This process's part of the forward pass, and the loss where the output is."""
+        """This process's part of the forward pass, and the loss (0 except in the process with the output)."""
         if not self._shapes:
             xs, _, _ = self.method.chain.forward(x[:1])
             self._shapes = [value.shape[1:] for value in xs]
         here = x if self.below is None else self._receive(self.below, x, self.first, _UP)
         xs, zs, maps = [here], [], []
         for layer in self.layers:
-            affine = layer.freeze(xs[-1])
+            affine = layer.affine_map(xs[-1])
             zs.append(affine.apply(xs[-1]))
             maps.append(affine)
             xs.append(layer.unit.phi(zs[-1]))
@@ -144,7 +143,7 @@ class LayerParallel:
         return LPOMVariables(xs, maps, loss, zs), float(loss.value(xs[-1]))
 
     def _together(self, v: LPOMVariables, rate: float) -> None:
-        mu = self.method._mini_mu()
+        mu = self.method._minibatch_mu()
         self.dual.run(v, mu, "jacobi", self.method.recipe.sweeps, self)
         self._move(v, rate)
 
@@ -152,10 +151,10 @@ class LayerParallel:
         assert self._momentum is not None
         directions = self.method._directions(v, self.method._damping(), self.method.recipe.block)
         self._momentum.apply(directions, [rate / layer.unit.slope for layer in self.layers])
-        record(v.maps)
+        update_running_statistics(v.maps)
 
-    def exchange_pulls(self, down: Tensor | None, like: Tensor) -> Tensor | None:
-        """Send the pull on the lowest activation down, and receive the one on the topmost."""
+    def exchange_residuals(self, down: Tensor | None, like: Tensor) -> Tensor | None:
+        """Send the back-projected residual of the lowest activation down, and receive the topmost activation's."""
         return self._exchange(down, self.below, like, self.above, _DOWN)
 
     def exchange_activations(self, up: Tensor, like: Tensor) -> Tensor | None:
@@ -182,7 +181,7 @@ class LayerParallel:
         return buffer
 
     def _gather(self) -> None:
-        """Give every process all weights, and the running statistics of normalisations."""
+        """Broadcast all weights and all running statistics to every process."""
         for rank, (first, end) in enumerate(self.parts):
             for layer in self.method.chain.layers[first:end]:
                 statistics = () if layer.norm is None else tuple(layer.norm.buffers())
@@ -195,7 +194,7 @@ class LayerParallel:
 
 
 class _InFlight:
-    """Batches whose pull from above is still under way."""
+    """Batches whose back-projected residual from above has not arrived yet."""
 
     def __init__(self, parallel: LayerParallel) -> None:
         self.parallel = parallel
@@ -208,9 +207,9 @@ class _InFlight:
             self.thread.start()
 
     def push(self, v: LPOMVariables, rate: float) -> None:
-        """Take a batch that has been through the forward pass; finish those whose pull has arrived."""
+        """Add a batch after its forward pass, and finish the batches whose residual has arrived."""
         if self.parallel.above is None:
-            v.xs[-1] = v.loss.quick(v.zs[-1], 1.0 / self.parallel.method._mini_mu()[-1])
+            v.xs[-1] = v.loss.approximate_prox(v.zs[-1], 1.0 / self.parallel.method._minibatch_mu()[-1])
             self._finish(v, rate)
             return
         self.requests.put(torch.empty_like(v.xs[-1]))
@@ -219,7 +218,7 @@ class _InFlight:
             self._next()
 
     def drain(self) -> None:
-        """Wait for all."""
+        """Wait for all batches in flight and finish them."""
         while self.waiting:
             self._next()
         if self.thread is not None:
@@ -227,19 +226,19 @@ class _InFlight:
             self.thread.join()
 
     def _next(self) -> None:
-        pull = self.arrived.get()
+        residual = self.arrived.get()
         v, rate = self.waiting.popleft()
-        v.xs[-1] = self.parallel.dual.pulled(v, self.parallel.method._mini_mu(), len(v.maps), pull)
+        v.xs[-1] = self.parallel.dual.moved_activation(v, self.parallel.method._minibatch_mu(), len(v.maps), residual)
         self._finish(v, rate)
 
     def _finish(self, v: LPOMVariables, rate: float) -> None:
-        """Sweep downwards, send the pull on the lowest activation, move the weights."""
+        """Sweep downwards, send the back-projected residual of the lowest activation, update the weights."""
         parallel = self.parallel
-        dual, mu = parallel.dual, parallel.method._mini_mu()
+        dual, mu = parallel.dual, parallel.method._minibatch_mu()
         dual.downwards(v, mu)
         if parallel.below is not None:
-            pull = v.maps[0].adjoint(dual.estimate(v, mu, 0, None))
-            dist.send(pull.contiguous(), parallel.below, group=parallel.group, tag=_DOWN)
+            residual = v.maps[0].adjoint(dual.estimate(v, mu, 0, None))
+            dist.send(residual.contiguous(), parallel.below, group=parallel.group, tag=_DOWN)
         parallel._move(v, rate)
 
     def _listen(self) -> None:

@@ -1,4 +1,4 @@
-"""A progress bar that is there when it can be seen."""
+"""An optional progress bar."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ Item = TypeVar("Item")
 
 
 def track(items: Iterable[Item], total: int, *, show: bool, label: str = "epochs") -> Iterator[Item]:
-    """The items; with a bar, where it is wanted, rich is installed and the output is a terminal.
+    """Yield the items, with a progress bar if ``show``, rich is installed and the output is a terminal.
 
     >>> list(track([1, 2], 2, show=False))
     [1, 2]

@@ -1,4 +1,4 @@
-"""The lifted objective that ReLU networks allow."""
+"""The lifted objective for ReLU networks: ReLU as a projection onto the non-negative orthant."""
 
 from collections.abc import Iterator, Sequence
 
@@ -17,20 +17,21 @@ __all__ = ["LiftedReLU"]
 
 
 class LiftedReLU(Lifted[Variables]):
-    r"""ReLU as a projection (Zhang & Brand, NIPS 2017; Askari et al. 2018; 002, *lifted objective*).
+    r"""ReLU as a projection (Zhang & Brand, NIPS 2017; Askari et al. 2018; [Lin2019], *lifted objective*).
 
     .. math::
 
         \min_{W, X}\; \ell(X_n, Y) + \sum_k \frac{\mu_k}{2}\|X_{k+1} - A_kX_k - b_k\|^2
         \quad\text{s.t.}\quad X_k \ge 0 \text{ for } k < n
 
-    **Blocks**, all convex: :math:`X_n` by the prox of the loss, :math:`X_k` by ten projected gradient steps on a
-    non-negative least-squares problem, the weights by ridge regressions. :meth:`step` never raises the objective.
+    **Blocks.** All blocks are convex: :math:`X_n` is updated by the prox of the loss, :math:`X_k` by ten projected
+    gradient steps on a non-negative least-squares problem, the weights by ridge regressions. :meth:`step` never raises
+    the objective.
 
-    **Optimality conditions** (002): :math:`\mu_{k-1}(\varphi^{-1}(X_k) - z_{k-1}) + \mu_kA_k^\top(z_k - X_{k+1})
-    \ni 0`, where LPOM has :math:`\varphi(z_k)` for the last :math:`z_k`. A forward pass does not satisfy them:
-    wherever :math:`z_k < 0` the penalty is positive, so **at a forward pass the energy exceeds the loss**, and
-    the weights are pulled towards a network that is linear on the data.
+    **Optimality conditions** ([Lin2019]): :math:`\mu_{k-1}(\varphi^{-1}(X_k) - z_{k-1}) + \mu_kA_k^\top(z_k - X_{k+1})
+    \ni 0`. LPOM has :math:`\varphi(z_k)` in place of the last :math:`z_k`. A forward pass does not satisfy these
+    conditions: wherever :math:`z_k < 0` the penalty is positive. So **at a forward pass the energy exceeds the loss**,
+    and training favours networks that are linear on the data.
 
     **Variables carried**: the activations.
 
@@ -61,11 +62,14 @@ class LiftedReLU(Lifted[Variables]):
         for layer in self.chain.layers[:-1]:
             if not isinstance(layer.unit.function, NonNegative):
                 raise CapabilityError(
-                    f"LiftedReLU takes ReLU only, but the activation after {layer.path} is another; use LPOM"
+                    f"LiftedReLU takes ReLU only, but {layer.path} is followed by another activation; use LPOM"
                 )
         for layer in self.chain.layers:
             if not isinstance(layer.module, nn.Linear) or layer.norm is not None or len(layer.before) > 1:
-                raise CapabilityError(f"LiftedReLU takes Linear layers only, and {layer.path} is not plain; use LPOM")
+                raise CapabilityError(
+                    f"LiftedReLU takes plain Linear layers only, but {layer.path} is a convolution, or has pooling or "
+                    f"batch normalisation; use LPOM"
+                )
 
     def _start(self, xs: list[Tensor], zs: list[Tensor], maps: list[AffineMap], loss: Loss) -> Variables:
         return Variables(xs, maps, loss)

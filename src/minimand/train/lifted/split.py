@@ -1,4 +1,4 @@
-"""The blocks that the methods with separate pre-activations share."""
+"""Variables, energy terms and block updates of the methods with separate pre-activations."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ __all__ = ["SplitVariables", "split_residuals", "split_start", "split_sweep", "s
 class SplitVariables(Variables):
     """Activations, pre-activations, and the scaled multiplier of the output constraint (zero without one).
 
-    The output is the last pre-activation: its activation is the identity, so a second copy would add nothing.
+    The output is the last pre-activation, because the last activation is the identity.
     """
 
     us: list[Tensor]
@@ -26,7 +26,7 @@ class SplitVariables(Variables):
 
 
 def split_terms(v: SplitVariables, mu: Sequence[float]) -> Iterator[Tensor]:
-    """The loss and each layer's part of the augmented Lagrangian; the penalised loss where the multiplier is zero."""
+    """The loss and each layer's term of the augmented Lagrangian; with a zero multiplier, of the penalty objective."""
     yield v.loss.value(v.us[-1])
     for k, affine in enumerate(v.maps):
         error = v.us[k] - affine.apply(v.xs[k])
@@ -38,7 +38,7 @@ def split_terms(v: SplitVariables, mu: Sequence[float]) -> Iterator[Tensor]:
 
 
 def split_sweep(v: SplitVariables, mu: Sequence[float]) -> None:
-    """Every block once, each minimised, from the output to the input."""
+    """Minimise every block once, from the output to the input: a block-coordinate sweep."""
     top = len(v.maps) - 1
     v.us[top] = v.loss.prox(v.maps[top].apply(v.xs[top]) - v.multiplier, 1.0 / mu[top])
     v.xs[-1] = v.us[top]
@@ -51,7 +51,7 @@ def split_sweep(v: SplitVariables, mu: Sequence[float]) -> None:
 
 
 def split_residuals(v: SplitVariables) -> Iterator[tuple[Tensor, Tensor]]:
-    """The weights regress pre-activations on activations."""
+    """For each layer its input and the change of z towards its pre-activation, for the weight regression."""
     for k, affine in enumerate(v.maps):
         target = v.us[k] + v.multiplier if k == len(v.maps) - 1 else v.us[k]
         yield v.xs[k], target - affine.apply(v.xs[k])

@@ -1,4 +1,8 @@
-"""The fast sweep of LPOM: the hidden activations, found in the space of the layer's outputs."""
+"""The mini-batch sweep of LPOM: updates of the hidden activations in the space of the layers' outputs.
+
+A sweep is block-coordinate: it visits the layers in turn, or all at once from the old values. It is not a solve in the
+grammar of :mod:`minimand.solvers`; only the fixed-point iteration inside one block is an iteration of a map.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,15 +12,16 @@ import torch
 from torch import Tensor
 
 from ...errors import MinimandError, NonFiniteError
+from ...solvers.iterate import iterate
 from ...solvers.linear import conjugate_gradient, ridge_factor
 from .losses import Loss
-from .maps import AffineMap, Layer
+from .maps import AffineMap, LiftedLayer
 
 __all__ = ["DualSweep"]
 
 
 class Batch(Protocol):
-    """What a sweep moves."""
+    """The variables of a batch that a sweep updates."""
 
     xs: list[Tensor]
     zs: list[Tensor]
@@ -25,31 +30,31 @@ class Batch(Protocol):
 
 
 class Link(Protocol):
-    """The neighbours of a stretch of layers that other processes hold; see :mod:`~minimand.train.lifted.parallel`."""
+    """The exchange with the processes that hold the neighbouring layers; see :mod:`~minimand.train.lifted.parallel`."""
 
-    def exchange_pulls(self, down: Tensor | None, like: Tensor) -> Tensor | None:
-        """Give the pull on the lowest activation to whoever owns it; the one on the topmost, None at the output."""
+    def exchange_residuals(self, down: Tensor | None, like: Tensor) -> Tensor | None:
+        """Send the back-projected residual of the lowest activation down; receive the topmost's, None at the output."""
 
     def exchange_activations(self, up: Tensor, like: Tensor) -> Tensor | None:
-        """Give the topmost activation to the layers above; the lowest one, None at the input."""
+        """Send the topmost activation up; receive the lowest one, None at the input."""
 
 
-class _Alone:
-    """All layers are here."""
+class _SingleProcess:
+    """The link of a process that holds all layers: no exchange."""
 
-    def exchange_pulls(self, down: Tensor | None, like: Tensor) -> Tensor | None:
+    def exchange_residuals(self, down: Tensor | None, like: Tensor) -> Tensor | None:
         return None
 
     def exchange_activations(self, up: Tensor, like: Tensor) -> Tensor | None:
         return None
 
 
-ALONE = _Alone()
+SINGLE_PROCESS = _SingleProcess()
 
 
 @dataclasses.dataclass
 class _Preconditioner:
-    """The inverse of P for one layer, renewed every few batches as the weight moves."""
+    """The inverse of P for one layer; it is recomputed every few batches, because the weight changes."""
 
     inverse: Tensor
     weight: float
@@ -68,23 +73,26 @@ class DualSweep:
         X_k \leftarrow \varphi_{k-1}(z_{k-1} + rA_k^\top q),
         \qquad P = I + \kappa r \beta_k\beta_{k-1} A_kA_k^\top,
 
-    ``inner`` times for each layer from the output to the input; on mini-batches once is as good as twice.
-    :math:`\kappa = 1` majorises. :math:`\kappa = ½` is as good on some networks and makes others diverge, with
-    cross-entropy and in Jacobi runs above all. Only values of :math:`\varphi` are used. For convolutions
-    :math:`P^{-1}` is three conjugate gradients.
+    ``inner`` times per layer, from the output to the input. On mini-batches one iteration is as good as two.
+    :math:`\kappa = 1` majorises. :math:`\kappa = ½` is as good on some networks and diverges on others, mostly with
+    cross-entropy and in Jacobi sweeps. Only values of :math:`\varphi` are used. For convolutions three conjugate
+    gradient iterations replace :math:`P^{-1}`.
 
-    In a Jacobi run every layer's q moves once in a sweep from the values of the sweep before. As its neighbours
-    move at the same time, P is :math:`2(I + 2\kappa r\beta_k\beta_{k-1}A_kA_k^\top)`, in the proportion of the
-    monotone Jacobi step. News of the targets travels one layer a sweep, so there are as many sweeps as layers,
-    and one more, unless told otherwise.
+    In a Jacobi sweep every layer's q moves once, from the values of the previous sweep. Because the neighbours move at
+    the same time, P is :math:`2(I + 2\kappa r\beta_k\beta_{k-1}A_kA_k^\top)`, in the proportion of the monotone Jacobi
+    step. Information about the targets moves one layer per sweep, so the default is one sweep more than there are
+    layers.
 
     Args:
         layers: All layers of the chain.
-        offset: The number of the first layer that batches hold, when other processes hold the others.
+        offset: The index of the first layer that this process holds.
+        kappa: :math:`\kappa` in P.
+        inner: Fixed-point iterations per layer.
+        renew: The number of batches after which :math:`P^{-1}` is recomputed.
     """
 
     def __init__(
-        self, layers: Sequence[Layer], *, offset: int = 0, kappa: float = 1.0, inner: int = 1, renew: int = 8
+        self, layers: Sequence[LiftedLayer], *, offset: int = 0, kappa: float = 1.0, inner: int = 1, renew: int = 8
     ) -> None:
         self.layers = layers
         self.offset = offset
@@ -94,44 +102,51 @@ class DualSweep:
         self._inverse: dict[int, _Preconditioner] = {}
 
     def reset(self) -> None:
-        """Forget the inverses: the weights may be others now."""
+        """Discard the inverses, which belong to earlier weights."""
         self._inverse.clear()
 
-    def run(self, v: Batch, mu: Sequence[float], sweep: str, sweeps: int | None, link: Link = ALONE) -> None:
-        """Move the activations of a batch that has just been through the forward pass."""
+    def run(self, v: Batch, mu: Sequence[float], sweep: str, sweeps: int | None, link: Link = SINGLE_PROCESS) -> None:
+        """Sweep over the activations of a batch that are at the forward pass."""
         if sweep == "jacobi":
             self._jacobi(v, mu, sweeps or len(self.layers) + 1, link)
         else:
             for _ in range(sweeps or 1):
-                v.xs[-1] = v.loss.quick(v.zs[-1], 1.0 / mu[-1])
+                v.xs[-1] = v.loss.approximate_prox(v.zs[-1], 1.0 / mu[-1])
                 self.downwards(v, mu)
 
     def downwards(self, v: Batch, mu: Sequence[float]) -> None:
-        """A Gauss–Seidel sweep below the topmost activation, which has moved."""
+        """A Gauss–Seidel sweep over all activations below the topmost one."""
         for k in range(len(v.maps) - 1, 0, -1):
-            self.solve(v, mu, k)
+            self.update(v, mu, k)
 
-    def solve(self, v: Batch, mu: Sequence[float], k: int) -> None:
-        """Find the k-th activation of the stretch for the one above it."""
-        q: Tensor | None = None
-        for _ in range(self.inner):
+    def update(self, v: Batch, mu: Sequence[float], k: int) -> None:
+        """Update this process's k-th activation by the fixed-point iteration in q, starting from q = 0."""
+
+        def fixed_point(q: Tensor | None, _: int) -> Tensor | None:
             q = self.estimate(v, mu, k, q)
-            moved = v.maps[k].pull(v.zs[k - 1], q, self._ratio(mu, k))
+            moved = v.maps[k].add_adjoint(v.zs[k - 1], q, self._ratio(mu, k))
             v.xs[k] = v.maps[k - 1].layer.unit.phi_(moved)
             v.zs[k] = v.maps[k].apply(v.xs[k])
+            return q
+
+        iterate(fixed_point, None, self.inner)
 
     def _jacobi(self, v: Batch, mu: Sequence[float], sweeps: int, link: Link) -> None:
+        """Sweeps in which all blocks move at once, from the values of the previous sweep."""
         first, count = (0 if self.offset else 1), len(v.maps)
         qs: list[Tensor | None] = [None] * count
         for _ in range(sweeps):
             at_output = self.offset + count == len(self.layers)
-            output = v.loss.quick(v.zs[-1], 1.0 / mu[-1]) if at_output else None
+            output = v.loss.approximate_prox(v.zs[-1], 1.0 / mu[-1]) if at_output else None
             for k in range(first, count):
                 qs[k] = self.estimate(v, mu, k, qs[k], coupled=True)
-            pulls = [None if q is None else v.maps[k].adjoint(q) for k, q in enumerate(qs)]
-            pulls.append(link.exchange_pulls(pulls[0], v.xs[-1]))
-            # Every activation moves from the z of the sweep before.
-            v.xs[1:] = [v.xs[k] if pull is None else self.pulled(v, mu, k, pull) for k, pull in enumerate(pulls[1:], 1)]
+            residuals = [None if q is None else v.maps[k].adjoint(q) for k, q in enumerate(qs)]
+            residuals.append(link.exchange_residuals(residuals[0], v.xs[-1]))
+            # Every activation moves from the z of the previous sweep.
+            v.xs[1:] = [
+                v.xs[k] if residual is None else self.moved_activation(v, mu, k, residual)
+                for k, residual in enumerate(residuals[1:], 1)
+            ]
             if output is not None:
                 v.xs[-1] = output
             lowest = link.exchange_activations(v.xs[-1], v.xs[0])
@@ -140,19 +155,19 @@ class DualSweep:
             v.zs[first:] = [v.maps[k].apply(v.xs[k]) for k in range(first, count)]
 
     def estimate(self, v: Batch, mu: Sequence[float], k: int, q: Tensor | None, *, coupled: bool = False) -> Tensor:
-        """The next estimate of the residual above the k-th activation of the stretch; ``coupled``: others move, too."""
+        """The next estimate of the residual above the k-th activation; ``coupled`` if its neighbours move as well."""
         found = v.maps[k].layer.unit.residual(v.xs[k + 1], v.zs[k])
         return self._moved(v, mu, k, q, found if q is None else found - q, coupled)
 
-    def pulled(self, v: Batch, mu: Sequence[float], k: int, pull: Tensor) -> Tensor:
-        """The activation that a pull from above moves."""
-        return v.maps[k - 1].layer.unit.phi_(torch.add(v.zs[k - 1], pull, alpha=self._ratio(mu, k)))
+    def moved_activation(self, v: Batch, mu: Sequence[float], k: int, residual: Tensor) -> Tensor:
+        """The k-th activation after adding the back-projected residual from above."""
+        return v.maps[k - 1].layer.unit.phi_(torch.add(v.zs[k - 1], residual, alpha=self._ratio(mu, k)))
 
     def _ratio(self, mu: Sequence[float], k: int) -> float:
         return mu[self.offset + k] / mu[self.offset + k - 1]
 
     def _moved(self, v: Batch, mu: Sequence[float], k: int, q: Tensor | None, e: Tensor, coupled: bool) -> Tensor:
-        r"""q, zero if there is none, and :math:`P^{-1}` of what is missing of it."""
+        r""":math:`q + P^{-1}e`; ``None`` stands for q = 0."""
         affine, length = v.maps[k], 0.5 if coupled else 1.0
         below = self.layers[self.offset + k - 1].unit.slope
         weight = self.kappa * self._ratio(mu, k) * affine.layer.unit.slope * below / length

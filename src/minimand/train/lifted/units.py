@@ -1,4 +1,4 @@
-"""Activations as lifted training needs them: values, Fenchel–Young gaps and a monotone equation, never a slope."""
+"""Monotone activations for lifted training: values, Fenchel–Young gaps, and the solution of a monotone equation."""
 
 import dataclasses
 import functools
@@ -21,8 +21,8 @@ _SELU_ALPHA = 1.6732632423543772848170429916717
 class Unit:
     r"""A non-decreasing activation :math:`\varphi` whose slope is at most :math:`\beta`.
 
-    :math:`\varphi/\beta` has slope at most one, so it is the prox of a convex ``function``
-    :math:`f`, and everything that LPOM asks of :math:`\varphi` follows from that prox:
+    :math:`\varphi/\beta` has slope at most one, so it is the prox of a convex ``function`` :math:`f`. LPOM needs two
+    quantities, and both follow from that prox:
 
     - the Fenchel–Young gap :math:`\tilde f(x) + \tilde g(z) - xz` with :math:`\tilde f(x) = \int_{\varphi(0)}^x
       \varphi^{-1}` and :math:`\tilde g(z) = \int_0^z \varphi` is :math:`\beta` times the gap of :math:`f` at
@@ -55,17 +55,17 @@ class Unit:
         return isinstance(self.function, NonNegative) and self.slope == 1
 
     def phi(self, z: Tensor) -> Tensor:
-        """The activation; z itself where it is the identity."""
+        """The activation. The identity returns z itself, not a copy."""
         if self.linear:
             return z
         if self.relu:
-            # What the prox computes, without its checks of a step.
+            # The same values as the prox, without its checks of the step.
             return torch.relu(z)
         value = self.function.prox(z)
         return value if self.slope == 1 else self.slope * value
 
     def phi_(self, z: Tensor) -> Tensor:
-        """The activation of a z that nobody needs any more, in its memory where that is possible."""
+        """The activation; may overwrite z."""
         return torch.relu_(z) if self.relu else self.phi(z)
 
     def residual(self, x: Tensor, z: Tensor) -> Tensor:
@@ -74,21 +74,21 @@ class Unit:
         return torch.sub(x, values, out=values) if self.relu else x - values
 
     def gap(self, x: Tensor, z: Tensor) -> Tensor:
-        """The Fenchel–Young gap, summed, in double precision where the device has it."""
+        """The Fenchel–Young gap, summed; in double precision if the device supports it."""
         if x.device.type != "mps":
             x, z = x.double(), z.double()
         return self.slope * self.function.gap(x / self.slope, z).sum()
 
     def resolve(self, v: Tensor, c: float) -> Tensor:
-        r"""The :math:`x = \varphi(s)` with :math:`s + c\varphi(s) = v`, converged."""
+        r"""The :math:`x = \varphi(s)` that solves :math:`s + c\varphi(s) = v`, to rounding."""
         eta = 1.0 / (1.0 + self.slope * c)
         value = self.function.prox(eta * v, eta)
         return value if self.slope == 1 else self.slope * value
 
     def derivative(self, z: Tensor) -> Tensor:
-        r""":math:`\varphi'(z)` by automatic differentiation: for the relatives whose optimality conditions hold it.
+        r""":math:`\varphi'(z)` by automatic differentiation.
 
-        LPOM never calls this.
+        The methods whose optimality conditions contain the derivative use it; LPOM does not.
         """
         with torch.enable_grad():
             point = z.detach().requires_grad_()
@@ -101,11 +101,11 @@ LINEAR = Unit(Zero())
 
 
 def unit_of(path: str, module: nn.Module) -> Unit:
-    """The unit of an activation module; a user's own module qualifies when its values do.
+    """The unit of an activation module. A user's own module is accepted if its values pass the checks.
 
     Raises:
         NotProximal: If the activation is not monotone, or (a user's own) steeper than one.
-        ChainError: If the module is no activation.
+        ChainError: If the module is not an activation.
     """
     if (scaled := _scaled(module)) is not None:
         return scaled
@@ -118,7 +118,7 @@ def unit_of(path: str, module: nn.Module) -> Unit:
 
 
 def _scaled(module: nn.Module) -> Unit | None:
-    """Monotone activations of torch whose slope is known and not one: steeper, so that they are no prox, or less."""
+    """Torch activations whose largest slope is known and is not 1. Those with a larger slope are not proxes."""
     if type(module) is nn.Sigmoid:
         return _multiple(torch.sigmoid, 0.25, curves.sigmoid_integral, curves.sigmoid_inverse_integral)
     if type(module) is nn.Hardsigmoid:
@@ -135,7 +135,7 @@ def _scaled(module: nn.Module) -> Unit | None:
 
 
 def _elu(alpha: float, scale: float) -> Unit:
-    """``scale · ELU(alpha)``, whose slope is largest just below zero."""
+    """``scale · ELU(alpha)``; its slope is largest just below zero."""
     shapes = (F.elu, curves.elu_integral, curves.elu_inverse_integral)
     phi, integral, inverse = (functools.partial(shape, alpha=alpha) for shape in shapes)
     return _multiple(
@@ -147,8 +147,7 @@ def _elu(alpha: float, scale: float) -> Unit:
 
 
 def _multiple(phi: Elementwise, slope: float, integral: Elementwise, inverse_integral: Elementwise) -> Unit:
-    r"""The unit of :math:`\varphi`, with the function of :math:`\varphi/\beta`; the integrals are those of
-    :math:`\varphi` and of its inverse."""
+    r"""The unit of :math:`\varphi` with slope :math:`\beta`, from the integrals of :math:`\varphi` and its inverse."""
     over = 1 / slope
     function = Monotone(
         functools.partial(_stretched, phi, 1.0, over),
@@ -163,7 +162,7 @@ def _stretched(curve: Elementwise, inside: float, outside: float, t: Tensor) -> 
 
 
 def _triangle(line: Elementwise, t: Tensor) -> Tensor:
-    """The integral of what is linear on either side of zero."""
+    """The integral from 0 to t of a function that is linear on each side of zero."""
     return 0.5 * t * line(t)
 
 
@@ -172,18 +171,20 @@ def _own(path: str, module: nn.Module) -> Monotone:
     kind = type(module).__name__
     if next(module.parameters(), None) is not None or next(module.children(), None) is not None:
         raise ChainError(
-            f"{path} ({kind}) is no linear layer and, having parameters or parts, no activation; lifted training "
-            f"takes chains of Linear or Conv2d and activations, so write it in those"
+            f"{path} ({kind}) has parameters or submodules and is not a linear layer, so it is not an activation; "
+            f"lifted training takes chains of Linear or Conv2d and activations, so write it in those"
         )
     grid = torch.linspace(-4.0, 4.0, 64)
     with torch.no_grad():
         try:
             images = [module(grid), module(grid.flip(0)).flip(0), module(grid.reshape(1, 8, 8)).flatten()]
         except Exception as error:
-            raise ChainError(f"{path} ({kind}) is no activation, it does not take any shape: {error}") from None
+            raise ChainError(
+                f"{path} ({kind}) is not an activation: it does not accept inputs of every shape: {error}"
+            ) from None
     if any(image.shape != grid.shape or not torch.allclose(image, images[0]) for image in images):
         raise ChainError(
-            f"{path} ({kind}) does not act on each entry alone, so it is no activation of a chain; "
+            f"{path} ({kind}) does not act entry by entry, so it is not an activation; "
             f"lifted training takes chains of Linear or Conv2d and activations"
         )
     try:
@@ -193,5 +194,5 @@ def _own(path: str, module: nn.Module) -> Monotone:
 
 
 def _without_derivative(function: Separable) -> Separable:
-    # Its root finder then works with chords: LPOM's claim is to need values of φ only.
+    # Its root finder then uses secants, so that LPOM needs values of φ only.
     return dataclasses.replace(function, derivative=None) if isinstance(function, Monotone) else function

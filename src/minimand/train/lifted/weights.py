@@ -1,4 +1,4 @@
-"""The weight step that every lifted method shares: a ridge regression, taken at once or with momentum."""
+"""The weight step of all lifted methods: a ridge regression, applied in full or with momentum."""
 
 import dataclasses
 import math
@@ -10,18 +10,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import MinimandError, NonFiniteError
-from ...operators.gram import gram
+from ...linalg import gram
 from ...solvers.linear import gram_factor, ridge_factor
-from .maps import AffineMap, Layer
+from .maps import AffineMap, LiftedLayer
 
-__all__ = ["Direction", "Momentum", "regress", "ridge_shift", "toward", "toward_all"]
+__all__ = ["Direction", "MomentumUpdate", "regress", "ridge_shift", "weight_direction", "weight_directions"]
 
-
+# Tasks with more blocks than this are not stacked with other layers' tasks.
 _FEW_BLOCKS = 16
 
 
 class Direction(NamedTuple):
-    """A change of a layer's weight (outputs × inputs), ``left @ right`` or ``right`` alone, and of its bias."""
+    """A change of a layer's weight (outputs × inputs) and bias.
+
+    The change of the weight is ``left @ right``, or ``right`` if ``left`` is None.
+    """
 
     left: Tensor | None
     right: Tensor
@@ -33,7 +36,7 @@ class Direction(NamedTuple):
         return weight if self.bias is None else torch.cat([weight, self.bias.unsqueeze(1)], 1)
 
     def finite(self) -> bool:
-        """Whether it holds no NaN or Inf, judged by its smaller factor, of which a bias is the sum."""
+        """Whether all entries are finite. Only the smaller factor is inspected, or the bias, which is its sum."""
         if self.left is not None:
             return math.isfinite(float((self.left if self.bias is None else self.bias).sum()))
         total = self.right.sum() if self.bias is None else self.right.sum() + self.bias.sum()
@@ -41,7 +44,7 @@ class Direction(NamedTuple):
 
 
 class Regression(NamedTuple):
-    """A residual E to be regressed on rows R with a ridge; with ``bias``, R has a last column of ones."""
+    """The ridge regression of a residual E on rows R; with ``bias``, R has an additional last column of ones."""
 
     rows: Tensor
     residual: Tensor
@@ -49,9 +52,9 @@ class Regression(NamedTuple):
     bias: bool
 
     def parts(self, block: int | None) -> int | None:
-        """How many blocks of rows are regressed each on its own; None where the other side of R is the smaller."""
+        """The number of row blocks that are regressed separately; None if the columns of R are regressed together."""
         samples, features = self.rows.shape
-        # Patches of images are so many that their Gram matrix is the least of the work, and blocks of them too short.
+        # With many more rows than columns (patches of images) the Gram matrix of the columns is cheap.
         if min(samples, block or samples) >= features + self.bias or samples >= 4 * (features + self.bias):
             return None
         parts = max(1, samples // block) if block else 1
@@ -61,14 +64,14 @@ class Regression(NamedTuple):
 def regress(rows: Tensor, residual: Tensor, shift: float, *, bias: bool, block: int | None = None) -> Direction:
     r"""The ridge regression :math:`E^\top R (R^\top R + sI)^{-1}` of a residual on rows, by the smaller side of R.
 
-    With a bias, R has a last column of ones. :math:`E^\top R(R^\top R + sI)^{-1} = [(RR^\top + sI)^{-1}E]^\top
-    R`; the second form stays a product of two factors, since whoever adds it to a weight multiplies and adds at
-    once.
+    With a bias, R has a last column of ones. The identity :math:`E^\top R(R^\top R + sI)^{-1} = [(RR^\top +
+    sI)^{-1}E]^\top R` allows a solve on the smaller side. The second form is returned as two factors, so that adding it
+    to a weight is one fused multiply-add.
 
-    ``block`` is for noisy mini-batches: the mean of the regressions of blocks of that many rows, with the ridge in
-    proportion. A block's system costs less to form and to solve, its inverse is multiplied with, and along both
-    well-determined and undetermined directions the mean agrees with the whole regression. Where the rows are four times
-    as many as the columns, as patches of images are, all are regressed together.
+    ``block``, for noisy mini-batches, returns the mean of the regressions on blocks of that many rows, each with the
+    ridge in proportion. A block's system is cheaper to form and to solve, and the mean agrees with the full regression
+    along both well-determined and undetermined directions. If there are at least four times as many rows as columns, as
+    with patches of images, all rows are regressed together.
 
     >>> rows, residual = torch.tensor([[1.0], [1.0]]), torch.tensor([[2.0], [4.0]])
     >>> round(float(regress(rows, residual, 1.0, bias=False).dense()), 5)  # Σ e / (2 + 1)
@@ -78,7 +81,7 @@ def regress(rows: Tensor, residual: Tensor, shift: float, *, bias: bool, block: 
 
 
 def _regress(tasks: Sequence[Regression], block: int | None) -> list[Direction]:
-    """Regressions whose systems are of one size are factored at once: small factorisations cost little but the call."""
+    """Solve all regressions; systems of equal size are factored in one call, which dominates the cost of small ones."""
     found: dict[int, Direction] = {}
     alike: dict[tuple[int, int, float, bool, int], list[int]] = {}
     for k, task in enumerate(tasks):
@@ -88,7 +91,7 @@ def _regress(tasks: Sequence[Regression], block: int | None) -> list[Direction]:
         elif block is None:
             found[k] = _by_rows(task)
         else:
-            # Many blocks fill a call of their own, and need not stand in memory with those of other layers.
+            # Many blocks fill a call by themselves, and stacking them with other layers would cost memory.
             alone = k if parts > _FEW_BLOCKS else -1
             alike.setdefault((parts, len(task.rows), task.shift, task.bias, alone), []).append(k)
     for (parts, *_), numbers in alike.items():
@@ -112,16 +115,16 @@ def _by_rows(task: Regression) -> Direction:
 
 
 def _by_blocks(tasks: Sequence[Regression], parts: int) -> list[Direction]:
-    """Of tasks that have their number of rows, their shift and whether there is a bias in common."""
+    """Regressions by blocks, for tasks with equal numbers of rows, equal shifts and equal ``bias``."""
     shift, bias, size = tasks[0].shift, tasks[0].bias, len(tasks[0].rows) // parts
     stacked = [task.rows.reshape(parts, size, -1) for task in tasks]
     targets = [task.residual.reshape(parts, size, -1) for task in tasks]
     products = torch.stack([gram(rows) for rows in stacked])
     factor = gram_factor(products.add_(1.0) if bias else products, shift / parts)
     if factor.damping and len(tasks) > 1:
-        # What one layer needs is not added to the others.
+        # Additional damping that one layer needs must not reach the others.
         return [direction for task in tasks for direction in _by_blocks([task], parts)]
-    # Two triangular solves cost as much as the inverse with a quarter as many columns as rows.
+    # Two triangular solves cost as much as the inverse if there are a quarter as many columns as rows.
     if 4 * max(target.shape[2] for target in targets) > size:
         inverses = factor.inverse().div_(parts)
         solved = [torch.bmm(inverse, target) for inverse, target in zip(inverses, targets, strict=True)]
@@ -133,16 +136,21 @@ def _by_blocks(tasks: Sequence[Regression], parts: int) -> list[Direction]:
 
 
 def ridge_shift(rows: Tensor, damping: float, block: int | None) -> float:
-    """The ridge of a weight step: ``damping`` times the rows' number where they are regressed in blocks, else times
-    the mean eigenvalue of their Gram matrix, and never zero."""
+    """The ridge of a weight step, always positive.
+
+    It is ``damping`` times the number of rows for regressions by blocks, otherwise ``damping`` times the mean
+    eigenvalue of the Gram matrix.
+    """
     if block is not None:
         return damping * rows.shape[0]
     mean = (float(rows.square().sum()) + rows.shape[0]) / (rows.shape[1] + 1)
     return max(damping * mean, torch.finfo(rows.dtype).tiny * 1e3)
 
 
-def toward(affine: AffineMap, x: Tensor, residual: Tensor, damping: float, *, block: int | None = None) -> Direction:
-    """The damped change of a layer's parameters that moves its z at ``x`` by ``residual``; :func:`ridge_shift` damps.
+def weight_direction(
+    affine: AffineMap, x: Tensor, residual: Tensor, damping: float, *, block: int | None = None
+) -> Direction:
+    """The change of a layer's parameters that moves its z at ``x`` by ``residual``, damped by :func:`ridge_shift`.
 
     Raises:
         NonFiniteError: If the regression has no finite solution.
@@ -153,32 +161,32 @@ def toward(affine: AffineMap, x: Tensor, residual: Tensor, damping: float, *, bl
         raise NonFiniteError(f"the weight update of {affine.layer.path}: {error}") from None
 
 
-def toward_all(
+def weight_directions(
     layers: Sequence[tuple[AffineMap, Tensor, Tensor]], damping: float, *, block: int | None = None
 ) -> list[Direction]:
-    """:func:`toward` for several layers at once."""
+    """:func:`weight_direction` for several layers at once."""
     try:
         return _regress([_task(*layer, damping, block) for layer in layers], block)
     except MinimandError:
-        # One after the other, to say which it is.
-        return [toward(*layer, damping, block=block) for layer in layers]
+        # Solved one by one, so that the error names the layer.
+        return [weight_direction(*layer, damping, block=block) for layer in layers]
 
 
 def _task(affine: AffineMap, x: Tensor, residual: Tensor, damping: float, block: int | None) -> Regression:
     rows, columns = affine.rows(x), affine.columns(residual)
     if affine.scale is not None:
-        # The regression is of what comes before the normalisation.
+        # The regression target is the output before the normalisation.
         columns = columns * affine.scale / (affine.scale.square() + 1e-6)
     return Regression(rows, columns, ridge_shift(rows, damping, block), affine.bias is not None)
 
 
-class Momentum:
-    r"""Heavy-ball updates :math:`V \leftarrow mV + \eta D,\; W \leftarrow W + V` that can be taken back.
+class MomentumUpdate:
+    r"""Heavy-ball updates :math:`V \leftarrow mV + \eta D,\; W \leftarrow W + V`, with an undo of the last one.
 
-    The memory grows with what there is to remember: at update t it is :math:`\min(m, t/(t + 10))`.
+    The momentum warms up: at update t it is :math:`\min(m, t/(t + 10))`.
     """
 
-    def __init__(self, layers: Sequence[Layer], momentum: float) -> None:
+    def __init__(self, layers: Sequence[LiftedLayer], momentum: float) -> None:
         self.layers = layers
         self.momentum = momentum
         pairs = [(layer.weight, layer.bias) for layer in layers if not layer.frozen]
@@ -188,10 +196,10 @@ class Momentum:
         self._count = 0
 
     def apply(self, directions: Sequence[Direction | None], rates: Sequence[float]) -> None:
-        """Move every layer that has a direction; those that are frozen have none.
+        """Update every layer that has a direction. Frozen layers have None.
 
         Raises:
-            NonFiniteError: If a direction is not finite; nothing has moved then.
+            NonFiniteError: If a direction is not finite. No weight has changed in that case.
         """
         for layer, direction in zip(self.layers, directions, strict=True):
             if direction is not None and not direction.finite():
@@ -213,5 +221,5 @@ class Momentum:
         torch._foreach_add_(self._parameters, self._velocity)
 
     def undo(self) -> None:
-        """Take the last update back, to the bit."""
+        """Undo the last update exactly."""
         torch._foreach_copy_(self._parameters, self._kept)

@@ -1,9 +1,9 @@
-r"""The direction :math:`G(A^\top A + I/\tau_\theta)^{-1}` of one layer, in the space where it is cheap.
+r"""The direction :math:`G(A^\top A + I/\tau_\theta)^{-1}` of one layer, by a linear solve with the smaller Gram matrix.
 
-:math:`A` has one row per sample and position, :math:`\delta` the gradients at the layer's outputs,
-:math:`G = \delta^\top A`. With fewer rows than columns the dual form
-:math:`[(AA^\top + I/\tau_\theta)^{-1}\delta]^\top A` needs only the small Gram matrix; both are equal.
-Source: 004, Proposition 2, eqs. 13–16 and 44.
+:math:`A` has one row per sample and position, :math:`\delta` holds the gradients at the layer's outputs, and
+:math:`G = \delta^\top A`. With fewer rows than columns the equal dual form
+:math:`[(AA^\top + I/\tau_\theta)^{-1}\delta]^\top A` needs only the smaller Gram matrix.
+Source: [Frerix2018], Proposition 2, eqs. 13–16 and 44.
 """
 
 import functools
@@ -14,97 +14,107 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...operators.gram import gram
+from ...linalg import gram
 from ...solvers.linear import RidgeFactor, conjugate_gradient, gram_factor
-from .options import Options
+from .options import ProxPropOptions
 
-__all__ = ["Metric", "Pair", "Rows", "added", "dual", "dual_of_gradient", "relate", "scaled", "working"]
+__all__ = [
+    "LayerRows",
+    "Metric",
+    "WeightBias",
+    "added",
+    "as_multiple",
+    "direction_of_changed_gradient",
+    "dual_direction",
+    "scaled",
+    "to_working_precision",
+]
 
-# Above this estimate of rounding a system is made and factored in float64 instead: directions keep three digits.
+# A system whose estimated rounding error exceeds this is formed and factored in float64: directions keep three digits.
 _ROUNDING = 1e-3
 
-# Output units whose conjugate gradients run together: few enough that their vectors stay in a cache.
+# Output units whose conjugate gradients run together; few enough that their vectors stay in the processor's cache.
 _UNITS = 256
 
 
-class Pair(NamedTuple):
-    """What belongs to a weight, as a matrix of outputs × columns, and to a bias; None where it is not trained."""
+class WeightBias(NamedTuple):
+    """A gradient or direction: the weight's part as outputs × columns, and the bias's. None if not trained."""
 
     weight: Tensor | None
     bias: Tensor | None
 
 
-def working(tensor: Tensor) -> Tensor:
+def to_working_precision(tensor: Tensor) -> Tensor:
     """The tensor in float32 or float64."""
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Inputs ``a`` (rows × columns) and output gradients ``delta`` (rows × outputs); ``ones`` appends such a column."""
+class LayerRows:
+    """Inputs ``a`` (rows × columns) and output gradients ``delta`` (rows × outputs); ``ones``: A has a ones column."""
 
     a: Tensor
     delta: Tensor
     ones: bool
 
-    def gradient(self) -> Pair:
+    def gradient(self) -> WeightBias:
         """The plain gradient δᵀA."""
-        return Pair(self.delta.mT @ self.a, self.delta.sum(0) if self.ones else None)
+        return WeightBias(self.delta.mT @ self.a, self.delta.sum(0) if self.ones else None)
 
     def kernel(self, double: bool = False, half: bool = False) -> Tensor:
-        """AAᵀ; with ``half`` only its lower triangle."""
+        """AAᵀ; with ``half`` only the lower triangle is valid."""
         product = gram(self.a.double() if double else self.a, half=half)
         return product.add_(1.0) if self.ones else product
 
-    def apply(self, v: Pair) -> Tensor:
+    def apply(self, v: WeightBias) -> Tensor:
         """v Aᵀ."""
         assert v.weight is not None
         image = v.weight @ self.a.mT
         return image if v.bias is None else image + v.bias[:, None]
 
-    def adjoint(self, c: Tensor, into: Tensor | None = None) -> Pair:
-        """c A, for c of outputs × rows; the weight's part is written ``into`` a tensor, if there is one."""
+    def adjoint(self, c: Tensor, into: Tensor | None = None) -> WeightBias:
+        """c A for c of outputs × rows. The weight's part is written ``into`` a given tensor of the right shape."""
         fits = into is not None and into.dtype == c.dtype and into.shape == (len(c), self.a.shape[1])
         weight = torch.mm(c, self.a, out=into) if fits else c @ self.a
-        return Pair(weight, c.sum(1) if self.ones else None)
+        return WeightBias(weight, c.sum(1) if self.ones else None)
 
-    def then(self, other: "Rows") -> "Rows":
-        """Both sets of rows."""
-        return Rows(torch.cat([self.a, other.a]), torch.cat([self.delta, other.delta]), self.ones)
+    def then(self, other: "LayerRows") -> "LayerRows":
+        """The rows of both, stacked."""
+        return LayerRows(torch.cat([self.a, other.a]), torch.cat([self.delta, other.delta]), self.ones)
 
 
 def _accurate(factor: RidgeFactor) -> bool:
     return factor.factor.dtype == torch.float64 or (factor.damping == 0 and factor.rounding() <= _ROUNDING)
 
 
-def _kernel_factor(rows: Rows, shift: float) -> RidgeFactor:
+def _kernel_factor(rows: LayerRows, shift: float) -> RidgeFactor:
     factor = gram_factor(rows.kernel(half=True), shift)
     return factor if _accurate(factor) else gram_factor(rows.kernel(double=True, half=True), shift)
 
 
 def _solve(factor: RidgeFactor, rows: Tensor) -> Tensor:
-    # One product with the inverse beats two triangular solves if there are many rows.
+    # With many rows one product with the inverse is faster than two triangular solves.
     if rows.shape[-2] < 1.5 * rows.shape[-1]:
         return factor.solve(rows)
     return rows @ factor.inverse().to(rows.dtype)
 
 
-def dual(rows: Rows, options: Options, into: Tensor | None = None) -> Pair:
-    """The direction of the gradient δᵀA, from δ; written ``into`` a tensor, if there is one."""
+def dual_direction(rows: LayerRows, options: ProxPropOptions, into: Tensor | None = None) -> WeightBias:
+    """The direction of the gradient δᵀA, solved from δ; written ``into`` a given tensor."""
     if options.method == "cg":
         return rows.adjoint(_dual_conjugate(rows, options), into)
     return rows.adjoint(_solve(_kernel_factor(rows, options.shift), rows.delta.mT), into)
 
 
-def _conjugate(apply: Callable[[Tensor], Tensor], target: Tensor, options: Options, **how: Any) -> Tensor:
+def _conjugate(apply: Callable[[Tensor], Tensor], target: Tensor, options: ProxPropOptions, **how: Any) -> Tensor:
     return conjugate_gradient(apply, target, options.cg_iters, tol=options.cg_tol, **how)
 
 
-def _dual_conjugate(rows: Rows, options: Options) -> Tensor:
-    """Coefficients c of the k-th iterate cA, of outputs × rows.
+def _dual_conjugate(rows: LayerRows, options: ProxPropOptions) -> Tensor:
+    """Coefficients c, outputs × rows, of the last conjugate gradient iterate cA.
 
-    A vector cA is held as the pair (c, cK), K = AAᵀ: its inner product with dA is ⟨c, dK⟩, and one product with K is
-    all that an iteration costs. The iterates are those of conjugate gradients in the weights.
+    A vector cA is stored as (c, cK) with K = AAᵀ. Its inner product with dA is ⟨c, dK⟩, so an iteration costs one
+    product with K. The iterates equal those of conjugate gradients in the weights.
     """
     kernel = rows.kernel()
     start = rows.delta.mT
@@ -126,16 +136,16 @@ def _dual_conjugate(rows: Rows, options: Options) -> Tensor:
     return torch.cat([some(units) for units in start.split(_UNITS)])
 
 
-def dual_of_gradient(rows: Rows, received: Pair, options: Options) -> Pair:
-    r"""The direction of a gradient that was changed after it was accumulated (unscaled, clipped, decayed …).
+def direction_of_changed_gradient(rows: LayerRows, received: WeightBias, options: ProxPropOptions) -> WeightBias:
+    r"""The direction of a gradient that was changed after its accumulation (unscaled, clipped, decayed …).
 
-    Written as :math:`c\,\delta^\top A + E`, which holds for any scalar c, the first part is solved from δ, without
-    cancellation, and the rest, which is rounding or small, by the Woodbury identity
-    :math:`\tau_\theta(E - EA^\top(AA^\top + I/\tau_\theta)^{-1}A)`.
+    The gradient is written as :math:`c\,\delta^\top A + E` with a scalar c. The first part is solved from δ, without
+    cancellation. The remainder E is small; the Woodbury identity
+    :math:`\tau_\theta(E - EA^\top(AA^\top + I/\tau_\theta)^{-1}A)` gives its direction.
     """
-    scale, rest = relate(received, rows.gradient())
+    scale, rest = as_multiple(received, rows.gradient())
     if rest is None:
-        return scaled(dual(rows, options), scale)
+        return scaled(dual_direction(rows, options), scale)
     if options.method == "cg":
         return _free_conjugate(rows, received, options)
     factor = _kernel_factor(rows, options.shift)
@@ -144,25 +154,25 @@ def dual_of_gradient(rows: Rows, received: Pair, options: Options) -> Pair:
     return added(scaled(solved, scale), _map(lambda e, p: (e - p) / options.shift, rest, projected))
 
 
-def _free_conjugate(rows: Rows, received: Pair, options: Options) -> Pair:
-    """Conjugate gradients in the weights with two products by A for each iteration, and no Gram matrix."""
+def _free_conjugate(rows: LayerRows, received: WeightBias, options: ProxPropOptions) -> WeightBias:
+    """Conjugate gradients in the weights, with two products by A per iteration and no Gram matrix."""
     assert received.weight is not None
     target = received.weight if received.bias is None else torch.cat([received.weight, received.bias[:, None]], 1)
 
     def apply(v: Tensor) -> Tensor:
-        pair = Pair(v[:, :-1], v[:, -1]) if rows.ones else Pair(v, None)
+        pair = WeightBias(v[:, :-1], v[:, -1]) if rows.ones else WeightBias(v, None)
         back = rows.adjoint(rows.apply(pair))
         assert back.weight is not None
         image = back.weight if back.bias is None else torch.cat([back.weight, back.bias[:, None]], 1)
         return image + options.shift * v
 
     x = _conjugate(apply, target, options)
-    return Pair(x[:, :-1], x[:, -1]) if rows.ones else Pair(x, None)
+    return WeightBias(x[:, :-1], x[:, -1]) if rows.ones else WeightBias(x, None)
 
 
 @dataclass(frozen=True)
 class Metric:
-    """The Gram matrix of many rows (groups × n × n) with the ridge; factored once, when a direction is asked for."""
+    """A Gram matrix (groups × n × n) plus a ridge; factored once, on the first call of :meth:`direction`."""
 
     gram: Tensor
     shift: float
@@ -173,7 +183,7 @@ class Metric:
 
     @functools.cached_property
     def accurate(self) -> bool:
-        """Whether the Gram matrix has the digits that a solve needs."""
+        """Whether the Gram matrix is precise enough for a solve."""
         return _accurate(self._first)
 
     @functools.cached_property
@@ -184,7 +194,7 @@ class Metric:
     def _inverse(self) -> Tensor:
         return self._factor.inverse()
 
-    def direction(self, gradient: Tensor, options: Options) -> Tensor:
+    def direction(self, gradient: Tensor, options: ProxPropOptions) -> Tensor:
         """The direction of a gradient, groups × outputs × n."""
         if options.method == "cg":
             return _conjugate(lambda v: v @ self.gram + self.shift * v, gradient, options)
@@ -193,14 +203,14 @@ class Metric:
         return (gradient.to(self._inverse.dtype) @ self._inverse).to(gradient.dtype)
 
     def gradient(self, direction: Tensor) -> Tensor:
-        """What a direction is made from by an exact solve."""
+        """The gradient whose exact direction this is: the inverse of :meth:`direction`."""
         return (direction.to(self.gram.dtype) @ self.gram).to(direction.dtype) + self.shift * direction
 
 
-def relate(changed: Pair, made: Pair) -> tuple[Tensor, Pair | None]:
-    """A scalar c and a rest E with which ``changed`` = c · ``made`` + E; None for E where it is rounding.
+def as_multiple(changed: WeightBias, made: WeightBias) -> tuple[Tensor, WeightBias | None]:
+    """Write ``changed`` as c · ``made`` + E with a scalar c; E is None if it is at rounding level.
 
-    The scalar is read off where ``made`` is largest: exact to rounding if there is nothing but one.
+    c is the ratio at the largest entry of ``made``, which is exact to rounding if ``changed`` is a multiple of it.
     """
     known = [(c, m) for c, m in zip(changed, made, strict=True) if c is not None and m is not None]
     first, second = known[0]
@@ -213,17 +223,17 @@ def relate(changed: Pair, made: Pair) -> tuple[Tensor, Pair | None]:
     return scale, None if all(bool((r.abs() <= close * g.abs()).all()) for r, g in pairs) else rest
 
 
-def scaled(pair: Pair, scale: Tensor) -> Pair:
-    """A multiple of both."""
+def scaled(pair: WeightBias, scale: Tensor) -> WeightBias:
+    """Weight and bias times a scalar."""
     return _map(lambda t: t * scale.to(t.dtype), pair)
 
 
-def added(first: Pair, second: Pair) -> Pair:
-    """The sum."""
+def added(first: WeightBias, second: WeightBias) -> WeightBias:
+    """The sum of two pairs."""
     return _map(torch.add, first, second)
 
 
-def _map(function, *pairs: Pair) -> Pair:  # type: ignore[no-untyped-def]
+def _map(function, *pairs: WeightBias) -> WeightBias:  # type: ignore[no-untyped-def]
     weights, biases = zip(*pairs, strict=True)
     weight = None if any(w is None for w in weights) else function(*weights)
-    return Pair(weight, None if any(b is None for b in biases) else function(*biases))
+    return WeightBias(weight, None if any(b is None for b in biases) else function(*biases))

@@ -8,8 +8,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from ...errors import CapabilityError, OptionError
 from ...nn.layers import SolverLayer
+from .layer_hooks import Forward
 from .maps import WeightMap, weight_map
-from .tap import Forward
 
 __all__ = ["Layers", "discover", "require_owned"]
 
@@ -18,14 +18,14 @@ __all__ = ["Layers", "discover", "require_owned"]
 class Layers:
     """The layers by path: those with proximal steps, the last one, which stays explicit, and modules left plain."""
 
-    tapped: dict[str, tuple[nn.Module, WeightMap]]
+    preconditioned: dict[str, tuple[nn.Module, WeightMap]]
     last: str | None
     plain: dict[str, str]
 
     @property
     def trained(self) -> tuple[str, ...]:
         """Those with proximal steps that are not frozen."""
-        return tuple(path for path, (module, _) in self.tapped.items() if _trained(module))
+        return tuple(path for path, (module, _) in self.preconditioned.items() if _trained(module))
 
 
 def discover(model: nn.Module, skip_last: bool) -> Layers:
@@ -35,11 +35,11 @@ def discover(model: nn.Module, skip_last: bool) -> Layers:
     found = {path: module for path, module in found.items() if _own(module)}
     last = last if last in found else None
     maps = {path: weight_map(module) for path, module in found.items() if path != last}
-    tapped = {path: (found[path], known) for path, known in maps.items() if known is not None}
-    problems = [*_shared(model, tapped), *_unusable(tapped)]
+    preconditioned = {path: (found[path], known) for path, known in maps.items() if known is not None}
+    problems = [*_shared(model, preconditioned), *_unusable(preconditioned)]
     if problems:
         raise CapabilityError("ProxProp cannot take this model: " + "; ".join(problems))
-    if not tapped:
+    if not preconditioned:
         why = (
             f"'{last}' is the only one and skip_last keeps the last layer explicit"
             if last is not None
@@ -51,9 +51,9 @@ def discover(model: nn.Module, skip_last: bool) -> Layers:
     rest = {
         path: type(module).__name__
         for path, module in model.named_modules()
-        if path not in tapped and path != last and _trained(module)
+        if path not in preconditioned and path != last and _trained(module)
     }
-    return Layers(tapped, last, rest)
+    return Layers(preconditioned, last, rest)
 
 
 def _trained(module: nn.Module) -> bool:
@@ -66,7 +66,7 @@ def _own(module: nn.Module) -> bool:
     return "weight" in names and all(name in module._parameters for name in names)
 
 
-def _shared(model: nn.Module, tapped: dict[str, tuple[nn.Module, WeightMap]]) -> list[str]:
+def _shared(model: nn.Module, preconditioned: dict[str, tuple[nn.Module, WeightMap]]) -> list[str]:
     """Layers at two places, and parameters in two modules."""
     places: dict[int, list[str]] = {}
     holders: dict[int, list[str]] = {}
@@ -76,7 +76,7 @@ def _shared(model: nn.Module, tapped: dict[str, tuple[nn.Module, WeightMap]]) ->
             if parameter is not None:
                 holders.setdefault(id(parameter), []).append(f"{path}.{name}" if path else name)
     problems = []
-    for path, (module, _) in tapped.items():
+    for path, (module, _) in preconditioned.items():
         where = places[id(module)]
         if len(where) > 1:
             problems.append(f"layer '{path}' stands at {len(where)} places ({', '.join(where)})")
@@ -89,10 +89,10 @@ def _shared(model: nn.Module, tapped: dict[str, tuple[nn.Module, WeightMap]]) ->
     return [problem + reason for problem in problems]
 
 
-def _unusable(tapped: dict[str, tuple[nn.Module, WeightMap]]) -> list[str]:
+def _unusable(preconditioned: dict[str, tuple[nn.Module, WeightMap]]) -> list[str]:
     """Parameters without data, and layers spread over devices."""
     problems = []
-    for path, (module, _) in tapped.items():
+    for path, (module, _) in preconditioned.items():
         parameters = {name: p for name, p in module._parameters.items() if p is not None}
         devices = {name: p.device for name, p in parameters.items()}
         if any(isinstance(p, UninitializedParameter) for p in parameters.values()):
@@ -109,12 +109,12 @@ def _unusable(tapped: dict[str, tuple[nn.Module, WeightMap]]) -> list[str]:
     return problems
 
 
-def require_owned(tapped: dict[str, tuple[nn.Module, WeightMap]], optimizer: torch.optim.Optimizer) -> None:
+def require_owned(preconditioned: dict[str, tuple[nn.Module, WeightMap]], optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that does not hold the trained parameters of every preconditioned layer."""
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [
         f"{path}.{name}" if path else name
-        for path, (module, _) in tapped.items()
+        for path, (module, _) in preconditioned.items()
         for name, parameter in module._parameters.items()
         if parameter is not None and parameter.requires_grad and id(parameter) not in owned
     ]

@@ -1,4 +1,4 @@
-"""Hooks that a copy or a pickle of the model or the optimizer does not take along."""
+"""Hooks that have no effect in copies and pickles of the model or the optimizer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ __all__ = ["Hook"]
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What remains of a hook in a copy."""
+    """The hook in a copy: no effect."""
 
 
 def _none() -> Callable[..., Any]:
@@ -17,14 +17,14 @@ def _none() -> Callable[..., Any]:
 
 
 class Hook:
-    """A callable that becomes one without effect when it is copied or pickled."""
+    """A callable that is replaced by one without effect when it is copied or pickled."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what is hooked in."""
+        """Call the hooked function."""
         return self._call(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:

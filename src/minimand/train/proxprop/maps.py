@@ -1,4 +1,4 @@
-"""How a layer's weight meets its input: Linear and Conv1d to Conv3d behind one face."""
+"""Linear and Conv1d to Conv3d as linear maps of their weight and bias, with a common interface."""
 
 import abc
 import math
@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...geometry import ConvGeometry
+from ...operators.patches import patches, positions_as_rows
+from .grams import autocorrelation_gram, patch_gram, row_gram
 from .options import AutocorrelationGram, CachedGram, GramRule, SubsampledGram
-from .patches import Geometry, autocorrelation_gram, patch_gram, patches, row_gram
 
 __all__ = ["WeightMap", "weight_map"]
 
@@ -25,12 +27,12 @@ class WeightMap(abc.ABC):
     convolves: bool
 
     def prepare(self, x: Tensor) -> Tensor:
-        """What has to happen to the input first, in differentiable operations."""
+        """Add a batch dimension, and the padding that torch applies before the convolution; differentiable."""
         return x
 
     @abc.abstractmethod
     def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The layer's output, to the bit."""
+        """The layer's output, bit-identical to torch's."""
 
     @abc.abstractmethod
     def gradients(self, x: Tensor, weight: Tensor, delta: Tensor, needed: tuple[bool, bool, bool]) -> Gradients:
@@ -38,19 +40,22 @@ class WeightMap(abc.ABC):
 
     @abc.abstractmethod
     def count(self, x: Tensor) -> int:
-        """How many rows an input has."""
+        """The number of rows of an input."""
 
     @abc.abstractmethod
     def rows(self, x: Tensor) -> Tensor:
-        """The rows that the weight is multiplied with, rows × columns; only where ``groups`` is one."""
+        """The rows that multiply the weight, rows × columns. Requires ``groups == 1``."""
 
     @abc.abstractmethod
     def deltas(self, delta: Tensor) -> Tensor:
         """Output gradients as rows × outputs."""
 
     @abc.abstractmethod
-    def gram(self, x: Tensor, ones: bool, rule: GramRule, turn: int, wide: bool) -> Tensor:
-        """The Gram matrix of the rows, groups × n × n; ``turn`` counts steps, ``wide`` makes products in float64."""
+    def gram(self, x: Tensor, ones: bool, rule: GramRule, steps: int, wide: bool) -> Tensor:
+        """The Gram matrix of the rows, groups × n × n.
+
+        ``steps`` is the number of steps taken, by which subsampling rotates. ``wide`` computes products in float64.
+        """
 
 
 class _Linear(WeightMap):
@@ -80,7 +85,7 @@ class _Linear(WeightMap):
     def deltas(self, delta: Tensor) -> Tensor:
         return delta.reshape(-1, self.outputs)
 
-    def gram(self, x: Tensor, ones: bool, rule: GramRule, turn: int, wide: bool) -> Tensor:
+    def gram(self, x: Tensor, ones: bool, rule: GramRule, steps: int, wide: bool) -> Tensor:
         return row_gram(self.rows(x), ones, wide)[None]
 
 
@@ -90,47 +95,42 @@ class _Convolution(WeightMap):
     def __init__(self, module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> None:
         self.groups, self.outputs = module.groups, module.out_channels
         self.columns = module.in_channels // module.groups * math.prod(module.kernel_size)
-        self._op = (F.conv1d, F.conv2d, F.conv3d)[len(module.kernel_size) - 1]
-        sides: list[int] = module._reversed_padding_repeated_twice
-        even = sides[::2] == sides[1::2]
-        # Torch pads other modes, and uneven sides, in a step of its own.
-        self._outer = [] if module.padding_mode == "zeros" and even else sides
+        self.geometry = ConvGeometry.of(module)
+        self._outer: list[int] = []
         self._mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        inner = tuple(0 for _ in module.kernel_size) if self._outer else tuple(reversed(sides[::2]))
-        self.geometry = Geometry(
-            tuple(module.kernel_size), tuple(module.stride), inner, tuple(module.dilation), module.groups
-        )
+        # Torch applies other modes, and uneven padding, in a separate step before the convolution.
+        if module.padding_mode != "zeros" or any(before != after for before, after in self.geometry.padding):
+            self._outer, self.geometry = self.geometry.pads, self.geometry.without_padding()
 
     def prepare(self, x: Tensor) -> Tensor:
         x = x if x.dim() == len(self.geometry.kernel) + 2 else x.unsqueeze(0)
         return F.pad(x, self._outer, mode=self._mode) if any(self._outer) else x
 
     def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        g = self.geometry
-        out: Tensor = self._op(x, weight, bias, g.stride, g.padding, g.dilation, g.groups)
-        return out
+        return self.geometry.convolve(x, weight, bias)
 
     def gradients(self, x: Tensor, weight: Tensor, delta: Tensor, needed: tuple[bool, bool, bool]) -> Gradients:
         g = self.geometry
+        padding = [before for before, _ in g.padding]
         found: Any = torch.ops.aten.convolution_backward(
-            delta, x.to(delta.dtype), weight.to(delta.dtype), [self.outputs], g.stride, g.padding, g.dilation,
+            delta, x.to(delta.dtype), weight.to(delta.dtype), [self.outputs], g.stride, padding, g.dilation,
             False, [0] * len(g.kernel), g.groups, needed,
         )  # fmt: skip
         return tuple(found)
 
     def count(self, x: Tensor) -> int:
-        return len(x) * self.geometry.positions(tuple(x.shape[2:]))
+        return len(x) * math.prod(self.geometry.with_size(tuple(x.shape[2:])).output())
 
     def rows(self, x: Tensor) -> Tensor:
         return patches(x, self.geometry).squeeze(0)
 
     def deltas(self, delta: Tensor) -> Tensor:
-        return delta.movedim(1, -1).reshape(-1, self.outputs)
+        return positions_as_rows(delta)
 
-    def gram(self, x: Tensor, ones: bool, rule: GramRule, turn: int, wide: bool) -> Tensor:
+    def gram(self, x: Tensor, ones: bool, rule: GramRule, steps: int, wide: bool) -> Tensor:
         rule = rule.of if isinstance(rule, CachedGram) else rule
         if isinstance(rule, SubsampledGram) and len(x) > 1:
-            some = x[turn % min(rule.every, len(x)) :: rule.every]
+            some = x[steps % min(rule.every, len(x)) :: rule.every]
             return patch_gram(some, self.geometry, ones, wide) * (len(x) / len(some))
         if isinstance(rule, AutocorrelationGram) and set(self.geometry.stride) == {1} and len(x):
             return autocorrelation_gram(x, self.geometry, ones, wide)
@@ -138,7 +138,7 @@ class _Convolution(WeightMap):
 
 
 def weight_map(module: nn.Module) -> WeightMap | None:
-    """The map of a module whose forward pass is torch's own; None for any other."""
+    """The map of a Linear or convolution whose class does not override torch's forward; None for other modules."""
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return _Linear(module)
     for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):

@@ -1,4 +1,4 @@
-"""What a user chooses: the step in the weights, the solver, and how a convolution's Gram matrix is had."""
+"""Options of ProxProp: the step size in the weights, the linear solver, and the Gram matrix of a convolution."""
 
 import dataclasses
 from typing import Literal
@@ -10,7 +10,7 @@ __all__ = [
     "CachedGram",
     "ExactGram",
     "GramRule",
-    "Options",
+    "ProxPropOptions",
     "SubsampledGram",
     "as_gram_rule",
     "paper_tau_theta",
@@ -19,12 +19,12 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class ExactGram:
-    """The Gram matrix of all patches. At stride 1 the patches of a column overlap, which saves most products."""
+    """The Gram matrix of all patches. At stride 1 patches overlap, which saves most products."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SubsampledGram:
-    """The Gram matrix of a fraction of the batch, scaled up: every k-th image, starting one further at each step.
+    """The Gram matrix of a fraction of the batch, scaled up: every k-th image, with an offset that rotates per step.
 
     >>> SubsampledGram(fraction=0.25).every
     4
@@ -38,25 +38,25 @@ class SubsampledGram:
 
     @property
     def every(self) -> int:
-        """How far apart the images lie."""
+        """The distance k between chosen images."""
         return max(1, round(1 / self.fraction))
 
 
 @dataclasses.dataclass(frozen=True)
 class AutocorrelationGram:
-    r"""The autocorrelation of the maps, by FFT: the Gram matrix of all patches that touch the map.
+    r"""The Gram matrix of all patches that touch the map, from the maps' autocorrelation, computed by FFT.
 
-    Stride 1 only; a layer with another stride takes the exact one. With padding :math:`d(k-1)` (dilation d) the two are
-    equal; with less, patches that hang over the edge are counted that the layer does not see.
+    It requires stride 1; a layer with another stride uses the exact Gram matrix. With padding :math:`d(k-1)` (dilation
+    d) it equals the exact one. With less padding it also counts patches beyond the edge that the layer does not use.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class CachedGram:
-    """A Gram matrix and its factor kept for ``every`` steps, new ones mixed in as an exponential average.
+    """A Gram matrix that is updated every ``every`` steps by an exponential average, and whose factor is kept.
 
-    The average is per row, and multiplied by the rows of the step: batches of unequal size keep their scale.
-    ``decay`` is the weight of the past; 0 forgets it.
+    The average is per row and is multiplied by the number of rows of the step, so that batches of unequal size keep
+    their scale. ``decay`` is the weight of the old average; 0 discards it. ``of`` is the rule for new Gram matrices.
     """
 
     every: int = 10
@@ -81,16 +81,18 @@ _NAMED: dict[str, GramRule] = {
 
 
 def as_gram_rule(gram: str | GramRule) -> GramRule:
-    """A rule from its name, or itself."""
+    """The rule with this name; a rule is returned unchanged."""
     if isinstance(gram, GramRule):
         return gram
     if not isinstance(gram, str) or gram not in _NAMED:
-        raise OptionError(f"gram must be one of {', '.join(_NAMED)} or such a rule, got {gram!r}")
+        raise OptionError(
+            f"gram must be one of {', '.join(_NAMED)}, or a rule such as CachedGram(every=20), got {gram!r}"
+        )
     return _NAMED[gram]
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class ProxPropOptions:
     """The checked arguments of :class:`~minimand.train.ProxProp`."""
 
     tau_theta: float
@@ -115,21 +117,20 @@ class Options:
 
     @property
     def shift(self) -> float:
-        """The ridge 1/τθ of every solve."""
+        """The ridge 1/τθ of the linear solves."""
         return 1.0 / self.tau_theta
 
 
 def paper_tau_theta(
     tau_theta: float, *, paper_rows: int = 500, rows: int | None = None, reduction: Literal["mean", "sum"] = "mean"
 ) -> tuple[float, float]:
-    r"""The paper's :math:`\tau_\theta`, at its batch of ``paper_rows``, for batches of ``rows`` and another reduction.
+    r"""Convert the paper's :math:`\tau_\theta` for batches of ``paper_rows`` to batches of ``rows`` and a reduction.
 
-    Returns ``(tau_theta, factor)``: with them, ``factor`` times the learning rate of the paper's run gives the same
-    step. The metric :math:`A^\top A + I/\tau_\theta` grows with the rows of a batch and does not know the loss's
-    reduction. So :math:`\tau_\theta` scales with ``paper_rows / rows``; the direction of a mean loss then shrinks by
-    the same factor, which the learning rate makes up for. The gradient of a summed loss is ``rows`` times as long, so
-    the learning rate is divided by ``rows``. A convolution's rows are images × positions: the ratio is that of the
-    images.
+    Returns ``(tau_theta, factor)``. With this ``tau_theta``, ``factor`` times the paper's learning rate gives the
+    paper's step. The metric :math:`A^\top A + I/\tau_\theta` grows with the number of rows and does not depend on the
+    loss's reduction. So :math:`\tau_\theta` scales with ``paper_rows / rows``. The direction of a mean loss then
+    shrinks by the same factor, for which the learning rate compensates. The gradient of a summed loss is ``rows`` times
+    as large, so the learning rate is divided by ``rows``. For convolutions the ratio is that of the numbers of images.
 
     >>> paper_tau_theta(0.05)
     (0.05, 1.0)

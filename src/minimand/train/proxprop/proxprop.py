@@ -1,4 +1,4 @@
-"""Proximal backpropagation around any torch optimizer."""
+"""Proximal backpropagation for any torch optimizer: one linear solve per layer and step, not a ``solve()``."""
 
 import dataclasses
 import logging
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...errors import CapabilityError, NonFiniteError, OptionError, ShapeError
+from .accumulator import AttachmentState, GramCache
 from .discover import discover, require_owned
 from .hooks import Hook
-from .options import GramRule, Options, as_gram_rule
-from .record import Cache, Shared
-from .tap import Tap
+from .layer_hooks import LayerHooks
+from .options import GramRule, ProxPropOptions, as_gram_rule
 
 __all__ = ["ProxProp"]
 
@@ -25,7 +25,7 @@ _log = logging.getLogger("minimand")
 
 
 class ProxProp:
-    r"""Implicit instead of explicit steps on the weights of linear layers: two lines around a training script.
+    r"""Implicit instead of explicit gradient steps on the weights of linear layers, for any torch optimizer.
 
     A layer with inputs :math:`A` (one row per sample and position, or per patch of a convolution, with a column of ones
     for a trained bias) takes the proximal step
@@ -34,29 +34,32 @@ class ProxProp:
         \theta^+ = \arg\min_\theta \tfrac12\|A\theta^\top - z^{+}\|^2
         + \tfrac{1}{2\tau_\theta}\|\theta - \theta^k\|^2,
 
-    whose direction is the gradient in another metric, :math:`G(A^\top A + I/\tau_\theta)^{-1}`. The optimizer gets it
-    in place of the gradient :math:`G`, in ``.grad``; everything else stays as it is. :math:`A^\top A` is the *sum* over
-    all rows that contributed to :math:`G` since the last step or ``zero_grad``, over micro-batches and processes;
-    :math:`G` is what the optimizer receives: accumulated, averaged over processes, unscaled.
+    whose direction is the preconditioned gradient :math:`G(A^\top A + I/\tau_\theta)^{-1}`. The optimizer finds it in
+    ``.grad`` in place of the gradient :math:`G`; nothing else changes. :math:`A^\top A` is the *sum* over all rows that
+    contributed to :math:`G` since the last step or ``zero_grad``, over micro-batches and processes. :math:`G` is the
+    gradient that the optimizer receives: accumulated, averaged over processes, unscaled. Each layer needs one linear
+    solve per step.
 
     Args:
-        model: A network with Linear or Conv1d to Conv3d layers. Other modules keep plain gradients; a line in the log
-            names them once. A parameter shared between layers is refused.
-        tau_theta: :math:`\tau_\theta > 0`. Small ones approach :math:`\tau_\theta` times the plain gradient.
-        method: ``"exact"`` or ``"auto"``: Cholesky of the smaller of rows and columns. ``"cg"``: ``cg_iters`` conjugate
-            gradient iterations from zero for every output unit, a descent direction at any number (Proposition 5).
-        cg_iters: Iterations of ``"cg"``, at most.
+        model: A network with Linear or Conv1d to Conv3d layers. Other modules keep plain gradients; the log lists them
+            once. A parameter shared between layers raises an error.
+        tau_theta: :math:`\tau_\theta > 0`. Small values give nearly :math:`\tau_\theta` times the plain gradient.
+        method: ``"exact"`` or ``"auto"``: a Cholesky factor of the Gram matrix of rows or columns, whichever are fewer.
+            ``"cg"``: conjugate gradients from zero for every output unit. Every iterate is a descent direction
+            (Proposition 5).
+        cg_iters: The largest number of iterations of ``"cg"``.
         cg_tol: ``"cg"`` stops early once every unit's residual is at most this fraction of its gradient.
-        gram: How a convolution's Gram matrix is had: ``"exact"``, ``"subsampled"``, ``"autocorrelation"``,
-            ``"cached"``, or a rule such as ``CachedGram(every=20)``. Linear layers are always exact.
-        skip_last: Keep the last layer explicit, as in the paper; the last in the order of ``model.named_modules()``.
-        fused: Compute the direction in the backward pass, at little more than the gradient's cost: ``.grad`` holds it
-            right after ``backward``, and clipping acts on directions. A second backward pass before the step puts
-            the plain gradient back. False: plain gradients until the step, and clipping acts on them.
-        process_group: The processes whose rows are summed. ``"auto"``: all, if torch.distributed is running with
-            more than one; None: this one alone.
+        gram: How a convolution's Gram matrix is computed: ``"exact"``, ``"subsampled"``, ``"autocorrelation"``,
+            ``"cached"``, or a rule such as ``CachedGram(every=20)``. Linear layers always use the exact one.
+        skip_last: Keep plain gradients for the last layer, as in the paper: the last in ``model.named_modules()``.
+        fused: True: compute the direction in the backward pass, at little more than the gradient's cost. ``.grad``
+            holds it right after ``backward``, and clipping acts on directions. A second backward pass before the step
+            puts the plain gradient back. False: ``.grad`` holds the plain gradient until the step, and clipping acts on
+            the gradient.
+        process_group: The processes whose rows are summed. ``"auto"``: all, if torch.distributed runs with more than
+            one; None: this process alone.
 
-    Source: 004, Algorithm 2, eqs. 7–16.
+    Source: [Frerix2018], Algorithm 2, eqs. 7–16.
 
     >>> torch.manual_seed(0)
     <torch._C.Generator object at ...>
@@ -91,7 +94,7 @@ class ProxProp:
         fused: bool = True,
         process_group: dist.ProcessGroup | Literal["auto"] | None = "auto",
     ) -> None:
-        options = Options(tau_theta, method, cg_iters, cg_tol, as_gram_rule(gram), skip_last, fused)
+        options = ProxPropOptions(tau_theta, method, cg_iters, cg_tol, as_gram_rule(gram), skip_last, fused)
         if process_group not in ("auto", None) and not (
             dist.is_available() and isinstance(process_group, dist.ProcessGroup)
         ):
@@ -102,39 +105,39 @@ class ProxProp:
             raise CapabilityError(f"ProxProp takes an nn.Module, got {type(model).__name__}")
         self._model = model
         self._group = process_group
-        self._shared = Shared(options)
+        self._shared = AttachmentState(options)
         self._layers = discover(model, skip_last)
-        self._caches = {path: Cache() for path in self._layers.tapped}
-        self._taps: dict[str, Tap] = {}
+        self._caches = {path: GramCache() for path in self._layers.preconditioned}
+        self._hooked: dict[str, LayerHooks] = {}
         self._handles: list[Any] = []
-        self._withheld: list[tuple[Tensor, Tensor]] = []
-        self._told: set[str] = set()
+        self._skipped_grads: list[tuple[Tensor, Tensor]] = []
+        self._warned: set[str] = set()
 
     @property
-    def options(self) -> Options:
-        """The options in force."""
+    def options(self) -> ProxPropOptions:
+        """The present options."""
         return self._shared.options
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The paths of the layers that take proximal steps; a frozen one takes none."""
+        """The paths of the layers with proximal steps, without frozen ones."""
         return self._layers.trained
 
     @property
     def plain(self) -> dict[str, str]:
-        """The modules whose gradients stay plain, with their types; the last layer included."""
+        """The modules with plain gradients, by path, with their types; includes the last layer."""
         last = self._layers.last
         return self._layers.plain | ({} if last is None else {last: "the last layer"})
 
     def __repr__(self) -> str:
-        state = "attached" if self._taps else "not attached"
+        state = "attached" if self._hooked else "not attached"
         return f"ProxProp(tau_theta={self.options.tau_theta:g}, layers={list(self.layers)}, {state})"
 
     # --- attaching ----------------------------------------------------------------------------------------------
 
     def attach(self, optimizer: Optimizer) -> Self:
-        """Hook into the layers and the optimizer; returns itself."""
-        if self._taps:
+        """Register hooks on the layers and the optimizer, and return ``self``."""
+        if self._hooked:
             raise OptionError(
                 "this ProxProp is attached already; call detach() before attaching it to another optimizer"
             )
@@ -142,15 +145,15 @@ class ProxProp:
             raise CapabilityError(f"attach takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
         if any(isinstance(hook, Hook) for hook in optimizer._optimizer_step_pre_hooks.values()):
             raise OptionError(
-                "this optimizer has a ProxProp already, and its checkpoint holds the state of one; give one ProxProp a "
-                "model with all the layers, or detach the other first"
+                "this optimizer has a ProxProp already, and its checkpoint can hold the state of only one; pass one "
+                "ProxProp a model with all layers, or detach the other first"
             )
         self._layers = discover(self._model, self.options.skip_last)
-        require_owned(self._layers.tapped, optimizer)
+        require_owned(self._layers.preconditioned, optimizer)
         self._shared.distributed = self._processes() > 1
-        self._caches = {path: self._caches.get(path, Cache()) for path in self._layers.tapped}
-        for path, (module, known) in self._layers.tapped.items():
-            self._taps[path] = Tap(path, module, known, self._shared, self._caches[path])
+        self._caches = {path: self._caches.get(path, GramCache()) for path in self._layers.preconditioned}
+        for path, (module, known) in self._layers.preconditioned.items():
+            self._hooked[path] = LayerHooks(path, module, known, self._shared, self._caches[path])
         self._handles = [
             self._model.register_forward_pre_hook(Hook(self._begin_pass)),
             self._model.register_forward_hook(Hook(self._end_pass), always_call=True),
@@ -160,20 +163,20 @@ class ProxProp:
             optimizer.register_load_state_dict_pre_hook(Hook(self._load_with)),
         ]
         if not self.layers:
-            frozen = ", ".join(map(_named, self._layers.tapped))
-            _log.warning("ProxProp: frozen, so that nothing is preconditioned until one is thawed: %s", frozen)
+            frozen = ", ".join(map(_named, self._layers.preconditioned))
+            _log.warning("ProxProp: no gradient is preconditioned until one is unfrozen: %s", frozen)
         if self._layers.plain:
             named = ", ".join(f"{path or 'the model'} ({kind})" for path, kind in self._layers.plain.items())
             _log.warning("ProxProp: plain gradients for %s", named)
         return self
 
     def detach(self) -> None:
-        """Take every hook away; a direction that waits in ``.grad`` becomes the plain gradient again."""
-        for tap in self._taps.values():
-            tap.remove()
+        """Remove all hooks. A direction in ``.grad`` is replaced by the plain gradient."""
+        for layer in self._hooked.values():
+            layer.remove()
         for handle in self._handles:
             handle.remove()
-        self._taps, self._handles, self._withheld = {}, [], []
+        self._hooked, self._handles, self._skipped_grads = {}, [], []
         self._shared.called = None
 
     def _processes(self) -> int:
@@ -202,12 +205,12 @@ class ProxProp:
         return (args[0], again, *args[2:]), kwargs
 
     def _evaluated(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, with directions in ``.grad`` when it returns: it may be called several times in a step."""
+        """The closure, extended to leave directions in ``.grad``. It may be called several times per step."""
 
         def call() -> Any:
             self._restore()
-            for tap in self._taps.values():
-                tap.forget()
+            for layer in self._hooked.values():
+                layer.forget()
             loss = closure()
             self._precondition(optimizer)
             return loss
@@ -216,92 +219,92 @@ class ProxProp:
 
     @torch.no_grad()
     def _precondition(self, optimizer: Optimizer) -> None:
-        active = [tap for tap in self._taps.values() if any(p.grad is not None for p in tap.trained.values())]
-        for tap in active:
-            tap.refresh()
+        active = [layer for layer in self._hooked.values() if any(p.grad is not None for p in layer.trained.values())]
+        for layer in active:
+            layer.refresh()
             if self._shared.distributed:
-                tap.reduce(None if self._group in ("auto", None) else self._group)  # type: ignore[arg-type]
-        self._tell_silent([tap for tap in active if tap.record.empty])
-        active = [tap for tap in active if not tap.record.empty]
-        trouble = self._trouble(active, optimizer)
-        for tap in active if trouble is None else []:
+                layer.reduce(None if self._group in ("auto", None) else self._group)  # type: ignore[arg-type]
+        self._warn_uncalled([layer for layer in active if layer.accumulator.empty])
+        active = [layer for layer in active if not layer.accumulator.empty]
+        origin = self._find_nonfinite(active, optimizer)
+        for layer in active if origin is None else []:
             try:
-                tap.precondition()
+                layer.precondition()
             except NonFiniteError:
-                trouble = f"the input of {_named(tap.path)}"
+                origin = f"the input of {_named(layer.path)}"
                 break
-        if trouble is not None:
-            self._withhold(optimizer, trouble)
+        if origin is not None:
+            self._skip_step(optimizer, origin)
 
-    def _trouble(self, active: list[Tap], optimizer: Optimizer) -> str | None:
-        """Where NaN or Inf enters: the first layer whose input has it, else the last with such a gradient."""
+    def _find_nonfinite(self, active: list[LayerHooks], optimizer: Optimizer) -> str | None:
+        """The origin of NaN or Inf: the first layer with such an input, else the last layer with such a gradient."""
         owned = [p for group in optimizer.param_groups for p in group["params"]]
         bad = {id(p) for p in owned if p.grad is not None and not _finite(p.grad)}
         if not bad:
             return None
-        entered = next((tap.path for tap in active if tap.record.unusable()), None)
+        entered = next((layer.path for layer in active if layer.accumulator.has_nonfinite_input()), None)
         if entered is not None:
             return f"the input of {_named(entered)}"
         paths = [name.rpartition(".")[0] for name, p in self._model.named_parameters() if id(p) in bad]
         return f"the gradient of {_named(paths[-1]) if paths else 'a parameter outside of the model'}"
 
-    def _tell_silent(self, silent: list[Tap]) -> None:
-        new = [tap for tap in silent if not tap.called and tap.path not in self._told]
-        self._told |= {tap.path for tap in new}
+    def _warn_uncalled(self, layers: list[LayerHooks]) -> None:
+        new = [layer for layer in layers if not layer.called and layer.path not in self._warned]
+        self._warned |= {layer.path for layer in new}
         if new:
-            paths = ", ".join(tap.path or "the model" for tap in new)
+            paths = ", ".join(layer.path or "the model" for layer in new)
             _log.warning(
                 "ProxProp: plain gradients for %s, whose forward is never called (attention uses weights directly)",
                 paths,
             )
 
-    def _withhold(self, optimizer: Optimizer, trouble: str) -> None:
-        """Skip the step: an optimizer leaves a parameter without gradient alone, and its state, too."""
+    def _skip_step(self, optimizer: Optimizer, origin: str) -> None:
+        """Skip the step by removing all gradients; the optimizer then changes neither parameters nor its state."""
         warnings.warn(
-            f"ProxProp skips this step: {trouble} holds NaN or Inf; lower the learning rate or clean the data",
+            f"ProxProp skips this step: {origin} holds NaN or Inf; lower the learning rate or clean the data",
             RuntimeWarning,
             stacklevel=2,
         )
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter.grad is not None:
-                self._withheld.append((parameter, parameter.grad))
+                self._skipped_grads.append((parameter, parameter.grad))
                 parameter.grad = None
 
     def _restore(self) -> None:
-        for parameter, grad in self._withheld:
+        for parameter, grad in self._skipped_grads:
             if parameter.grad is None:
                 parameter.grad = grad
-        self._withheld = []
+        self._skipped_grads = []
 
     def _after_step(self, *_: Any) -> None:
-        taken = not self._withheld
+        taken = not self._skipped_grads
         self._restore()
-        for tap in self._taps.values():
+        for layer in self._hooked.values():
             if taken:
-                tap.record.keep()
-            tap.forget()
-        self._shared.turn += taken
+                layer.accumulator.commit()
+            layer.forget()
+        self._shared.steps += taken
 
     # --- state --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps taken, τθ, cached Gram matrices and layers that need float64; a half-done accumulation is not in it."""
+        """Steps taken, τθ, cached Gram matrices, layers that need float64; without rows accumulated since the step."""
         grams = {path: (cache.mean, cache.rows) for path, cache in self._caches.items() if cache.mean is not None}
         wide = [path for path, cache in self._caches.items() if cache.wide]
-        kept = {"turn": self._shared.turn, "tau_theta": self.options.tau_theta, "grams": grams, "wide": wide}
+        kept = {"turn": self._shared.steps, "tau_theta": self.options.tau_theta, "grams": grams, "wide": wide}
         return kept | {"layers": self._shapes()}
 
     def _shapes(self) -> dict[str, list[int]]:
-        """By which a state is known to be this network's."""
-        weights = {path: module.get_parameter("weight") for path, (module, _) in self._layers.tapped.items()}
+        """The shapes of the layers' weights, by which a saved state is matched to its network."""
+        weights = {path: module.get_parameter("weight") for path, (module, _) in self._layers.preconditioned.items()}
         return {path: list(weight.shape) for path, weight in weights.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken; τθ becomes the saved one, as a learning rate would."""
+        """Restore a state from :meth:`state_dict`, including τθ."""
         missing = sorted({"turn", "tau_theta", "grams"} - set(state if isinstance(state, dict) else ()))
         if missing:
             raise OptionError(
-                f"the saved state lacks {', '.join(missing)}; pass what ProxProp.state_dict() returned, or load the "
+                f"the saved state lacks {', '.join(missing)}; pass the result of ProxProp.state_dict(), or load the "
                 f"optimizer's checkpoint into the optimizer"
             )
         unknown = sorted(set(state["grams"]) - set(self._caches))
@@ -310,7 +313,7 @@ class ProxProp:
                 f"the saved state has Gram matrices of {', '.join(unknown)}, which this model does not have"
             )
         for path, (mean, _) in state["grams"].items():
-            module, known = self._layers.tapped[path]
+            module, known = self._layers.preconditioned[path]
             ones = isinstance(module.bias, Tensor) and module.bias.requires_grad
             expected = (known.groups, known.columns + ones, known.columns + ones)
             if mean.shape != expected:
@@ -320,13 +323,13 @@ class ProxProp:
         layers = self._shapes()
         if state.get("layers", layers) != layers:
             raise ShapeError(
-                f"the saved state is of another network: its weights are {state['layers']}, this model's {layers}"
+                f"the saved state is from another network: its weights are {state['layers']}, this model's are {layers}"
             )
         self._shared.options = dataclasses.replace(self.options, tau_theta=float(state["tau_theta"]))
-        self._shared.turn = int(state["turn"])
+        self._shared.steps = int(state["turn"])
         for path, cache in self._caches.items():
             mean, rows = state["grams"].get(path, (None, 0))
-            device = next(self._layers.tapped[path][0].parameters()).device
+            device = next(self._layers.preconditioned[path][0].parameters()).device
             cache.mean = None if mean is None else mean.detach().clone().to(device)
             cache.metric, cache.rows, cache.wide = None, rows, path in state.get("wide", ())
 
@@ -346,5 +349,5 @@ def _named(path: str) -> str:
 
 def _finite(grad: Tensor) -> bool:
     values = grad._values() if grad.is_sparse else grad
-    # A sum is finite unless an entry is not, or it overflows: then look closer.
+    # A sum is cheaper than a test of all entries, but it may overflow: then test the entries.
     return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())

@@ -1,20 +1,76 @@
-"""The weighted sum of which the updates of solvers and networks are made."""
+"""Gram matrices and weighted sums of tensors, with cheap derivatives."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import is_traced
+from .errors import is_traced
 
-__all__ = ["Weight", "accumulate", "is_zero"]
+__all__ = ["Weight", "accumulate", "gram", "is_zero"]
 
 #: The coefficient of a term: a number, or a tensor that broadcasts against it.
 Weight = float | Tensor
 
+# Below this many rows the copies cost what the products save.
+_WORTH_BLOCKS = 256
+
+
+def gram(matrix: Tensor, *, half: bool = False) -> Tensor:
+    r""":math:`MM^\top` of a matrix, or of each matrix in a batch.
+
+    About half of the products are computed and mirrored. The derivative takes one product,
+    :math:`(G + G^\top)M`; automatic differentiation of ``M @ M.mT`` takes two. With ``half`` only the lower triangle
+    is valid, which is all that a Cholesky factorisation reads.
+
+    >>> gram(torch.tensor([[1.0, 2.0]]))
+    tensor([[5.]])
+    """
+    if matrix.requires_grad or is_traced(matrix):
+        return _Gram.apply(matrix)
+    return _product(matrix, half)
+
+
+def _product(matrix: Tensor, half: bool = False) -> Tensor:
+    plain = matrix.dim() != 2 or len(matrix) < _WORTH_BLOCKS or is_traced(matrix)
+    return matrix @ matrix.mT if plain else _by_blocks(matrix, half)
+
+
+def _by_blocks(matrix: Tensor, half: bool) -> Tensor:
+    """Multiply block rows up to the diagonal, 10 of 16 blocks. Mirror them above it, or fill in zeros."""
+    out = matrix.new_empty(len(matrix), len(matrix))
+    start = 0
+    for rows in matrix.chunk(4):
+        end = start + len(rows)
+        torch.mm(rows, matrix[:end].mT, out=out[start:end, :end])
+        if half:
+            out[start:end, end:] = 0  # fresh memory may hold NaN
+        else:
+            out[:start, start:end] = out[start:end, :start].mT
+        start = end
+    return out
+
+
+class _Gram(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(matrix: Tensor) -> Tensor:
+        return _product(matrix)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (matrix,) = ctx.saved_tensors
+        # Copying a transpose goes in blocks; as a term of a sum it is read in strides, which takes four times as long.
+        return (grad.mT.contiguous() + grad).to(matrix.dtype) @ matrix
+
 
 def accumulate(total: Tensor | None, weight: Weight, x: Tensor) -> Tensor:
-    r"""``total + weight · x``, or the product alone; a weight that is the number 0 or 1 costs no product.
+    r"""``total + weight · x``, or the product alone where ``total`` is None. The number 0 or 1 costs no product.
 
     >>> accumulate(torch.tensor([1.0]), 0.5, torch.tensor([4.0]))
     tensor([3.])
@@ -35,7 +91,7 @@ def accumulate(total: Tensor | None, weight: Weight, x: Tensor) -> Tensor:
 
 
 class _Accumulate(torch.autograd.Function):
-    """``total + weight · x`` where the weight is learned: its gradient is an inner product, which reads g and x once
+    """``total + weight · x`` for a learned weight. The weight's gradient is an inner product that reads g and x once
     and stores nothing."""
 
     @staticmethod
@@ -59,7 +115,7 @@ class _Accumulate(torch.autograd.Function):
 
 
 def _inner(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """The sum of ``grad · x`` over what a weight was broadcast along."""
+    """The sum of ``grad · x`` over the dimensions along which the weight was broadcast."""
     dense = x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)
     exact = grad.dtype in (torch.float32, torch.float64)  # shorter types would be summed in their own precision
     alike = grad.shape == x.shape and grad.stride() == x.stride()
@@ -70,5 +126,5 @@ def _inner(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def is_zero(weight: Weight) -> bool:
-    """Whether a coefficient is the number 0, so that its term is not there."""
+    """Whether a coefficient is the number 0, so that its term can be left out."""
     return not isinstance(weight, Tensor) and weight == 0

@@ -7,11 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CapabilityError, OptionError, is_traced, require_finite, require_positive
-from .base import Bounds, LinearOperator
-from .bounds import convolution_norm_sq
-from .conv import Convolution
-from .dense import Dense
-from .opaque import decode, encode
+from .kernel import Bounds, Kernel, decode, encode
+from .lipschitz import Bounded
 from .spectral import EPS, round_up, to_float64, top_singular
 
 __all__ = ["LipschitzTracker"]
@@ -61,6 +58,7 @@ class LipschitzTracker(nn.Module):
     module once before. In training, a renewal of a dense weight starts from the singular vector of the last one and
     is half a per cent looser; in evaluation the bound depends on the weight alone.
 
+    >>> from minimand.operators import Dense
     >>> A = Dense(torch.eye(3))
     >>> tracker = LipschitzTracker(A)
     >>> before = tracker.bound()
@@ -77,7 +75,7 @@ class LipschitzTracker(nn.Module):
 
     def __init__(
         self,
-        operator: LinearOperator,
+        operator: Bounded,
         *,
         refresh: str = "drift",
         tolerance: float | None = None,
@@ -87,7 +85,8 @@ class LipschitzTracker(nn.Module):
         super().__init__()
         if refresh not in POLICIES:
             raise OptionError(f"refresh must be one of {', '.join(POLICIES)}, got {refresh!r}")
-        if not isinstance(operator, Dense | Convolution):
+        kernel = operator.kernel
+        if kernel is None:
             raise CapabilityError(
                 f"LipschitzTracker follows a Dense, Conv1d or Conv2d, got a {type(operator).__name__}; "
                 f"call its norm_sq() whenever the weight changes instead"
@@ -95,8 +94,9 @@ class LipschitzTracker(nn.Module):
         if tolerance is not None:
             require_positive("tolerance", tolerance, zero=True)
         self.operator = operator
+        self._geometry = kernel.geometry
         self.policy = refresh
-        self.tolerance = tolerance if tolerance is not None else 0.18 if isinstance(operator, Dense) else 0.1
+        self.tolerance = tolerance if tolerance is not None else 0.18 if kernel.geometry is None else 0.1
         self.inputs = inputs
         self.outputs = outputs
         self.refreshes = 0
@@ -121,7 +121,7 @@ class LipschitzTracker(nn.Module):
         if not is_traced(weight):
             return self._renewed(weight, tolerance)
         if not torch.compiler.is_exporting() and torch.compiler.is_compiling():
-            _renew(weight, *self._state(), tolerance, self.inputs, self.outputs, *encode(self.operator))
+            _renew(weight, *self._state(), tolerance, self.inputs, self.outputs, *encode(self._geometry))
         return self._squared(weight, self._drift(weight))
 
     @torch.no_grad()
@@ -134,13 +134,13 @@ class LipschitzTracker(nn.Module):
 
     def _refresh(self, weight: Tensor, *, warm: bool) -> Self:
         require_finite("the weight", weight)
-        _anchor(self.operator.with_weight(weight), *self._state(), self.inputs, self.outputs, warm)
+        _anchor(Kernel(weight, self._geometry), *self._state(), self.inputs, self.outputs, warm)
         self.refreshes += 1
         return self
 
     def _renewed(self, weight: Tensor, tolerance: float) -> Bounds:
         """The bounds, renewed first where the weight has moved too far."""
-        moved = _total_drift(weight, self.anchor, self.operator)
+        moved = _total_drift(Kernel(weight, self._geometry), self.anchor)
         # Written so that NaN refreshes too: the certificate then names the weight.
         if self.refreshes == 0 or not moved <= tolerance * float(self.root_total):
             self._refresh(weight, warm=tolerance > 0 and self.refreshes > 0)
@@ -158,9 +158,10 @@ class LipschitzTracker(nn.Module):
     def _reset(self, weight: Tensor) -> None:
         """Anchor at zero, whose norm is zero: a valid, if loose, reference that costs nothing."""
         device = None if weight.device.type == "meta" else weight.device
-        inputs = self.operator.inputs if self.inputs else 0
-        outputs = self.operator.outputs if self.outputs else 0
-        side = min(weight.shape) if isinstance(self.operator, Dense) else 0
+        kernel = Kernel(weight, self._geometry)
+        inputs = kernel.inputs if self.inputs else 0
+        outputs = kernel.outputs if self.outputs else 0
+        side = min(weight.shape) if self._geometry is None else 0
         shapes: tuple[tuple[int, ...], ...] = (tuple(weight.shape), (), (inputs,), (outputs,), (side,))
         for name, shape in zip(STATE, shapes, strict=True):
             value = torch.zeros(shape, dtype=weight.dtype, device=device)
@@ -168,7 +169,7 @@ class LipschitzTracker(nn.Module):
         self.refreshes = 0
 
     def _drift(self, weight: Tensor, precision: torch.dtype = torch.float64) -> Roots:
-        return _drift(weight, self.anchor, self.operator, self.inputs, self.outputs, precision)
+        return _drift(Kernel(weight, self._geometry), self.anchor, self.inputs, self.outputs, precision)
 
     def _squared(self, weight: Tensor, drift: Roots | None) -> Bounds:
         # The square of a small float32 number may be zero.
@@ -194,16 +195,16 @@ class LipschitzTracker(nn.Module):
         if self.anchor.is_meta or before[0].is_meta or self.anchor.dtype == before[0].dtype:
             return self
         old = before[0].to(self.anchor.device)
-        moved = _drift(self.anchor.double(), old.double(), self.operator, self.inputs, self.outputs)
+        moved = _drift(Kernel(self.anchor.double(), self._geometry), old.double(), self.inputs, self.outputs)
         for new, root, extra in zip(self._state()[1:4], before[1:4], moved, strict=True):
             if new.numel():
                 new.copy_(round_up(root.to(new.device).double() + extra, new.dtype))
         return self
 
 
-def _total_drift(weight: Tensor, anchor: Tensor, operator: LinearOperator) -> float:
-    """How much the norm of the whole operator may have grown from ``anchor`` to ``weight``."""
-    groups, shared = _multiplicity(operator)
+def _total_drift(kernel: Kernel, anchor: Tensor) -> float:
+    """The most by which the norm of the whole map can have grown from the weight ``anchor`` to the kernel's."""
+    weight, groups, shared = kernel.weight, kernel.groups, kernel.overlap
     # One call where the rounding of a flat float32 sum, half a unit per term at most, hardly shows.
     if weight.dtype == torch.float32 and groups == 1 and weight.numel() <= FLAT:
         total = float(torch.dist(weight, anchor))
@@ -216,19 +217,14 @@ def _total_drift(weight: Tensor, anchor: Tensor, operator: LinearOperator) -> fl
             return shared**0.5 * total * (1 + (anchor[0].numel() + len(rows) + 16) * FLOAT32_EPS)
     if torch.equal(weight, anchor):
         return 0.0
-    return float(_drift(weight, anchor, operator, False, False).total)
+    return float(_drift(kernel, anchor, False, False).total)
 
 
 def _drift(
-    weight: Tensor,
-    anchor: Tensor,
-    operator: LinearOperator,
-    inputs: bool,
-    outputs: bool,
-    precision: torch.dtype = torch.float64,
+    kernel: Kernel, anchor: Tensor, inputs: bool, outputs: bool, precision: torch.dtype = torch.float64
 ) -> Roots:
-    """How much the norms may have grown from ``anchor`` to ``weight``; squares are summed in ``precision``."""
-    groups, shared = _multiplicity(operator)
+    """The most by which the norms can have grown from ``anchor``; squares are summed in ``precision``."""
+    weight, groups, shared = kernel.weight, kernel.groups, kernel.overlap
     work = torch.promote_types(weight.dtype, torch.float32)
     precision = torch.float32 if weight.device.type == "mps" else precision
     info = torch.finfo(precision)
@@ -244,13 +240,6 @@ def _drift(
     return Roots(*(part.sqrt() * factor + lost for part in (total, columns, rows if outputs else none)))
 
 
-def _multiplicity(operator: LinearOperator) -> tuple[int, int]:
-    """The groups of an operator, and how many of its windows share one input."""
-    if not isinstance(operator, Convolution):
-        return 1, 1
-    return operator.geometry.groups, min(operator.geometry.overlaps())
-
-
 def _above(value: float, like: Tensor) -> Tensor:
     """A tensor of one entry, of the type of ``like``, that is not below ``value``."""
     info = torch.finfo(like.dtype)
@@ -259,7 +248,7 @@ def _above(value: float, like: Tensor) -> Tensor:
 
 
 def _anchor(
-    operator: LinearOperator,
+    kernel: Kernel,
     anchor: Tensor,
     root_total: Tensor,
     root_inputs: Tensor,
@@ -269,25 +258,25 @@ def _anchor(
     outputs: bool,
     warm: bool,
 ) -> None:
-    """Write the operator's weight and the roots of its certified norms into the buffers."""
+    """Write the weight and the roots of its certified norms into the buffers."""
 
     def root(norm_sq: Tensor, dtype: torch.dtype) -> Tensor:
         return round_up(to_float64(norm_sq).sqrt() * (1 + 4 * EPS), dtype).to(anchor.device)
 
-    anchor.copy_(operator.weight)
+    anchor.copy_(kernel.weight)
     with torch.autocast(anchor.device.type, enabled=False):
-        if isinstance(operator, Convolution):
-            total = convolution_norm_sq(operator.weight, operator.geometry)
+        if kernel.geometry is not None:
+            total = kernel.certified()
         else:
             total, vector = top_singular(
-                operator.weight, rtol=WARM_RTOL if warm else COLD_RTOL, start=direction if warm else None
+                kernel.weight, rtol=WARM_RTOL if warm else COLD_RTOL, start=direction if warm else None
             )
             direction.copy_(vector)
         root_total.copy_(root(total, root_total.dtype))
         if inputs:
-            root_inputs.copy_(root(operator.input_norms_sq(), root_inputs.dtype))
+            root_inputs.copy_(root(kernel.input_norms_sq(), root_inputs.dtype))
         if outputs:
-            root_outputs.copy_(root(operator.output_norms_sq(), root_outputs.dtype))
+            root_outputs.copy_(root(kernel.output_norms_sq(), root_outputs.dtype))
 
 
 @torch.library.custom_op("minimand::renew_anchor", mutates_args=STATE)
@@ -307,8 +296,8 @@ def _renew(
     groups: int,
     size: list[int],
 ) -> None:
-    """Renew the reference when the weight has moved too far; opaque to a compiler, so free to branch."""
-    operator = decode(weight, stride, padding, dilation, groups, size)
-    if not _total_drift(weight, anchor, operator) <= tolerance * float(root_total):
+    """Renew the reference when the weight has moved too far. A custom op hides this branch from the compiler."""
+    kernel = decode(weight, stride, padding, dilation, groups, size)
+    if not _total_drift(kernel, anchor) <= tolerance * float(root_total):
         warm = tolerance > 0 and bool(root_total > 0)
-        _anchor(operator, anchor, root_total, root_inputs, root_outputs, direction, inputs, outputs, warm)
+        _anchor(kernel, anchor, root_total, root_inputs, root_outputs, direction, inputs, outputs, warm)

@@ -1,0 +1,16 @@
+"""Upper bounds on the squared norm of a linear map: of layers, while training, of matrices, of callables."""
+
+from .lipschitz import lipschitz, majorant
+from .randomized import randomized_norm_sq
+from .spectral import certified_lambda_max, certified_norm_sq, lanczos
+from .tracker import LipschitzTracker
+
+__all__ = [
+    "LipschitzTracker",
+    "certified_lambda_max",
+    "certified_norm_sq",
+    "lanczos",
+    "lipschitz",
+    "majorant",
+    "randomized_norm_sq",
+]

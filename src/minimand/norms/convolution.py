@@ -1,0 +1,103 @@
+r"""Bounds on the norm of a convolution, and of its channels, that are never below the truth.
+
+A zero-padded convolution is a part of a circular convolution whose grid has room for the padding. (The zeros of the two
+sides can share their places on the circle.) It is also a part of the convolution on the infinite grid. This gives two
+bounds on :math:`\|A\|^2`, and each dimension can use either of them:
+
+- *exact*: the maximum of :math:`\lambda_{\max}(G(\omega))` over the frequencies of that circular grid
+  ([Bibi2019], Lemma 2; Sedghi, Gupta, Long, *The Singular Values of Convolutional Layers*, ICLR
+  2019). It holds for one map size.
+- *grid*: the maximum over a grid that depends on the kernel only, times
+  :func:`~minimand.norms.symbol.grid_factor`. It holds for every size and padding.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..geometry import ConvGeometry
+from .spectral import certified_norm_sq, to_float64
+from .symbol import Symbol, grid_factor, polyphase
+
+__all__ = ["channel_norms_sq", "convolution_norm_sq"]
+
+POINTS_PER_DEGREE = 6
+CHEAP = 2e7  # operations up to which the circular grid is used in every dimension
+TINY = 5e7  # operations up to which the matrix itself is formed
+
+
+def convolution_norm_sq(weight: Tensor, geometry: ConvGeometry, method: str = "auto") -> Tensor:
+    """A bound on the squared norm, float64. ``method`` is "auto", "exact" or "grid", as the module's text defines them.
+
+    "auto" uses the circular grid in every dimension where it has fewer points, and in all dimensions where that is
+    cheap. Where at most two windows share an input it also tries the norm of the unfolded weight. On tiny maps it forms
+    the matrix, because no other bound is tight there.
+    """
+    if weight.numel() == 0:
+        return torch.zeros((), dtype=torch.float64, device=weight.device)
+    if method == "auto" and geometry.size is not None:
+        sides = [
+            c * math.prod(n)
+            for c, n in zip(_channels(weight, geometry), (geometry.size, geometry.output()), strict=True)
+        ]
+        if min(sides) ** 2 * max(sides) <= TINY:
+            return certified_norm_sq(_matrix(weight, geometry)) * (1 + 1e-9)
+    grouped = weight.detach().unflatten(0, (geometry.groups, -1))
+    kernel = torch.stack([polyphase(w, geometry.stride, geometry.dilation) for w in grouped])
+    symbol = Symbol(kernel)
+    points, factor = _grid(symbol, geometry, method)
+    bound = symbol.maximum(points) * factor
+    if method == "auto":
+        shared, summed = geometry.overlaps()
+        if shared <= 2:
+            bound = torch.minimum(bound, shared * certified_norm_sq(grouped.flatten(2)))
+        if summed <= 2:
+            bound = torch.minimum(bound, summed * certified_norm_sq(grouped.transpose(1, 2).flatten(2)))
+    return bound
+
+
+def channel_norms_sq(weight: Tensor, geometry: ConvGeometry, *, of: str) -> Tensor:
+    """Bounds on the squared norm of the part of each input channel, or output channel, in float64.
+
+    One batched symbol treats all channels: a kernel ``(n2, 1)`` per input, ``(1, n1)`` per output.
+    """
+    parts = weight.detach().unflatten(0, (geometry.groups, -1))
+    inputs = of == "inputs"
+    parts = parts.transpose(1, 2).flatten(0, 1).unsqueeze(2) if inputs else parts.flatten(0, 1).unsqueeze(1)
+    batch, rows = parts.shape[:2]
+    # Batch and rows are one dimension here: the polyphase split does not touch it.
+    split = polyphase(parts.flatten(0, 1), geometry.stride, geometry.dilation)
+    symbol = Symbol(split.unflatten(0, (batch, rows)))
+    points, factor = _grid(symbol, geometry, "auto")
+    return symbol.maxima(points) * factor
+
+
+def _channels(weight: Tensor, geometry: ConvGeometry) -> tuple[int, int]:
+    return weight.shape[1] * geometry.groups, weight.shape[0]
+
+
+def _matrix(weight: Tensor, geometry: ConvGeometry) -> Tensor:
+    """The transposed matrix of the convolution, by its action on unit inputs."""
+    shape = (_channels(weight, geometry)[0], *geometry.known_size())
+    double = to_float64(weight)
+    units = torch.eye(math.prod(shape), dtype=torch.float64, device=double.device).reshape(-1, *shape)
+    return geometry.without_padding().convolve(F.pad(units, geometry.pads), double).flatten(1)
+
+
+def _grid(symbol: Symbol, geometry: ConvGeometry, method: str) -> tuple[tuple[int, ...], float]:
+    """The frequencies per dimension, and the factor from their maximum to a bound."""
+    degrees = [k - 1 for k in symbol.taps]
+    small = tuple(max(1, POINTS_PER_DEGREE * d) for d in degrees)
+    factors = [grid_factor(d, n) for d, n in zip(degrees, small, strict=True)]
+    if method == "grid" or (method == "auto" and geometry.size is None):
+        return small, math.prod(factors)
+    circle = geometry.circle()
+    cost = math.prod(circle) * symbol.batch * symbol.size**3
+    if method == "exact" or cost <= CHEAP:
+        circle = tuple(1 if d == 0 else n for n, d in zip(circle, degrees, strict=True))
+        return circle, 1.0
+    chosen = [min(a, b) for a, b in zip(small, circle, strict=True)]
+    kept = [f if n < m else 1.0 for f, n, m in zip(factors, small, circle, strict=True)]
+    return tuple(chosen), math.prod(kept)

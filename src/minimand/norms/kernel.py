@@ -1,0 +1,179 @@
+"""Bounds on the norm of a weight, as a matrix or as the kernel of a convolution.
+
+In a compiled graph a bound is one custom operator, which hides its data-dependent control flow from the compiler.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import require_finite
+from ..geometry import ConvGeometry
+from .convolution import channel_norms_sq, convolution_norm_sq
+from .spectral import certified_norm_sq, round_up, sum_of_squares
+
+__all__ = ["Bounds", "Kernel"]
+
+Code = tuple[list[int], list[int], list[int], int, list[int]]
+
+
+class Bounds(NamedTuple):
+    r"""Upper bounds on :math:`\|A\|^2` and on the norms of its parts, never below the truth.
+
+    ``inputs[i]`` bounds :math:`\|a_i\|^2`, the squared norm of ``A`` restricted to its i-th input (a column, or the
+    block of a channel). ``outputs[j]`` bounds that of its j-th row, or output channel. A bound that is None is computed
+    when it is needed.
+    """
+
+    total: Tensor
+    inputs: Tensor | None = None
+    outputs: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A weight and the linear map that it defines: a matrix, or a convolution with a geometry.
+
+    >>> bool(9 <= Kernel(torch.diag(torch.tensor([1.0, 3.0]))).norm_sq() < 9.01)
+    True
+    """
+
+    weight: Tensor
+    geometry: ConvGeometry | None = None
+
+    @property
+    def kernel(self) -> "Kernel":
+        """Itself: what an operator with a weight returns here, too."""
+        return self
+
+    @property
+    def has_weight(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weight's type."""
+        return self.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The weight's device."""
+        return self.weight.device
+
+    @property
+    def inputs(self) -> int:
+        """The number of input features or channels."""
+        return self.weight.shape[1] * self.groups
+
+    @property
+    def outputs(self) -> int:
+        """The number of output features or channels."""
+        return self.weight.shape[0]
+
+    @property
+    def groups(self) -> int:
+        """The number of groups of a convolution; 1 for a matrix."""
+        return 1 if self.geometry is None else self.geometry.groups
+
+    @property
+    def overlap(self) -> int:
+        r"""A number r with :math:`\|A\|^2 \le r\,\|W\|_F^2`: windows that share an input, or inputs of a window."""
+        return 1 if self.geometry is None else min(self.geometry.overlaps())
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """The shape of one output sample."""
+        return (self.outputs, *(() if self.geometry is None else self.geometry.output()))
+
+    def with_weight(self, weight: Tensor) -> "Kernel":
+        """The same map with another weight."""
+        return Kernel(weight, self.geometry)
+
+    def normal(self, x: Tensor) -> Tensor:
+        """``A Aᵀ x`` of a batch."""
+        if self.geometry is None:
+            return F.linear(torch.matmul(x, self.weight), self.weight)
+        return self.geometry.convolve(self.geometry.transpose(x, self.weight), self.weight)
+
+    def norm_sq(self) -> Tensor:
+        r"""A bound on :math:`\|A\|^2` in the weight's type; a constant for autograd."""
+        return self._bound("total")
+
+    def input_norms_sq(self) -> Tensor:
+        """One bound per column, or per block of an input channel."""
+        return self._bound("inputs")
+
+    def output_norms_sq(self) -> Tensor:
+        """One bound per row, or per block of an output channel."""
+        return self._bound("outputs")
+
+    def certified(self, part: str = "total", method: str = "auto") -> Tensor:
+        """The bound on a part ("total", "inputs" or "outputs") in float64; ``method`` is that of ``lipschitz``."""
+        if self.geometry is not None:
+            if part == "total":
+                return convolution_norm_sq(self.weight, self.geometry, method)
+            return channel_norms_sq(self.weight, self.geometry, of=part)
+        if part == "total":
+            return certified_norm_sq(self.weight, rtol=0.0 if method == "exact" else 1e-3)
+        return sum_of_squares(self.weight, 0 if part == "inputs" else 1)
+
+    def _bound(self, part: str) -> Tensor:
+        if torch.compiler.is_compiling():
+            return _certified(self.weight.detach(), part, *encode(self.geometry))
+        return round_up(self.certified(part), self.weight.dtype)
+
+
+def encode(geometry: ConvGeometry | None) -> Code:
+    """The geometry in types that a compiled graph can hold."""
+    if geometry is None:
+        return [], [], [], 1, []
+    flat = [side for pair in geometry.padding for side in pair]
+    return list(geometry.stride), flat, list(geometry.dilation), geometry.groups, list(geometry.size or ())
+
+
+def decode(
+    weight: Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    size: list[int],
+) -> Kernel:
+    """The kernel of a weight and an encoded geometry."""
+    if not stride:
+        return Kernel(weight)
+    pairs = tuple(zip(padding[::2], padding[1::2], strict=True))
+    shape = tuple(weight.shape[2:])
+    return Kernel(weight, ConvGeometry(shape, tuple(stride), pairs, tuple(dilation), groups, tuple(size) or None))
+
+
+@torch.library.custom_op("minimand::certified_bound", mutates_args=())
+def _certified(
+    weight: Tensor,
+    part: str,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    size: list[int],
+) -> Tensor:
+    require_finite("the operator's weight", weight)
+    return decode(weight, stride, padding, dilation, groups, size)._bound(part)
+
+
+@_certified.register_fake
+def _(
+    weight: Tensor,
+    part: str,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    size: list[int],
+) -> Tensor:
+    shapes = {"total": [], "inputs": [weight.shape[1] * groups], "outputs": [weight.shape[0]]}
+    return weight.new_empty(shapes[part])

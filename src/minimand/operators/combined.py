@@ -1,0 +1,156 @@
+"""Operators made of other operators: transposes and products."""
+
+from collections.abc import Sequence
+from typing import Self
+
+from torch import Tensor
+
+from ..errors import OptionError, ShapeError
+from ..norms.spectral import round_up
+from .base import LinearOperator
+
+__all__ = ["Composed", "Transposed"]
+
+
+class Transposed(LinearOperator):
+    r"""The adjoint :math:`A^\top` of an operator.
+
+    The problem :math:`\min_x \tfrac12\|\Phi x - y\|^2 + g(x)` of a measurement :math:`y = \Phi x` is
+    :class:`~minimand.solvers.Problem` with the operator :math:`A = \Phi^\top`.
+
+    >>> import torch
+    >>> from minimand.operators import Dense
+    >>> Transposed(Dense(torch.tensor([[1.0, 2.0]]))).apply(torch.tensor([3.0]))
+    tensor([3., 6.])
+    """
+
+    def __init__(self, operator: LinearOperator) -> None:
+        self.operator = operator
+        self._weight, self._type = operator._weight, operator._type
+
+    @property
+    def inputs(self) -> int:
+        """The outputs of the original."""
+        return self.operator.outputs
+
+    @property
+    def outputs(self) -> int:
+        """The inputs of the original."""
+        return self.operator.inputs
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The output shape of the original."""
+        return self.operator.output_shape
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """The input shape of the original."""
+        return self.operator.input_shape
+
+    @property
+    def feature_dim(self) -> int:
+        """The output dimension of the original."""
+        return self.operator.output_dim
+
+    @property
+    def output_dim(self) -> int:
+        """The input dimension of the original."""
+        return self.operator.feature_dim
+
+    @property
+    def sampled(self) -> bool:
+        """As the original."""
+        return self.operator.sampled
+
+    @property
+    def matrix(self) -> Tensor | None:
+        """The transposed matrix, where the original has one."""
+        matrix = self.operator.matrix
+        return None if matrix is None else matrix.mT
+
+    def apply(self, y: Tensor) -> Tensor:
+        """``Aᵀ y``."""
+        return self.operator.adjoint(y)
+
+    def adjoint(self, x: Tensor) -> Tensor:
+        """``A x``."""
+        return self.operator.apply(x)
+
+    def restrict(self, index: Tensor | Sequence[int]) -> "Transposed":
+        """The transpose of the original's outputs ``index``."""
+        return Transposed(self.operator.restrict_outputs(index))
+
+    def restrict_outputs(self, index: Tensor | Sequence[int]) -> "Transposed":
+        """The transpose of the original on the inputs ``index``."""
+        return Transposed(self.operator.restrict(index))
+
+    def with_weight(self, weight: Tensor) -> "Transposed":
+        """The transpose of the operator with another weight."""
+        return Transposed(self.operator.with_weight(weight))
+
+    def bound(self) -> Tensor:
+        """That of the original."""
+        return self.operator.norm_sq()
+
+    def input_bounds(self) -> Tensor:
+        """Those of the original's outputs."""
+        return self.operator.output_norms_sq()
+
+    def output_bounds(self) -> Tensor:
+        """Those of the original's inputs."""
+        return self.operator.input_norms_sq()
+
+
+class Composed(LinearOperator):
+    r"""The product :math:`AB` of two operators on maps, with the bound :math:`\|AB\|^2 \le \|A\|^2\|B\|^2`.
+
+    >>> import torch
+    >>> from minimand.operators import Conv2d
+    >>> double = Conv2d(torch.full((1, 1, 1, 1), 2.0), input_size=(1, 1))
+    >>> Composed(double, double).apply(torch.ones(1, 1, 1)).item()
+    4.0
+    """
+
+    sampled = True
+
+    def __init__(self, outer: LinearOperator, inner: LinearOperator) -> None:
+        if outer.feature_dim != -3 or inner.feature_dim != -3:
+            raise OptionError(
+                f"a product takes operators on maps (channels, H, W), got {type(outer).__name__} and "
+                f"{type(inner).__name__}; multiply matrices instead"
+            )
+        if outer.input_shape != inner.output_shape:
+            raise ShapeError(
+                f"the outer operator takes inputs of {outer.input_shape}, but the inner one gives {inner.output_shape}"
+            )
+        self.outer, self.inner = outer, inner
+        self._weight, self._type = inner._weight, inner._type
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The inner operator's input shape."""
+        return self.inner.input_shape
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """The outer operator's output shape."""
+        return self.outer.output_shape
+
+    def apply(self, y: Tensor) -> Tensor:
+        """``A B y``."""
+        return self.outer.apply(self.inner.apply(y))
+
+    def adjoint(self, x: Tensor) -> Tensor:
+        """``Bᵀ Aᵀ x``."""
+        return self.inner.adjoint(self.outer.adjoint(x))
+
+    def with_weight(self, weight: Tensor) -> Self:
+        """The product with another weight of the inner operator; the outer one follows its precision and device."""
+        outer = self.outer.with_weight(self.outer.weight.to(weight)) if self.outer.has_weight else self.outer
+        return type(self)(outer, self.inner.with_weight(weight))
+
+    def bound(self) -> Tensor:
+        """The product of both bounds."""
+        product = self.outer.norm_sq().double() * self.inner.norm_sq().double()
+        return round_up(product, self.dtype)

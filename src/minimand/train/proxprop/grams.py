@@ -1,0 +1,170 @@
+r"""Gram matrices of a layer's rows: of given rows, and of a convolution's patches without forming all patches.
+
+Two patches that lie one step apart in the first spatial dimension share all their lines but one. So at stride 1 the
+block of the Gram matrix for the kernel lines i and i + d,
+
+.. math:: G_{i,i+d} = \sum_{r=i}^{i+H_o-1} U_r^\top U_{r+d},
+
+is one product for all i, up to a few lines at the edges (:math:`U_r` holds the patches' entries in line r of the map).
+
+Long sums of positive products lose digits in float32. Products are therefore short and are summed in float64.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...geometry import ConvGeometry
+from ...linalg import gram
+from ...operators.patches import padded_groups, patches, windows
+
+__all__ = ["autocorrelation_gram", "patch_gram", "row_gram"]
+
+# Entries unfolded at a time.
+_BLOCK = 1 << 22
+
+# Rows per product. Longer float32 products lose digits, shorter ones cost time.
+_SHORT = 1024
+
+
+def _blocks(x: Tensor, per_sample: int) -> Iterator[Tensor]:
+    return iter(x.split(max(1, _BLOCK // max(1, per_sample))))
+
+
+def row_gram(rows: Tensor, ones: bool, wide: bool) -> Tensor:
+    """The Gram matrix of the rows, with a column of ones appended if ``ones``: n × n.
+
+    ``wide`` computes every product in float64.
+
+    >>> row_gram(torch.tensor([[1.0, 2.0]]), True, False)
+    tensor([[1., 2., 1.],
+            [2., 4., 2.],
+            [1., 2., 1.]])
+    """
+    n = rows.shape[1]
+    parts = rows.split(_SHORT)
+    sums = rows.dtype if len(parts) == 1 and not wide else torch.float64
+    total = rows.new_zeros((n + ones, n + ones), dtype=sums)
+    for part in (part.double() if wide else part for part in parts):
+        total[:n, :n] += gram(part.mT)
+        if ones:
+            _border(total, part.sum(0), len(part))
+    return total
+
+
+def patch_gram(x: Tensor, geometry: ConvGeometry, ones: bool, wide: bool = False) -> Tensor:
+    """The Gram matrix of all patches, with a column of ones appended if ``ones``: groups × n × n.
+
+    Patches are unfolded for one block of samples at a time. ``wide`` computes every product in float64; otherwise only
+    the sums of products are float64.
+    """
+    output = geometry.with_size(tuple(x.shape[2:])).output()
+    columns = x.shape[1] // geometry.groups * math.prod(geometry.kernel)
+    n = columns + ones
+    total = x.new_zeros((geometry.groups, n, n), dtype=torch.float64)
+    if geometry.stride[0] == 1:
+        height = x.shape[2] + sum(geometry.padding[0])
+        per_sample = x.shape[1] * height * math.prod(output[1:]) * math.prod(geometry.kernel[1:])
+        for block in _blocks(x, per_sample):
+            total += _by_lines(block.double() if wide else block, geometry, ones)
+        return total
+    for block in _blocks(x, columns * geometry.groups * math.prod(output)):
+        total += torch.stack([row_gram(part, ones, wide) for part in patches(block, geometry)])
+    return total
+
+
+def _border(total: Tensor, sums: Tensor, count: int) -> None:
+    """Add the entries of the column of ones: the rows' sums and their number."""
+    total[..., :-1, -1] += sums
+    total[..., -1, :-1] += sums
+    total[..., -1, -1] += count
+
+
+def _by_lines(x: Tensor, geometry: ConvGeometry, ones: bool) -> Tensor:
+    """The Gram matrix of one block of samples from products of lines; stride 1 in the first dimension."""
+    output = geometry.with_size(tuple(x.shape[2:])).output()
+    x = padded_groups(x, geometry)
+    d = len(geometry.kernel)
+    view = windows(x, geometry, output, range(1, d))
+    order = (1, 3, 0, *range(4, 3 + d), 2, *range(3 + d, 2 + 2 * d))
+    channels, rest = x.shape[2], math.prod(geometry.kernel[1:])
+    lines = view.permute(order).reshape(geometry.groups, x.shape[3], -1, channels * rest)
+    k, step, height = geometry.kernel[0], geometry.dilation[0], output[0]
+    columns = channels * k * rest
+    out = x.new_zeros((geometry.groups, columns + ones, columns + ones), dtype=torch.float64)
+    blocks = out.new_zeros(geometry.groups, channels, k, rest, channels, k, rest)
+    for offset in range(k):
+        for i, product in enumerate(_line_products(lines, k - offset, step, height, offset * step)):
+            part = product.reshape(-1, channels, rest, channels, rest)
+            blocks[:, :, i, :, :, i + offset, :] = part
+            blocks[:, :, i + offset, :, :, i, :] = part.permute(0, 3, 4, 1, 2)
+    out[:, :columns, :columns] = blocks.reshape(-1, columns, columns)
+    if ones:
+        heads = lines.sum(2).double()
+        sums = torch.stack([heads[:, i * step : i * step + height].sum(1) for i in range(k)], 1)
+        sums = sums.reshape(-1, k, channels, rest).transpose(1, 2).reshape(-1, columns)
+        _border(out, sums, height * lines.shape[2])
+    return out
+
+
+def _line_products(lines: Tensor, count: int, step: int, height: int, offset: int) -> Iterator[Tensor]:
+    """For every i < ``count`` the sum of Uᵣᵀ U₍ᵣ₊offset₎ over the ``height`` lines r that start at i·step.
+
+    Lines common to all sums are multiplied once. Each sum adds its own lines at the edges, so nothing is subtracted.
+    """
+
+    def product(start: int, end: int) -> Tensor:
+        left, right = lines[:, start:end].split(some, 1), lines[:, start + offset : end + offset].split(some, 1)
+        parts = [(a.mT @ b).sum(1, dtype=torch.float64) for a, b in zip(left, right, strict=True)]
+        return sum(parts[1:], parts[0])
+
+    some = max(1, _BLOCK // (lines.shape[0] * lines.shape[-1] ** 2))
+
+    low, high = (count - 1) * step, height
+    if low >= high:
+        yield from (product(i * step, i * step + height) for i in range(count))
+        return
+    core = product(low, high)
+    for i in range(count):
+        edges = [(i * step, low), (high, i * step + height)]
+        yield sum((product(*edge) for edge in edges if edge[0] < edge[1]), core)
+
+
+def autocorrelation_gram(x: Tensor, geometry: ConvGeometry, ones: bool, wide: bool = False) -> Tensor:
+    """The Gram matrix of all patches that touch the map, from its channels' autocorrelation, computed by FFT."""
+    d = len(geometry.kernel)
+    x = x.unflatten(1, (geometry.groups, -1))
+    sizes = tuple(x.shape[3:])
+    # Room for the largest shift keeps the circular correlation from wrapping.
+    grid = tuple(size + r for size, r in zip(sizes, geometry.reach, strict=True))
+    dims = tuple(range(3, 3 + d))
+    spectrum: Tensor | float = 0.0
+    for block in _blocks(x, 2 * x.shape[1] * x.shape[2] * math.prod(grid)):
+        block = block.double() if wide else block
+        freq = torch.fft.rfftn(block, s=grid, dim=dims).flatten(3).permute(1, 3, 2, 0)
+        spectrum = spectrum + freq.conj() @ freq.mT
+    assert isinstance(spectrum, Tensor)
+    channels = x.shape[2]
+    half = (*grid[:-1], grid[-1] // 2 + 1)
+    spectrum = spectrum.permute(0, 2, 3, 1).reshape(geometry.groups, channels, channels, *half)
+    correlation = torch.fft.irfftn(spectrum, s=grid, dim=dims)
+    table = correlation
+    for dim, (k, step, size) in enumerate(zip(geometry.kernel, geometry.dilation, grid, strict=True)):
+        shift = _shifts(k, step, x.device)
+        table = table.index_select(3 + 2 * dim, shift.flatten() % size).unflatten(3 + 2 * dim, tuple(shift.shape))
+    columns = channels * math.prod(geometry.kernel)
+    order = (0, 1, *range(3, 3 + 2 * d, 2), 2, *range(4, 4 + 2 * d, 2))
+    out = table.new_zeros(geometry.groups, columns + ones, columns + ones)
+    out[:, :columns, :columns] = table.permute(order).reshape(-1, columns, columns)
+    if ones:
+        sums = x.sum((0, *dims)).repeat_interleave(math.prod(geometry.kernel), dim=1)
+        _border(out, sums, len(x) * math.prod(grid))
+    return out
+
+
+def _shifts(kernel: int, step: int, device: torch.device) -> Tensor:
+    """The table of distances from kernel offset i to kernel offset j."""
+    place = torch.arange(kernel, device=device) * step
+    return place[None, :] - place[:, None]
