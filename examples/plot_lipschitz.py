@@ -3,29 +3,30 @@ Bounding a convolution from a few frequencies
 =============================================
 
 The squared norm of a convolution is the maximum over frequencies of the largest eigenvalue of its symbol,
-:math:`\lambda_{\max}(G(\omega))`. It is a landscape without kinks that a trigonometric polynomial of low degree
-touches from below, so a coarse grid and the theorem of Ehlich and Zeller bound it everywhere.
+:math:`\lambda_{\max}(G(\omega))`. At every frequency it is the maximum of trigonometric polynomials of low degree, so
+that the theorem of Ehlich and Zeller bounds it everywhere by its values on a coarse grid.
 """
 
 # %%
-# The landscape
-# -------------
-# A 3×3 layer with 16 channels. The dots are the 12×12 frequencies at which the ``grid`` method looks.
+# The largest eigenvalue
+# ----------------------
+# A 3×3 layer with 16 channels. The dots are the 12×12 frequencies of the ``grid`` method.
 
 import matplotlib.pyplot as plt
 import torch
 from torch import nn
 
+from minimand.norms import lipschitz
 from minimand.norms.symbol import Symbol
-from minimand.operators import Conv2d, lipschitz
+from minimand.operators import Conv2d
 
 torch.manual_seed(0)
 layer = nn.Conv2d(16, 16, 3, padding=1, bias=False).double()
 symbol = Symbol(layer.weight.detach().unsqueeze(0))
 
 
-def landscape(points: int) -> torch.Tensor:
-    """The largest eigenvalue at all frequencies of a grid, the conjugate half filled in."""
+def largest_eigenvalues(points: int) -> torch.Tensor:
+    """The largest eigenvalue at all frequencies of a grid; the conjugate half is copied."""
     half = torch.cat([torch.linalg.eigvalsh(g[:, 0])[:, -1] for g in symbol.grams((points, points))])
     half = half * symbol.scale**2
     index = (symbol.frequencies((points, points)) * points / (2 * torch.pi)).round().long()
@@ -35,7 +36,7 @@ def landscape(points: int) -> torch.Tensor:
     return full
 
 
-fine = landscape(96)
+fine = largest_eigenvalues(96)
 figure, axes = plt.subplots(figsize=(5, 4), layout="constrained")
 image = axes.imshow(fine, origin="lower", extent=(0, 1, 0, 1), cmap="viridis")
 dots = torch.cartesian_prod(torch.arange(12), torch.arange(12)) / 12
@@ -47,9 +48,9 @@ plt.show()
 # %%
 # The bounds
 # ----------
-# The truth grows with the map towards the maximum over all frequencies. Lemma 2 of the paper takes a circular grid
-# of the map's own size, which is no upper bound in general; the circle with room for the padding is, and the certified
-# grid bounds every map at once.
+# The norm grows with the map size towards the maximum over all frequencies. [Bibi2019], Lemma 2, takes a circular grid
+# of the map's size, which is not an upper bound in general. The circle with room for the padding is one, and the
+# certified grid bounds all map sizes at once.
 
 sizes = [2, 3, 4, 5, 6, 8, 10, 12, 16]
 truth, lemma, exact = [], [], []
@@ -61,7 +62,7 @@ for size in sizes:
         truth.append(float(torch.linalg.matrix_norm(operator.apply(probe).flatten(1), 2) ** 2))
     else:  # a long Lanczos run is the truth to five digits
         truth.append(float(lipschitz(operator, method="lanczos")) / 1.05)
-    lemma.append(float(landscape(size).max()))
+    lemma.append(float(largest_eigenvalues(size).max()))
     exact.append(float(lipschitz(operator, method="exact")))
 
 grid = float(lipschitz(layer, method="grid"))

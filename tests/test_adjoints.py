@@ -11,15 +11,11 @@ from minimand.functions import L1, GroupL2, NonNegative, Simplex, SquaredHinge, 
 from minimand.nn.explain import held_bytes
 from minimand.norms.kernel import Bounds
 from minimand.operators import Conv2d, Dense
-from minimand.solvers import FISTA, SVRG, Problem, ProxGD, ProxSG, solve
+from minimand.solvers import FISTA, Problem, ProxGD, solve
 
 from .cases import problems, solvers
 
 SMOOTH = from_activation("softplus")
-
-
-def _ids(cases):
-    return [case.id for case in cases]
 
 
 def _differentiable(problem):
@@ -44,7 +40,7 @@ def _gradients(build, leaves, solver, adjoint, seed=0):
 
 @pytest.mark.parametrize("make", [problems.dense, problems.conv], ids=["dense", "conv"])
 @pytest.mark.parametrize("adjoint", [Unroll(), Checkpoint(), Checkpoint(every=4)], ids=str)
-@pytest.mark.parametrize("case", solvers.ALL, ids=_ids(solvers.ALL))
+@pytest.mark.parametrize("case", solvers.ALL, ids=solvers.ids(solvers.ALL))
 def test_gradcheck_of_every_solver(case, adjoint, make):
     build, leaves = _differentiable(make(SMOOTH))
     if "gradients" in case.id:
@@ -84,7 +80,7 @@ def test_implicit_equals_unrolled_at_convergence(function):
 
 
 @pytest.mark.parametrize("own_generator", [True, False])
-@pytest.mark.parametrize("case", solvers.ALL, ids=_ids(solvers.ALL))
+@pytest.mark.parametrize("case", solvers.ALL, ids=solvers.ids(solvers.ALL))
 def test_checkpointed_equals_unrolled_and_replays_the_samples(case, own_generator):
     build, leaves = _differentiable(problems.dense(NonNegative()))
 
@@ -114,7 +110,7 @@ def test_checkpoint_holds_fewer_bytes():
     assert held(Implicit()) < held(Unroll()) / 5
 
 
-@pytest.mark.parametrize("solver", [ProxGD(iters=20), FISTA(iters=20), ProxSG(iters=20), SVRG(inner=20)], ids=str)
+@pytest.mark.parametrize("solver", [case.of(80) for case in solvers.ALL], ids=str)
 def test_jacobian_free_has_the_forward_value_and_a_gradient_that_points_the_same_way(solver):
     build, leaves = _differentiable(problems.dense(NonNegative(), ridge=0.5))
     x, exact = _gradients(build, leaves, solver, Unroll())

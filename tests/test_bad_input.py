@@ -23,6 +23,8 @@ from minimand.solvers import (
     solve,
 )
 
+from .cases import solvers
+
 W, Y = torch.randn(3, 4), torch.randn(2, 4)
 
 
@@ -119,7 +121,7 @@ def test_things_that_are_no_tensors(call, message):
     assert isinstance(caught.value, TypeError)
 
 
-@pytest.mark.parametrize("solver", [ProxGD(), FISTA(), HeavyBall(), ProxSG(), SVRG(), RCD(), ADMM()], ids=repr)
+@pytest.mark.parametrize("solver", [case.solver for case in solvers.ALL], ids=repr)
 @pytest.mark.parametrize("scale", [1e20, 1e30])
 def test_a_norm_that_overflows_is_infinite_and_refused(solver, scale):
     huge = Dense(W * scale)
@@ -169,9 +171,9 @@ BAD_OPTIONS = [
     (lambda: Implicit(method="magic"), "neumann"),
     (lambda: Implicit(tol=-1.0), "tol"),
     (lambda: solve(problem(), ProxGD(), tol=0.0), "tol"),
-    (lambda: solve(problem(), ProxSG(tau=5)), "between 1 and the 4"),
-    (lambda: solve(problem(), SVRG(tau=5)), "between 1 and the 4"),
-    (lambda: solve(problem(), RCD(tau=4)), "between 1 and the 3"),
+    (lambda: solve(problem(), ProxSG(tau=5)), "between 1 and 4"),
+    (lambda: solve(problem(), SVRG(tau=5)), "between 1 and 4"),
+    (lambda: solve(problem(), RCD(tau=4)), "between 1 and 3"),
 ]
 
 

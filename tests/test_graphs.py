@@ -6,21 +6,11 @@ import torch
 from minimand.adjoints import Checkpoint, Unroll
 from minimand.functions import NonNegative, from_activation
 from minimand.operators import Conv2d, Dense
-from minimand.solvers import ADMM, FISTA, RCD, SVRG, HeavyBall, Problem, ProxGD, ProxSG, solve
+from minimand.solvers import Problem, ProxGD, ProxSG, solve
 
-SOLVERS = [
-    ProxGD(iters=3),
-    HeavyBall(iters=3),
-    FISTA(iters=3),
-    ADMM(iters=2),
-    ProxSG(iters=3),
-    ProxSG(iters=3, shared_sample=True),
-    ProxSG(iters=2, sampling="bernoulli"),
-    ProxSG(iters=2, sampling="importance"),
-    SVRG(inner=3),
-    RCD(iters=2),
-    RCD(iters=2, shared_sample=True),
-]
+from .cases import solvers
+
+SOLVERS = [case.brief for case in solvers.ALL] + [solvers.shared(case.brief) for case in solvers.STOCHASTIC]
 
 
 class Layer(torch.nn.Module):
@@ -67,7 +57,7 @@ def test_convolutions_compile_with_gradients(act, adjoint):
 
 
 @pytest.mark.parametrize("conv", [False, True], ids=["dense", "conv"])
-@pytest.mark.parametrize("solver", [ProxGD(iters=3), FISTA(iters=3), ADMM(iters=2)], ids=str)
+@pytest.mark.parametrize("solver", [case.brief for case in solvers.DETERMINISTIC], ids=str)
 def test_exports(solver, conv):
     layer, y = Layer(solver, conv=conv).eval(), _input(conv)
     program = torch.export.export(layer, (y,))

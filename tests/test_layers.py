@@ -12,11 +12,13 @@ from minimand import lipschitz
 from minimand.adjoints import Checkpoint, Implicit, JacobianFree, Unroll
 from minimand.errors import CapabilityError, OptionError, ShapeError
 from minimand.nn import AdditiveDropout, ImportanceDropout, SolverConv1d, SolverConv2d, SolverLinear, SolverOptions
-from minimand.solvers import ADMM, FISTA, RCD, SVRG, HeavyBall, Importance, Nice, ProxGD, ProxSG
+from minimand.solvers import FISTA, SVRG, Importance, Nice, ProxGD, ProxSG
 from minimand.solvers.sampling import Request
 
-SOLVERS = [ProxGD(4), HeavyBall(4), FISTA(4), ADMM(3), ProxSG(4), SVRG(2, 2), RCD(4)]
-STOCHASTIC = [ProxSG(4), ProxSG(4, sampling="bernoulli"), ProxSG(4, sampling="importance"), SVRG(2, 3), RCD(4)]
+from .cases import solvers
+
+SOLVERS = [case.brief for case in solvers.ALL]
+STOCHASTIC = [case.solver for case in solvers.STOCHASTIC]
 KINDS = {
     "linear": (lambda **o: SolverLinear(12, 6, **o), (5, 12)),
     "conv1d": (lambda **o: SolverConv1d(4, 6, 3, padding=1, **o), (2, 4, 9)),
@@ -114,7 +116,7 @@ def test_deterministic_evaluation_takes_full_gradients_with_the_training_step():
     torch.testing.assert_close(layer(y), other(y))
 
 
-@pytest.mark.parametrize("solver", [ProxSG(3), SVRG(1, 3), RCD(3)], ids=str)
+@pytest.mark.parametrize("solver", [case.brief for case in solvers.STOCHASTIC], ids=str)
 def test_rows_draw_their_own_samples_unless_shared(solver):
     y = torch.randn(1, 12).expand(6, -1)
     own = SolverLinear(12, 6, solver=solver)(y)
@@ -178,7 +180,7 @@ def test_copies_pickles_and_casts(kind, solver):
     assert not torch.equal(twin.weight.float(), layer.weight)
 
 
-@pytest.mark.parametrize("solver", [ProxGD(3), FISTA(3), ProxSG(3), SVRG(1, 3)], ids=str)
+@pytest.mark.parametrize("solver", SOLVERS, ids=str)
 def test_compiled_training_matches_eager_and_follows_the_weight(solver):
     torch._dynamo.reset()
     layer, y = SolverLinear(12, 6, solver=solver), torch.randn(5, 12)
@@ -334,7 +336,7 @@ def test_bad_dropouts():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("solver", [ProxGD(6), FISTA(6), ADMM(4)], ids=str)
+@pytest.mark.parametrize("solver", [case.solver for case in solvers.DETERMINISTIC], ids=str)
 def test_equal_weights_give_equal_answers_in_evaluation(kind, solver):
     """A loaded checkpoint predicts the same as the trained network, whatever the history of the weight."""
     make, shape = KINDS[kind]
@@ -364,7 +366,7 @@ def test_single_samples_without_a_batch_dimension(kind):
 
 
 def test_a_sample_that_does_not_fit_is_refused_when_the_layer_is_made():
-    with pytest.raises(OptionError, match="between 1 and the 3"):
+    with pytest.raises(OptionError, match="between 1 and 3"):
         SolverLinear(3, 2, solver=ProxSG(tau=5))
 
 

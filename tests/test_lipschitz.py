@@ -13,12 +13,12 @@ from minimand.norms import certified_lambda_max, certified_norm_sq, lanczos, lip
 from minimand.norms.spectral import round_up, start_vector, top_singular
 from minimand.norms.symbol import BUDGET, Symbol, grid_factor
 from minimand.operators import Conv2d, Dense
-from tests.cases.operators import MEASUREMENTS, OPERATORS, MeasurementCase, OperatorCase, dense_matrix, norm_sq
+from tests.cases.operators import ALL, OPERATORS, AnyCase, OperatorCase, dense_matrix, norm_sq
 from tests.test_adjoint_identity import convolutions
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
-every_operator = pytest.mark.parametrize("case", OPERATORS, ids=lambda case: case.name)
-every_operator_or_measurement = pytest.mark.parametrize("case", [*OPERATORS, *MEASUREMENTS], ids=lambda case: case.name)
+every_layer = pytest.mark.parametrize("case", OPERATORS, ids=lambda case: case.name)
+every_operator = pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 CERTIFIED = ("auto", "exact", "grid")
 
 
@@ -51,10 +51,10 @@ def test_no_method_lies_below_the_truth(operator: Conv2d, kind: str, dtype: torc
     assert operator.norm_sq() == lipschitz(operator)
 
 
-@every_operator_or_measurement
+@every_operator
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("method", CERTIFIED)
-def test_bound_of_every_case(case: OperatorCase | MeasurementCase, dtype: torch.dtype, method: str) -> None:
+def test_bound_of_every_case(case: AnyCase, dtype: torch.dtype, method: str) -> None:
     operator = case.operator(dtype)
     bound = lipschitz(operator, method=method)
     assert bound.dtype == dtype
@@ -63,8 +63,8 @@ def test_bound_of_every_case(case: OperatorCase | MeasurementCase, dtype: torch.
     assert bound.double() >= norm_sq(dense_matrix(operator))
 
 
-@every_operator_or_measurement
-def test_bounds_of_the_parts(case: OperatorCase | MeasurementCase) -> None:
+@every_operator
+def test_bounds_of_the_parts(case: AnyCase) -> None:
     operator = case.operator(torch.float32)
     matrix = dense_matrix(operator).reshape(*operator.output_shape, *operator.input_shape)
     rows, columns = len(operator.output_shape), len(operator.input_shape)
@@ -76,8 +76,8 @@ def test_bounds_of_the_parts(case: OperatorCase | MeasurementCase) -> None:
         assert bound.double() >= norm_sq(matrix.select(0, j).reshape(-1, math.prod(operator.input_shape)))
 
 
-@every_operator_or_measurement
-def test_bounds_of_restrictions(case: OperatorCase | MeasurementCase) -> None:
+@every_operator
+def test_bounds_of_restrictions(case: AnyCase) -> None:
     operator = case.operator()
     for part in (
         operator.restrict(torch.tensor([operator.inputs - 1, 0])),
@@ -116,7 +116,7 @@ def test_dense_weights(n: int, dtype: torch.dtype, kind: str) -> None:
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e-10, 1e10, 1e15])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@every_operator
+@every_layer
 def test_scales_neither_overflow_nor_vanish(case: OperatorCase, dtype: torch.dtype, scale: float) -> None:
     operator = case.operator(dtype)
     operator = operator.with_weight(operator.weight.detach() * scale)
@@ -129,7 +129,7 @@ def test_scales_neither_overflow_nor_vanish(case: OperatorCase, dtype: torch.dty
 
 
 def test_the_circular_value_is_no_bound_but_ours_is() -> None:
-    """math.md: on a map of 4 with a kernel of 7 the circular norm can be a factor 60 too small."""
+    """On a map of 4 with a kernel of 7 the circular norm can be a factor 60 too small."""
     t = torch.arange(7.0, dtype=torch.float64)
     weight = (torch.cos(math.pi * (t + 0.5) / 4)[:, None] * torch.cos(math.pi * (t + 0.5) / 4)).reshape(1, 1, 7, 7)
     operator = Conv2d(weight, (4, 4), padding=3)
@@ -164,7 +164,7 @@ def test_tight_on_ordinary_layers(channels: int, options: dict[str, int]) -> Non
     assert lipschitz(module).double() <= 1.35 * truth
 
 
-@every_operator
+@every_layer
 def test_tight_on_tiny_maps(case: OperatorCase) -> None:
     operator = case.operator()
     assert operator.norm_sq() <= 1.002 * norm_sq(dense_matrix(operator))
@@ -179,7 +179,7 @@ def test_patches_that_do_not_overlap_are_exact() -> None:
     assert truth <= lipschitz(window, (4, 4)).double() <= 1.002 * truth
 
 
-@every_operator
+@every_layer
 def test_lanczos_estimates_the_truth(case: OperatorCase) -> None:
     operator = case.operator()
     truth = norm_sq(dense_matrix(operator))

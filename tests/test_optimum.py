@@ -13,12 +13,8 @@ CONVEX = {**problems.SEPARABLE, **problems.COUPLED}
 CVXPY = [name for name in CONVEX if name != "tanh"]
 
 
-def ids(cases):
-    return [case.id for case in cases]
-
-
 @pytest.mark.parametrize("name", CVXPY)
-@pytest.mark.parametrize("case", solvers.DETERMINISTIC, ids=ids(solvers.DETERMINISTIC))
+@pytest.mark.parametrize("case", solvers.DETERMINISTIC, ids=solvers.ids(solvers.DETERMINISTIC))
 def test_deterministic_solvers_reach_the_cvxpy_optimum(case, name):
     problem = problems.dense(CONVEX[name])
     best, minimum = cvxpy_optimum(problem)
@@ -28,7 +24,7 @@ def test_deterministic_solvers_reach_the_cvxpy_optimum(case, name):
     torch.testing.assert_close(solution.x, best, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("case", solvers.DETERMINISTIC, ids=ids(solvers.DETERMINISTIC))
+@pytest.mark.parametrize("case", solvers.DETERMINISTIC, ids=solvers.ids(solvers.DETERMINISTIC))
 def test_convolutions_reach_the_cvxpy_optimum(case):
     problem = problems.conv(NonNegative())
     best, minimum = cvxpy_optimum(problem)
@@ -40,7 +36,7 @@ def test_convolutions_reach_the_cvxpy_optimum(case):
 
 @pytest.mark.parametrize("make", [problems.dense, problems.conv], ids=["dense", "conv"])
 @pytest.mark.parametrize("one_for_all", [False, True], ids=["per-row", "shared"])
-@pytest.mark.parametrize("case", solvers.VARIANCE_REDUCED, ids=ids(solvers.VARIANCE_REDUCED))
+@pytest.mark.parametrize("case", solvers.VARIANCE_REDUCED, ids=solvers.ids(solvers.VARIANCE_REDUCED))
 def test_variance_reduced_solvers_reach_the_same_point_as_fista(case, one_for_all, make, generator):
     problem = make(L1(0.1), ridge=0.5)
     reference = solve(problem, FISTA(iters=2000), tol=1e-12)
@@ -52,7 +48,7 @@ def test_variance_reduced_solvers_reach_the_same_point_as_fista(case, one_for_al
 
 
 @pytest.mark.parametrize("one_for_all", [False, True], ids=["per-row", "shared"])
-@pytest.mark.parametrize("case", solvers.NOISY, ids=ids(solvers.NOISY))
+@pytest.mark.parametrize("case", solvers.NOISY, ids=solvers.ids(solvers.NOISY))
 def test_noisy_solvers_approach_the_optimum_with_a_decaying_step(case, one_for_all, generator):
     problem = problems.dense(NonNegative())
     best = solve(problem, FISTA(iters=2000), tol=1e-12).objective

@@ -1,4 +1,4 @@
-"""Laws: the convergence rates of 002's Theorems 1 to 3, on random convex problems, with the solvers of the core."""
+"""Laws: the convergence rates of [Lin2019], Theorems 1 to 3, on random convex problems, with the library's solvers."""
 
 import dataclasses
 
@@ -137,7 +137,7 @@ def test_linear_rates_of_gradient_descent_and_heavy_ball():
 
 
 def test_erratum_heavy_ball_needs_a_constant():
-    """002 states ‖x_k − x*‖ ≤ q^k‖x₀ − x*‖ for the heavy ball: on a quadratic it is off by a factor above two."""
+    """[Lin2019] states ‖x_k − x*‖ ≤ q^k‖x₀ − x*‖ for the heavy ball: on a quadratic it is off by a factor above two."""
     low, high = 0.02, 1.0
     problem, x0 = _quadratic(low, high), torch.ones(1, 12, dtype=torch.float64)
     q = (high**0.5 - low**0.5) / (high**0.5 + low**0.5)

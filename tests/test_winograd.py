@@ -14,8 +14,9 @@ from minimand.nn import SolverConv2d
 from minimand.nn.explain import held_bytes
 from minimand.operators import Conv2d
 from minimand.operators.winograd import Winograd, _transforms, winograd
-from minimand.solvers import ADMM, FISTA, HeavyBall, Problem, ProxGD, solve
+from minimand.solvers import Problem, ProxGD, solve
 
+from .cases import solvers
 from .cases.operators import dense_matrix
 
 # What torch says of itself when it is first asked for a forward derivative.
@@ -164,7 +165,7 @@ def test_single_precision_loses_little(monkeypatch):
     assert chosen < 0.6 * theirs
 
 
-@pytest.mark.parametrize("solver", [ProxGD(10), FISTA(10), HeavyBall(10), ADMM(3)], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("solver", [case.solver for case in solvers.DETERMINISTIC], ids=lambda s: type(s).__name__)
 @pytest.mark.parametrize(
     "adjoint", [Unroll(), Checkpoint(), Implicit(3, method="neumann")], ids=lambda a: type(a).__name__
 )

@@ -1,4 +1,4 @@
-"""Every operator, listed once: a new one joins the laws by a line here."""
+"""All operators, each listed once. A new one joins the laws by a line here."""
 
 import math
 from collections.abc import Callable
@@ -20,14 +20,16 @@ from minimand.operators import (
     Transposed,
     Wavelet,
     gaussian_blur,
+    operator,
 )
 
-__all__ = ["MEASUREMENTS", "OPERATORS", "MeasurementCase", "OperatorCase", "dense_matrix", "norm_sq"]
+__all__ = ["ALL", "MEASUREMENTS", "OPERATORS", "USERS", "AnyCase", "MeasurementCase", "OperatorCase", "UserCase"]
+__all__ += ["dense_matrix", "norm_sq"]
 
 
 @dataclass(frozen=True)
 class OperatorCase:
-    """A torch layer and the operator that should be its linear map."""
+    """A torch layer and its linear map as an operator."""
 
     name: str
     module: Callable[[], nn.Module]
@@ -75,7 +77,7 @@ OPERATORS = [
 
 @dataclass(frozen=True)
 class MeasurementCase:
-    """An operator that is no layer: a measurement of images, a frame, a transpose or a product."""
+    """An operator that is not a layer: a measurement of images, a frame, a transpose or a product."""
 
     name: str
     build: Callable[[], LinearOperator]
@@ -105,9 +107,86 @@ MEASUREMENTS = [
 ]
 
 
+@dataclass(frozen=True)
+class UserCase:
+    """An operator without a weight, as a user writes it: two callables, or a subclass."""
+
+    name: str
+    build: Callable[[torch.dtype], LinearOperator]
+
+    def operator(self, dtype: torch.dtype = torch.float64) -> LinearOperator:
+        return self.build(dtype)
+
+
+class CyclicShift(LinearOperator):
+    """A subclass with the least that the contract asks for, and a bound."""
+
+    def __init__(self, n: int, dtype: torch.dtype) -> None:
+        super().__init__((n,), (n,), dtype=dtype)
+
+    def apply(self, y: Tensor) -> Tensor:
+        return y.roll(1, -1)
+
+    def adjoint(self, x: Tensor) -> Tensor:
+        return x.roll(-1, -1)
+
+    def bound(self) -> float:
+        return 1.0
+
+
+class Downsampling(LinearOperator):
+    """Every second pixel, between maps of two sizes, without a bound of its own; its channels may be sampled."""
+
+    sampled = True
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__((2, 6, 4), (2, 3, 2), dtype=dtype)
+
+    def apply(self, y: Tensor) -> Tensor:
+        return y[..., ::2, ::2]
+
+    def adjoint(self, x: Tensor) -> Tensor:
+        wide = torch.stack([x, torch.zeros_like(x)], -1).flatten(-2)
+        return torch.stack([wide, torch.zeros_like(wide)], -2).flatten(-3, -2)
+
+
+def _differences(dtype: torch.dtype) -> LinearOperator:
+    norms = torch.tensor([1.0, 2.0, 2.0, 2.0, 2.0, 1.0]) * 1.001  # room for the rounding of the oracle
+
+    def adjoint(x: Tensor) -> Tensor:
+        return nn.functional.pad(x, (1, 0)) - nn.functional.pad(x, (0, 1))
+
+    return operator(
+        lambda y: y.diff(dim=-1), adjoint, (6,), (5,), 4.0, input_norms_sq=norms, output_norms_sq=2.01, dtype=dtype
+    )
+
+
+def _projections(dtype: torch.dtype) -> LinearOperator:
+    """From images to vectors: the two shapes have different numbers of dimensions."""
+    matrix = torch.randn(5, 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return operator(
+        lambda y: y.flatten(1) @ matrix.to(y).mT,
+        lambda x: (x @ matrix.to(x)).reshape(-1, 2, 3, 4),
+        (2, 3, 4),
+        (5,),
+        dtype=dtype,
+    )
+
+
+USERS = [
+    UserCase("cyclic shift", lambda dtype: CyclicShift(6, dtype)),
+    UserCase("downsampling", Downsampling),
+    UserCase("differences", _differences),
+    UserCase("projections", _projections),
+]
+
+AnyCase = OperatorCase | MeasurementCase | UserCase
+ALL: list[AnyCase] = [*OPERATORS, *MEASUREMENTS, *USERS]
+
+
 def dense_matrix(operator: LinearOperator) -> Tensor:
     """The matrix of an operator in float64, column by column."""
-    double = operator.with_weight(operator.weight.detach().double())
+    double = operator.with_weight(operator.weight.detach().double()) if operator.has_weight else operator
     n = math.prod(operator.input_shape)
     basis = torch.eye(n, dtype=torch.float64).reshape(n, *operator.input_shape)
     return double.apply(basis).reshape(n, -1).T

@@ -1,4 +1,4 @@
-"""Every solver, listed once: a new one joins every law by a line here."""
+"""All solvers, each listed once. A new one joins the laws by a line here."""
 
 import dataclasses
 
@@ -14,18 +14,32 @@ from minimand.solvers import (
     ProxSG,
     Solver,
 )
+from minimand.solvers.sampling import resolve_sampling
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
+    """A solver with a few iterations, and with enough to converge on a small, well-conditioned problem."""
+
     solver: Solver
     long: Solver
-    """The same method with enough iterations to converge on a small, well-conditioned problem."""
+
+    @property
+    def brief(self) -> Solver:
+        """The method with three iterations: enough for a graph, a type or a message."""
+        return self.of(3)
+
+    def of(self, iterations: int) -> Solver:
+        """The method with a number of iterations."""
+        counts = {"iters": iterations, "outer": 1, "inner": iterations}
+        fields = {field.name for field in dataclasses.fields(self.solver)}
+        return dataclasses.replace(self.solver, **{name: n for name, n in counts.items() if name in fields})
 
     @property
     def id(self) -> str:
         sampling = getattr(self.solver, "sampling", "")
-        return f"{type(self.solver).__name__}-{sampling}".rstrip("-").replace(" ", "")
+        tau = getattr(self.solver, "tau", None) or ""
+        return f"{type(self.solver).__name__}-{sampling}-{tau}".rstrip("-").replace(" ", "")
 
 
 DETERMINISTIC = [
@@ -35,7 +49,7 @@ DETERMINISTIC = [
     Case(ADMM(iters=6), ADMM(iters=1500, cg_iters=30)),
 ]
 
-# Those whose noise vanishes at the optimum, so that they converge to it like deterministic ones.
+# Their noise vanishes at the optimum, so that they converge like deterministic solvers.
 VARIANCE_REDUCED = [
     Case(SVRG(outer=2, inner=3), SVRG(outer=600, inner=10)),
     Case(SVRG(outer=2, inner=3, tau=1), SVRG(outer=400, inner=20, tau=1)),
@@ -55,6 +69,12 @@ NOISY = [
 
 STOCHASTIC = VARIANCE_REDUCED + NOISY
 ALL = DETERMINISTIC + STOCHASTIC
+SAMPLINGS = [resolve_sampling(case.solver.sampling) for case in NOISY]
+
+
+def ids(cases: list[Case]) -> list[str]:
+    """The names of cases in the output of pytest."""
+    return [case.id for case in cases]
 
 
 def shared(solver: Solver) -> Solver:

@@ -1,9 +1,8 @@
 r"""Certified upper bounds on largest eigenvalues, and the Lanczos estimate that guides them.
 
-A largest eigenvalue is bounded from above far more cheaply than it is computed: if the Cholesky
-factorisation of :math:`tI - G` runs to its end, then :math:`\lambda_{\max}(G) \le t` up to its rounding
-error, which is known. Everything is computed in float64: rounding is then invisible next to the bound, and
-half-precision types, for which no factorisation exists, need no path of their own.
+A bound on the largest eigenvalue is far cheaper than the eigenvalue: if the Cholesky factorisation of :math:`tI - G`
+succeeds, then :math:`\lambda_{\max}(G) \le t` up to a known rounding error. Everything is computed in float64, so that
+rounding errors are negligible next to the bound, and half-precision types need no separate code.
 """
 
 import math
@@ -18,10 +17,10 @@ from ..linalg import gram as gram_matrix
 __all__ = ["Top", "certified_lambda_max", "certified_norm_sq", "certified_top", "lanczos", "round_up", "top_singular"]
 
 EPS = torch.finfo(torch.float64).eps
-STEPS = (1, 2, 4)  # of one Lanczos estimate after another, in units of max(16, √n), before a spectrum is computed
-WARM_STEPS = 4  # of the power method, from a vector that was the top one of a nearby matrix
-FRESH = 0.03  # share of a new random direction in a start that has been used: it may have missed the top
-PROBES = 4  # matrices of a batch that an estimate looks at
+STEPS = (1, 2, 4)  # Lanczos steps of the successive estimates, in units of max(16, √n), before a spectrum is computed
+WARM_STEPS = 4  # steps of the power method, from the top vector of a nearby matrix
+FRESH = 0.03  # share of a new random direction in a start that was used before and may have missed the top
+PROBES = 4  # matrices of a batch from which the estimate is made
 
 
 class Top(NamedTuple):
@@ -38,7 +37,7 @@ def to_float64(tensor: Tensor) -> Tensor:
 
 
 def round_up(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The smallest number of type ``dtype`` that is not below ``value`` (float64).
+    """The smallest number of type ``dtype`` that is at least ``value`` (float64).
 
     >>> value = torch.tensor(1 / 3, dtype=torch.float64)
     >>> bool(round_up(value, torch.float32) >= value), bool(round_up(value, torch.bfloat16) >= value)
@@ -47,21 +46,21 @@ def round_up(value: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.float64:
         return value
     low = value.to(dtype)
-    # float16 has no nextafter on every device; half a unit in the last place is added in float64 instead.
+    # Some devices have no nextafter in float16; half a unit in the last place is added in float64 instead.
     step = torch.finfo(dtype)
     up = (value * (1 + step.eps)).clamp_min(step.tiny).to(dtype)
     return torch.where(low.to(torch.float64) >= value, low, up)
 
 
 def power_of_two(tensor: Tensor) -> float:
-    """A power of two near the largest entry (1 for zero): dividing by it is exact and prevents overflow."""
+    """A power of two near the largest entry (1 for zero). Division by it is exact and prevents overflow."""
     parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     largest = max(abs(float(end)) for end in torch.aminmax(parts)) if tensor.numel() else 0.0
     return math.ldexp(1.0, math.frexp(largest)[1]) if 0.0 < largest < math.inf else 1.0
 
 
 def _in_range(tensor: Tensor, exponent: int) -> tuple[Tensor, float]:
-    """``tensor`` divided by a power of two, and that: one, unless the largest entry lies beyond 2^±exponent."""
+    """``tensor`` divided by a power of two, and the power: 1 unless the largest entry is outside of 2^±exponent."""
     scale = power_of_two(tensor)
     if math.ldexp(1.0, -exponent) <= scale <= math.ldexp(1.0, exponent):
         return tensor, 1.0
@@ -104,10 +103,10 @@ def lanczos(matvec: Callable[[Tensor], Tensor], start: Tensor, steps: int = 24) 
         if j + 1 == steps:
             break
         image = image - space.mT @ along
-        image = image - space.mT @ (space.conj() @ image)  # once is not enough in floating point, twice is
+        image = image - space.mT @ (space.conj() @ image)  # in floating point it takes two of these
         norm = torch.linalg.vector_norm(image, dim=(-2, -1))
         largest = torch.maximum(largest, torch.maximum(alphas[-1].abs(), norm))
-        # An exhausted Krylov space leaves rounding noise, which must not be normalised into a direction.
+        # Once the Krylov space is exhausted only rounding noise is left, which must not become a direction.
         alive = norm > 64 * torch.finfo(norm.dtype).eps * largest
         betas.append(norm * alive)
         vector = image.squeeze(-1) * torch.where(alive, 1 / norm, 0.0).unsqueeze(-1)
@@ -126,7 +125,7 @@ def _normalised(vector: Tensor) -> Tensor:
 
 
 def start_vector(shape: tuple[int, ...], like: Tensor, seed: int = 0) -> Tensor:
-    """A fixed pseudo-random start: deterministic, yet orthogonal to no eigenvector that anyone would meet."""
+    """A Gaussian start from a fixed seed: reproducible, and in practice not orthogonal to the top eigenvector."""
     generator = torch.Generator(like.device).manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
 
@@ -135,13 +134,12 @@ def certified_lambda_max(gram: Tensor, *, rtol: float = 1e-3, floor: Tensor | fl
     r"""An upper bound on the largest eigenvalue of any matrix in a Hermitian batch ``(..., n, n)``.
 
     With a Lanczos estimate :math:`s` of the maximum, :math:`tI - G` is factorised at
-    :math:`t = (1 + \mathrm{rtol})s` for every matrix at once. A matrix that passes is settled; the others
-    get a new estimate and another try, and what still fails has its spectrum computed. By Demmel's theorem
-    (Rump, *Verification of positive definiteness*, BIT 2006) a factorisation that ends proves
-    :math:`\lambda_{\max}(G) \le t + \gamma_{n+1} \operatorname{tr}(tI - G)`, which is what is returned:
-    within about ``rtol`` of the truth, and a fraction of the cost of a spectrum. Only the lower triangles
-    are read. ``rtol=0`` computes the spectra. ``floor`` is a value that the caller's maximum has reached
-    already.
+    :math:`t = (1 + \mathrm{rtol})s` for all matrices at once. Matrices whose factorisation fails get a new estimate and
+    another attempt; in the end the spectra of the remaining ones are computed. By Demmel's theorem
+    (Rump, *Verification of positive definiteness*, BIT 2006) a factorisation that succeeds proves
+    :math:`\lambda_{\max}(G) \le t + \gamma_{n+1} \operatorname{tr}(tI - G)`, which is returned. It is within about
+    ``rtol`` of the truth, at a fraction of the cost of a spectrum. Only the lower triangles
+    are read. ``rtol=0`` computes the spectra. The result is at least ``floor``, a maximum over other matrices.
 
     >>> G = torch.diag(torch.tensor([1.0, 2.0, 3.0]))
     >>> bool(3 <= certified_lambda_max(G) <= 3.01)
@@ -168,7 +166,7 @@ def certified_top(gram: Tensor, *, rtol: float = 1e-3, floor: Tensor | float = 0
             batch = batch[~_factorises(batch, known)]
         if batch.shape[0] == 0:
             break
-        if tries:  # what was missed may be orthogonal to all that was looked at
+        if tries:  # the missed direction may be orthogonal to the Krylov space so far
             vector = _normalised(vector) + FRESH * _normalised(start_vector((n,), batch, seed=tries))
         estimate, vector = _estimate(batch, vector, share * max(16, math.isqrt(n)))
         known = torch.maximum(known, estimate * (1 + rtol))
@@ -182,8 +180,8 @@ def certified_top(gram: Tensor, *, rtol: float = 1e-3, floor: Tensor | float = 0
 def certified_norm_sq(matrix: Tensor, *, rtol: float = 1e-3) -> Tensor:
     r"""An upper bound on :math:`\|M\|_2^2`, the largest over a batch ``(..., m, n)``, in float64.
 
-    The Gram matrix of the smaller side goes to :func:`certified_lambda_max`, plus what its rounding can hide,
-    :math:`\gamma_n \|M\|_F^2`.
+    It is the bound of :func:`certified_lambda_max` on the Gram matrix of the smaller side, plus the rounding error of
+    that matrix, :math:`\gamma_n \|M\|_F^2`.
 
     >>> bool(4 <= certified_norm_sq(torch.diag(torch.tensor([1.0, 2.0]))) <= 4.01)
     True
@@ -195,7 +193,7 @@ def top_singular(matrix: Tensor, *, rtol: float = 1e-3, start: Tensor | None = N
     """:func:`certified_norm_sq` with a singular vector of the smaller side (the left one of a square) that nearly
     attains it.
 
-    Such a vector of a nearby matrix as ``start`` saves nearly all of the estimate; the bound holds whatever it is.
+    The vector of a nearby matrix as ``start`` saves nearly all of the estimate. The bound holds for every start.
     """
     matrix = _as_double(matrix)
     if matrix.shape[-2] > matrix.shape[-1]:
@@ -215,14 +213,14 @@ def _gram(matrix: Tensor) -> Tensor:
 
 
 def _warm_top(gram: Tensor, trace: Tensor, start: Tensor, rtol: float) -> Top | None:
-    """One try from the top vector of a nearby matrix; ``gram``, a single one, is overwritten."""
+    """One attempt from the top vector of a nearby matrix; ``gram``, a single matrix, is overwritten."""
     vector = start.to(gram)
     for _ in range(WARM_STEPS):
         before, vector = vector, gram @ vector
     sizes = [float(torch.linalg.vector_norm(v)) for v in (before, vector)]
     if not 0 < sizes[0] < math.inf or not 0 < sizes[1] < math.inf:
         return None
-    # By Cauchy and Schwarz no ratio of norms exceeds the largest eigenvalue.
+    # By the Cauchy–Schwarz inequality the ratio of norms is at most the largest eigenvalue.
     bound = trace.new_full((), sizes[1] / sizes[0] * (1 + rtol))
     if not bool(_factorises(gram.unsqueeze(0), bound, overwrite=True)):
         return None
@@ -237,7 +235,7 @@ def _as_double(tensor: Tensor) -> Tensor:
 
 
 def _estimate(batch: Tensor, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """A lower estimate of the largest eigenvalue: Lanczos on the few matrices that stretch a vector most."""
+    """A lower estimate of the largest eigenvalue, by Lanczos on the few matrices that stretch a vector most."""
     if batch.shape[0] > PROBES:
         stretch = torch.linalg.vector_norm(batch @ start, dim=-1)
         batch = batch[stretch.topk(PROBES).indices]
@@ -252,15 +250,15 @@ def _factorises(batch: Tensor, shift: Tensor, *, overwrite: bool = False) -> Ten
     shifted.diagonal(dim1=-2, dim2=-1).add_(shift)
     if batch.device.type != "cpu":
         return torch.linalg.cholesky_ex(shifted)[1] == 0
-    # In place, because new memory costs more than the factorisation. The transpose has the layout of LAPACK; its upper
-    # triangle is the lower one here, and the conjugate of a Hermitian matrix has the same eigenvalues.
+    # In place, because new memory costs more than the factorisation. The transpose has LAPACK's layout, and its upper
+    # triangle is the lower one here. The conjugate of a Hermitian matrix has the same eigenvalues.
     factor, info = shifted.mT, torch.empty(batch.shape[0], dtype=torch.int32)
     torch.linalg.cholesky_ex(factor, upper=True, out=(factor, info))
     return info == 0
 
 
 def _factorisation_error(n: int, shift: Tensor, trace: Tensor) -> Tensor:
-    """What a factorisation of ``shift·I − G`` can hide."""
+    """The rounding error of a factorisation of ``shift·I − G``."""
     # The constant covers complex arithmetic and the rounding of the shifted diagonal.
     return 16 * (n + 8) * EPS * (n * shift.abs() + trace)
 

@@ -1,14 +1,14 @@
 r"""The symbol of a convolution: its Gram matrix at each frequency, and certified maxima over frequencies.
 
-A convolution with stride :math:`s` and dilation :math:`d` is, phase by phase of its input, a plain
-convolution with stride one; what is left of the dilation only permutes frequencies. One mechanism therefore
-covers all: the Gram matrix of the polyphase kernel :math:`P` (Lemma 2 of Bibi et al. 2019 for stride one),
+On each phase of its input a convolution with stride :math:`s` and dilation :math:`d` is a convolution with stride one;
+a remaining dilation only permutes frequencies. The Gram matrix of the polyphase kernel :math:`P` ([Bibi2019], Lemma 2
+for stride one),
 
 .. math:: G(\omega) = \hat P(\omega) \hat P(\omega)^H = \sum_\delta C_\delta e^{i \omega\cdot\delta},
           \qquad C_\delta = \sum_t P_{t + \delta} P_t^\top,
 
-is a trigonometric polynomial with real matrix coefficients. They are formed once, after which a frequency
-costs one linear combination of them.
+is a trigonometric polynomial with real matrix coefficients. These are computed once; a frequency then costs one linear
+combination of them.
 """
 
 import math
@@ -23,7 +23,7 @@ from .spectral import EPS, certified_lambda_max, power_of_two, to_float64
 
 __all__ = ["Symbol", "grid_factor", "polyphase"]
 
-BUDGET = 1 << 24  # bytes of one chunk of Gram matrices; the factorisation holds about four of them
+BUDGET = 1 << 24  # bytes of one chunk of Gram matrices; the factorisation needs about four times that
 
 
 def polyphase(weight: Tensor, stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
@@ -51,8 +51,8 @@ def grid_factor(degree: int, points: int) -> float:
     r"""The factor from the maximum over an equispaced grid to that over all frequencies, for one dimension.
 
     Ehlich and Zeller (1964): a trigonometric polynomial of degree :math:`d` that is bounded by :math:`m` on
-    :math:`N > 2d` equispaced points is bounded by :math:`m / \cos(\pi d/N)` everywhere. Ours is
-    non-negative, so the theorem applied to :math:`T - m/2` gives the smaller
+    :math:`N > 2d` equispaced points is bounded by :math:`m / \cos(\pi d/N)` everywhere. For a non-negative
+    polynomial the theorem applied to :math:`T - m/2` gives the smaller
     :math:`\tfrac12 (1 + 1/\cos(\pi d / N))`.
 
     >>> round(grid_factor(2, 12), 4), grid_factor(0, 1)
@@ -64,7 +64,7 @@ def grid_factor(degree: int, points: int) -> float:
 class Symbol:
     r"""The Gram matrices of a batch of stride-one kernels ``(batch, r, c, taps…)`` as functions of frequency.
 
-    ``maxima`` gives one bound per kernel of the batch (for the channels of a convolution), ``maximum`` the
+    ``maxima`` returns one bound per kernel of the batch (for the channels of a convolution), ``maximum`` the
     largest over the batch (for its groups).
     """
 
@@ -85,7 +85,7 @@ class Symbol:
         self.rounding = 16 * (terms + len(self.lags) + 16) * EPS * energy
 
     def frequencies(self, points: Sequence[int]) -> Tensor:
-        """Half of the grid with ``points`` per dimension, in radians: the rest are complex conjugates."""
+        """Half of the grid with ``points`` per dimension, in radians; the other half gives complex conjugates."""
         grid = [a for a in product(*map(range, points)) if a <= _mirrored(a, points)]
         ratios = torch.tensor(grid, dtype=torch.float64) / torch.tensor(points, dtype=torch.float64)
         return (2 * math.pi * ratios).to(self.coefficients.device)
@@ -120,7 +120,7 @@ def _mirrored(a: tuple[int, ...], points: Sequence[int]) -> tuple[int, ...]:
 
 
 def _autocorrelation(kernel: Tensor) -> tuple[Tensor, Tensor]:
-    """Half of the lags, and the real coefficients: the other half are transposes, lag zero is halved."""
+    """Half of the lags and their real coefficients. The other half are transposes; lag zero is halved."""
     taps = kernel.shape[3:]
     spans = [range(-k + 1, k) for k in taps]
     lags = [lag for lag in product(*spans) if lag >= (0,) * len(taps)]
@@ -149,6 +149,6 @@ def _schatten(gram: Tensor, squarings: int = 4) -> Tensor:
     matrix = gram / torch.where(norm > 0, norm, torch.ones_like(norm))[..., None, None]
     for _ in range(squarings):
         matrix = matrix @ matrix
-    # Each squaring loses n² ε at most; the root then divides the sum of the losses.
+    # Each squaring has a relative error of at most n² ε, which the root divides.
     root = torch.linalg.matrix_norm(matrix) ** (0.5**squarings)
     return norm * root * (1 + 16 * n * (n + 8) * EPS)

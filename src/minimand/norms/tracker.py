@@ -1,4 +1,4 @@
-"""A bound on a layer's norm that stays valid while its weight moves."""
+"""A bound on the norm of a layer that holds while its weight changes."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
@@ -16,10 +16,10 @@ __all__ = ["LipschitzTracker"]
 POLICIES = ("drift", "manual")
 STATE = ("anchor", "root_total", "root_inputs", "root_outputs", "direction")
 COLD_RTOL = 1e-3
-WARM_RTOL = 5e-3  # of a renewal during training, where the drift has cost more tightness already
-# Between these, sums of float32 squares have lost nothing to underflow and cannot have overflowed.
+WARM_RTOL = 5e-3  # of a renewal during training, where the drift term is larger than this
+# Between these, a float32 sum of squares has neither underflowed nor overflowed.
 TRUSTED = (1e-10, 1e15)
-FLAT = 1 << 18  # entries
+FLAT = 1 << 18  # entries up to which one flat float32 sum is accurate enough
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 
 
@@ -32,9 +32,9 @@ class Roots(NamedTuple):
 
 
 class LipschitzTracker(nn.Module):
-    r"""Bounds on :math:`\|A\|^2` and its parts, never below the truth while the weight :math:`W` moves.
+    r"""Bounds on :math:`\|A\|^2` and its parts that are never below the truth while the weight :math:`W` changes.
 
-    A certified bound :math:`L_0` is kept with the weight :math:`W_0` it was computed for. Since
+    The tracker keeps a certified bound :math:`L_0` and the weight :math:`W_0` that it belongs to. Since
     :math:`W \mapsto A` is linear and :math:`\|A\| \le \sqrt{r}\,\|W\|_F`,
 
     .. math:: \sqrt{\hat L} = \sqrt{L_0} + \sqrt{r}\, \|W - W_0\|_F \ge \|A\|,
@@ -42,21 +42,21 @@ class LipschitzTracker(nn.Module):
     where :math:`r` is the number of windows that share one input: 1 for a dense weight, :math:`k_h k_w` for
     a convolution, :math:`\lceil k_h/s \rceil \lceil k_w/s \rceil` with a stride
     (:math:`\|Ay\|^2 = \sum_p \|W y_p\|^2 \le \|W\|_2^2 \sum_p \|y_p\|^2`, and each input lies in at most
-    :math:`r` of the windows :math:`y_p`). With groups the norm is the largest group's. It depends on the
-    values of :math:`W` only, so in-place edits, ``.data``, ``load_state_dict`` and optimizers are all seen.
+    :math:`r` of the windows :math:`y_p`). With groups the norm is that of the largest group. The bound depends on
+    the values of :math:`W` only, so that it follows in-place edits, ``.data``, ``load_state_dict`` and optimizers.
 
     - ``refresh="drift"``: :math:`W_0, L_0` are renewed when the second term exceeds ``tolerance`` times the
       first (by default 0.18 for dense weights, 0.1 for convolutions, whose :math:`L_0` is less tight).
-    - ``refresh="manual"``: the bound is :math:`L_0` of the last :meth:`refresh`, as in Bibi et al. 2019,
-      who renew it once an epoch. **Unsafe**: early in training the truth can be several times larger, and
+    - ``refresh="manual"``: the bound is :math:`L_0` of the last :meth:`refresh`, as in [Bibi2019],
+      where it is renewed once an epoch. **Unsafe**: early in training the truth can be several times larger, and
       the step is then too long.
 
-    ``inputs`` and ``outputs`` say whose norms are tracked besides the whole operator's. A layer passes its
-    own weight to :meth:`bounds`; its tracker can then be built on a weight on the meta device. State is in
-    non-persistent buffers: it moves and copies with the module and leaves ``state_dict`` empty. While
-    compiling, the renewal is an opaque operator; while exporting, only the formula is traced, so run the
-    module once before. In training, a renewal of a dense weight starts from the singular vector of the last one and
-    is half a per cent looser; in evaluation the bound depends on the weight alone.
+    ``inputs`` and ``outputs`` switch on bounds per input and per output feature. A layer passes its own weight to
+    :meth:`bounds`, so that its tracker can be built with a weight on the meta device. State is in non-persistent
+    buffers: it moves and is copied with the module, and ``state_dict`` stays empty. While compiling, the renewal is a
+    custom operator. While exporting, only the formula is traced, so run the module once before. In training, a renewal
+    of a dense weight starts from the last singular vector and is half a per cent looser; in evaluation the bound
+    depends on the weight alone.
 
     >>> from minimand.operators import Dense
     >>> A = Dense(torch.eye(3))
@@ -88,8 +88,8 @@ class LipschitzTracker(nn.Module):
         kernel = operator.kernel
         if kernel is None:
             raise CapabilityError(
-                f"LipschitzTracker follows a Dense, Conv1d or Conv2d, got a {type(operator).__name__}; "
-                f"call its norm_sq() whenever the weight changes instead"
+                f"LipschitzTracker takes a Dense, Conv1d or Conv2d, got a {type(operator).__name__}; "
+                f"call its norm_sq() whenever the operator changes"
             )
         if tolerance is not None:
             require_positive("tolerance", tolerance, zero=True)
@@ -107,7 +107,7 @@ class LipschitzTracker(nn.Module):
         return self.bounds().total
 
     def bounds(self, weight: Tensor | None = None) -> Bounds:
-        """The bounds for ``weight``, by default the operator's own; constants for autograd."""
+        """The bounds for ``weight``, by default the operator's; constants for autograd."""
         weight = self.operator.weight.detach() if weight is None else weight.detach()
         anchor = self.anchor
         if weight.shape != anchor.shape or weight.dtype != anchor.dtype:
@@ -116,7 +116,7 @@ class LipschitzTracker(nn.Module):
             if self.refreshes == 0 and not is_traced(weight):
                 self.refresh(weight)
             return self._squared(weight, None)
-        # In evaluation the bound is the weight's own, whatever way led there: equal weights, equal answers.
+        # In evaluation equal weights must have equal bounds, whatever weights came before.
         tolerance = self.tolerance if self.training else 0.0
         if not is_traced(weight):
             return self._renewed(weight, tolerance)
@@ -126,7 +126,7 @@ class LipschitzTracker(nn.Module):
 
     @torch.no_grad()
     def refresh(self, weight: Tensor | None = None) -> Self:
-        """Certify ``weight`` (by default the operator's own) and make it the new reference."""
+        """Certify ``weight`` (by default the operator's) and make it the new reference."""
         weight = self.operator.weight.detach() if weight is None else weight.detach()
         if weight.shape != self.anchor.shape or weight.dtype != self.anchor.dtype:
             self._reset(weight)
@@ -139,9 +139,9 @@ class LipschitzTracker(nn.Module):
         return self
 
     def _renewed(self, weight: Tensor, tolerance: float) -> Bounds:
-        """The bounds, renewed first where the weight has moved too far."""
+        """The bounds, after a renewal if the weight has moved too far."""
         moved = _total_drift(Kernel(weight, self._geometry), self.anchor)
-        # Written so that NaN refreshes too: the certificate then names the weight.
+        # Written so that NaN refreshes, too: the certificate then raises an error that names the weight.
         if self.refreshes == 0 or not moved <= tolerance * float(self.root_total):
             self._refresh(weight, warm=tolerance > 0 and self.refreshes > 0)
             moved = 0.0
@@ -149,14 +149,14 @@ class LipschitzTracker(nn.Module):
             trusted = weight.dtype == torch.float32 and TRUSTED[0] < moved < TRUSTED[1]
             precision = torch.float32 if trusted else torch.float64
             return self._squared(weight, self._drift(weight, precision) if moved else None)
-        # Plain numbers: ten operations on tensors of one entry would take longer than the drift itself.
+        # Python numbers: ten operations on tensors of one entry would take longer than the drift.
         return Bounds(_above((float(self.root_total) + moved) ** 2, weight))
 
     def _state(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         return self.anchor, self.root_total, self.root_inputs, self.root_outputs, self.direction
 
     def _reset(self, weight: Tensor) -> None:
-        """Anchor at zero, whose norm is zero: a valid, if loose, reference that costs nothing."""
+        """Use a zero weight as the reference: its norm is zero, which is valid and needs no computation."""
         device = None if weight.device.type == "meta" else weight.device
         kernel = Kernel(weight, self._geometry)
         inputs = kernel.inputs if self.inputs else 0
@@ -189,7 +189,7 @@ class LipschitzTracker(nn.Module):
         )
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        """Move or cast the buffers; a cast moves the anchor, so its norms grow by what that may add."""
+        """Move or cast the buffers. A cast changes the reference weight, and its norms are raised accordingly."""
         before = self._state()
         super()._apply(fn, recurse)
         if self.anchor.is_meta or before[0].is_meta or self.anchor.dtype == before[0].dtype:
@@ -205,7 +205,7 @@ class LipschitzTracker(nn.Module):
 def _total_drift(kernel: Kernel, anchor: Tensor) -> float:
     """The most by which the norm of the whole map can have grown from the weight ``anchor`` to the kernel's."""
     weight, groups, shared = kernel.weight, kernel.groups, kernel.overlap
-    # One call where the rounding of a flat float32 sum, half a unit per term at most, hardly shows.
+    # One call where the rounding error of a flat float32 sum, half a unit per term at most, is negligible.
     if weight.dtype == torch.float32 and groups == 1 and weight.numel() <= FLAT:
         total = float(torch.dist(weight, anchor))
         if TRUSTED[0] < total < TRUSTED[1]:
@@ -241,7 +241,7 @@ def _drift(
 
 
 def _above(value: float, like: Tensor) -> Tensor:
-    """A tensor of one entry, of the type of ``like``, that is not below ``value``."""
+    """A tensor of one entry, of the type of ``like``, that is at least ``value``."""
     info = torch.finfo(like.dtype)
     raised = max(value * (1 + 8 * info.eps), info.tiny) if value > 0 else value
     return like.new_full((), raised if raised <= info.max else float("inf"))

@@ -52,6 +52,7 @@ class LinearOperator(abc.ABC):
     _weight: Tensor | None = None
     _bounds: Bounds | None = None
     _type: tuple[torch.dtype | None, torch.device | None] = (None, None)
+    _shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def __init__(
         self,
@@ -69,12 +70,12 @@ class LinearOperator(abc.ABC):
     @property
     def input_shape(self) -> tuple[int, ...]:
         """The shape of one input sample."""
-        return self._shapes[0]
+        return self._given_shapes()[0]
 
     @property
     def output_shape(self) -> tuple[int, ...]:
         """The shape of one output sample."""
-        return self._shapes[1]
+        return self._given_shapes()[1]
 
     @abc.abstractmethod
     def apply(self, y: Tensor) -> Tensor:
@@ -89,6 +90,11 @@ class LinearOperator(abc.ABC):
         return randomized_norm_sq(
             self.apply, self.adjoint, self.input_shape, self.output_shape, dtype=self.dtype, device=self.device
         )
+
+    def _given_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        if self._shapes is None:
+            raise ShapeError(f"{type(self).__name__}.__init__ must call super().__init__(input_shape, output_shape)")
+        return self._shapes
 
     # Features, types and checks
 

@@ -1,4 +1,4 @@
-"""A fully-connected layer's operator."""
+"""The operator of a fully-connected layer."""
 
 import copy
 from collections.abc import Sequence
@@ -94,7 +94,7 @@ class Dense(LinearOperator):
         return Dense(pick(self.weight, 0, as_index(index, self.device, self.outputs)))
 
     def gathered(self) -> "Dense":
-        """The same operator, with its columns laid out for :meth:`restrict`."""
+        """The same operator, with its columns in the layout that :meth:`restrict` reads fastest."""
         other = copy.copy(self)
         other._columns = Columns(self.weight)
         return other
@@ -104,11 +104,11 @@ class Dense(LinearOperator):
         return Dense(weight)
 
     def gram_if_cheaper(self, rows: int, applications: int) -> Tensor | None:
-        r""":math:`AA^\top`, differentiable in the weight, where products with it pay for forming it.
+        r""":math:`AA^\top`, differentiable in the weight, where it makes the products cheaper in total; else None.
 
-        A product with it costs :math:`2 n_2^2` per row instead of :math:`4 n_1 n_2`, so more than :math:`2 n_1`
-        outputs never pay. Forming it costs :math:`2 n_1 n_2^2` and a backward pass that is cheaper than that of the
-        products it replaces: in all, it wins when ``3 applications rows (2 n1 - n2) > 2 n1 n2``, which is
+        A product with it costs :math:`2 n_2^2` per row instead of :math:`4 n_1 n_2`, which is no gain for more than
+        :math:`2 n_1` outputs. Forming it costs :math:`2 n_1 n_2^2`, and its backward pass is cheaper than that of the
+        products that it replaces. It is formed if ``3 applications rows (2 n1 - n2) > 2 n1 n2``, which is
         ``rows > 2 n2 / (3 applications)`` for a square.
         """
         n1, n2 = self.inputs, self.outputs

@@ -1,12 +1,12 @@
-r"""Convolutions of 3 × 3 with a quarter of the products: Winograd's minimal filtering.
+r"""Winograd's minimal filtering: convolutions of 3 × 3 with a quarter of the multiplications.
 
-A solver applies :math:`AA^\top` of the same weight in every iteration. A tile of 4 × 4 outputs comes from 6 × 6 inputs
-d and the kernel w as
+A solver applies :math:`AA^\top` of the same weight in every iteration. A tile of 4 × 4 outputs is computed from 6 × 6
+inputs d and the kernel w as
 
 .. math:: P^\top \bigl[(G w G^\top) \odot (D^\top d\, D)\bigr] P ,
 
-36 products for each pair of channels where the definition has 144. The transforms of maps cost what does not grow with
-the number of channels on the other side; the kernel's are made once.
+with 36 multiplications for each pair of channels, where the definition has 144. The cost of transforming the maps does
+not grow with the number of channels on the other side; the kernels are transformed once.
 
 Source: Lavin, Gray, *Fast algorithms for convolutional neural networks*, CVPR 2016.
 """
@@ -28,21 +28,22 @@ __all__ = ["Winograd", "winograd"]
 _TILE, _KERNEL = 4, 3
 _WINDOW = _TILE + _KERNEL - 1
 
-# Where polynomials are evaluated, and at infinity. Symmetric and around one: in float32 the result has two to four
-# times the rounding error of torch's convolution, by the machine; with Lavin and Gray's 0, ±1, ±2 twice that.
+# The points, besides infinity, at which polynomials are evaluated. They are symmetric and of size about one: in float32
+# the rounding error is two to four times that of torch's convolution, depending on the machine; with Lavin and Gray's
+# 0, ±1, ±2 it is twice as large.
 _POINTS = (0.0, 0.75, -0.75, 1.5, -1.5)
 
-# Images are taken in groups whose windows have about this many numbers, so that they stay in the cache.
+# The batch is processed in groups whose windows have about this many numbers, so that they stay in the cache.
 _GROUP = 300_000
 
-# Measured: a product in a transform costs as much as this many with the kernels, which themselves cost as much to read
-# as this many windows to multiply.
+# Measured: a multiplication in a transform costs as much as _TRANSFORM multiplications with the kernels, and reading
+# the kernels costs as much as multiplying _READ windows.
 _TRANSFORM, _READ = 2, 22
 
 
 class Winograd(NamedTuple):
-    r""":math:`AA^\top` of one weight, its kernels transformed: those of A, and those of the adjoint, which is the
-    convolution with the mirrored weight."""
+    r"""The transformed kernels of :math:`AA^\top`: those of A, and those of the adjoint, which is the convolution with
+    the mirrored weight."""
 
     forward: Tensor
     backward: Tensor
@@ -71,7 +72,7 @@ class Winograd(NamedTuple):
         return _Onto.apply(x, weight, total, self, keep, scale, definition)
 
     def product(self, x: Tensor, onto: Tensor, scale: float) -> Tensor:
-        r"""Add :math:`\sigma AA^\top x` onto a map with channels last; :math:`A^\top x`, which is made on the way."""
+        r"""Add :math:`\sigma AA^\top x` onto a map with channels last, and return :math:`A^\top x`."""
         y, work = _maps(x, self.backward.shape[-1], self.size), _Workspace(x)
         for part in self._groups(x):
             work.filter(work.windows(x[part], self._around, self.size), self.backward, y[part])
@@ -79,8 +80,8 @@ class Winograd(NamedTuple):
         return y
 
     def gradients(self, x: Tensor, y: Tensor, grad: Tensor, onto: Tensor, scale: float) -> Tensor:
-        r"""As :meth:`product` of ``grad``; :math:`\sigma(x\,(A^\top g)^\top + g\,y^\top)` as a weight, where
-        :math:`y = A^\top x`."""
+        r"""Call :meth:`product` with ``grad``, and return :math:`\sigma(x\,(A^\top g)^\top + g\,y^\top)` in the shape
+        of the weight, where :math:`y = A^\top x`."""
         spread, work = _maps(y, y.shape[1], self.size), _Workspace(x)
         fresh = torch.empty_like if len(x) else torch.zeros_like
         straight, mirrored = fresh(self.forward), fresh(self.backward)
@@ -108,8 +109,9 @@ class Winograd(NamedTuple):
 def winograd(weight: Tensor, geometry: ConvGeometry, rows: int) -> Winograd | None:
     r"""The transformed kernels of a convolution, where products of :math:`AA^\top` and ``rows`` samples are cheaper.
 
-    They are for 3 × 3 kernels with stride 1 on a CPU in single or double precision; other devices have libraries that
-    choose for themselves. Narrow layers have more to transform than they save, and small maps fill no tiles.
+    They exist for 3 × 3 kernels with stride 1 on a CPU in single or double precision; the libraries of other devices
+    choose their algorithms themselves. In narrow layers the transforms cost more than they save, and small maps leave
+    tiles partly empty. None is returned where the definition is cheaper.
     """
     g = geometry
     fits = g.kernel == (_KERNEL, _KERNEL) and set(g.stride) == set(g.dilation) == {1} and g.groups == 1
@@ -131,7 +133,7 @@ class _Onto(torch.autograd.Function):
     .. math:: \bar t = g, \qquad \bar x = \kappa g + \sigma AA^\top g, \qquad
         \bar A = \sigma\bigl(x\,(A^\top g)^\top + g\,(A^\top x)^\top\bigr) .
 
-    Everything has its channels last, gradients too: whoever mixes layouts reads and writes at a fraction of the pace.
+    All maps and gradients have their channels last, because mixed layouts are read and written several times slower.
     """
 
     @staticmethod
@@ -152,7 +154,7 @@ class _Onto(torch.autograd.Function):
             torch.add(total, x, alpha=keep, out=out)
         y = kernels.product(x, out, scale)
         ctx.kernels, ctx.keep, ctx.scale, ctx.definition = kernels, keep, scale, definition
-        # A frozen weight has no gradient that would need Aᵀx.
+        # Only the weight's gradient needs Aᵀx.
         ctx.save_for_backward(x, weight, y if ctx.needs_input_grad[1] else None)
         ctx.save_for_forward(x, weight)
         return out
@@ -174,7 +176,7 @@ class _Onto(torch.autograd.Function):
         x, weight, y = ctx.saved_tensors
         at_total = grad if ctx.needs_input_grad[2] else None
         if torch.is_grad_enabled() or is_traced(grad):
-            # A second derivative was asked for, or several gradients at once (is_grads_batched).
+            # For second derivatives, and for several gradients at once (is_grads_batched).
             at_x, at_weight = _by_definition(ctx, x, weight, grad)
             return at_x, at_weight, at_total, None, None, None, None
         grad = grad.contiguous(memory_format=torch.channels_last)
@@ -190,7 +192,7 @@ def _by_definition(ctx: Any, x: Tensor, weight: Tensor, grad: Tensor) -> tuple[T
     """The gradients of :class:`_Onto` in x and the weight by automatic differentiation, differentiable themselves."""
     further = torch.is_grad_enabled()
     with torch.enable_grad():
-        # Views: x may itself depend on the weight, which is not this step's.
+        # Views, because x may depend on the weight through earlier steps, which are not differentiated here.
         x, weight = x.view_as(x), weight.view_as(weight)
         wanted = [each if needed else None for each, needed in zip((x, weight), ctx.needs_input_grad, strict=False)]
         sources = [each for each in wanted if each is not None]
@@ -200,11 +202,11 @@ def _by_definition(ctx: Any, x: Tensor, weight: Tensor, grad: Tensor) -> tuple[T
     return at_x, at_weight
 
 
-# Transforms: maps are (batch, channels, height, width), what is transformed 36 × places × channels.
+# Transforms. Maps are (batch, channels, height, width); their transforms are 36 × places × channels.
 
 
 class _Transforms(NamedTuple):
-    """Of windows (36 × 36), kernels (36 × 9) and tiles (36 × 16), rows and columns at once."""
+    """The matrices that transform windows (36 × 36), kernels (36 × 9) and tiles (36 × 16), both dimensions at once."""
 
     windows: Tensor
     kernels: Tensor
@@ -213,7 +215,7 @@ class _Transforms(NamedTuple):
 
 @functools.cache
 def _transforms(dtype: torch.dtype) -> _Transforms:
-    """Toom and Cook's product of polynomials by their values, transposed into a filter."""
+    """The transforms of the Toom–Cook product of polynomials, transposed into a filter."""
     points = torch.tensor(_POINTS, dtype=torch.float64)
 
     def values(length: int) -> Tensor:
@@ -225,7 +227,7 @@ def _transforms(dtype: torch.dtype) -> _Transforms:
 
 
 def _count(length: int) -> int:
-    """How many tiles cover a length."""
+    """The number of tiles that cover a length."""
     return -(-length // _TILE)
 
 
@@ -247,8 +249,8 @@ def _weight(products: Tensor) -> Tensor:
 
 
 class _Workspace:
-    """Maps to what is transformed and back, group after group in the same memory: new memory costs about as much as
-    what is written to it. What a method returns lasts until it, or another that fills the same buffer, is called."""
+    """Transforms of maps and back, for one group after another in the same memory, because new memory costs about as
+    much as writing to it. A method's result is valid until a method that uses the same buffer is called."""
 
     def __init__(self, like: Tensor) -> None:
         self._like, self._transforms = like, _transforms(like.dtype)
@@ -268,7 +270,7 @@ class _Workspace:
         return self._transformed("windows", self._transforms.windows, overlapping)
 
     def tiles(self, x: Tensor) -> Tensor:
-        """The tiles of a map: the transpose of what :meth:`filter` makes of products."""
+        """The transformed tiles of a map: the transpose of the last step of :meth:`filter`."""
         batch, channels, height, width = x.shape
         rows, columns = _count(height), _count(width)
         framed = x.permute(0, 2, 3, 1)
@@ -278,7 +280,7 @@ class _Workspace:
         return self._transformed("products", self._transforms.tiles, pieces)
 
     def filter(self, windows: Tensor, kernels: Tensor, out: Tensor, scale: float | None = None) -> None:
-        """Write the map that windows and kernels make, or add ``scale`` times it."""
+        """Write the map of the windows' products with the kernels into ``out``, or add ``scale`` times it."""
         batch, channels, height, width = out.shape
         rows, columns = _count(height), _count(width)
         products = torch.bmm(windows, kernels, out=self._take("products", *windows.shape[:2], channels))

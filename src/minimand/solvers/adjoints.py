@@ -1,9 +1,9 @@
-r"""How to differentiate through a solve: an argument of its own, never a flag of the solver.
+r"""Rules for gradients through a solve; each is an argument of :func:`~minimand.solvers.solve`.
 
 ================  =====================================  ================  ==================================
-adjoint           gradient                               memory            for
+adjoint           gradient                               memory            use it for
 ================  =====================================  ================  ==================================
-``Unroll``        of the K iterations as they were made  K states          everything; the default
+``Unroll``        of the K iterations                    K states          everything; the default
 ``Checkpoint``    the same, to rounding                  about 2√K states  everything, when memory is short
 ``Implicit``      of the exact minimiser                 one state         deterministic solvers, converged
 ``JacobianFree``  the first term of Implicit's series    one state         everything; an approximation
@@ -37,10 +37,10 @@ Until = Callable[[State, int], bool]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One run of a solver on a problem that it has prepared.
+    """One run of a solver on a prepared problem.
 
     Attributes:
-        problem: What ``solver.prepare`` returned.
+        problem: The result of ``solver.prepare``.
         solver: The method.
         x0: The start; None is zero.
         generator: The source of randomness; None is torch's global one.
@@ -62,21 +62,21 @@ class Run:
         return self.solver.advance(self.problem, state, k, self.generator)
 
     def forward(self) -> tuple[Tensor, int]:
-        """All iterations: the answer, and how many they were."""
+        """All iterations: the solution, and their number."""
         state, done = iterate(self.advance, self.init(), self.solver.iterations, until=self.until)
         return state.x, done
 
 
 @dataclasses.dataclass(frozen=True)
 class Adjoint(abc.ABC):
-    """Runs a solver so that its answer is differentiable in one particular way."""
+    """A rule for gradients: it runs a solver and makes the solution differentiable."""
 
     @abc.abstractmethod
     def __call__(self, run: Run) -> tuple[Tensor, int]:
-        """The answer of a run, and the number of iterations."""
+        """The solution of a run, and the number of iterations."""
 
     def check(self, solver: Solver) -> None:  # noqa: B027 -- most adjoints take every solver
-        """Refuse a solver whose gradient this adjoint cannot give."""
+        """Raise for a solver that this adjoint cannot differentiate."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Checkpoint(Adjoint):
             require_count("every", self.every)
 
     def __call__(self, run: Run) -> tuple[Tensor, int]:
-        """One checkpoint per segment; ``until`` is asked at the ends of segments."""
+        """One checkpoint per segment; ``until`` is evaluated at the ends of segments."""
         total = run.solver.iterations
         every = self.every or math.isqrt(total - 1) + 1
 
@@ -143,11 +143,11 @@ def _replaying(body: Callable[[Any], Any], generator: torch.Generator | None) ->
 
 @dataclasses.dataclass(frozen=True)
 class JacobianFree(Adjoint):
-    r"""Differentiate one proximal gradient step at the answer, and no other.
+    r"""Differentiate one proximal gradient step at the solution, and nothing else.
 
-    With :math:`T(x, \theta) = \operatorname{prox}_{\eta g}(x - \eta\nabla f(x))` and the answer x taken as a constant,
+    With :math:`T(x, \theta) = \operatorname{prox}_{\eta g}(x - \eta\nabla f(x))` and the solution x as a constant,
     the gradient is :math:`\partial_\theta T(x, \theta)^\top v`: the first term of the Neumann series of
-    :class:`Implicit`. Cheap, memory of one step, and an approximation.
+    :class:`Implicit`. It is cheap, needs the memory of one step, and is an approximation.
 
     Source: Fung et al., *Jacobian-free backpropagation*, 2022.
     """
@@ -172,11 +172,11 @@ class Implicit(Adjoint):
     :math:`(I - D + \eta D^{1/2} H D^{1/2})\,q = D^{1/2} v`, :math:`u = v + (I-\eta H)D^{1/2}q`, by conjugate
     gradients; for others by conjugate gradients on the normal equations.
 
-    It is right only as far as the solver has converged, and only where the prox is differentiable. Solvers that
-    draw new samples have no fixed point and are refused.
+    The gradient is as accurate as the solver has converged, and requires that the prox is differentiable at the
+    solution. Stochastic solvers have no fixed point and are refused.
 
     Args:
-        iters: The most iterations the backward solve may take.
+        iters: The maximum number of iterations of the backward solve.
         tol: Its relative tolerance; None: 1e-6, and 1e-12 in double precision.
         method: ``"cg"``, or ``"neumann"`` for the plain series, whose truncation after k terms is a
             compromise between :class:`JacobianFree` and the exact gradient.
@@ -194,7 +194,7 @@ class Implicit(Adjoint):
             raise OptionError(f'Implicit(method=…) is "cg" or "neumann", got {self.method!r}')
 
     def check(self, solver: Solver) -> None:
-        """There is no fixed point to differentiate at when samples are drawn anew."""
+        """Raise for stochastic solvers, which have no fixed point."""
         if solver.stochastic:
             raise CapabilityError(
                 f"Implicit differentiates a fixed point, but {type(solver).__name__} draws new samples in every "
@@ -237,7 +237,7 @@ class Implicit(Adjoint):
 
 
 def _neumann(apply: Callable[[Tensor], Tensor], v: Tensor, iterations: int, tol: float) -> Tensor:
-    """The series v + Jv + J²v + …, until a term no longer counts."""
+    """The series v + Jv + J²v + …, until a term is below the tolerance."""
 
     def add(state: tuple[Tensor, Tensor], k: int) -> tuple[Tensor, Tensor]:
         total, term = state
@@ -262,12 +262,12 @@ class _Transform(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # A second derivative would need that of the pulled-back system: refused rather than wrong.
+        # once_differentiable: the second derivative of the linear solve is not implemented, and would be wrong.
         return ctx.pull_back(grad), None
 
 
 def _attach(problem: Problem, x: Tensor, pull_back: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """``x`` unchanged in value, with the gradient of one proximal gradient step at it."""
+    """The value ``x`` with the gradient of one proximal gradient step at it."""
     x = x.detach()
     step = as_number(reciprocal(problem.smoothness()))
     moved = problem.prox(x + step * problem.descent(x, problem.linear()), step)

@@ -1,4 +1,4 @@
-"""The solver's contract: options that are frozen, and ``init`` / ``advance``."""
+"""The contract of a solver: frozen options, ``init`` and ``advance``."""
 
 import abc
 import dataclasses
@@ -16,7 +16,7 @@ __all__ = ["Solver", "State", "require_count"]
 
 
 class State(Protocol):
-    """What a solver carries from one iteration to the next; ``x`` is the current point, None at the origin."""
+    """The state between two iterations; ``x`` is the current point, None at the origin."""
 
     @property
     def x(self) -> Tensor | None:
@@ -28,11 +28,11 @@ class State(Protocol):
 class Solver(abc.ABC):
     """An iterative method for :class:`~minimand.solvers.Problem`, as a record of its options.
 
-    ``init`` makes the state, ``advance`` moves it by one iteration (``step`` is the name of the step *size*).
-    A solver never loops: :func:`~minimand.solvers.iterate.iterate` does, for all of them.
+    ``init`` makes the state and ``advance`` performs one iteration (``step`` is the name of the step *size*).
+    :func:`~minimand.solvers.iterate.iterate` runs the loop for all solvers.
 
     Attributes:
-        stochastic: Whether it draws random samples.
+        stochastic: Whether it draws random samples, which only an operator with ``sampled = True`` allows.
         needs_separable: Whether it updates single entries, which only a separable function allows.
     """
 
@@ -42,39 +42,45 @@ class Solver(abc.ABC):
     @property
     @abc.abstractmethod
     def iterations(self) -> int:
-        """How many steps a fixed-length run takes."""
+        """The number of iterations of a run without a tolerance."""
 
     @abc.abstractmethod
     def init(self, problem: Problem, x0: Tensor | None) -> Any:
-        """The state before the first step, with everything that is computed once; ``x0=None`` is zero."""
+        """The state before the first iteration, with everything that is computed once; ``x0=None`` is zero."""
 
     @abc.abstractmethod
     def advance(self, problem: Problem, state: Any, k: int, generator: torch.Generator | None) -> Any:
         """One iteration."""
 
     def first_step(self, problem: Problem) -> float | Tensor | None:
-        """The step size of the first iteration; None for a method without one."""
+        """The step size of the first iteration; None for a method without step sizes."""
         return None
 
     def prepare(self, problem: Problem) -> Problem:
-        """The same problem, set up for what this solver will ask of it: bounds, and products with the operator."""
-        # One iteration from zero applies the operator once, to the bit as the plain layer does.
+        """The same problem, with the bounds and fast products that this solver uses computed in advance."""
+        # A single iteration from zero is the plain layer to the bit, so its product must be torch's own.
         return problem.bounded() if self.iterations == 1 else problem.bounded().repeated()
 
     def noiseless(self) -> "Solver":
-        """The deterministic method that this one is a noisy version of; itself, if it has no noise."""
+        """The deterministic counterpart of a stochastic method; a deterministic method returns itself."""
         return self
 
     def check(self, operator: LinearOperator, function: Function) -> None:
-        """Refuse a problem that this solver cannot solve, before the first iteration."""
+        """Raise :class:`~minimand.errors.CapabilityError` for a problem that this solver cannot solve."""
+        name = type(self).__name__
         if self.needs_separable and not function.separable:
             raise CapabilityError(
-                f"{type(self).__name__} updates single entries and needs a separable function, "
+                f"{name} updates single entries and needs a separable function, "
                 f"but {type(function).__name__} couples them; use ProxGD or FISTA"
+            )
+        if self.stochastic and not operator.sampled:
+            raise CapabilityError(
+                f"{name} samples features of the operator, but {type(operator).__name__} does not support sampling; "
+                f"pass input_norms_sq to operator(…), set sampled = True in a subclass, or use ProxGD, FISTA or ADMM"
             )
 
 
 def require_count(name: str, value: int) -> None:
-    """Refuse an iteration count that is not a positive integer."""
+    """Raise :class:`~minimand.errors.OptionError` unless ``value`` is a whole number ≥ 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise OptionError(f"{name} must be a whole number ≥ 1, got {value!r}")

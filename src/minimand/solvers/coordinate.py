@@ -1,4 +1,4 @@
-"""Randomised coordinate descent: the solver behind dropout on the outputs."""
+"""Randomised coordinate descent, whose first step is dropout on the outputs."""
 
 import dataclasses
 from typing import ClassVar, NamedTuple
@@ -10,7 +10,7 @@ from ..functions.base import Function
 from ..operators.base import LinearOperator
 from .base import Solver, require_count
 from .gradient import ProxGD
-from .problem import Problem, as_number, reciprocal
+from .problem import Problem, as_number, reciprocal, require_steps
 from .sampling import Nice, Request, check_tau, sample_size
 from .steps import StepSize, check_step_size
 
@@ -18,7 +18,7 @@ __all__ = ["RCD"]
 
 
 class CoordinateState(NamedTuple):
-    """The point, the residual ``y − Aᵀx``, ``A y + b`` and the step (per output for single coordinates)."""
+    """The point, the residual ``y − Aᵀx`` and the step (per output for single coordinates)."""
 
     x: Tensor | None
     residual: Tensor
@@ -33,18 +33,18 @@ class RCD(Solver):
 
         x_S \leftarrow \operatorname{prox}_{g/v}\bigl(x_S - \nabla_S f(x)/v\bigr), \qquad x_{\bar S} \text{ unchanged.}
 
-    Only the sampled entries pass through the prox: applying it to all of them, as the source's eq. (32) is
-    written, stops far from the optimum. From zero with v = 1 one step is act(dropout(Ay + b)), dropout *after*
-    the linear map and unscaled, wherever act(0) = 0 (000, Proposition 6).
+    The prox is applied to the sampled entries only. Applied to all entries, as eq. (32) of [Bibi2019] is written, the
+    iteration stops far from the optimum. For activations with act(0) = 0, one step from zero with v = 1 is
+    act(dropout(Ay + b)): dropout *after* the linear map, unscaled ([Bibi2019], Proposition 6).
 
     Args:
         iters: Iterations.
-        tau: How many outputs (channels) a step updates; a float is a fraction, an int a count. None: half.
+        tau: The number of outputs (channels) that a step updates; a float is a fraction, an int a count. None: half.
         step: 1/v; automatic: :math:`1/(L+\lambda)` for blocks, which is safe for any τ, and
             :math:`1/(\|\mathrm{row}_i\|^2+\lambda)` for a single output at a time.
-        shared_sample: One draw for the whole batch: rows of the operator are gathered, and a step costs τ/n2.
+        shared_sample: One draw for the whole batch; a step gathers τ rows of the operator and costs τ/n2 of a full one.
 
-    Source: Richtárik & Takáč, 2016; 000, appendix I.
+    Source: Richtárik & Takáč, 2016; [Bibi2019], appendix I.
 
     >>> from minimand.functions import L1
     >>> from minimand.operators import Dense
@@ -73,25 +73,27 @@ class RCD(Solver):
         return self.iters
 
     def check(self, operator: LinearOperator, function: Function) -> None:
-        """The sample must fit the operator's outputs."""
+        """Also check that the sample fits the operator's outputs."""
         super().check(operator, function)
         sample_size(self.tau, operator.outputs)
 
     def prepare(self, problem: Problem) -> Problem:
-        """Single coordinates have steps of their own."""
+        """Bounds per output, where single outputs are updated."""
         return problem.bounded(outputs=sample_size(self.tau, problem.operator.outputs) == 1)
 
     def first_step(self, problem: Problem) -> float | Tensor:
-        """1/v, one for each output where single outputs are updated."""
+        """1/v; one per output where single outputs are updated."""
         operator = problem.operator
         if not isinstance(self.step, str):
             return self.step
         if sample_size(self.tau, operator.outputs) == 1:
-            return operator.per_feature(reciprocal(operator.output_norms_sq() + problem.ridge))
+            steps = reciprocal(operator.output_norms_sq() + problem.ridge)
+            require_steps(steps)
+            return operator.per_feature(steps)
         return as_number(reciprocal(problem.smoothness()))
 
     def noiseless(self) -> ProxGD:
-        """All outputs at once: proximal gradient descent, whose step is safe for blocks of any size."""
+        """Proximal gradient descent, which updates all outputs at once."""
         return ProxGD(self.iters, self.step)
 
     def init(self, problem: Problem, x0: Tensor | None) -> CoordinateState:
@@ -134,7 +136,7 @@ class RCD(Solver):
 
     @staticmethod
     def _part(problem: Problem, tensor: Tensor, index: Tensor) -> Tensor:
-        """The sampled outputs of something that broadcasts against x."""
+        """The sampled outputs of a tensor that broadcasts against x."""
         operator = problem.operator
         narrow = tensor.dim() < -operator.output_dim or tensor.shape[operator.output_dim] == 1
         return tensor if narrow else operator.select_outputs(tensor, index)

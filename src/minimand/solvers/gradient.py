@@ -31,7 +31,7 @@ class GradientState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class GradientSolver(Solver):
-    """What methods with one full gradient per iteration share: how many, and how far along it."""
+    """The options of methods with one full gradient per iteration: iterations and step."""
 
     iters: int = 10
     step: StepSize = "auto"
@@ -50,7 +50,7 @@ class GradientSolver(Solver):
         return gradient_step(self.step, problem)
 
     def _map(self, problem: Problem) -> GradientMap:
-        # The first step from zero needs no product.
+        # The first step from zero takes no product.
         return problem.gradient_map(gradient_step(self.step, problem), self.iters - 1)
 
 
@@ -60,10 +60,10 @@ class ProxGD(GradientSolver):
 
     .. math:: x \leftarrow \operatorname{prox}_{\eta g}\bigl(x + \eta\,(Ay + b - AA^\top x - \lambda x)\bigr).
 
-    At :math:`\eta = 1/(L+\lambda)`, the automatic step, the objective never rises. One iteration from zero with
-    unit step and no ridge is the plain layer, to the bit.
+    At :math:`\eta = 1/(L+\lambda)`, the automatic step, the objective never increases. One iteration from zero with
+    unit step and no ridge equals the plain layer to the bit.
 
-    Source: 000, eq. (3), with the prox parameter equal to the step.
+    Source: [Bibi2019], eq. (3), with the prox parameter equal to the step.
 
     >>> from minimand.functions import NonNegative
     >>> from minimand.operators import Dense
@@ -106,11 +106,11 @@ class HeavyBall(GradientSolver):
             strongly convex quadratic, :math:`(1-\sqrt{\lambda\eta})^2`, which contracts at the accelerated rate
             :math:`1-\sqrt{\lambda\eta}`; otherwise ½, the largest for which convergence with this step and any
             convex g is proved (Ochs, Chen, Brox & Pock, iPiano, 2014: :math:`\eta \le 2(1-\beta)/L`).
-            ``"growing"`` is the schedule of 002, Theorem 2: iteration k = 0, 1, … takes the step :math:`\eta/(k+2)`
-            with the momentum :math:`k/(k+2)`; for :math:`g = 0` its gap is at most
+            ``"growing"`` is the schedule of [Lin2019], Theorem 2: iteration k = 0, 1, … takes the step
+            :math:`\eta/(k+2)` with the momentum :math:`k/(k+2)`; for :math:`g = 0` its gap is at most
             :math:`\|x_0 - x^*\|^2/(2\eta(t+1))` after t iterations.
 
-    Source: 002, eq. (16) and Theorem 2 (Ghadimi, Feyzmahdavian & Johansson, 2015); Polyak, 1964.
+    Source: [Lin2019], eq. (16) and Theorem 2 (Ghadimi, Feyzmahdavian & Johansson, 2015); Polyak, 1964.
 
     >>> from minimand.functions import Zero
     >>> from minimand.operators import Dense
@@ -131,7 +131,7 @@ class HeavyBall(GradientSolver):
             raise OptionError(f'momentum is "auto", "growing" or a number in [0, 1), got {self.momentum!r}')
 
     def first_step(self, problem: Problem) -> float | Tensor:
-        """The step of every iteration; with growing momentum it shrinks from here."""
+        """The step of every iteration; with growing momentum, the first and largest."""
         step = gradient_step(self.step, problem)
         return step / 2 if self.momentum == "growing" else step
 
@@ -150,7 +150,7 @@ class HeavyBall(GradientSolver):
     def advance(
         self, problem: Problem, state: MomentumState, k: int, generator: torch.Generator | None
     ) -> MomentumState:
-        """A gradient step at x, pushed on by the last displacement."""
+        """A gradient step at x plus the momentum times the last displacement."""
         x, previous, move, momentum = state
         target, step = move(x), move.step
         if self.momentum == "growing":
@@ -185,10 +185,10 @@ class FISTA(GradientSolver):
     Args:
         iters: Iterations.
         step: :math:`\eta`; automatic: :math:`1/(L+\lambda)`, the largest that the theory allows.
-        restart: Start the momentum anew, sample by sample, when it points uphill:
+        restart: Reset the momentum of a sample when it points uphill:
             :math:`\langle z - x^+, x^+ - x\rangle > 0` (O'Donoghue & Candès, 2015).
 
-    Source: Beck & Teboulle, 2009; 002, eq. (18).
+    Source: Beck & Teboulle, 2009; [Lin2019], eq. (18).
 
     >>> from minimand.functions import NonNegative
     >>> from minimand.operators import Dense

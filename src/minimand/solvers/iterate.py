@@ -1,4 +1,4 @@
-"""The one loop of the library."""
+"""The loop that runs every solver."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -18,8 +18,8 @@ def iterate(
 ) -> tuple[State, int]:
     """Apply ``state ← step(state, k)`` for k = start, start + 1, … and count.
 
-    Without ``until`` the number of iterations is fixed, so the loop exports, compiles and differentiates like
-    straight-line code. With it the loop stops as soon as ``until(state, k + 1)`` holds.
+    Without ``until`` the number of iterations is fixed, so that the loop can be exported, compiled and differentiated
+    like straight-line code. With ``until`` the loop stops as soon as ``until(state, k + 1)`` is true.
 
     Returns the last state and the index after the last iteration.
 

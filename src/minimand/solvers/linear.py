@@ -1,4 +1,4 @@
-r"""Linear systems with a ridge: the one factorisation and the one conjugate gradient of the library."""
+r"""Linear systems with a ridge: a Cholesky factorisation and conjugate gradients."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from .iterate import iterate
 
 __all__ = ["RidgeFactor", "conjugate_gradient", "gram_factor", "ridge_factor"]
 
-# Each round of damping is this much stronger than the last; the first is one rounding unit of the Gram's size.
+# Each round multiplies the damping by this factor; the first is one rounding unit of the Gram matrix's size.
 _DAMPING_GROWTH = 8.0
 _DAMPING_ROUNDS = 12
 
@@ -24,9 +24,9 @@ _PANEL = 64
 
 @dataclasses.dataclass(frozen=True)
 class RidgeFactor:
-    r"""A Cholesky factor with which :math:`(AA^\top + sI)^{-1}` is applied to rows; see :func:`ridge_factor`.
+    r"""A Cholesky factor that applies :math:`(AA^\top + sI)^{-1}` to rows; see :func:`ridge_factor`.
 
-    ``damping`` is what had to be added to the shift before the factorisation succeeded, zero almost always.
+    ``damping`` was added to the shift so that the factorisation succeeded; it is almost always zero.
     """
 
     factor: Tensor
@@ -35,7 +35,7 @@ class RidgeFactor:
     damping: float = 0.0
 
     def solve(self, rows: Tensor) -> Tensor:
-        """Each row r of ``rows`` becomes (AAᵀ + sI)⁻¹ r."""
+        """(AAᵀ + sI)⁻¹ r for each row r of ``rows``."""
         if self.matrix is None:
             return self._back(rows)
         # Woodbury: the system of the smaller side.
@@ -43,7 +43,7 @@ class RidgeFactor:
         return ((wide - self._back(wide @ self.matrix) @ self.matrix.mT) / self.shift).to(rows.dtype)
 
     def inverse(self) -> Tensor:
-        """(AAᵀ + sI)⁻¹ itself: one product with it is faster than two triangular solves with many rows."""
+        """(AAᵀ + sI)⁻¹; for many rows a product with it is faster than two triangular solves."""
         back = torch.cholesky_inverse(self.factor)
         if self.matrix is None:
             return back
@@ -51,7 +51,7 @@ class RidgeFactor:
         return (identity - self.matrix @ back @ self.matrix.mT) / self.shift
 
     def rounding(self) -> float:
-        r""":math:`\epsilon\|L\|_2^2/\min_i L_{ii}^2`: some fifteen times the relative error of a solve, in practice."""
+        r""":math:`\epsilon\|L\|_2^2/\min_i L_{ii}^2`, in practice about fifteen times the relative error of a solve."""
         vector = self.factor.sum(-1, keepdim=True)
         for _ in range(3):
             vector = self.factor @ (self.factor.mT @ (vector / torch.linalg.vector_norm(vector, dim=-2, keepdim=True)))
@@ -115,7 +115,7 @@ def gram_factor(product: Tensor, shift: float | Tensor) -> RidgeFactor:
 
 
 def _shifted(product: Tensor, shift: float | Tensor) -> Tensor:
-    """P + sI, in memory of its own."""
+    """P + sI in new memory."""
     if product.requires_grad or isinstance(shift, Tensor) or is_traced(product):
         return product + shift * torch.eye(product.shape[-1], dtype=product.dtype, device=product.device)
     shifted = product.clone()
@@ -124,7 +124,7 @@ def _shifted(product: Tensor, shift: float | Tensor) -> Tensor:
 
 
 def _cholesky(matrix: Tensor) -> tuple[Tensor, bool]:
-    """The factor, which may be written over the matrix, and whether the factorisation failed, any of a batch."""
+    """The factor, which may overwrite the matrix, and whether the factorisation of any matrix in the batch failed."""
     wide = matrix.dim() == 2 and len(matrix) >= _WORTH_PANELS
     if not wide or matrix.requires_grad or matrix.device.type != "cpu":
         factor, info = torch.linalg.cholesky_ex(matrix)
@@ -136,7 +136,7 @@ def _cholesky(matrix: Tensor) -> tuple[Tensor, bool]:
         corner, info = torch.linalg.cholesky_ex(panel[:width])
         if bool(info):
             return matrix, True
-        # By a triangular solve: a product with the corner's inverse is faster and fails on ill-conditioned matrices.
+        # A product with the corner's inverse would be faster, but fails on ill-conditioned matrices.
         panel[width:] = torch.linalg.solve_triangular(corner.mT, panel[width:], upper=True, left=False)
         panel[:width] = corner
         matrix[start : start + width, start + width :] = 0
@@ -162,10 +162,10 @@ def conjugate_gradient(
 ) -> Tensor:
     r"""Solve :math:`Mx = r` for a symmetric positive definite ``apply``, one conjugate gradient per sample.
 
-    The last ``sample_dims`` dimensions belong to one system; all leading ones are independent systems. A system
-    that has converged exactly stays where it is. ``tol`` stops when every residual has shrunk to
-    ``tol`` times its target. ``inner(u, v)`` replaces the Euclidean inner product of two systems' vectors, in which
-    ``apply`` is then symmetric: vectors may be held in coordinates of another basis. It keeps the reduced dimensions.
+    The last ``sample_dims`` dimensions belong to one system; the leading dimensions are independent systems. A system
+    with zero residual does not change any more. With ``tol`` the iteration stops when every residual is at most ``tol``
+    times its target. ``inner(u, v)`` replaces the Euclidean inner product, for vectors in coordinates of another basis;
+    ``apply`` must be symmetric in it. It keeps the reduced dimensions.
 
     >>> M, r = torch.tensor([[2.0, 1.0], [1.0, 3.0]]), torch.tensor([[1.0, 0.0]])
     >>> x = conjugate_gradient(lambda v: v @ M, r, 2)
@@ -181,7 +181,7 @@ def conjugate_gradient(
         return v.square().sum(dims, keepdim=True) if inner is None else inner(v, v)
 
     def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-        # Zero over zero is a system already solved: it must not move.
+        # 0/0 belongs to a system that is already solved, which must not change.
         safe = torch.where(denominator > 0, denominator, torch.ones_like(denominator))
         return torch.where(denominator > 0, numerator / safe, torch.zeros_like(numerator))
 

@@ -1,7 +1,7 @@
-r"""The update rules of heavy ball and Nesterov, one for solvers and networks alike.
+r"""The update rules of heavy ball and Nesterov, used by solvers and by networks.
 
-A solver gives them gradient steps and the momentum of a theorem, a network
-(:class:`~minimand.nn.OptimizationNet`) its blocks and coefficients that it may learn.
+Solvers use gradient steps and the momentum of a theorem. :class:`~minimand.nn.OptimizationNet` uses its blocks in place
+of gradient steps, and coefficients that can be learned.
 """
 
 import functools
@@ -21,19 +21,19 @@ def heavy_ball(target: Tensor, x: Tensor, previous: Tensor, momentum: Weight, ke
         \qquad \beta_1 = \kappa + \mu,\quad \beta_2 = -\mu .
 
     With :math:`T(x) = x - \eta\nabla f(x)` and :math:`\kappa = 0` it is the heavy-ball method, whose fixed points are
-    those of T, to the bit; :math:`\kappa = 1,\ \mu = 0` is a residual connection.
+    exactly those of T. With :math:`\kappa = 1,\ \mu = 0` it is a residual connection.
 
-    Source: 002, eq. (16).
+    Source: [Lin2019], eq. (16).
 
     >>> one = torch.ones(1)
     >>> heavy_ball(3 * one, 2 * one, one, 0.5)
     tensor([3.5000])
     """
     if previous is x:
-        # At rest.
+        # x equals x₋: the momentum term is zero.
         return accumulate(target, keep, x)
     if isinstance(keep, Tensor):
-        # Learned: x and x₋ are at hand in the backward pass, their difference would have to be stored.
+        # Learned: the backward pass has x and x₋ anyway; their difference would have to be stored.
         return accumulate(accumulate(target, keep + momentum, x), -momentum, previous)
     kept = accumulate(target, keep, x)
     return kept if is_zero(momentum) else accumulate(kept, momentum, x - previous)
@@ -43,7 +43,7 @@ def extrapolate(x: Tensor, previous: Tensor, momentum: Weight, keep: Weight = 1.
     r"""The point :math:`\kappa\,x + \mu\,(x - x_-)` at which Nesterov's method takes its gradient step;
     :math:`\kappa = 1` in the algorithm, and :math:`\beta_1 = \kappa + \mu,\ \beta_2 = -\mu` where both are learned.
 
-    Source: 002, the relaxation of Nesterov's update.
+    Source: [Lin2019], the relaxation of Nesterov's update.
 
     >>> one = torch.ones(1)
     >>> extrapolate(2 * one, one, 0.5)

@@ -1,4 +1,4 @@
-"""The convex problem that a layer solves."""
+"""The convex problem of a layer, and its gradient steps."""
 
 import dataclasses
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from ..norms.kernel import Bounds
 from ..operators.base import LinearOperator
 from .sampling import Sample
 
-__all__ = ["GradientMap", "Problem", "as_number", "reciprocal"]
+__all__ = ["GradientMap", "Problem", "as_number", "reciprocal", "require_steps"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,18 +36,17 @@ class Problem:
     One proximal gradient step from zero with unit step and :math:`\lambda = 0` is the plain layer
     :math:`\operatorname{prox}_g(Ay + b)`: a linear map followed by an activation.
 
-    The origin costs nothing: wherever a point is asked for, ``None`` stands for zero, and no product with the
-    operator is made for it.
+    Wherever a point is expected, ``None`` stands for zero, which takes no product with the operator.
 
     Args:
-        operator: :math:`A`, dense or convolutional.
+        operator: :math:`A`, any linear operator.
         function: :math:`g`, the activation's function.
         y: The layer's input, a batch of samples of the operator's input shape.
         bias: Broadcastable to x, or one number per output channel; it may depend on the input, as the skip
             of a residual block does.
         ridge: :math:`\lambda \ge 0`; above zero the problem is strongly convex.
 
-    Source: Bibi, Ghanem, Koltun, Ranftl, *Deep Layers as Stochastic Solvers*, ICLR 2019, eq. (5).
+    Source: [Bibi2019], eq. (5).
 
     >>> from minimand.functions import NonNegative
     >>> from minimand.operators import Dense
@@ -75,13 +74,13 @@ class Problem:
         return int(self.shape[: len(self.shape) - len(self.operator.output_shape)].numel())
 
     def linear(self) -> Tensor:
-        """``A y + b``: what the plain layer computes before its activation."""
+        """``A y + b``, the plain layer before its activation."""
         return self.operator.affine(self.y, self.bias)
 
     def smoothness(self) -> Tensor:
         r""":math:`L + \lambda`, with L never below :math:`\|A\|^2`."""
         bound = self.operator.norm_sq()
-        # In double precision, so that the step is not rounded above what the bound allows.
+        # In double precision, so that rounding does not make the step longer than the bound allows.
         return (bound if bound.device.type == "mps" else bound.double()) + self.ridge
 
     def descent(self, x: Tensor | None, linear: Tensor) -> Tensor:
@@ -91,7 +90,7 @@ class Problem:
         return self._less_ridge(linear - self.operator.normal(x), x)
 
     def gradient_map(self, step: float | Tensor, applications: int) -> "GradientMap":
-        r"""The map :math:`x \mapsto x - \eta\nabla f(x)`, set up to be applied so many times."""
+        r"""The map :math:`x \mapsto x - \eta\nabla f(x)`, prepared for a number of applications."""
         return GradientMap.of(self, step, applications)
 
     def sampled_descent(self, x: Tensor | None, sample: Sample) -> Tensor:
@@ -127,14 +126,14 @@ class Problem:
         return value + 0.5 * self.ridge * wide.square().sum()
 
     def optimality(self, x: Tensor) -> Tensor:
-        r"""How far ``x`` is from optimal: the largest norm of the gradient mapping over the samples,
+        r"""A measure of optimality: the largest norm of the gradient mapping over the samples,
 
         .. math::
 
             \max_{\text{samples}} \bigl\| \ell\,(x - \operatorname{prox}_{g/\ell}(x - \nabla f(x)/\ell)) \bigr\|_2,
             \qquad \ell = L + \lambda ,
 
-        which is zero exactly at the minimiser.
+        which is zero at the minimiser and nowhere else.
         """
         step = as_number(reciprocal(self.smoothness()))
         moved = (x - self.prox(x + step * self.descent(x, self.linear()), step)) / step
@@ -142,8 +141,8 @@ class Problem:
         return norms.amax() if self.rows else norms.sum()
 
     def as_given(self, x: Tensor) -> Tensor:
-        """``x`` in memory as torch would lay it out: channels last where input or weight are so. A repeated convolution
-        leaves channels last."""
+        """``x`` in the memory format that torch would give it: channels last only where the input or the weight is. A
+        repeated convolution always returns channels last."""
         if x.dim() != 4 or is_traced(x):
             return x
         tensors = (self.y, self.operator.weight) if self.operator.has_weight else (self.y,)
@@ -151,7 +150,7 @@ class Problem:
         return x if last else x.contiguous()
 
     def bounded(self, *, inputs: bool = False, outputs: bool = False) -> "Problem":
-        """The same problem with the bounds on its operator computed once, here."""
+        """The same problem with its operator's bounds computed now."""
         operator = self.operator
         bounds = Bounds(
             operator.norm_sq(),
@@ -161,15 +160,15 @@ class Problem:
         return dataclasses.replace(self, operator=operator.with_bounds(bounds))
 
     def gathered(self) -> "Problem":
-        """The same problem with its operator set up to be restricted in every iteration."""
+        """The same problem with its operator prepared for a restriction in every iteration."""
         return dataclasses.replace(self, operator=self.operator.gathered())
 
     def repeated(self) -> "Problem":
-        """The same problem with its operator set up for a product ``A Aᵀ x`` in every iteration."""
+        """The same problem with its operator prepared for a product ``A Aᵀ x`` in every iteration."""
         return dataclasses.replace(self, operator=self.operator.repeated(self.rows))
 
     def check(self) -> None:
-        """Refuse sizes that do not fit and values that are not finite, before any work."""
+        """Raise for operands of a wrong kind, for sizes that do not fit and for values that are not finite."""
         if not isinstance(self.operator, LinearOperator) or not isinstance(self.function, Function):
             raise CapabilityError(
                 f"a Problem takes an operator such as Dense(weight) and a function such as NonNegative(), "
@@ -190,14 +189,14 @@ class Problem:
         require_finite("y", self.y)
 
     def check_dtype(self, name: str, tensor: Tensor) -> None:
-        """Refuse a tensor of another type than the weight's, unless autocast sees to it."""
+        """Raise for a tensor of another type than the weight's, unless autocast converts it."""
         if self.operator.has_weight:
             require_dtype(name, tensor, self.operator.weight)
 
     def full_bias(self) -> Tensor:
         """The bias, shaped to broadcast against x."""
         assert self.bias is not None
-        # One number per channel is what a convolution's bias is; it is never a bias along the width.
+        # A bias with one dimension has one number per channel; it is never a bias along the width.
         return self.operator.per_feature(self.bias) if self.bias.dim() == 1 else self.bias
 
     def _check_bias(self, bias: Tensor) -> None:
@@ -220,7 +219,7 @@ class GradientMap(NamedTuple):
     r"""The affine map :math:`x \mapsto x - \eta\nabla f(x) = Mx + \eta(Ay + b)`,
     :math:`M = (1-\eta\lambda)I - \eta AA^\top`.
 
-    Where it pays, M is formed once and a step is a single product that accumulates onto the offset; otherwise the
+    Where it is cheaper, M is formed once and a step is one product that accumulates onto the offset. Otherwise the
     operator and its adjoint are applied. None stands for the origin.
     """
 
@@ -251,19 +250,23 @@ class GradientMap(NamedTuple):
 
 
 def reciprocal(smoothness: Tensor) -> Tensor:
-    """The step 1/ℓ of an ℓ-smooth function; one where there is no curvature at all."""
+    """The step 1/ℓ of an ℓ-smooth function; 1 where ℓ is zero."""
     step = 1 / smoothness
     return torch.where(torch.isfinite(step), step, torch.ones_like(step))
 
 
 def as_number(step: Tensor) -> float | Tensor:
-    """A single step as a Python number where reading it costs nothing: proxes are faster with one."""
+    """A single step as a Python number, with which proxes are faster, where reading it needs no synchronisation."""
     if step.dim() or step.device.type != "cpu" or is_traced(step):
         return step
-    number = float(step)
-    if number == 0:
+    require_steps(step)
+    return float(step)
+
+
+def require_steps(steps: Tensor) -> None:
+    """Raise :class:`~minimand.errors.NonFiniteError` for steps that are zero because a bound overflowed."""
+    if not is_traced(steps) and not bool((steps > 0).all()):
         raise NonFiniteError(
-            "the bound on the operator's squared norm overflows its type, so that no step is short enough; scale the "
-            "weight down or use float64 (a diverged training run is the usual cause)"
+            "the bound on the operator's squared norm overflows its type, so the step would be zero; scale the weight "
+            "down or use float64 (the usual cause is a training run that diverged)"
         )
-    return number

@@ -1,8 +1,8 @@
-r"""Samplings: which inputs a stochastic step looks at, and with what weight.
+r"""Samplings: the random weights of the inputs in a stochastic step.
 
-A sampling draws a random weight :math:`w \in \mathbb{R}^{n}` with :math:`\mathbb{E}\,w = 1`, so that replacing a
-residual :math:`r` by :math:`w \odot r` leaves the gradient unbiased. Most of the weights are zero: a sample is a
-dropout mask with its scale.
+A sampling draws a random weight :math:`w \in \mathbb{R}^{n}` with :math:`\mathbb{E}\,w = 1`, so that the gradient with
+:math:`w \odot r` in place of the residual :math:`r` is unbiased. Most weights are zero: a sample is a dropout mask with
+its scale.
 """
 
 import abc
@@ -30,18 +30,18 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A draw. Either ``index`` lists the kept features, shared by all rows, and ``weight`` their weights; or
-    ``index`` is None and ``weight`` holds one weight per row and feature, zero where dropped. ``weight`` is
-    None where everything is kept."""
+    """A draw. Either ``index`` lists the kept features, which all rows share, and ``weight`` their weights; or
+    ``index`` is None and ``weight`` holds one weight per row and feature, zero for dropped features. ``weight`` is
+    None where all features are kept with weight one."""
 
     index: Tensor | None
     weight: Tensor | None
 
 
 class Request(NamedTuple):
-    """What to draw: ``size`` of ``features``, once per row (``rows=None``: once for all rows).
+    """The arguments of a draw: ``size`` of ``features``, once per row (``rows=None``: once for all rows).
 
-    ``like`` gives dtype and device, ``scores`` what non-uniform probabilities are proportional to."""
+    ``like`` gives dtype and device. Non-uniform probabilities are proportional to ``scores``."""
 
     size: int
     features: int
@@ -52,7 +52,7 @@ class Request(NamedTuple):
 
 
 def sample_size(tau: float | int | None, features: int, *, default: float = 0.5) -> int:
-    """The number of features that ``tau`` stands for: a float is a fraction, an int a count.
+    """The number of features for ``tau``: a float is a fraction, an int a count.
 
     >>> sample_size(0.5, 10), sample_size(1.0, 10), sample_size(1, 10), sample_size(None, 10)
     (5, 10, 1, 5)
@@ -65,14 +65,13 @@ def sample_size(tau: float | int | None, features: int, *, default: float = 0.5)
         return max(1, round(tau * features))
     if isinstance(tau, bool) or not 1 <= tau <= features:
         raise OptionError(
-            f"tau as a count must lie between 1 and the {features} features there are, got {tau}; "
-            f"a float in (0, 1] is a fraction"
+            f"tau as a count must lie between 1 and {features} features, got {tau}; a float in (0, 1] is a fraction"
         )
     return tau
 
 
 def check_tau(tau: float | int | None) -> None:
-    """Refuse what no number of features makes right; whether a count fits is known only with the operator."""
+    """Raise for a ``tau`` that fits no operator. :func:`sample_size` checks it against one."""
     if tau is None:
         return
     fraction = isinstance(tau, float) and 0 < tau <= 1
@@ -83,9 +82,9 @@ def check_tau(tau: float | int | None) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Sampling(abc.ABC):
-    """How to draw ``size`` of ``features`` features."""
+    """A rule that draws ``size`` of ``features`` features."""
 
-    #: Whether the draw depends on the residual of each row, which then has to be formed in full.
+    #: Whether the draw depends on the residual of each row, which must then be computed in full.
     uses_residual: ClassVar[bool] = False
 
     @abc.abstractmethod
@@ -97,7 +96,7 @@ class Sampling(abc.ABC):
         r"""The expected smoothness of the estimate, without the ridge: never below :math:`\|A\|^2`."""
 
     def scores(self, operator: LinearOperator, residual: Tensor | None) -> Tensor | None:
-        """What the probabilities are proportional to, where they are not uniform."""
+        """Numbers that the probabilities are proportional to; None for uniform probabilities."""
         return None
 
 
@@ -105,7 +104,7 @@ class Sampling(abc.ABC):
 class Nice(Sampling):
     r"""τ-nice: all subsets of exactly τ features are equally likely, weights n/τ.
 
-    One Prox-SG step from zero with it is dropout that drops exactly n − τ inputs (000, Proposition 1). Expected
+    One Prox-SG step from zero with it is dropout that drops exactly n − τ inputs ([Bibi2019], Proposition 1). Expected
     smoothness (Gower, Richtárik & Bach, 2018, with :math:`L_{\max} = n \max_i \|a_i\|^2`):
 
     .. math:: \frac{n(\tau-1)}{\tau(n-1)} L + \frac{n-\tau}{\tau(n-1)} L_{\max}
@@ -133,13 +132,13 @@ class Nice(Sampling):
 
 @dataclasses.dataclass(frozen=True)
 class Bernoulli(Sampling):
-    r"""Every feature is kept on its own with probability q = τ/n and weight 1/q: ordinary dropout.
+    r"""Each feature is kept independently with probability q = τ/n and weight 1/q: ordinary dropout.
 
     Expected smoothness :math:`L + \frac{1-q}{q}\max_i\|a_i\|^2`.
     """
 
     def draw(self, request: Request) -> Sample:
-        """Independent coin flips; a shared draw is a mask, too, since its size is random."""
+        """Independent coin flips; a shared draw is a mask, too, because its size is random."""
         size, features, rows, like, generator, _ = request
         keep = size / features
         shape = (features,) if rows is None else (rows, features)
@@ -159,10 +158,10 @@ class Importance(Sampling):
     Args:
         by: ``"columns"`` draws :math:`p_i \propto \|a_i\|^2`, the smoothness of the i-th term, for which the
             expected smoothness is :math:`(1 - 1/\tau) L + \sum_i \|a_i\|^2/\tau`. ``"gradients"`` draws
-            :math:`p_i \propto \|a_i\| |a_i^\top x - y_i|`, the optimal serial sampling, at the price of the
-            full residual in every step; its variance at the current point is never larger.
+            :math:`p_i \propto \|a_i\| |a_i^\top x - y_i|`, the optimal serial sampling, which needs the full residual
+            in every step; its variance at the current point is never larger.
 
-    τ = 1 is serial importance sampling (000 §5; Zhao & Zhang, 2015).
+    τ = 1 is serial importance sampling ([Bibi2019], §5; Zhao & Zhang, 2015).
     """
 
     by: Literal["columns", "gradients"] = "columns"
@@ -197,7 +196,7 @@ class Importance(Sampling):
         return (1 - 1 / size) * operator.norm_sq() + operator.input_norms_sq().sum() / size
 
     def scores(self, operator: LinearOperator, residual: Tensor | None) -> Tensor:
-        """Squared column norms, or column norms times the residual's size (its mean square over shared rows)."""
+        """Squared column norms, or column norms times the size of the residual."""
         columns = operator.input_norms_sq().float()
         if residual is None:
             return columns
@@ -209,19 +208,19 @@ class Importance(Sampling):
 
 @dataclasses.dataclass(frozen=True)
 class Full(Sampling):
-    """No sampling at all, with the step sizes of another sampling: its mean-field limit.
+    """Full gradients with the step sizes of another sampling: its mean-field limit.
 
-    A layer that was trained with samples is evaluated without noise by taking the same steps along full gradients.
+    A layer that was trained with samples takes the same steps along full gradients when it is evaluated without noise.
     """
 
     of: Sampling
 
     def draw(self, request: Request) -> Sample:
-        """Everything."""
+        """All features with weight one."""
         return Sample(None, None)
 
     def smoothness(self, operator: LinearOperator, size: int) -> Tensor:
-        """That of the sampling it stands in for."""
+        """That of the other sampling."""
         return self.of.smoothness(operator, size)
 
 
@@ -229,7 +228,7 @@ _NAMED = {"nice": Nice(), "bernoulli": Bernoulli(), "importance": Importance()}
 
 
 def resolve_sampling(sampling: str | Sampling) -> Sampling:
-    """The sampling that a name stands for."""
+    """The sampling itself, or the one with a given name."""
     if isinstance(sampling, Sampling):
         return sampling
     if sampling not in _NAMED:

@@ -1,4 +1,4 @@
-"""Problem, solver, adjoint: three arguments, one answer."""
+""":func:`solve` and :func:`trace`: run a solver on a problem."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,20 +14,20 @@ from .problem import Problem
 
 __all__ = ["Solution", "Trace", "solve", "trace"]
 
-# Measuring optimality costs as much as an iteration.
+# Iterations between two checks: measuring optimality costs as much as an iteration.
 _CHECK_EVERY = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Solution:
-    """What :func:`solve` returns.
+    """The result of :func:`solve`.
 
     Attributes:
-        x: The point, differentiable as the adjoint says.
+        x: The point, differentiable as the adjoint defines.
         objective: The objective at x, summed over the batch.
-        optimality: The largest gradient mapping over the samples; zero exactly at the minimiser.
-        iterations: How many were made.
-        converged: Whether ``optimality`` is at most ``tol``; None where no tolerance was asked for.
+        optimality: The largest norm of the gradient mapping over the samples; zero only at the minimiser.
+        iterations: The number of iterations.
+        converged: Whether ``optimality`` is at most ``tol``; None where no ``tol`` was given.
     """
 
     x: Tensor
@@ -46,13 +46,13 @@ def solve(
     tol: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Solution:
-    r"""Minimise a layer's problem.
+    r"""Minimise the objective of a problem.
 
     Args:
         problem: :math:`\tfrac12\|A^\top x - y\|^2 - \langle b,x\rangle + \tfrac\lambda2\|x\|^2 + g(x)`.
         solver: The method and its options; its iterations are a maximum where ``tol`` is given.
         x0: The start; None is zero.
-        adjoint: How gradients pass through the solve.
+        adjoint: The rule for gradients through the solve.
         tol: Stop once the optimality measure is at most this.
         generator: The source of randomness; None is torch's global one.
 
@@ -118,7 +118,7 @@ def trace(
 
 
 def check(problem: Problem, solver: Solver, adjoint: Adjoint, *, x0: Tensor | None) -> None:
-    """Everything that can be refused is refused here, before any work."""
+    """Raise for arguments that do not fit each other, before any work."""
     if not isinstance(solver, Solver) or not isinstance(adjoint, Adjoint):
         raise CapabilityError(
             f"solve takes a solver such as ProxGD() and an adjoint such as Unroll(), got {solver!r} and {adjoint!r}"

@@ -1,4 +1,4 @@
-"""Operator splitting: ADMM."""
+"""The alternating direction method of multipliers (ADMM)."""
 
 import dataclasses
 from typing import NamedTuple
@@ -15,7 +15,7 @@ __all__ = ["ADMM"]
 
 
 class SplitState(NamedTuple):
-    """The point after the prox, the quadratic's point, the scaled multiplier, and what is computed once."""
+    """The point after the prox, the point after the linear solve, the scaled multiplier, ``A y + b`` and the factor."""
 
     x: Tensor | None
     smooth: Tensor | None
@@ -34,8 +34,8 @@ class ADMM(Solver):
         x \leftarrow \operatorname{prox}_{g/\rho}(z + u), \qquad u \leftarrow u + z - x .
 
     It needs no bound on the norm of A and converges for every :math:`\rho > 0`. For dense operators the system is
-    factored once, by the smaller side; for convolutions it is solved by ``cg_iters`` conjugate gradient
-    iterations, warm-started.
+    factored once, on the smaller side; for others it is solved by ``cg_iters`` conjugate gradient
+    iterations from the last solution.
 
     Source: Boyd et al., 2011, §4.2.
 
@@ -54,7 +54,7 @@ class ADMM(Solver):
     def __post_init__(self) -> None:
         require_count("iters", self.iters)
         require_count("cg_iters", self.cg_iters)
-        # A tensor is learned, by a network that keeps it positive or reports where it is not.
+        # A tensor is a learned parameter; the network that owns it keeps it positive.
         if not isinstance(self.rho, Tensor):
             require_positive("rho", self.rho)
 
@@ -70,7 +70,7 @@ class ADMM(Solver):
         return SplitState(x0, x0, None, problem.linear(), factor)
 
     def advance(self, problem: Problem, state: SplitState, k: int, generator: torch.Generator | None) -> SplitState:
-        """Quadratic, prox, multiplier."""
+        """Linear solve, prox, multiplier."""
         x, smooth, multiplier, linear, factor = state
         target = linear
         if x is not None:

@@ -1,4 +1,4 @@
-"""Step sizes and momentum: the numbers a solver moves by."""
+"""Step sizes, schedules and momentum coefficients of the solvers."""
 
 import abc
 import dataclasses
@@ -22,12 +22,12 @@ __all__ = [
     "resolve_decay",
 ]
 
-#: ``"auto"``, or a number that the caller vouches for.
+#: ``"auto"``, or a number that the caller is responsible for.
 StepSize = float | Literal["auto"]
 
 
 def check_step_size(step: StepSize) -> None:
-    """Refuse what is neither ``"auto"`` nor a positive number."""
+    """Raise :class:`~minimand.errors.OptionError` unless ``step`` is ``"auto"`` or a positive number."""
     if isinstance(step, str):
         if step != "auto":
             raise OptionError(f'step is "auto" or a number > 0, got {step!r}')
@@ -38,22 +38,22 @@ def check_step_size(step: StepSize) -> None:
 
 
 def gradient_step(step: StepSize, problem: Problem) -> float | Tensor:
-    r""":math:`1/(L + \lambda)` for ``"auto"``: monotone descent, and never more than theory allows."""
+    r""":math:`1/(L + \lambda)` for ``"auto"``, with which the objective never increases; otherwise the given number."""
     return as_number(reciprocal(problem.smoothness())) if isinstance(step, str) else step
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule(abc.ABC):
-    """How a step shrinks over the iterations; the first step is never changed."""
+    """A factor for the step of each iteration; that of the first is 1."""
 
     @abc.abstractmethod
     def factor(self, k: int) -> float:
-        """What the initial step is multiplied by in iteration k = 0, 1, …"""
+        """The factor of iteration k = 0, 1, …"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Exponential(Schedule):
-    """``rate ** k``; rate 1 keeps the step constant. The paper's choice (000 §4).
+    """``rate ** k``; rate 1 keeps the step constant ([Bibi2019], §4).
 
     >>> Exponential(0.5).factor(0), Exponential(0.5).factor(2)
     (1.0, 0.25)
@@ -66,13 +66,13 @@ class Exponential(Schedule):
             raise OptionError(f"a decay rate must lie in (0, 1], got {self.rate!r}")
 
     def factor(self, k: int) -> float:
-        """Shrinks geometrically."""
+        """The k-th power of the rate."""
         return float(self.rate**k)
 
 
 @dataclasses.dataclass(frozen=True)
 class Harmonic(Schedule):
-    """``1 / (1 + k / horizon)``: sums to infinity, its squares do not, so the iterates converge (Bottou, 2012).
+    """``1 / (1 + k / horizon)``: the sum diverges, the sum of squares converges, and so do the iterates (Bottou, 2012).
 
     >>> Harmonic(10).factor(0), Harmonic(10).factor(10)
     (1.0, 0.5)
@@ -84,12 +84,12 @@ class Harmonic(Schedule):
         require_positive("horizon", self.horizon)
 
     def factor(self, k: int) -> float:
-        """Shrinks like 1/k."""
+        """1 / (1 + k / horizon)."""
         return 1 / (1 + k / self.horizon)
 
 
 def resolve_decay(decay: float | Schedule) -> Schedule:
-    """A number is the rate of an exponential decay."""
+    """The schedule itself, or the exponential decay with a given rate."""
     return decay if isinstance(decay, Schedule) else Exponential(decay)
 
 
@@ -121,7 +121,7 @@ def inertial_limit(momentum: Tensor) -> Tensor:
 
     .. math:: \max\Bigl(1,\; 2 - \frac{2\beta(1 + \beta)}{(1 - \beta)^2}\Bigr) .
 
-    Up to one the energy :math:`F(x) + \frac{1}{2\eta}\|x - x_-\|^2` falls. Above, with
+    Up to one, the energy :math:`F(x) + \frac{1}{2\eta}\|x - x_-\|^2` decreases. Above one, with
     :math:`\kappa = 1 - \eta L/2`, a minimiser p, :math:`h = \|x - p\|^2` and :math:`\delta = \|x - x_-\|^2`,
 
     .. math:: h^+ - h - \beta(h - h_-) \le -\kappa(1 - \beta)\,\delta^+

@@ -1,4 +1,4 @@
-r"""Stochastic first-order methods: Prox-SG and SVRG / mS2GD, the solvers behind dropout."""
+r"""Stochastic first-order methods that sample the inputs: Prox-SG and SVRG / mS2GD."""
 
 import dataclasses
 from typing import Any, ClassVar, NamedTuple, Self
@@ -25,7 +25,7 @@ def draw_inputs(
     shared: bool,
     generator: torch.Generator | None,
 ) -> Sample:
-    """Draw inputs for every row of the problem, or once for all of them."""
+    """Draw inputs for each row of the problem, or once for all rows."""
     operator = problem.operator
     with torch.no_grad():
         residual = None
@@ -48,7 +48,7 @@ def moved(x: Tensor | None, step: float | Tensor, direction: Tensor) -> Tensor:
 
 
 class InputSampler(Solver):
-    """What solvers that sample the inputs share; the fields are their own, for their order is part of the interface."""
+    """The base of solvers that sample the inputs. Subclasses declare the fields in the order of their arguments."""
 
     stochastic: ClassVar[bool] = True
 
@@ -63,12 +63,12 @@ class InputSampler(Solver):
         resolve_sampling(self.sampling)
 
     def check(self, operator: LinearOperator, function: Function) -> None:
-        """The sample must fit the operator."""
+        """Also check that the sample fits the operator's inputs."""
         super().check(operator, function)
         sample_size(self.tau, operator.inputs)
 
     def prepare(self, problem: Problem) -> Problem:
-        """Samplings and steps ask for the norms of the columns; shared samples gather them."""
+        """Bounds per input, and fast restrictions for shared samples."""
         problem = problem.bounded(inputs=True)
         return problem.gathered() if self.shared_sample else problem
 
@@ -104,18 +104,18 @@ class ProxSG(InputSampler):
         x \leftarrow \operatorname{prox}_{\eta_k g}\bigl(x + \eta_k\,[A\,(w\odot(y - A^\top x)) + b - \lambda x]\bigr),
         \qquad \mathbb{E}\,w = 1 .
 
-    One iteration from zero with unit step is dropout → linear → activation with the mask ``w`` (000,
-    Proposition 1): ``w`` already holds dropout's factor 1/(1−p).
+    One iteration from zero with unit step is dropout → linear → activation with the mask ``w`` ([Bibi2019],
+    Proposition 1); ``w`` contains dropout's factor 1/(1−p).
 
     Args:
         iters: Iterations.
-        tau: How many inputs (channels, for a convolution) a step sees: a float is a fraction, an int a count.
+        tau: The number of inputs (channels, for a convolution) in a step: a float is a fraction, an int a count.
             None: half of them.
         step: The first step; automatic: one over the *expected smoothness* of the sampling. The paper's 1/L
             diverges for small samples.
         decay: A factor per iteration, or a :class:`~minimand.solvers.steps.Schedule`.
         sampling: ``"nice"``, ``"bernoulli"``, ``"importance"`` or a :class:`~minimand.solvers.sampling.Sampling`.
-        shared_sample: One draw for the whole batch; the operator is then gathered, and a step costs τ/n of a
+        shared_sample: One draw for the whole batch; a step gathers τ inputs of the operator and costs τ/n of a
             full one.
 
     >>> from minimand.functions import NonNegative
@@ -184,7 +184,7 @@ class SVRG(InputSampler):
             + A\,(w\odot A^\top(x - \tilde x)) + \lambda(x - \tilde x)]\bigr),
 
     and after ``inner`` of them the reference moves to x. From zero the first inner step is the plain block
-    without any noise; the additive dropout noise starts at the second (000, Proposition 2 and eq. 31).
+    without noise; the additive dropout noise starts at the second ([Bibi2019], Proposition 2 and eq. 31).
 
     Args:
         outer: Reference points.
@@ -192,10 +192,10 @@ class SVRG(InputSampler):
         tau: As in :class:`ProxSG`.
         step: Automatic: :math:`1/(2(\mathcal{L} + 2\rho))` with the expected smoothness :math:`\mathcal{L}` of
             τ-nice sampling and its residual :math:`\rho = \frac{n-\tau}{\tau(n-1)}L_{\max}` (Sebbouh et al.,
-            2019): half of 1/L where every input is seen.
+            2019): half of 1/L where every input is sampled.
         shared_sample: As in :class:`ProxSG`.
 
-    Source: Konečný, Liu, Richtárik & Takáč, 2016; 000, appendix H.
+    Source: Konečný, Liu, Richtárik & Takáč, 2016; [Bibi2019], appendix H.
 
     >>> from minimand.functions import NonNegative
     >>> from minimand.operators import Dense
@@ -228,7 +228,7 @@ class SVRG(InputSampler):
         return ReferenceState(x0, x0, linear, linear, self.first_step(problem))
 
     def first_step(self, problem: Problem) -> float | Tensor:
-        """Well below one over the smoothness: the noise is reduced, not gone."""
+        """A step that is shorter than 1/L, because the remaining noise requires it."""
         if not isinstance(self.step, str):
             return self.step
         n, size = problem.operator.inputs, self._size(problem)
