@@ -235,8 +235,6 @@ class _Residual(nn.Sequential):
 @pytest.mark.parametrize("p", [None, 0.3])
 def test_dropout_where_it_cannot_be_cut_out_is_refused(p: float | None) -> None:
     (last,) = _linear(4, 2)
-    with pytest.raises(CapabilityError, match=r"0\.drop \(Dropout\) lies inside a _Block"):
-        DropoutPenalty(nn.Sequential(_Block(nn.Dropout(0.3)), nn.Dropout(0.3), last), p)
     with pytest.raises(CapabilityError, match=r"1\.0 \(Dropout\) lies inside a _Residual"):
         DropoutPenalty(nn.Sequential(nn.Linear(3, 4), _Residual(nn.Dropout(0.3)), nn.Dropout(0.3), last), p)
     with pytest.raises(CapabilityError, match=r"0 \(LSTM\) drops units of its own"):
@@ -252,11 +250,35 @@ def test_a_block_without_noise_may_come_first() -> None:
     assert torch.allclose(DropoutPenalty(net, reduction="sum")(x), want)
 
 
+@pytest.mark.parametrize("p", [None, 0.3])
+def test_a_forward_that_calls_its_layers_in_turn_is_a_chain(p: float | None) -> None:
+    (last,) = _linear(4, 2)
+    block, x = _Block(nn.Dropout(0.3)), torch.randn(6, 3, dtype=torch.float64)
+    plain = nn.Sequential(block.linear, nn.ReLU(), nn.Dropout(0.3), nn.Dropout(0.2), last)
+    net = nn.Sequential(block, nn.Dropout(0.2), last)
+    assert DropoutPenalty(net, p)(x).item() == DropoutPenalty(plain, p)(x).item()
+    implicit = nn.Sequential(_Block(nn.Identity()), last)
+    plain = nn.Sequential(implicit[0].linear, nn.ReLU(), last)
+    assert DropoutPenalty(implicit, 0.4)(x).item() == DropoutPenalty(plain, 0.4)(x).item()
+
+
+class _Functional(_Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(torch.relu(self.linear(x)), 0.3, self.training)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_functional_dropout_counts(training: bool) -> None:
+    (last,) = _linear(4, 2)
+    net, x = nn.Sequential(_Functional(nn.Identity()), last).train(training), torch.randn(6, 3, dtype=torch.float64)
+    plain = nn.Sequential(net[0].linear, nn.ReLU(), nn.Dropout(0.3), last)
+    assert DropoutPenalty(net)(x).item() == DropoutPenalty(plain)(x).item()
+
+
 def test_a_rate_that_drops_nothing_is_refused() -> None:
     (last,) = _linear(4, 2)
     for net in (
         last,
-        nn.Sequential(_Block(nn.Identity()), last),
         nn.Sequential(nn.Conv1d(1, 2, 3), nn.Flatten(), last),
     ):
         with pytest.raises(CapabilityError, match="nothing is dropped"):

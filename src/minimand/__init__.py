@@ -30,6 +30,7 @@ _PACKAGES = (
     "functions",
     "homogeneous",
     "lab",
+    "network",
     "nn",
     "norms",
     "operators",

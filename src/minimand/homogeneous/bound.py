@@ -5,9 +5,10 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ..network import sequence
 from ..norms.spectral import certified_norm_sq
 
-__all__ = ["NO_BOUND", "polar_bound"]
+__all__ = ["NO_BOUND", "chain_bound", "chain_layers", "polar_bound"]
 
 NO_BOUND = math.inf, "ascent from below, no bound from above"
 
@@ -28,16 +29,34 @@ def polar_bound(pattern: nn.Module, x: Tensor, residual: Tensor) -> tuple[float,
     >>> round(polar_bound(chain, x, torch.eye(2))[0], 6)
     4.0
     """
-    layers = _flat(pattern)
+    return chain_bound(chain_layers(pattern, x), x, residual)
+
+
+def chain_layers(pattern: nn.Module, x: Tensor) -> tuple[nn.Module, ...] | None:
+    """The layers of a subnetwork for which a bound is known, in order; None for any other subnetwork.
+
+    Networks other than ``nn.Sequential`` are read by :func:`minimand.network.sequence`, on the first samples of ``x``.
+    """
     if any(part._forward_hooks or part._forward_pre_hooks for part in pattern.modules()):
+        return None
+    weight = next(pattern.parameters(), x)
+    parts = sequence(pattern, x[:2].detach().to(weight))
+    layers = tuple(part.module for part in parts if type(part.module) is not nn.Identity)
+    flat, rest = layers[:1], layers[1:]
+    if not (flat and type(flat[0]) is nn.Flatten and (flat[0].start_dim, flat[0].end_dim) == (1, -1)):
+        rest = layers
+    known = rest and type(rest[0]) is nn.Linear and all(map(_is_known, rest))
+    late_bias = any(layer.bias is not None for layer in rest[1:] if isinstance(layer, nn.Linear))
+    return layers if known and not late_bias else None
+
+
+def chain_bound(layers: tuple[nn.Module, ...] | None, x: Tensor, residual: Tensor) -> tuple[float, str]:
+    """The bound of :func:`polar_bound` for layers found by :func:`chain_layers`."""
+    if layers is None:
         return NO_BOUND
-    if layers and type(layers[0]) is nn.Flatten and (layers[0].start_dim, layers[0].end_dim) == (1, -1):
+    if type(layers[0]) is nn.Flatten:
         x, layers = x.flatten(1), layers[1:]
     linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
-    if not linear or layers[0] is not linear[0] or not all(_is_known(layer) for layer in layers):
-        return NO_BOUND
-    if any(layer.bias is not None for layer in linear[1:]):
-        return NO_BOUND
     X = x.detach().double().reshape(-1, linear[0].in_features)
     R = residual.detach().double().reshape(-1, linear[-1].out_features)
     if linear[0].bias is not None:
@@ -50,15 +69,6 @@ def polar_bound(pattern: nn.Module, x: Tensor, residual: Tensor) -> tuple[float,
     if len(linear) == 1:
         return float((R.mT @ X).norm()) + room, "Frobenius norm of the linear polar"
     return math.sqrt(float(certified_norm_sq(R.mT @ X, rtol=0.0))) + room, "spectral norm of the linear polar"
-
-
-def _flat(module: nn.Module) -> list[nn.Module]:
-    """The layers in order; a module that does more than call its parts in turn is one layer."""
-    if type(module) is nn.Identity:
-        return []
-    if type(module) is not nn.Sequential:
-        return [module]
-    return [layer for part in module for layer in _flat(part)]
 
 
 def _is_known(layer: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from ..errors import CapabilityError, OptionError, ShapeError, require_finite, r
 from ..factor.certificate import Certificate, Status, judge
 from ..solvers.base import require_count
 from ..solvers.iterate import iterate
-from .bound import NO_BOUND, polar_bound
+from .bound import NO_BOUND, chain_bound, chain_layers
 from .certificate import dual_gap
 from .degree import probe_input, require_homogeneous, require_mode_independent
 from .regularizers import factor_norms, layers_of, path_norm, product_of_norms, smooth_surrogate, weight_decay
@@ -107,6 +107,7 @@ class ParallelNetwork(nn.Module):
         self.subnetworks = nn.ModuleList()
         # Tuples keep the pattern and the direction from being registered as submodules.
         self._pattern = (make_subnetwork(),)
+        self._layers: tuple[tuple[nn.Module, ...] | None] | None = None
         self._found: tuple[nn.Module, float] | None = None
         self._degree: int | None = None
         require_mode_independent(self._pattern[0])
@@ -281,7 +282,9 @@ class ParallelNetwork(nn.Module):
         """An upper bound on the polar, and its method."""
         if not self._degrees_match():
             return math.inf, "degrees differ"
-        upper, method = NO_BOUND if self.regularizer == "path" else polar_bound(self._pattern[0], X, R)
+        if self._layers is None:  # read once: the pattern stays the same
+            self._layers = (chain_layers(self._pattern[0], X),)
+        upper, method = NO_BOUND if self.regularizer == "path" else chain_bound(self._layers[0], X, R)
         # A value that the slope found exceeds is not a bound.
         return (upper, method) if slope <= upper else NO_BOUND
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..errors import CapabilityError, OptionError, ShapeError, require_fitting
 from ..factor.dropout import dropout_weight, require_rate
 from ..linalg import gram
+from ..network import sequence
 from ..nn.dropout import AdditiveDropout, ImportanceDropout
 
 __all__ = ["DropoutPenalty"]
@@ -68,11 +69,13 @@ class DropoutPenalty:
 
     Any module without noise may precede the first dropout. Only linear layers, dropouts and identities may follow it,
     because a nonlinearity after a dropout has no closed form. Other modules after a dropout, other kinds of dropout,
-    and dropouts inside modules that are not chains raise an error.
+    and dropouts inside modules that are not chains raise an error. A module of your own is a chain if its forward calls
+    its layers in turn; :func:`minimand.network.sequence` finds out by running it on made-up inputs.
 
     Args:
-        module: A chain: an ``nn.Sequential`` of layers, possibly nested. If it contains ``nn.Dropout``, these define
-            where units are dropped; otherwise the inputs of every linear layer but the first are dropped.
+        module: A chain of layers, such as a possibly nested ``nn.Sequential``. If it contains ``nn.Dropout`` or calls
+            ``F.dropout``, these define where units are dropped; otherwise the inputs of every linear layer but the
+            first are dropped.
         p: The drop rate. None: the rates of the ``nn.Dropout`` modules, of which there must be at least one.
         reduction: The reduction of the loss to which the penalty is added, as in ``nn.MSELoss``: ``"mean"`` over
             samples and outputs, ``"sum"``, or ``"batchmean"``: the sum over outputs, averaged over samples.
@@ -94,7 +97,7 @@ class DropoutPenalty:
         if reduction not in ("mean", "sum", "batchmean"):
             raise OptionError(f'reduction must be "mean", "sum" or "batchmean", got {reduction!r}')
         self.reduction = reduction
-        layers = _flatten(module)
+        layers = [(part.path, part.module) for part in sequence(module)]
         _refuse_other_noise(layers)
         self._plan = _cut(layers, p)
 
@@ -177,18 +180,6 @@ def _apply_layer(path: str, layer: nn.Module, h: Tensor) -> Tensor:
 
 def _is_real(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _flatten(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers of a chain with their paths; a module that does more than call its parts in turn is one layer."""
-    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
-        return [("", module)]
-    return [
-        (f"{name}.{path}".rstrip("."), layer)
-        for name, child in module._modules.items()  # a layer that comes twice is listed twice
-        if child is not None
-        for path, layer in _flatten(child)
-    ]
 
 
 def _refuse_other_noise(layers: list[tuple[str, nn.Module]]) -> None:

@@ -3,19 +3,18 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ...errors import CapabilityError, ChainError, MinimandError, OptionError
 from ...functions.activations import activation_module, is_activation
+from ...network import SequencePart, sequence
 from ...nn.layers import SolverLayer
 from .maps import AffineMap, LiftedLayer
 from .units import LINEAR, unit_of
 
 __all__ = ["LayerChain", "parse"]
 
-_FLATTENS = (torch.flatten, "flatten")
 #: Modules that are read for what they compute.
 _KNOWN = (nn.Linear, nn.Conv2d, nn.Flatten, nn.AvgPool2d, nn.MaxPool2d, nn.BatchNorm1d, nn.BatchNorm2d, nn.Dropout)
 _REMEDY = "lifted training takes chains of Linear or Conv2d and activations that end in a linear layer"
@@ -54,7 +53,8 @@ class LayerChain:
 def parse(model: nn.Module) -> LayerChain:
     """Read a network as a chain.
 
-    Sequential models and any whose ``forward`` torch.fx can trace to a straight line of calls.
+    It may be any network of which :func:`minimand.network.sequence` finds that it calls its layers in turn. Networks
+    other than ``nn.Sequential`` are run for this on made-up inputs; the run leaves them as they were.
 
     Raises:
         ChainError: If it is none; the message names the module that breaks it.
@@ -75,7 +75,7 @@ def parse(model: nn.Module) -> LayerChain:
             pending = None
 
     _check_modules(model)
-    for path, module in _calls(model):
+    for path, module in _parts(model):
         if isinstance(module, _KNOWN):
             _check_forward(path, module)
         if isinstance(module, nn.Linear | nn.Conv2d):
@@ -187,56 +187,19 @@ def _check_shared(layers: Sequence[LiftedLayer]) -> None:
         seen[key] = layer.path
 
 
-class _Tracer(fx.Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        # A user's own activation is one call, too.
-        return next(m.children(), None) is None or super().is_leaf_module(m, module_qualified_name)
+def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Path and module of every layer and call, in order."""
+    for part in sequence(model):
+        path = part.path or type(model).__name__
+        if part.broken is not None:
+            raise _not_a_chain(part)
+        yield path, part.module
 
 
-def _calls(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Path and module of every call, in order; functions as the modules that compute the same."""
-    if next(model.children(), None) is None:
-        yield type(model).__name__, model
-        return
+def _not_a_chain(part: SequencePart) -> MinimandError:
     try:
-        graph = _Tracer().trace(model)
-    except Exception as error:
-        raise ChainError(f"{type(model).__name__} cannot be traced ({error}); {_REMEDY}") from None
-    before: fx.Node | None = None
-    for node in graph.nodes:
-        inputs = node.all_input_nodes
-        if node.op == "placeholder":
-            if before is not None:
-                raise ChainError(f"{type(model).__name__} takes more than one input ({node.name}); {_REMEDY}")
-        elif node.op == "output":
-            if not isinstance(node.args[0], fx.Node):
-                raise ChainError(f"{type(model).__name__} returns more than one tensor; {_REMEDY}")
-            if node.args[0] is not before:
-                raise ChainError(f"{type(model).__name__} does not return the output of {_where(before)}; {_REMEDY}")
-        elif len(inputs) != 1 or inputs[0] is not before:
-            raise ChainError(f"{_where(node)} does not take exactly the output of {_where(before)}; {_REMEDY}")
-        else:
-            yield _where(node), _module(model, node)
-        before = node
-
-
-def _where(node: fx.Node | None) -> str:
-    if node is None or node.op == "placeholder":
-        return "the input"
-    return (
-        str(node.target) if node.op == "call_module" else f"the call of {getattr(node.target, '__name__', node.target)}"
-    )
-
-
-def _module(model: nn.Module, node: fx.Node) -> nn.Module:
-    if node.op == "call_module":
-        return model.get_submodule(str(node.target))
-    if node.target in _FLATTENS and node.args[1:] == (1,) and not node.kwargs:
-        return nn.Flatten()
-    target: Any = node.target
-    if isinstance(target, str):
-        target = getattr(Tensor, target, None)
-    try:
-        return activation_module(target, *node.args[1:], **node.kwargs)
+        if part.call is not None:
+            activation_module(part.call.target)
     except MinimandError as error:
-        raise type(error)(f"{_where(node)} cannot be lifted: {error}; {_REMEDY}") from None
+        return type(error)(f"{part.broken} that can be lifted: {error}; {_REMEDY}")
+    return ChainError(f"{part.path + ': ' if part.path else ''}{part.broken}; {_REMEDY}")

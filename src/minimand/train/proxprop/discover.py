@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from ...errors import CapabilityError, OptionError
+from ...network import read, role
 from ...nn.layers import SolverLayer
 from .layer_hooks import Forward
 from .maps import WeightMap, weight_map
@@ -29,10 +30,17 @@ class Layers:
 
 
 def discover(model: nn.Module, skip_last: bool) -> Layers:
-    """Find the layers, and refuse a model in which one of them shares its parameters; every problem is listed."""
+    """Find the layers, and refuse a model in which one of them shares its parameters; every problem is listed.
+
+    The last layer is the last one that the forward pass calls, on made-up inputs (:func:`minimand.network.read`). Where
+    no made-up input runs through the model, it is the last in ``model.named_modules()``. A layer whose weight is used
+    by other code than its own forward, such as the output projection of ``nn.MultiheadAttention``, keeps plain
+    gradients: its inputs are not seen there.
+    """
     found = {path: module for path, module in model.named_modules() if weight_map(module) is not None}
-    last = next(reversed(found), None) if skip_last else None
-    found = {path: module for path, module in found.items() if _own(module)}
+    order, elsewhere = _forward_pass(model, found)
+    last = order[-1] if order and skip_last else None
+    found = {path: module for path, module in found.items() if _own(module) and path not in elsewhere}
     last = last if last in found else None
     maps = {path: weight_map(module) for path, module in found.items() if path != last}
     preconditioned = {path: (found[path], known) for path, known in maps.items() if known is not None}
@@ -54,6 +62,28 @@ def discover(model: nn.Module, skip_last: bool) -> Layers:
         if path not in preconditioned and path != last and _trained(module)
     }
     return Layers(preconditioned, last, rest)
+
+
+def _forward_pass(model: nn.Module, layers: dict[str, nn.Module]) -> tuple[list[str], set[str]]:
+    """The layers in the order of their last calls, and those whose weight other modules use as well or instead."""
+    # Running a layer that another ProxProp has replaced the forward of would count as a pass of that one.
+    if any(isinstance(module.__dict__.get("forward"), Forward) for module in layers.values()):
+        return list(layers), set()
+    network = read(model)
+    if not network.complete:
+        return list(layers), set()
+    calls = [call for call in network.live if call.path in layers and role(call) in ("linear", "conv")]
+    called = list(dict.fromkeys(call.path for call in reversed(calls)))[::-1]
+    tied = {name for shared in network.shared() if len(shared.names) > 1 for name in shared.names}
+    weights = {f"{path}.weight" if path else "weight": path for path in layers}
+    elsewhere = {
+        weights[value.name]
+        for value in network.values
+        if value.source == "parameter" and value.name in weights.keys() - tied
+        for call in network.readers(value)
+        if network.is_live(call) and call.path != weights[value.name]
+    }
+    return called or list(layers), elsewhere
 
 
 def _trained(module: nn.Module) -> bool:

@@ -51,7 +51,9 @@ class ProxProp:
         cg_tol: ``"cg"`` stops early once every unit's residual is at most this fraction of its gradient.
         gram: How a convolution's Gram matrix is computed: ``"exact"``, ``"subsampled"``, ``"autocorrelation"``,
             ``"cached"``, or a rule such as ``CachedGram(every=20)``. Linear layers always use the exact one.
-        skip_last: Keep plain gradients for the last layer, as in the paper: the last in ``model.named_modules()``.
+        skip_last: Keep plain gradients for the last layer, as in the paper: the one that the forward pass calls last.
+            To find it, the model runs on made-up inputs and is then put back into its state. Where no made-up input
+            runs through the model, the last layer is the last one in ``model.named_modules()``.
         fused: True: compute the direction in the backward pass, at little more than the gradient's cost. ``.grad``
             holds it right after ``backward``, and clipping acts on directions. A second backward pass before the step
             puts the plain gradient back. False: ``.grad`` holds the plain gradient until the step, and clipping acts on

@@ -1,0 +1,266 @@
+"""Questions about the structure of a recorded network."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from .record import Call, ModuleFrame, Value
+from .roles import role
+
+if TYPE_CHECKING:
+    from .network import Network
+
+__all__ = [
+    "Line",
+    "Neighbours",
+    "ResidualBlock",
+    "SharedParameter",
+    "Step",
+    "ancestors",
+    "chain",
+    "is_layer",
+    "neighbours",
+    "residuals",
+    "shared",
+    "steps",
+]
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Neighbours:
+    """The calls directly before and after a layer; None where there is none.
+
+    ``skip`` is the addition of the layer's output, normalised or not, to another tensor.
+    """
+
+    dropout: Call | None = None
+    norm: Call | None = None
+    skip: Call | None = None
+    activation: Call | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """A run of a module without submodules or of a layer of torch, or one call outside of such modules.
+
+    Attributes:
+        path: The path of the module; for a single call, that of the module whose forward makes it.
+        frame: The module's run; None for a single call.
+        calls: Its calls from which the network's outputs were computed.
+        inputs: The values that it reads and that depend on the network's inputs.
+        outputs: The values that it hands on.
+    """
+
+    path: str
+    frame: ModuleFrame | None
+    calls: tuple[Call, ...]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+    def __str__(self) -> str:
+        if self.frame is not None:
+            return f"{self.path} ({self.frame.kind})" if self.path else f"the network ({self.frame.kind})"
+        return f"the call of {self.calls[0].name}" + (f" in {self.path}" if self.path else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """The steps of a chain. ``broken`` says, in one sentence, where a network stops being one; None where it is one."""
+
+    steps: tuple[Step, ...]
+    broken: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ResidualBlock:
+    """An addition ``branch(start) + shortcut(start)``; an identity has the empty shortcut."""
+
+    start: Value
+    branch: tuple[Call, ...]
+    shortcut: tuple[Call, ...]
+    add: Call
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedParameter:
+    """A parameter with all its names, and the calls that read it."""
+
+    names: tuple[str, ...]
+    calls: tuple[Call, ...]
+
+
+def ancestors(network: "Network", values: Iterable[Value]) -> frozenset[Value]:
+    """The values, and all values from which they were computed."""
+    found, pending = set(values), list(values)
+    while pending:
+        call = network.producer(pending.pop())
+        for value in () if call is None else call.reads:
+            if value not in found:
+                found.add(value)
+                pending.append(value)
+    return frozenset(found)
+
+
+def sole_reader(network: "Network", value: Value) -> Call | None:
+    """The only call that reads a value; None where there are several or it is an output."""
+    readers = network.readers(value)
+    return readers[0] if len(readers) == 1 and value not in network.outputs else None
+
+
+def operand(network: "Network", call: Call) -> Value | None:
+    """The first argument of a call that depends on the network's inputs."""
+    return next((value for value in call.inputs if network.depends(value)), None)
+
+
+def neighbours(network: "Network", call: Call) -> Neighbours:
+    """See :meth:`Network.neighbours`."""
+    found: dict[str, Call] = {}
+    value = call.outputs[0] if call.outputs else None
+    while value is not None and (reader := sole_reader(network, value)) is not None:
+        kind = role(reader)
+        if kind == "norm" and operand(network, reader) == value and not found:
+            found["norm"] = reader
+        elif kind == "add" and "skip" not in found:
+            found["skip"] = reader
+        elif kind == "activation":
+            found["activation"] = reader
+            break
+        elif kind != "identity":
+            break
+        value = reader.outputs[0] if reader.outputs else None
+    return Neighbours(dropout=_dropout_before(network, call), **found)
+
+
+def _dropout_before(network: "Network", call: Call) -> Call | None:
+    value = operand(network, call)
+    while value is not None and (before := network.producer(value)) is not None:
+        kind = role(before)
+        if kind == "dropout":
+            return before
+        if kind not in ("reshape", "identity") or sole_reader(network, value) is None:
+            return None
+        value = operand(network, before)
+    return None
+
+
+def steps(network: "Network") -> tuple[Step, ...]:
+    """See :meth:`Network.steps`."""
+    groups: dict[tuple[str, int], list[Call]] = {}
+    for call in network.live:
+        if any(network.depends(value) for value in call.produces):
+            leaf = _leaf(network, call)
+            groups.setdefault(("call", call.index) if leaf is None else ("frame", leaf), []).append(call)
+    return tuple(_step(network, kind, index, calls) for (kind, index), calls in groups.items())
+
+
+def _leaf(network: "Network", call: Call) -> int | None:
+    """The outermost frame around a call that is one step."""
+    found = None
+    index: int | None = call.frame
+    while index is not None:
+        frame = network.frames[index]
+        if is_layer(network.module(frame.path)):
+            found = index
+        index = frame.parent
+    return found
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether a module is scripted, has no submodules, or has a forward of torch's own that is not a container's."""
+    if isinstance(module, torch.jit.ScriptModule) or next(module.children(), None) is None:
+        return True
+    return type(module).forward.__module__.startswith("torch.nn.modules.") and not isinstance(module, _CONTAINERS)
+
+
+def _step(network: "Network", kind: str, index: int, calls: list[Call]) -> Step:
+    frame = network.frames[index] if kind == "frame" else None
+    made = {value for call in calls for value in call.produces}
+    read = [v for call in calls for v in call.inputs if v not in made and network.depends(v)]
+    handed = [
+        value
+        for call in calls
+        for value in call.produces
+        if value in network.outputs or any(c not in calls for c in network.readers(value) if network.is_live(c))
+    ]
+    path = calls[0].path if frame is None else frame.path
+    return Step(path, frame, tuple(calls), tuple(dict.fromkeys(read)), tuple(dict.fromkeys(handed)))
+
+
+def chain(network: "Network") -> Line:
+    """See :meth:`Network.chain`."""
+    kind = type(network.model).__name__
+    if not network.complete:
+        return Line((), f"{kind} cannot be read: {network.reasons[0]}")
+    if len(network.inputs) != 1:
+        names = ", ".join(value.name for value in network.inputs[1:]) or "none"
+        return Line((), f"{kind} does not take exactly one tensor as input (also {names})")
+    if len(network.outputs) != 1:
+        return Line((), f"{kind} returns {'more than' if network.outputs else 'less than'} one tensor")
+    for part in network.opaque():
+        if part.call is None or network.is_live(part.call) or any(map(network.depends, part.call.inputs)):
+            return Line((), str(part))
+    done: list[Step] = []
+    value, last = network.inputs[0], "the input"
+    for step in steps(network):
+        if step.inputs != (value,):
+            return Line(tuple(done), f"{step} does not take exactly the output of {last}")
+        if len(step.outputs) != 1:
+            return Line(tuple(done), f"{step} hands on {len(step.outputs)} tensors instead of one")
+        done.append(step)
+        value, last = step.outputs[0], str(step)
+    if network.outputs != (value,):
+        return Line(tuple(done), f"{kind} does not return the output of {last}")
+    return Line(tuple(done))
+
+
+def residuals(network: "Network") -> tuple[ResidualBlock, ...]:
+    """See :meth:`Network.residuals`."""
+    found = []
+    for add in network.live:
+        operands = [value for value in add.inputs if network.depends(value)]
+        if role(add) == "add" and len(operands) == 2 and (block := _residual(network, add, operands)) is not None:
+            found.append(block)
+    return tuple(found)
+
+
+def _residual(network: "Network", add: Call, operands: list[Value]) -> ResidualBlock | None:
+    lines = [ancestors(network, (value,)) for value in operands]
+    common = [value for value in lines[0] & lines[1] if network.depends(value)]
+    if not common:
+        return None
+    start = max(common, key=lambda value: value.index)
+    paths = [_between(network, start, line) for line in lines]
+    branch, shortcut = sorted(paths, key=len, reverse=True)
+    kinds = {role(call) for call in branch}
+    around = {role(call) for call in shortcut}
+    if not kinds & {"linear", "conv"} or "activation" in around or len(branch) == len(shortcut):
+        return None
+    return ResidualBlock(start, branch, shortcut, add)
+
+
+def _between(network: "Network", start: Value, line: frozenset[Value]) -> tuple[Call, ...]:
+    """The calls that compute, from a value, the values of a line that depend on it."""
+    reached, calls = {start}, []
+    for call in network.calls:
+        if any(value in reached for value in call.reads) and any(value in line for value in call.produces):
+            reached |= set(call.produces)
+            calls.append(call)
+    return tuple(calls)
+
+
+def shared(network: "Network") -> tuple[SharedParameter, ...]:
+    """See :meth:`Network.shared`."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in network.model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    calls: dict[str, list[Call]] = {}
+    for value in network.values:
+        if value.source == "parameter":
+            calls.setdefault(value.name, []).extend(network.readers(value))
+    found = [SharedParameter(tuple(held), tuple(calls.get(held[0], ()))) for held in names.values()]
+    return tuple(shared for shared in found if len(shared.names) > 1 or len(shared.calls) > 1)

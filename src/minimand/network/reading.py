@@ -1,0 +1,158 @@
+"""Reading a network: recording runs of it, and making one record of them."""
+
+import contextlib
+import random
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from ..errors import CapabilityError
+from .assemble import RecordedRun, assemble
+from .guess import guesses
+from .nested import tensors
+from .network import Network
+from .record import Source
+from .recorder import Recorder
+from .running import Inputs, bound, copied, eager, named, set_mode, unwrapped
+from .state import preserved
+
+__all__ = ["read"]
+
+_ASK = "pass an example input, read(model, example)"
+#: Errors that switching gradients off avoids: functions with out=, and in-place changes of views and leaves.
+_GRADIENT_ERRORS = re.compile(r"out=|in-?place|requires grad|a view", re.IGNORECASE)
+
+
+def read(model: nn.Module, example: Any = None, *, training: bool | None = None) -> Network:
+    """Record a run of a network: which functions of torch it calls, on which tensors, and in which modules.
+
+    The forward runs on the original modules, in training and in evaluation. Afterwards parameters, buffers, hooks,
+    attributes, gradients, modes and random states are as they were before. Objects that are neither modules nor
+    attributes of modules are not restored, so a forward that writes a file or appends to a global list has done so.
+
+    Reading never fails because of what a network does. What the record cannot follow is marked as opaque, with the
+    reason: data that Python reads, scripted modules, tensors that were computed elsewhere, calls that are made in one
+    mode only, a forward that raises.
+
+    Args:
+        model: The network. Wrappers for data parallelism and compilation are looked through.
+        example: An input: a tensor, a tuple of positional arguments, or a dictionary of keyword arguments. None: inputs
+            are made up from the sizes of the first layers, until one runs; ``Network.guessed`` says so.
+        training: The mode to record; None: the mode in which the network is. The network runs in the other mode, too,
+            and calls that it makes in one mode only are marked.
+
+    >>> net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    >>> network = read(net)
+    >>> [(call.path, call.name) for call in network.calls], network.guessed
+    ([('0', 'linear'), ('1', 'relu'), ('2', 'linear')], True)
+    >>> network.verify(torch.randn(2, 3))
+    True
+    """
+    if not isinstance(model, nn.Module):
+        raise CapabilityError(f"read takes an nn.Module, got a {type(model).__name__}")
+    if (reason := _without_data(model)) is not None:
+        return _empty(model, example is None, reason)
+    if example is not None:
+        inputs: Inputs | None = bound(example)
+        run = _run(model, bound(example), training)
+    else:
+        inputs, run = _first_that_runs(model, training)
+    if inputs is None:
+        return _empty(model, True, f"no made-up input runs through the network (the last: {run.error}); {_ASK}")
+    mode = model.training if training is None else training
+    other = _run(model, inputs, not mode) if run.error is None else None
+    return assemble(model, run, other, example is None)
+
+
+def _without_data(model: nn.Module) -> str | None:
+    """Why a network cannot run at all."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            return f"{name} is lazy and has no shape yet; send a batch through the network first"
+        if tensor.is_meta:
+            return f"{name} is on the meta device and has no data; load or initialise it first"
+    return None
+
+
+def _empty(model: nn.Module, guessed: bool, reason: str) -> Network:
+    return Network(model, (), (), (), (), (), model.training, guessed, False, (reason,))
+
+
+def _first_that_runs(model: nn.Module, training: bool | None) -> tuple[Inputs | None, RecordedRun]:
+    search = guesses(unwrapped(model))
+    args = next(search)
+    while True:
+        run = _run(model, (args, {}), training)
+        if run.error is None:
+            return (args, {}), run
+        try:
+            args = search.send(run.error)
+        except StopIteration:
+            return None, run
+
+
+def _run(model: nn.Module, inputs: Inputs, training: bool | None) -> RecordedRun:
+    run = _record(model, inputs, training, grad=True)
+    if run.error is not None and _GRADIENT_ERRORS.search(run.error):
+        again = _record(model, inputs, training, grad=False)
+        return run if again.error is not None else again
+    return run
+
+
+def _record(model: nn.Module, inputs: Inputs, training: bool | None, grad: bool) -> RecordedRun:
+    root = unwrapped(model)
+    with preserved(model) as saved, torch.inference_mode(False), eager(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if training is not None:
+            set_mode(model, training)
+        paths = {module: path for path, module in model.named_modules()}
+        modes = {path: module.training for module, path in paths.items()}
+        args, kwargs = copied(inputs)
+        device = next((tensor.device.type for tensor in model.parameters()), "cpu")
+        recorder = Recorder(paths, _registered(model), saved, device)
+        given = tuple(recorder.add_input(tensor, name) for name, tensor in named(root, (args, kwargs)))
+        run = RecordedRun(recorder, modes, grad, given)
+        recorder.attach()
+        with _draws(run):
+            try:
+                with recorder, torch.set_grad_enabled(grad):
+                    output = root(*args, **kwargs)
+                run.outputs = tuple(recorder.value(tensor) for tensor in tensors(output))
+            except Exception as error:
+                first = (str(error).strip().splitlines() or [""])[0]
+                run.error = f"the forward raises {type(error).__name__}: {first}"
+    return run
+
+
+def _registered(model: nn.Module) -> dict[int, tuple[Source, str]]:
+    """Source and name of all parameters, buffers and tensors that are attributes of modules."""
+    known: dict[int, tuple[Source, str]] = {}
+    for name, parameter in model.named_parameters():
+        known.setdefault(id(parameter), ("parameter", name))
+    for name, buffer in model.named_buffers():
+        known.setdefault(id(buffer), ("buffer", name))
+    for path, module in model.named_modules():
+        for name, attribute in vars(module).items():
+            for tensor in tensors(attribute):
+                known.setdefault(id(tensor), ("constant", f"{path}.{name}" if path else name))
+    return known
+
+
+@contextlib.contextmanager
+def _draws(run: RecordedRun) -> Iterator[None]:
+    """Notice whether a run uses the random numbers of Python or numpy, which cannot be recorded."""
+    numpy = sys.modules.get("numpy")
+    before = random.getstate(), None if numpy is None else _numbers(numpy.random.get_state())
+    yield
+    after = random.getstate(), None if numpy is None else _numbers(numpy.random.get_state())
+    run.drew = tuple(name for name, a, b in zip(("random", "numpy"), before, after, strict=True) if a != b)
+
+
+def _numbers(state: Any) -> tuple[Any, ...]:
+    return (state[1].tobytes(), *state[2:])

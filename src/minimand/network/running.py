@@ -1,0 +1,87 @@
+"""Running a network: its inputs, its wrappers and its mode."""
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .nested import replace, tensors
+
+__all__ = ["Inputs", "bound", "copied", "eager", "named", "set_mode", "unwrapped"]
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def bound(example: Any) -> Inputs:
+    """Positional and keyword arguments from a tensor, a tuple of positional or a mapping of keyword arguments."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    # A named tuple, such as a packed sequence, is one argument.
+    return (example if type(example) is tuple else (example,)), {}
+
+
+def copied(inputs: Inputs) -> Inputs:
+    """The same inputs with copies of the tensors, which a forward may then change in place."""
+    made: dict[int, Tensor] = {}
+
+    def copy(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return made[id(tensor)]
+
+    args, kwargs = replace(inputs, Tensor, copy)
+    return args, kwargs
+
+
+def named(root: nn.Module, inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
+    """The input tensors with the names of the forward's arguments."""
+    args, kwargs = inputs
+    try:
+        names = list(inspect.signature(root.forward).parameters)
+    except (TypeError, ValueError):
+        names = []
+    names += [str(i) for i in range(len(names), len(args))]
+    for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+        found = list(tensors(value))
+        for i, tensor in enumerate(found):
+            yield name if value is tensor else f"{name}.{i}", tensor
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The network inside wrappers for data parallelism and compilation."""
+    wrappers: list[type] = [nn.parallel.DistributedDataParallel, nn.DataParallel]
+    while True:
+        if type(model) in wrappers:
+            model = model.module  # type: ignore[assignment]
+        elif _is_compiled(model):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    # Importing the compiler takes seconds, and nothing is compiled where nobody has imported it.
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return compiler is not None and isinstance(model, compiler.OptimizedModule)
+
+
+@contextlib.contextmanager
+def eager() -> Iterator[None]:
+    """Run compiled modules and functions as plain Python."""
+    if "torch._dynamo.eval_frame" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def set_mode(model: nn.Module, training: bool | Mapping[str, bool]) -> None:
+    """Set the training flags of all modules, alike or by path; ``train`` is not called, since networks override it."""
+    for path, module in model.named_modules():
+        mode = training if isinstance(training, bool) else training[path]
+        if module.training != mode:
+            module.training = mode
