@@ -30,8 +30,9 @@ def test_every_name_is_found_where_it_lives():
     for name in minimand.__all__:
         assert getattr(minimand, name).__name__ == name
     assert set(minimand.__all__) <= set(dir(minimand))
-    for part in ("nn", "solvers", "train", "factor", "errors"):
-        assert getattr(minimand, part).__name__ == f"minimand.{part}"
+    parts = {path.stem for path in LIBRARY.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    for part in {*parts, *dir(minimand)} - {*minimand.__all__, "Any", "TYPE_CHECKING", "import_module"}:
+        assert part.startswith("_") or getattr(minimand, part).__name__ == f"minimand.{part}"
     with pytest.raises(AttributeError, match="no attribute 'Solver'"):
         _ = minimand.Solver
 
