@@ -140,7 +140,7 @@ def sizes(root: Path) -> dict[str, tuple[int, int]]:
     return found
 
 
-WIDTH, HEIGHT, GAP, PAGE = 132, 46, 40, 740
+WIDTH, HEIGHT, GAP, PAGE = 142, 46, 40, 740
 # A box of the drawing, or the place where an arrow passes a row of boxes: the arrow and the row.
 Slot = str | tuple[Arrow, int]
 
