@@ -8,18 +8,33 @@ from typing import Any
 from matplotlib.figure import Figure
 
 TITLES = {
-    "layers": ("Solver layers", "Time and memory, forward and backward, over dropout → linear or convolution → ReLU."),
-    "lipschitz": ("Norms of convolutions", "How fast and how tight the bounds are, and what following a bound costs."),
-    "proxprop": ("Proximal backpropagation", "A training step over the same step by plain backpropagation."),
-    "lifted": ("Training without backpropagation", "LPOM's time and memory over SGD's."),
-    "blocks": ("Networks that are algorithms", "Step time and bytes held over the plain network's."),
-    "unrolled": ("Unrolled reconstruction", "A training step of ISTA-Net written down from the paper over ours."),
+    "layers": (
+        "Solver layers",
+        "Time and memory of forward and backward pass, relative to dropout → linear or convolution → ReLU.",
+    ),
+    "lipschitz": (
+        "Norms of convolutions",
+        "Speed and tightness of the bounds, and the cost of tracking a bound during training.",
+    ),
+    "proxprop": (
+        "Proximal backpropagation",
+        "Time of a training step, relative to the same step by plain backpropagation.",
+    ),
+    "lifted": ("Training without backpropagation", "Time and memory of LPOM, relative to SGD."),
+    "blocks": (
+        "Networks that are algorithms",
+        "Step time and memory held for the backward pass, relative to the plain network.",
+    ),
+    "unrolled": (
+        "Unrolled reconstruction",
+        "Time of a training step of ISTA-Net implemented as in the paper, relative to ours.",
+    ),
     "factor": (
         "Factorisations",
         "Time against scikit-learn, SoftImpute, tensorly and singular values.",
     ),
-    "imports": ("Import time", "What the library adds to what it stands on."),
-    "scaling": ("How costs grow", "Ratios along an axis; bars are the middle half of the rounds."),
+    "imports": ("Import time", "Import time relative to the packages that the library imports."),
+    "scaling": ("How costs grow", "Ratios over problem size; bars show the middle half of the rounds."),
 }
 
 

@@ -28,12 +28,13 @@ print("product off by", float((left @ right.mT - U @ V.mT).abs().max()))
 before, after = U.norm(dim=0) * V.norm(dim=0), left.norm(dim=0) * right.norm(dim=0)
 print("norms differ by", float(after.max() - after.min()))
 
-figure, (first, second) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+figure, axes = plt.subplots(figsize=(6.5, 4), layout="constrained")
 place = np.arange(13)
-first.bar(place - 0.2, before, 0.4, color="#0072B2", label="before")
-first.bar(place + 0.2, after, 0.4, color="#E69F00", label="after")
-first.set(xlabel="term", ylabel=r"$\|U_i\|\,\|V_i\|$", title="The same product, equalised", yscale="log")
-first.legend(frameon=False)
+axes.bar(place - 0.2, before, 0.4, color="#0072B2", label="before")
+axes.bar(place + 0.2, after, 0.4, color="#E69F00", label="after")
+axes.set(xlabel="term", ylabel=r"$\|U_i\|\,\|V_i\|$", title="The same product, equalised", yscale="log")
+axes.legend(frameon=False)
+axes.spines[["top", "right"]].set_visible(False)
 
 # %%
 # Dropout training converges to equal norms
@@ -43,19 +44,19 @@ first.legend(frameon=False)
 
 Y = torch.randn(24, 16, dtype=torch.float64).numpy()
 counts = np.unique(np.logspace(0, 3.2, 14).astype(int))
+figure, axes = plt.subplots(figsize=(6.5, 4), layout="constrained")
 for terms, colour in ((4, "#0072B2"), (16, "#D55E00")):
     curves = []
     for count in counts:
         model = DropoutFactorization(terms, 0.5, method="dropout", max_iter=int(count), random_state=0)
         left = model.fit_transform(Y)
         curves.append(np.linalg.norm(left, axis=0) * np.linalg.norm(model.components_, axis=1))
-    second.plot(counts, curves, color=colour, linewidth=0.9, alpha=0.8)
+    axes.plot(counts, curves, color=colour, linewidth=0.9, alpha=0.8)
     best = DropoutFactorization(terms, 0.5)
     left = best.fit_transform(Y)
     level = np.linalg.norm(left[:, 0]) * np.linalg.norm(best.components_[0])
-    second.axhline(level, color=colour, linestyle="--", label=f"{terms} terms")
-second.set(xlabel="iterations", ylabel=r"$\|U_i\|\,\|V_i\|$", title="Dropout training", xscale="log")
-second.legend(frameon=False)
-for axes in (first, second):
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.axhline(level, color=colour, linestyle="--", label=f"{terms} terms")
+axes.set(xlabel="iterations", ylabel=r"$\|U_i\|\,\|V_i\|$", title="Dropout training", xscale="log")
+axes.legend(frameon=False)
+axes.spines[["top", "right"]].set_visible(False)
 plt.show()

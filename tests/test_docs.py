@@ -102,6 +102,28 @@ def test_the_readme_names_the_two_commands() -> None:
     assert "make test" in text
 
 
+def test_every_import_of_the_readmes_table_works() -> None:
+    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("|")]
+    imports = [found for row in rows for found in re.findall(r"`(from [\w.]+ import [\w, ]+)`", row)]
+    assert len(imports) > 12
+    for statement in imports:
+        exec(compile(statement, "README.md", "exec"), {})
+
+
+def test_the_readmes_first_example_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    """Words to the letter, numbers within 5 %, except the measured time."""
+    text = (ROOT / "README.md").read_text()
+    code = _fenced_blocks(text)[0]
+    (shown,) = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    exec(compile(code, "README.md", "exec"), {"__name__": "__docs__"})
+    number = re.compile(r"\(?(\d[\d.e+]*)[)%]*")
+    for expected, printed in zip(shown.split(), capsys.readouterr().out.split(), strict=True):
+        if (left := number.fullmatch(expected)) and (right := number.fullmatch(printed)):
+            assert float(right[1]) == pytest.approx(float(left[1]), rel=0.05)
+        elif not expected.endswith(("×", "─")):
+            assert printed == expected
+
+
 def _functions(path: Path) -> set[str]:
     return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
 
@@ -136,7 +158,7 @@ def _objective(function: SquaredHinge, x: torch.Tensor, a: float) -> torch.Tenso
 
 
 def test_erratum_leaky_sign() -> None:
-    """000, Proposition 3: below −λ the prox is (a − γλ)/(1+γ); the source's (a + γλ)/(1+γ) is worse."""
+    """[Bibi2019], Proposition 3: below −λ the prox is (a − γλ)/(1+γ); the source's (a + γλ)/(1+γ) is worse."""
     gamma, shift, a = 2.0, 0.5, -3.0
     function = SquaredHinge(gamma, shift)
     x = function.prox(torch.tensor(a, dtype=torch.float64))
@@ -150,7 +172,7 @@ def test_erratum_leaky_sign() -> None:
 
 
 def test_erratum_prox_parameter_is_the_step() -> None:
-    """000, eq. 7: unit steps with the prox of g/L settle away from the minimiser."""
+    """[Bibi2019], eq. 7: unit steps with the prox of g/L settle away from the minimiser."""
     problem = Problem(Dense(1.2 * torch.eye(2).double()), L1(1.0), torch.tensor([[4.0, -3.0]]).double())
     smoothness = 1.2**2
     x = torch.zeros(1, 2).double()
@@ -164,7 +186,7 @@ def test_erratum_prox_parameter_is_the_step() -> None:
 
 
 def test_erratum_eq_32_proxes_the_whole_vector() -> None:
-    """000, eq. 32: shrinking the entries that were not sampled, too, stops far from the optimum for L1."""
+    """[Bibi2019], eq. 32: shrinking the entries that were not sampled, too, stops far from the optimum for L1."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(6, 8, generator=generator, dtype=torch.float64) / 8**0.5
     y = torch.randn(3, 8, generator=generator, dtype=torch.float64)
@@ -190,7 +212,7 @@ def test_erratum_barriers_at_the_papers_weights(barrier: type, act: str, gamma: 
 
 
 def test_erratum_objective_table() -> None:
-    """002: ∫₀ᵗ of leaky ReLU is αt²/2 below zero, of softsign −t − log(1 − t)."""
+    """[Lin2019], table of objectives: ∫₀ᵗ of leaky ReLU is αt²/2 below zero, of softsign −t − log(1 − t)."""
     t = torch.linspace(-3, -0.1, 30, dtype=torch.float64, requires_grad=True)
     slope = 0.2
     table = {

@@ -24,19 +24,16 @@ __version__ = "0.2.0"
 
 _PACKAGES = (
     "adjoints",
-    "data",
     "errors",
     "factor",
     "functions",
     "homogeneous",
-    "lab",
     "network",
     "nn",
     "norms",
     "operators",
     "solvers",
     "train",
-    "zoo",
 )
 _HOMES = {
     "LPOM": "train",
