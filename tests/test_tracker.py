@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from minimand.errors import CapabilityError, NonFiniteError, OptionError
+from minimand.nn import SolverLinear
+from minimand.norms.kernel import Bounds, Kernel
 from minimand.operators import Conv2d, Dense, LinearOperator, LipschitzTracker
 from tests.cases.operators import OPERATORS, OperatorCase, dense_matrix, norm_sq
 
@@ -36,6 +38,11 @@ def _assert_bounded(operator: LinearOperator, tracker: LipschitzTracker, weight:
     for j, bound in enumerate(() if bounds.outputs is None else bounds.outputs):
         assert bound.double() >= norm_sq(matrix.select(0, j).reshape(-1, flat_in))
     return float(bounds.total.double() / truth.clamp_min(1e-300))
+
+
+def _formula(tracker: LipschitzTracker, weight: Tensor) -> Bounds:
+    """The bounds by the drift from the present reference, without a renewal."""
+    return tracker._formula(Kernel(weight, tracker._geometry), tracker.reference)
 
 
 def _rank_one(weight: Tensor) -> None:
@@ -80,9 +87,9 @@ def test_the_drift_alone_is_a_bound(case: OperatorCase) -> None:
     """From a zero anchor that is never refreshed: √r‖W‖_F ≥ ‖A‖, also for the kernel that attains it best."""
     operator = case.operator()
     tracker = LipschitzTracker(operator, inputs=True, outputs=True)
-    flat = tracker._squared(operator.weight, tracker._drift(operator.weight))
+    flat = _formula(tracker, operator.weight)
     ones = torch.ones_like(operator.weight)
-    flat_ones = tracker._squared(ones, tracker._drift(ones))
+    flat_ones = _formula(tracker, ones)
     assert flat.total >= norm_sq(dense_matrix(operator))
     assert flat_ones.total >= norm_sq(dense_matrix(operator.with_weight(ones)))
     assert flat.inputs is not None
@@ -191,7 +198,7 @@ def test_casting_keeps_the_bound_without_a_refresh(types: list[torch.dtype]) -> 
         weight = weight.to(dtype)
         tracker.to(dtype)
     count = tracker.refreshes
-    bounds = tracker._squared(weight, tracker._drift(weight))
+    bounds = _formula(tracker, weight)
     assert bounds.total.double() >= norm_sq(weight.double())
     assert tracker.refreshes == count
     _assert_bounded(Dense(weight), tracker, weight)
@@ -295,3 +302,25 @@ def test_bad_trackers_are_refused() -> None:
     part = Conv2d(torch.randn(4, 1, 3, 3), (5, 5), groups=4).restrict(torch.tensor([0]))
     with pytest.raises(CapabilityError, match="GroupedPart"):
         LipschitzTracker(part)
+
+
+@pytest.mark.parametrize("how", ["assign", "new Parameter", "parametrisation", "data"])
+def test_a_layers_tracker_bounds_the_weight_it_has_now(how: str) -> None:
+    layer = SolverLinear(6, 4)
+    layer(torch.randn(2, 6))
+    layer.tracker.bound()
+    large = 50 * torch.randn(4, 6)
+    if how == "assign":
+        layer.load_state_dict({**layer.state_dict(), "weight": large}, assign=True)
+    elif how == "new Parameter":
+        layer.weight = nn.Parameter(large)
+    elif how == "data":
+        layer.weight.data = large
+    else:
+        nn.utils.parametrize.register_parametrization(layer, "weight", _Scaled())
+    assert layer.tracker.bound() >= norm_sq(layer.weight.detach().double()) * (1 - 1e-6)
+
+
+class _Scaled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 50 * weight

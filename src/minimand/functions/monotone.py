@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -192,10 +193,10 @@ class _Quadrature(torch.autograd.Function):
     The substitution :math:`s = \sinh u` places most nodes near the origin, where activations are curved.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, phi: Elementwise, z: Tensor) -> Tensor:
-        ctx.save_for_backward(z)
-        ctx.phi = phi  # type: ignore[attr-defined]
+    def forward(phi: Elementwise, z: Tensor) -> Tensor:
         span = torch.asinh(z)
         total = torch.zeros_like(z)
         for position, weight in _nodes():
@@ -204,9 +205,20 @@ class _Quadrature(torch.autograd.Function):
         return total * span
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[None, Tensor]:
-        (z,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return None, grad * ctx.phi(z)  # type: ignore[attr-defined]
+    def setup_context(ctx: Any, inputs: tuple[Elementwise, Tensor], output: Tensor) -> None:
+        ctx.phi, z = inputs
+        ctx.save_for_backward(z)
+        ctx.save_for_forward(z)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        (z,) = ctx.saved_tensors
+        return None, grad * ctx.phi(z)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: Tensor) -> Tensor:
+        (z,) = ctx.saved_tensors
+        return tangent * ctx.phi(z)
 
 
 @functools.cache

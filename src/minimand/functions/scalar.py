@@ -6,12 +6,12 @@ it. The library has no other root finder.
 
 import abc
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
+from ..errors import is_traced
 from .base import Step
 
 __all__ = ["Increasing", "bracketed", "root"]
@@ -65,42 +65,67 @@ def root(equation: Increasing, target: Tensor, step: Step) -> Tensor:
     """
     if isinstance(step, Tensor):
         target, step = torch.broadcast_tensors(target, step)
-        return _Root.apply(equation, target, step)
-    return _RootFixed.apply(equation, target, step)
+    rule = _CompiledRoot if torch.compiler.is_compiling() else _Root
+    return rule.apply(equation, target, step)
 
 
-class _Root(torch.autograd.Function):
-    """The root for a tensor step."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, equation: Increasing, target: Tensor, step: Tensor) -> Tensor:
-        z = newton(equation, target, step)
-        ctx.save_for_backward(z, step)
-        ctx.equation = equation  # type: ignore[attr-defined]
-        return z
+class _CompiledRoot(torch.autograd.Function):
+    """The root and its gradient by the implicit function theorem; a step that is a number stays one."""
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[None, Tensor, Tensor]:
-        z, step = ctx.saved_tensors  # type: ignore[attr-defined]
-        equation: Increasing = ctx.equation  # type: ignore[attr-defined]
-        scaled = grad / equation.slope(z, step)
-        return None, scaled, -scaled * equation.sensitivity(z, step)
-
-
-class _RootFixed(torch.autograd.Function):
-    """The root for a float step, which must remain a float under tracing."""
+    def forward(equation: Increasing, target: Tensor, step: Step) -> Tensor:
+        return newton(equation, target, step)
 
     @staticmethod
-    def forward(ctx: FunctionCtx, equation: Increasing, target: Tensor, step: float) -> Tensor:
-        z = newton(equation, target, step)
-        ctx.save_for_backward(z)
-        ctx.equation, ctx.step = equation, step  # type: ignore[attr-defined]
-        return z
+    def setup_context(ctx: Any, inputs: tuple[Increasing, Tensor, Step], output: Tensor) -> None:
+        ctx.equation, _, step = inputs
+        ctx.step = None if isinstance(step, Tensor) else step
+        saved = (output, step) if isinstance(step, Tensor) else (output,)
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[None, Tensor, None]:
-        (z,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return None, grad / ctx.equation.slope(z, ctx.step), None  # type: ignore[attr-defined]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor | None]:
+        z, step = _saved(ctx)
+        scaled = grad / ctx.equation.slope(z, step)
+        return None, scaled, -scaled * ctx.equation.sensitivity(z, step) if ctx.needs_input_grad[2] else None
+
+
+class _Root(_CompiledRoot):
+    """The same with forward-mode derivatives and vmap, which torch.compile refuses to trace."""
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, target: Tensor | None, step_tangent: Tensor | None) -> Tensor:
+        z, step = _saved(ctx)
+        change = torch.zeros_like(z) if target is None else target
+        if step_tangent is not None:
+            change = change - ctx.equation.sensitivity(z, step) * step_tangent
+        return change / ctx.equation.slope(z, step)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], equation: Increasing, target: Tensor, step: Step
+    ) -> tuple[Tensor, int]:
+        # Target and step have one shape, so that each entry keeps its own step.
+        size = (info.batch_size, *_without(target, in_dims[1]))
+        target = _batch_first(target, in_dims[1]).expand(size)
+        if isinstance(step, Tensor):
+            step = _batch_first(step, in_dims[2]).expand(size)
+        return _Root.apply(equation, target, step), 0
+
+
+def _saved(ctx: Any) -> tuple[Tensor, Step]:
+    z, *step = ctx.saved_tensors
+    return z, step[0] if step else ctx.step
+
+
+def _batch_first(tensor: Tensor, dim: int | None) -> Tensor:
+    return tensor.unsqueeze(0) if dim is None else tensor.movedim(dim, 0)
+
+
+def _without(tensor: Tensor, dim: int | None) -> tuple[int, ...]:
+    """The shape of one sample."""
+    return tuple(size for place, size in enumerate(tensor.shape) if place != dim)
 
 
 def newton(equation: Increasing, target: Tensor, step: Step) -> Tensor:
@@ -187,7 +212,7 @@ def bracketed(function: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -
         best = torch.where(done, best, torch.where(nearer, x1, x2))
         limit = 2 * eps * (best.abs() + 1e-6) / (x2 - x1).abs().clamp_min(tiny)
         done = done | (limit > 0.5) | (torch.minimum(f1.abs(), f2.abs()) == 0)
-        if not torch.compiler.is_compiling() and bool((done | ~torch.isfinite(f1)).all()):
+        if not is_traced(low) and not is_traced(f1) and bool((done | ~torch.isfinite(f1)).all()):
             break
         t = _interpolate(x1, x2, x3, f1, f2, f3)
         t = torch.minimum(torch.maximum(t, limit), 1 - limit)

@@ -114,11 +114,18 @@ class SolverLayer(nn.Module, abc.ABC):
     def operator(self, y: Tensor | None = None) -> LinearOperator:
         """The layer's linear map, for inputs of the size of ``y``."""
 
+    @property
+    def tracker(self) -> LipschitzTracker:
+        """The tracker of the layer's norm, for the weight that the layer has now."""
+        self._tracker.operator = self.operator()
+        return self._tracker
+
     def problem(self, y: Tensor, skip: Tensor | None = None) -> Problem:
         """The layer's problem for the input ``y``; ``skip`` is added to the bias."""
         operator = self.operator(y)
         operator.check_input(y)
-        operator = operator.with_bounds(self.tracker.bounds(self.weight))
+        # The operator's own weight: another thread may replace the layer's at any time.
+        operator = operator.with_bounds(self._tracker.bounds(operator.weight))
         bias: Tensor | None = self.bias
         if skip is not None:
             bias = skip if bias is None else skip + operator.per_feature(bias)
@@ -151,8 +158,8 @@ class SolverLayer(nn.Module, abc.ABC):
         operator, solver = self.operator(), self.options.solver
         solver.check(operator, self.function)
         # Stochastic solvers also need the norms of the columns or rows.
-        self.tracker = LipschitzTracker(operator, inputs=solver.stochastic, outputs=solver.stochastic)
-        self.tracker.train(self.training)
+        self._tracker = LipschitzTracker(operator, inputs=solver.stochastic, outputs=solver.stochastic)
+        self._tracker.train(self.training)
 
     def _describe(self) -> str:
         options = self.options

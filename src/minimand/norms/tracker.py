@@ -1,5 +1,6 @@
 """A bound on the norm of a layer that holds while its weight changes."""
 
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
@@ -14,7 +15,6 @@ from .spectral import EPS, round_up, to_float64, top_singular
 __all__ = ["LipschitzTracker"]
 
 POLICIES = ("drift", "manual")
-STATE = ("anchor", "root_total", "root_inputs", "root_outputs", "direction")
 COLD_RTOL = 1e-3
 WARM_RTOL = 5e-3  # of a renewal during training, where the drift term is larger than this
 # Between these, a float32 sum of squares has neither underflowed nor overflowed.
@@ -29,6 +29,18 @@ class Roots(NamedTuple):
     total: Tensor
     inputs: Tensor
     outputs: Tensor
+
+
+class CertifiedWeight(NamedTuple):
+    """A weight, upper bounds on the norms that it has, and an estimate of its first singular vector."""
+
+    weight: Tensor
+    roots: Roots
+    direction: Tensor
+
+    def pack(self) -> Tensor:
+        """All entries in one tensor, so that a weight and its bounds are published in one assignment."""
+        return torch.cat([self.weight.reshape(-1), *(part.reshape(-1) for part in self.roots), self.direction])
 
 
 class LipschitzTracker(nn.Module):
@@ -52,11 +64,12 @@ class LipschitzTracker(nn.Module):
       the step is then too long.
 
     ``inputs`` and ``outputs`` switch on bounds per input and per output feature. A layer passes its own weight to
-    :meth:`bounds`, so that its tracker can be built with a weight on the meta device. State is in non-persistent
-    buffers: it moves and is copied with the module, and ``state_dict`` stays empty. While compiling, the renewal is a
-    custom operator. While exporting, only the formula is traced, so run the module once before. In training, a renewal
-    of a dense weight starts from the last singular vector and is half a per cent looser; in evaluation the bound
-    depends on the weight alone.
+    :meth:`bounds`, so that its tracker can be built with a weight on the meta device. :math:`W_0` and its bounds are
+    one non-persistent buffer: it moves and is copied with the module, and ``state_dict`` stays empty. A renewal
+    replaces this buffer in one assignment, so that several threads may use one tracker. While compiling, the renewal
+    is a custom operator. While exporting, only the formula is traced, so run the module once before. In training, a
+    renewal of a dense weight starts from the last singular vector and is half a per cent looser; in evaluation the
+    bound depends on the weight alone.
 
     >>> from minimand.operators import Dense
     >>> A = Dense(torch.eye(3))
@@ -67,11 +80,7 @@ class LipschitzTracker(nn.Module):
     (True, True)
     """
 
-    anchor: Tensor
-    root_total: Tensor
-    root_inputs: Tensor
-    root_outputs: Tensor
-    direction: Tensor
+    reference: Tensor
 
     def __init__(
         self,
@@ -109,97 +118,126 @@ class LipschitzTracker(nn.Module):
     def bounds(self, weight: Tensor | None = None) -> Bounds:
         """The bounds for ``weight``, by default the operator's; constants for autograd."""
         weight = self.operator.weight.detach() if weight is None else weight.detach()
-        anchor = self.anchor
-        if weight.shape != anchor.shape or weight.dtype != anchor.dtype:
-            self._reset(weight)
+        kernel = Kernel(weight, self._geometry)
+        # The buffer is read once: another thread may replace it at any time.
+        packed = self._fitting(kernel)
         if self.policy == "manual":
             if self.refreshes == 0 and not is_traced(weight):
-                self.refresh(weight)
-            return self._squared(weight, None)
+                packed = self._renew(kernel, None)
+            return _squared(weight, self._unpack(packed, kernel).roots, None, self.inputs, self.outputs)
         # In evaluation equal weights must have equal bounds, whatever weights came before.
         tolerance = self.tolerance if self.training else 0.0
         if not is_traced(weight):
-            return self._renewed(weight, tolerance)
+            return self._renewed(kernel, packed, tolerance)
         if not torch.compiler.is_exporting() and torch.compiler.is_compiling():
-            _renew(weight, *self._state(), tolerance, self.inputs, self.outputs, *encode(self._geometry))
-        return self._squared(weight, self._drift(weight))
+            flat = _tracked(weight, packed, tolerance, self.inputs, self.outputs, *encode(self._geometry))
+            ends = (1, kernel.inputs if self.inputs else 0, kernel.outputs if self.outputs else 0)
+            total, inputs, outputs = flat.split(ends)
+            return Bounds(total[0], inputs if self.inputs else None, outputs if self.outputs else None)
+        return self._formula(kernel, packed)
 
     @torch.no_grad()
     def refresh(self, weight: Tensor | None = None) -> Self:
         """Certify ``weight`` (by default the operator's) and make it the new reference."""
         weight = self.operator.weight.detach() if weight is None else weight.detach()
-        if weight.shape != self.anchor.shape or weight.dtype != self.anchor.dtype:
-            self._reset(weight)
-        return self._refresh(weight, warm=False)
-
-    def _refresh(self, weight: Tensor, *, warm: bool) -> Self:
-        require_finite("the weight", weight)
-        _anchor(Kernel(weight, self._geometry), *self._state(), self.inputs, self.outputs, warm)
-        self.refreshes += 1
+        self._renew(Kernel(weight, self._geometry), None)
         return self
 
-    def _renewed(self, weight: Tensor, tolerance: float) -> Bounds:
+    def _renew(self, kernel: Kernel, start: Tensor | None) -> Tensor:
+        require_finite("the weight", kernel.weight)
+        packed = _certify(kernel, self.inputs, self.outputs, start).pack()
+        self.reference = packed
+        self.refreshes += 1
+        return packed
+
+    def _renewed(self, kernel: Kernel, packed: Tensor, tolerance: float) -> Bounds:
         """The bounds, after a renewal if the weight has moved too far."""
-        moved = _total_drift(Kernel(weight, self._geometry), self.anchor)
-        # Written so that NaN refreshes, too: the certificate then raises an error that names the weight.
-        if self.refreshes == 0 or not moved <= tolerance * float(self.root_total):
-            self._refresh(weight, warm=tolerance > 0 and self.refreshes > 0)
-            moved = 0.0
+        weight, reference = kernel.weight, self._unpack(packed, kernel)
+        moved = _total_drift(kernel, reference.weight)
+        known = float(reference.roots.total)
+        # Written so that NaN renews, too: the certificate then raises an error that names the weight.
+        if not moved <= tolerance * known:
+            packed = self._renew(kernel, reference.direction if tolerance > 0 and known > 0 else None)
+            reference, moved = self._unpack(packed, kernel), 0.0
+            known = float(reference.roots.total)
         if self.inputs or self.outputs:
             trusted = weight.dtype == torch.float32 and TRUSTED[0] < moved < TRUSTED[1]
             precision = torch.float32 if trusted else torch.float64
-            return self._squared(weight, self._drift(weight, precision) if moved else None)
+            drift = _drift(kernel, reference.weight, self.inputs, self.outputs, precision) if moved else None
+            return _squared(weight, reference.roots, drift, self.inputs, self.outputs)
         # Python numbers: ten operations on tensors of one entry would take longer than the drift.
-        return Bounds(_above((float(self.root_total) + moved) ** 2, weight))
+        return Bounds(_above((known + moved) ** 2, weight))
 
-    def _state(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return self.anchor, self.root_total, self.root_inputs, self.root_outputs, self.direction
+    def _formula(self, kernel: Kernel, packed: Tensor) -> Bounds:
+        """The bounds without a renewal, however far the weight has moved."""
+        reference = self._unpack(packed, kernel)
+        drift = _drift(kernel, reference.weight, self.inputs, self.outputs)
+        return _squared(kernel.weight, reference.roots, drift, self.inputs, self.outputs)
 
-    def _reset(self, weight: Tensor) -> None:
+    def _fitting(self, kernel: Kernel) -> Tensor:
+        """The buffer, after a reset if it belongs to a weight of another size or type."""
+        packed, weight = self.reference, kernel.weight
+        if packed.numel() != sum(_sizes(kernel, self.inputs, self.outputs)) or packed.dtype != weight.dtype:
+            return self._reset(weight)
+        return packed
+
+    def _reset(self, weight: Tensor) -> Tensor:
         """Use a zero weight as the reference: its norm is zero, which is valid and needs no computation."""
         device = None if weight.device.type == "meta" else weight.device
-        kernel = Kernel(weight, self._geometry)
-        inputs = kernel.inputs if self.inputs else 0
-        outputs = kernel.outputs if self.outputs else 0
-        side = min(weight.shape) if self._geometry is None else 0
-        shapes: tuple[tuple[int, ...], ...] = (tuple(weight.shape), (), (inputs,), (outputs,), (side,))
-        for name, shape in zip(STATE, shapes, strict=True):
-            value = torch.zeros(shape, dtype=weight.dtype, device=device)
-            self.register_buffer(name, value, persistent=False)
+        size = sum(_sizes(Kernel(weight, self._geometry), self.inputs, self.outputs))
+        packed = torch.zeros(size, dtype=weight.dtype, device=device)
+        self.register_buffer("reference", packed, persistent=False)
         self.refreshes = 0
+        return packed
 
-    def _drift(self, weight: Tensor, precision: torch.dtype = torch.float64) -> Roots:
-        return _drift(Kernel(weight, self._geometry), self.anchor, self.inputs, self.outputs, precision)
-
-    def _squared(self, weight: Tensor, drift: Roots | None) -> Bounds:
-        # The square of a small float32 number may be zero.
-        work = torch.float32 if weight.device.type == "mps" else torch.float64
-        slack = 1 + 8 * torch.finfo(work).eps
-
-        def square(root: Tensor, moved: Tensor | None) -> Tensor:
-            root = root.to(work)
-            value = root if moved is None else root + moved.to(work)
-            return round_up((value.square() * slack).to(torch.float64), weight.dtype)
-
-        parts = (None, None, None) if drift is None else drift
-        return Bounds(
-            square(self.root_total, parts[0]),
-            square(self.root_inputs, parts[1]) if self.inputs else None,
-            square(self.root_outputs, parts[2]) if self.outputs else None,
-        )
+    def _unpack(self, packed: Tensor, kernel: Kernel) -> CertifiedWeight:
+        return _unpack(packed, kernel, self.inputs, self.outputs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        """Move or cast the buffers. A cast changes the reference weight, and its norms are raised accordingly."""
-        before = self._state()
+        """Move or cast the buffer. A cast changes the reference weight, and its norms are raised accordingly."""
+        before = self.reference
         super()._apply(fn, recurse)
-        if self.anchor.is_meta or before[0].is_meta or self.anchor.dtype == before[0].dtype:
+        after = self.reference
+        if after.is_meta or before.is_meta or after.dtype == before.dtype:
             return self
-        old = before[0].to(self.anchor.device)
-        moved = _drift(Kernel(self.anchor.double(), self._geometry), old.double(), self.inputs, self.outputs)
-        for new, root, extra in zip(self._state()[1:4], before[1:4], moved, strict=True):
-            if new.numel():
-                new.copy_(round_up(root.to(new.device).double() + extra, new.dtype))
+        kernel = Kernel(self.operator.weight.detach(), self._geometry)
+        old = self._unpack(before.to(after.device).double(), kernel)
+        new = self._unpack(after, kernel)
+        moved = _drift(Kernel(new.weight.double(), self._geometry), old.weight, self.inputs, self.outputs)
+        raised = (round_up(root + extra, after.dtype) for root, extra in zip(old.roots, moved, strict=True))
+        self.reference = new._replace(roots=Roots(*raised)).pack()
         return self
+
+
+def _sizes(kernel: Kernel, inputs: bool, outputs: bool) -> tuple[int, int, int, int, int]:
+    """The numbers of entries of a reference's parts."""
+    side = min(kernel.weight.shape) if kernel.geometry is None else 0
+    return kernel.weight.numel(), 1, kernel.inputs if inputs else 0, kernel.outputs if outputs else 0, side
+
+
+def _unpack(packed: Tensor, kernel: Kernel, inputs: bool, outputs: bool) -> CertifiedWeight:
+    """Views of a packed reference to a weight of the kernel's size."""
+    weight, total, columns, rows, direction = packed.split(_sizes(kernel, inputs, outputs))
+    return CertifiedWeight(weight.view(kernel.weight.shape), Roots(total[0], columns, rows), direction)
+
+
+def _squared(weight: Tensor, roots: Roots, drift: Roots | None, inputs: bool, outputs: bool) -> Bounds:
+    """The bounds that roots and drifts of norms imply, in the weight's type."""
+    # The square of a small float32 number may be zero.
+    work = torch.float32 if weight.device.type == "mps" else torch.float64
+    slack = 1 + 8 * torch.finfo(work).eps
+
+    def square(root: Tensor, moved: Tensor | None) -> Tensor:
+        root = root.to(work)
+        value = root if moved is None else root + moved.to(work)
+        return round_up((value.square() * slack).to(torch.float64), weight.dtype)
+
+    moved = (None, None, None) if drift is None else drift
+    return Bounds(
+        square(roots.total, moved[0]),
+        square(roots.inputs, moved[1]) if inputs else None,
+        square(roots.outputs, moved[2]) if outputs else None,
+    )
 
 
 def _total_drift(kernel: Kernel, anchor: Tensor) -> float:
@@ -247,46 +285,33 @@ def _above(value: float, like: Tensor) -> Tensor:
     return like.new_full((), raised if raised <= info.max else float("inf"))
 
 
-def _anchor(
-    kernel: Kernel,
-    anchor: Tensor,
-    root_total: Tensor,
-    root_inputs: Tensor,
-    root_outputs: Tensor,
-    direction: Tensor,
-    inputs: bool,
-    outputs: bool,
-    warm: bool,
-) -> None:
-    """Write the weight and the roots of its certified norms into the buffers."""
+def _certify(kernel: Kernel, inputs: bool, outputs: bool, start: Tensor | None) -> CertifiedWeight:
+    """The kernel's weight as a new reference; a dense norm is found from the singular vector ``start``, if given."""
+    weight = kernel.weight
 
-    def root(norm_sq: Tensor, dtype: torch.dtype) -> Tensor:
-        return round_up(to_float64(norm_sq).sqrt() * (1 + 4 * EPS), dtype).to(anchor.device)
+    def root(norm_sq: Tensor) -> Tensor:
+        return round_up(to_float64(norm_sq).sqrt() * (1 + 4 * EPS), weight.dtype).to(weight.device)
 
-    anchor.copy_(kernel.weight)
-    with torch.autocast(anchor.device.type, enabled=False):
+    none = weight.new_empty(0)
+    with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
         if kernel.geometry is not None:
-            total = kernel.certified()
+            total, direction = kernel.certified(), none
         else:
-            total, vector = top_singular(
-                kernel.weight, rtol=WARM_RTOL if warm else COLD_RTOL, start=direction if warm else None
-            )
-            direction.copy_(vector)
-        root_total.copy_(root(total, root_total.dtype))
-        if inputs:
-            root_inputs.copy_(root(kernel.input_norms_sq(), root_inputs.dtype))
-        if outputs:
-            root_outputs.copy_(root(kernel.output_norms_sq(), root_outputs.dtype))
+            total, vector = top_singular(weight, rtol=COLD_RTOL if start is None else WARM_RTOL, start=start)
+            direction = vector.to(weight)
+        columns = root(kernel.input_norms_sq()) if inputs else none
+        rows = root(kernel.output_norms_sq()) if outputs else none
+        return CertifiedWeight(weight, Roots(root(total), columns, rows), direction)
 
 
-@torch.library.custom_op("minimand::renew_anchor", mutates_args=STATE)
-def _renew(
+#: Compiled graphs write the buffer in place, which no other thread may see half done.
+_WRITING = threading.Lock()
+
+
+@torch.library.custom_op("minimand::tracked_bounds", mutates_args=("packed",))
+def _tracked(
     weight: Tensor,
-    anchor: Tensor,
-    root_total: Tensor,
-    root_inputs: Tensor,
-    root_outputs: Tensor,
-    direction: Tensor,
+    packed: Tensor,
     tolerance: float,
     inputs: bool,
     outputs: bool,
@@ -295,9 +320,32 @@ def _renew(
     dilation: list[int],
     groups: int,
     size: list[int],
-) -> None:
-    """Renew the reference when the weight has moved too far. A custom op hides this branch from the compiler."""
+) -> Tensor:
+    """All bounds in one tensor, after a renewal if the weight has moved too far."""
     kernel = decode(weight, stride, padding, dilation, groups, size)
-    if not _total_drift(kernel, anchor) <= tolerance * float(root_total):
-        warm = tolerance > 0 and bool(root_total > 0)
-        _anchor(kernel, anchor, root_total, root_inputs, root_outputs, direction, inputs, outputs, warm)
+    with _WRITING:
+        reference = _unpack(packed, kernel, inputs, outputs)
+        known = float(reference.roots.total)
+        if not _total_drift(kernel, reference.weight) <= tolerance * known:
+            start = reference.direction if tolerance > 0 and known > 0 else None
+            packed.copy_(_certify(kernel, inputs, outputs, start).pack())
+        drift = _drift(kernel, reference.weight, inputs, outputs)
+        bounds = _squared(weight, reference.roots, drift, inputs, outputs)
+    return torch.cat([part.reshape(-1) for part in bounds if part is not None])
+
+
+@_tracked.register_fake
+def _(
+    weight: Tensor,
+    packed: Tensor,
+    tolerance: float,
+    inputs: bool,
+    outputs: bool,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    size: list[int],
+) -> Tensor:
+    kernel = decode(weight, stride, padding, dilation, groups, size)
+    return weight.new_empty(sum(_sizes(kernel, inputs, outputs)[1:4]))

@@ -45,7 +45,7 @@ class BlockLayer(SolverLayer):
         operator = self.operator(y)
         operator.check_input(y)
         affine = operator.affine(y, self.bias)
-        weight: Tensor = self.weight
+        weight = operator.weight
         bias: Tensor | None = self.bias
         if (norm := self.norm.module) is not None:
             if y.dim() != 1 - operator.feature_dim:
@@ -55,11 +55,11 @@ class BlockLayer(SolverLayer):
                 )
             assert isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d)
             scale, shift, _ = fold_batch_norm(norm, affine)
-            weight = self.weight * scale.reshape(-1, *(1,) * (self.weight.dim() - 1)).to(self.weight.dtype)
+            weight = weight * scale.reshape(-1, *(1,) * (weight.dim() - 1)).to(weight.dtype)
             bias = shift if bias is None else shift + scale * bias
             # The forward of the class: the one of the instance is now the identity.
             affine = type(norm).forward(norm, affine)
-        operator = operator.with_weight(weight).with_bounds(self.tracker.bounds(weight))
+        operator = operator.with_weight(weight).with_bounds(self._tracker.bounds(weight))
         if skip is not None:
             affine = affine + skip
             bias = skip if bias is None else skip + operator.per_feature(bias)
