@@ -8,8 +8,9 @@ from typing import Literal, TypeVar
 from torch import fx, nn
 
 from ...errors import ConversionError, OptionError
-from ..conversion.change import Source, adopt, rewrite
+from ..conversion.change import adopt, rewrite
 from ..conversion.clone import clone
+from ..conversion.rewriting import Rewrite
 from ..conversion.trace import Traced
 from ..convert import check_unwrapped
 from .coefficients import Coefficients, LearnedMomentum
@@ -102,10 +103,11 @@ def as_algorithm(
     edits = _Edits(found, algorithm)
     for stage in picked:
         edits.stage(stage)
-    sources = {path: edits.source(owner) for owner, path in found.paths.items() if owner in edits.touched}
+    touched = [owner for owner in found.paths if owner in edits.touched]
+    rewrites = {found.paths[owner]: Rewrite.of(found.forwards[owner]) for owner in touched}
     result = model if inplace else clone(model)
-    for path, (texts, constants) in sources.items():
-        rewrite(result.get_submodule(path), texts, constants)
+    for path, forward in rewrites.items():
+        rewrite(result.get_submodule(path), forward.sources, forward.constants)
     for path, count in edits.added.items():
         _attach(result.get_submodule(path), algorithm, count, constraint)
     return result
@@ -180,14 +182,6 @@ class _Edits:
             for (before, _), (key, _) in itertools.pairwise(stage.calls):
                 # By name, because the block's own arguments with defaults come first.
                 calls[key].kwargs = {_PREVIOUS: calls[before].args[0]}
-
-    def source(self, owner: nn.Module) -> tuple[tuple[Source, Source], dict[str, object]]:
-        """The source of an edited forward."""
-        own = self.found.forwards[owner]
-        for traced in own.modes:
-            traced.graph.lint()
-        evaluation, training = (Source.of(traced.graph) for traced in own.modes)
-        return (evaluation, training), own.constants
 
     def _block(self, block: nn.Module) -> None:
         """Give a block the previous iterate as an additional argument."""
