@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import Row, at_least, at_most, in_turn, ratio
-from minimand.nn import Architecture, ISTANet, from_public_checkpoint
+from minimand.nn import Architecture, ISTANet
 from minimand.operators import orthonormal_gaussian
+from minimand_papers.checkpoints import from_public_checkpoint
 
 __all__ = ["run"]
 

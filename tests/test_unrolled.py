@@ -1,4 +1,4 @@
-"""Unrolled networks equal the library's solvers with learned parameters, and the papers' networks up to rounding."""
+"""Unrolled networks equal the library's solvers with learned parameters."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,6 @@ from minimand.nn import (
     FISTANet,
     ISTANet,
     UnrolledNet,
-    from_public_checkpoint,
     least_squares_start,
 )
 from minimand.nn.unrolled.parameters import assign
@@ -150,81 +149,6 @@ def test_learned_momentum_is_fista_nets_formula() -> None:
         transform = net.transforms[0]
         shrunk = transform.synthesize(soft_threshold(transform.analyze(transform.features(r)), setting.threshold))
         torch.testing.assert_close(three, transform.image(shrunk, r))
-
-
-# The networks are the papers'
-
-
-def _public_state(phases: int, plus: bool, channels: int, prefix: str) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(1)
-
-    def weight(*shape: int) -> Tensor:
-        return 0.3 * torch.randn(*shape, generator=g, dtype=torch.float64)
-
-    inner = channels if plus else 1
-    state = {}
-    for k in range(phases):
-        values = {
-            "lambda_step": torch.tensor([0.5 + 0.1 * k], dtype=torch.float64),
-            "soft_thr": torch.tensor([0.02 - 0.02 * k], dtype=torch.float64),
-            "conv1_forward": weight(channels, inner, 3, 3),
-            "conv2_forward": weight(channels, channels, 3, 3),
-            "conv1_backward": weight(channels, channels, 3, 3),
-            "conv2_backward": weight(inner, channels, 3, 3),
-        }
-        if plus:
-            values |= {"conv_D": weight(channels, 1, 3, 3), "conv_G": weight(1, channels, 3, 3)}
-        state |= {f"{prefix}fcs.{k}.{name}": value for name, value in values.items()}
-    return state
-
-
-def _paper(
-    state: dict[str, Tensor], prefix: str, phases: int, phi: Tensor, q: Tensor, y: Tensor, plus: bool
-) -> tuple[Tensor, list[Tensor]]:
-    """ISTA-Net and ISTA-Net+ as in the paper's equations."""
-    x, side, residuals = y @ q.mT, math.isqrt(phi.shape[1]), []
-    for k in range(phases):
-        p = {key.rpartition(".")[2]: value for key, value in state.items() if key.startswith(f"{prefix}fcs.{k}.")}
-        r = (x - p["lambda_step"] * (x @ phi.mT - y) @ phi).reshape(-1, 1, side, side)
-        d = F.conv2d(r, p["conv_D"], padding=1) if plus else r
-        forward = F.conv2d(F.conv2d(d, p["conv1_forward"], padding=1).relu(), p["conv2_forward"], padding=1)
-
-        def back(c: Tensor, p: dict[str, Tensor] = p) -> Tensor:
-            return F.conv2d(F.conv2d(c, p["conv1_backward"], padding=1).relu(), p["conv2_backward"], padding=1)
-
-        out = back(forward.sign() * F.relu(forward.abs() - p["soft_thr"]))
-        x = (r + F.conv2d(out, p["conv_G"], padding=1) if plus else out).flatten(1)
-        residuals.append(back(forward) - d)
-    return x, residuals
-
-
-@pytest.mark.parametrize("plus", [False, True])
-@pytest.mark.parametrize("prefix", ["", "module."])
-def test_public_checkpoints_give_the_papers_network(plus: bool, prefix: str) -> None:
-    """Losses, reconstructions and gradients, with a negative threshold as published checkpoints have."""
-    phi, phases = _phi(), 3
-    state = _public_state(phases, plus, 4, prefix)
-    x = torch.rand(6, 16, dtype=torch.float64)
-    q, y = least_squares_start(phi, x), x @ phi.mT
-    net = from_public_checkpoint(state, phi, initial=q).double()
-    for value in state.values():
-        value.requires_grad_()
-    expected, residuals = _paper(state, prefix, phases, phi, q, y, plus)
-    torch.testing.assert_close(net(y), expected, rtol=1e-6, atol=1e-8)
-    loss = F.mse_loss(expected, x) + 0.01 * sum(r.square().mean() for r in residuals)
-    ours = net.loss(y, x)
-    torch.testing.assert_close(ours, loss, rtol=1e-6, atol=1e-10)
-    grads = torch.autograd.grad(
-        loss, [state[f"{prefix}fcs.1.{n}"] for n in ("lambda_step", "soft_thr", "conv2_forward")]
-    )
-    ours.backward()
-    assert net.step.grad is not None
-    assert net.threshold.grad is not None
-    torch.testing.assert_close(net.step.grad[1:2], grads[0], rtol=1e-5, atol=1e-9)
-    torch.testing.assert_close(net.threshold.grad[1:2], grads[1], rtol=1e-5, atol=1e-9)
-    torch.testing.assert_close(
-        net.transforms[1].get_parameter("analysis.1.weight").grad, grads[2], rtol=1e-5, atol=1e-9
-    )
 
 
 @pytest.mark.parametrize("threshold", [0.3, 0.0, -0.3])

@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from minimand.errors import CapabilityError, DataError, NonFiniteError, OptionError, ShapeError
+from minimand.errors import CapabilityError, NonFiniteError, OptionError, ShapeError
 from minimand.nn import (
     Architecture,
     FISTANet,
     ISTANet,
     diagnose,
-    from_public_checkpoint,
     least_squares_start,
     sparse_reconstruction,
 )
@@ -27,14 +26,6 @@ def _phi() -> Tensor:
 
 def _net() -> ISTANet:
     return ISTANet(_phi(), 2, architecture=SMALL)
-
-
-def _state(**values: Tensor) -> dict[str, Tensor]:
-    """A public checkpoint of one phase with two channels."""
-    shapes = {"conv1_forward": (2, 1), "conv2_forward": (2, 2), "conv1_backward": (2, 2), "conv2_backward": (1, 2)}
-    state = {name: torch.zeros(*shape, 3, 3) for name, shape in shapes.items()}
-    state |= {"lambda_step": torch.tensor([0.5]), "soft_thr": torch.tensor([0.01])}
-    return {f"fcs.0.{name}": value for name, value in {**state, **values}.items()}
 
 
 BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
@@ -102,38 +93,6 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "BlockDCT or a Wavelet",
     ),
     "blocks of another size": (lambda: least_squares_start(_phi(), torch.rand(3, 9)), ShapeError, "columns"),
-    "a checkpoint of another layout": (
-        lambda: from_public_checkpoint({"layer.weight": torch.rand(2)}, _phi()),
-        DataError,
-        "layer.weight",
-    ),
-    "a checkpoint without a threshold": (
-        lambda: from_public_checkpoint({"fcs.0.lambda_step": torch.rand(1)}, _phi()),
-        DataError,
-        "soft_thr",
-    ),
-    "a checkpoint with a phase missing": (
-        lambda: from_public_checkpoint({"fcs.1.lambda_step": torch.rand(1)}, _phi()),
-        DataError,
-        "phases",
-    ),
-    "a checkpoint that is a module": (lambda: from_public_checkpoint(_net(), _phi()), DataError, "it is a ISTANet"),
-    "a checkpoint with numbers for keys": (
-        lambda: from_public_checkpoint({0: torch.rand(1)}, _phi()),
-        DataError,
-        "the key 0",
-    ),
-    "a checkpoint with thresholds per channel": (
-        lambda: from_public_checkpoint(_state(soft_thr=torch.zeros(3)), _phi()),
-        DataError,
-        "soft_thr has shape",
-    ),
-    "a checkpoint with NaN": (
-        lambda: from_public_checkpoint(_state(soft_thr=torch.full((1,), torch.nan)), _phi()),
-        NonFiniteError,
-        "fcs.0.soft_thr",
-    ),
-    "an empty checkpoint": (lambda: from_public_checkpoint({}, _phi()), DataError, "phases"),
 }
 
 

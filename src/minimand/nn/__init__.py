@@ -20,7 +20,6 @@ from .unrolled import (
     ISTANet,
     UnrolledNet,
     diagnose,
-    from_public_checkpoint,
     least_squares_start,
     sparse_reconstruction,
 )
@@ -49,7 +48,6 @@ __all__ = [
     "convert",
     "diagnose",
     "explain",
-    "from_public_checkpoint",
     "least_squares_start",
     "revert",
     "sparse_reconstruction",

@@ -2,8 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..errors import CapabilityError
+from ..network.state import preserved
 from ..solvers import FISTA, Problem, Solver, solve, trace
 from .layers import SolverLayer
 from .table import table_lines
@@ -125,8 +125,7 @@ def explain(model: nn.Module, *inputs: Any, **options: Any) -> Explanation:
             f"{type(model).__name__} has no solver layer to explain; convert it first, "
             f'e.g. convert(model, {{"*": ProxGD(iters=10)}})'
         )
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    with torch.inference_mode(False), torch.random.fork_rng(list(devices)), _restored(model, found.values()):
+    with torch.inference_mode(False), preserved(model):
         calls = _calls(model, found, inputs, options)
         reports = [_report(path, found[path], *call) for path, call in calls.items()]
     return Explanation(tuple(reports), tuple(path for path in found if path not in calls))
@@ -135,7 +134,7 @@ def explain(model: nn.Module, *inputs: Any, **options: Any) -> Explanation:
 def _calls(
     model: nn.Module, found: dict[str, SolverLayer], inputs: tuple[Any, ...], options: dict[str, Any]
 ) -> dict[str, tuple[Tensor, Tensor | None]]:
-    """The input and, if given, the skip of each layer in one forward pass."""
+    """The input and, if given, the skip of each layer in one forward pass; leaves hooks on the layers."""
     seen: dict[str, tuple[Tensor, Tensor | None]] = {}
 
     def remember(path: str) -> Callable[..., None]:
@@ -146,29 +145,11 @@ def _calls(
 
         return hook
 
-    handles = [m.register_forward_pre_hook(remember(path), with_kwargs=True) for path, m in found.items()]
-    try:
-        with torch.no_grad():
-            model(*inputs, **options)
-    finally:
-        for handle in handles:
-            handle.remove()
+    for path, layer in found.items():
+        layer.register_forward_pre_hook(remember(path), with_kwargs=True)
+    with torch.no_grad():
+        model(*inputs, **options)
     return seen
-
-
-@contextmanager
-def _restored(model: nn.Module, layers: Iterable[SolverLayer]) -> Iterator[None]:
-    """Restore the layers' generators, and buffers such as batch statistics, on exit."""
-    states = [(g, g.get_state()) for g in {layer.generator for layer in layers} if g is not None]
-    buffers = [(b, b.clone()) for b in model.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in buffers:
-            if buffer.shape == value.shape:
-                buffer.copy_(value)
-        for generator, state in states:
-            generator.set_state(state)
 
 
 def _report(path: str, layer: SolverLayer, y: Tensor, skip: Tensor | None) -> LayerReport:

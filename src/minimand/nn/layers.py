@@ -92,6 +92,9 @@ class SolverLayer(nn.Module, abc.ABC):
     :class:`torch.Generator` to seed the samples of this layer alone.
     """
 
+    #: The attributes that a layer shares with its plain form.
+    _sizes: ClassVar[tuple[str, ...]]
+
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -109,6 +112,22 @@ class SolverLayer(nn.Module, abc.ABC):
         self.generator: torch.Generator | None = None
         #: The path of the layer in the converted network.
         self.path = ""
+
+    @classmethod
+    def from_plain(cls, plain: nn.Module, activation: str | nn.Module | Function, options: SolverOptions) -> Self:
+        """The solver form of a plain layer; the Parameters are shared, not copied."""
+        self = cls.__new__(cls)
+        SolverLayer.__init__(self, activation, options)
+        self._take(plain)
+        return self.train(plain.training)
+
+    def _take(self, plain: nn.Module) -> None:
+        """Take the sizes of a plain layer, and its Parameters, the same objects, so that optimizers keep working."""
+        for name in self._sizes:
+            setattr(self, name, getattr(plain, name))
+        self.register_parameter("weight", cast(nn.Parameter, plain.weight))
+        self.register_parameter("bias", cast(nn.Parameter | None, plain.bias))
+        self._track()
 
     @abc.abstractmethod
     def operator(self, y: Tensor | None = None) -> LinearOperator:
@@ -148,12 +167,6 @@ class SolverLayer(nn.Module, abc.ABC):
         require_real("the input", y)
         require_dtype("the input", y, self.weight)
 
-    def _adopt(self, plain: nn.Module) -> None:
-        """Register the Parameters of a plain layer, the same objects, so that optimizers keep working."""
-        self.register_parameter("weight", cast(nn.Parameter, plain.weight))
-        self.register_parameter("bias", cast(nn.Parameter | None, plain.bias))
-        self._track()
-
     def _track(self) -> None:
         operator, solver = self.operator(), self.options.solver
         solver.check(operator, self.function)
@@ -161,10 +174,12 @@ class SolverLayer(nn.Module, abc.ABC):
         self._tracker = LipschitzTracker(operator, inputs=solver.stochastic, outputs=solver.stochastic)
         self._tracker.train(self.training)
 
-    def _describe(self) -> str:
-        options = self.options
-        parts = [f"activation={self.function}", f"solver={options.solver}"]
-        defaults = SolverOptions()
+    def extra_repr(self) -> str:
+        """The description that ``print`` shows."""
+        options, defaults = self.options, SolverOptions()
+        parts = [str(getattr(self, name)) for name in self._sizes[:2]]
+        parts += [f"{name}={getattr(self, name)}" for name in self._sizes[2:]]
+        parts += [f"bias={self.bias is not None}", f"activation={self.function}", f"solver={options.solver}"]
         parts += [
             f"{field.name}={getattr(options, field.name)!r}"
             for field in dataclasses.fields(options)
@@ -212,6 +227,11 @@ class SolverLinear(SolverLayer):
     True
     """
 
+    _sizes = ("in_features", "out_features")
+
+    in_features: int
+    out_features: int
+
     def __init__(
         self,
         in_features: int,
@@ -230,30 +250,25 @@ class SolverLinear(SolverLayer):
     ) -> None:
         options = SolverOptions(solver, adjoint, ridge, eval_mode, shared_sample, mean_passes)
         super().__init__(activation, options)
-        self.in_features, self.out_features = in_features, out_features
-        plain = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        self._adopt(plain)
-
-    @classmethod
-    def from_plain(cls, plain: nn.Linear, activation: str | nn.Module | Function, options: SolverOptions) -> Self:
-        """The solver form of a plain layer; the Parameters are shared, not copied."""
-        self = cls.__new__(cls)
-        SolverLayer.__init__(self, activation, options)
-        self.in_features, self.out_features = plain.in_features, plain.out_features
-        self._adopt(plain)
-        return self.train(plain.training)
+        self._take(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype))
 
     def operator(self, y: Tensor | None = None) -> Dense:
         """The weight as an operator."""
         return Dense(self.weight)
 
-    def extra_repr(self) -> str:
-        """The description that ``print`` shows."""
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self._describe()}"
-
 
 class _SolverConv(SolverLayer):
     """The base class of convolutional solver layers."""
+
+    _sizes = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups")
+
+    in_channels: int
+    out_channels: int
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...] | str
+    dilation: tuple[int, ...]
+    groups: int
 
     _plain: ClassVar[type[nn.Conv1d] | type[nn.Conv2d]]
     _operator: ClassVar[type[Conv1d] | type[Conv2d]]
@@ -285,36 +300,17 @@ class _SolverConv(SolverLayer):
         sizes = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias)
         self._take(make(*sizes, device=device, dtype=dtype))
 
-    @classmethod
-    def from_plain(
-        cls, plain: nn.Conv1d | nn.Conv2d, activation: str | nn.Module | Function, options: SolverOptions
-    ) -> Self:
-        """The solver form of a plain layer; the Parameters are shared, not copied."""
+    def _take(self, plain: nn.Module) -> None:
         if plain.padding_mode != "zeros":
             raise CapabilityError(
                 f"padding_mode={plain.padding_mode!r} is not supported by solver layers; use padding_mode='zeros'"
             )
-        self = cls.__new__(cls)
-        SolverLayer.__init__(self, activation, options)
-        self._take(plain)
-        return self.train(plain.training)
-
-    def _take(self, plain: nn.Conv1d | nn.Conv2d) -> None:
-        self.in_channels, self.out_channels = plain.in_channels, plain.out_channels
-        self.kernel_size, self.stride, self.padding = plain.kernel_size, plain.stride, plain.padding
-        self.dilation, self.groups = plain.dilation, plain.groups
-        self._adopt(plain)
+        super()._take(plain)
 
     def operator(self, y: Tensor | None = None) -> Conv1d | Conv2d:
         """The weight as an operator on images of the size of ``y``, or of any size."""
         size = None if y is None else tuple(y.shape[2 - self.weight.dim() :])
         return self._operator(self.weight, size, self.stride, self.padding, self.dilation, self.groups)
-
-    def extra_repr(self) -> str:
-        """The description that ``print`` shows."""
-        sizes = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"
-        rest = f"padding={self.padding}, dilation={self.dilation}, groups={self.groups}"
-        return f"{sizes}, {rest}, bias={self.bias is not None}, {self._describe()}"
 
 
 class SolverConv2d(_SolverConv):

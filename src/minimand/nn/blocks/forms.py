@@ -8,17 +8,19 @@ from typing import Literal, TypeVar
 from torch import fx, nn
 
 from ...errors import ConversionError, OptionError
-from ..conversion.change import Source, adopt, rewrite
+from ..conversion.change import adopt, rewrite
 from ..conversion.clone import clone
+from ..conversion.rewriting import Rewrite
 from ..conversion.trace import Traced
 from ..convert import check_unwrapped
 from .coefficients import Coefficients, LearnedMomentum
-from .residual import ResidualAddition, ResidualSearch, ResidualStage, find_stages
+from .residual import ResidualAddition, ResidualSearch, ResidualStage, additions, find_stages
 
 __all__ = ["as_algorithm", "coefficient_parameters"]
 
 M = TypeVar("M", bound=nn.Module)
 _ALGORITHMS = ("heavy_ball", "nesterov")
+_PREVIOUS = "previous_iterate"
 
 
 def coefficient_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
@@ -101,10 +103,11 @@ def as_algorithm(
     edits = _Edits(found, algorithm)
     for stage in picked:
         edits.stage(stage)
-    sources = {path: edits.source(owner) for owner, path in found.paths.items() if owner in edits.touched}
+    touched = [owner for owner in found.paths if owner in edits.touched]
+    rewrites = {found.paths[owner]: Rewrite.of(found.forwards[owner]) for owner in touched}
     result = model if inplace else clone(model)
-    for path, (texts, constants) in sources.items():
-        rewrite(result.get_submodule(path), texts, constants)
+    for path, forward in rewrites.items():
+        rewrite(result.get_submodule(path), forward.sources, forward.constants)
     for path, count in edits.added.items():
         _attach(result.get_submodule(path), algorithm, count, constraint)
     return result
@@ -138,7 +141,7 @@ def _picked(found: ResidualSearch, stages: str | Sequence[str] | None) -> list[R
 def _check_names(found: ResidualSearch, picked: list[ResidualStage], algorithm: str) -> None:
     """Reject blocks that already have an attribute with the name of the coefficients."""
     for stage in picked:
-        for owner in (stage.owner,) if stage.chain is None else stage.chain.blocks:
+        for owner in [block for _, block in stage.calls] or [stage.owner]:
             where = found.paths[owner] or type(owner).__name__
             if hasattr(owner, algorithm):
                 raise ConversionError(f"{where} already has an attribute {algorithm!r}; rename it first")
@@ -165,73 +168,58 @@ class _Edits:
     def stage(self, stage: ResidualStage) -> None:
         """Pass the previous iterate to every update."""
         self.touched.add(stage.owner)
-        if stage.chain is None:
+        if stage.additions:
             path = self.found.paths[stage.owner]
             first = self.added.get(path) or 0
             self.added[path] = first + len(stage)
             for traced in self.found.forwards[stage.owner].modes:
                 self._additions(traced, stage.additions, first)
-            return
-        for block in stage.chain.blocks:
-            if block not in self.touched or self.found.paths[block] not in self.added:
+        for _, block in stage.calls:
+            if self.found.paths[block] not in self.added:
                 self._block(block)
         for traced in self.found.forwards[stage.owner].modes:
             calls = traced.keys(traced.frames[0])
-            nodes = [calls[key] for key in stage.chain.keys]
-            for before, node in itertools.pairwise(nodes):
+            for (before, _), (key, _) in itertools.pairwise(stage.calls):
                 # By name, because the block's own arguments with defaults come first.
-                node.kwargs = {_PREVIOUS: before.args[0]}
-
-    def source(self, owner: nn.Module) -> tuple[tuple[Source, Source], dict[str, object]]:
-        """The source of an edited forward."""
-        own = self.found.forwards[owner]
-        for traced in own.modes:
-            traced.graph.lint()
-        evaluation, training = (Source.of(traced.graph) for traced in own.modes)
-        return (evaluation, training), own.constants
+                calls[key].kwargs = {_PREVIOUS: calls[before].args[0]}
 
     def _block(self, block: nn.Module) -> None:
         """Give a block the previous iterate as an additional argument."""
         path = self.found.paths[block]
         self.touched.add(block)
         self.added[path] = None
-        addition = self.found.forms[block].block
-        assert addition is not None
+        ((addition,),) = self.found.forms[block].chains
         for traced in self.found.forwards[block].modes:
             inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
             if any(str(node.target).startswith("*") or node.target == _PREVIOUS for node in inputs):
                 raise ConversionError(f"{path}: its forward takes *args or **kwargs; give it named arguments")
             with traced.graph.inserting_after(inputs[-1]):
                 previous = traced.graph.placeholder(_PREVIOUS, default_value=None)
-            self._update(traced, addition, inputs[0], previous, self.algorithm)
+            add, _ = additions(traced)[addition.index]
+            self._update(traced.graph, add, inputs[0], previous, self.algorithm)
 
-    def _additions(self, traced: Traced, additions: tuple[ResidualAddition, ...], first: int) -> None:
-        calls = traced.keys(traced.frames[0])
-        names = {node.name: node for node in traced.graph.nodes}
-        skips = [names[a.skip] if isinstance(a.skip, str) else calls[a.skip] for a in additions]
-        for k, (addition, skip) in enumerate(zip(additions, skips, strict=True)):
-            self._update(traced, addition, skip, skips[k - 1] if k else None, f"{self.algorithm}.{first + k}")
+    def _additions(self, traced: Traced, chain: tuple[ResidualAddition, ...], first: int) -> None:
+        previous = None
+        found = additions(traced)
+        for k, addition in enumerate(chain, first):
+            add, operands = found[addition.index]
+            self._update(traced.graph, add, operands[addition.operand], previous, f"{self.algorithm}.{k}")
+            previous = operands[addition.operand]
 
-    def _update(
-        self, traced: Traced, addition: ResidualAddition, x: fx.Node, previous: fx.Node | None, target: str
-    ) -> None:
+    def _update(self, graph: fx.Graph, add: fx.Node, x: fx.Node, previous: fx.Node | None, target: str) -> None:
         """Replace x by β₁x + β₂x₋, in the skip (heavy ball) or in the whole block (Nesterov)."""
-        add = traced.keys(traced.frames[0])[addition.key]
         args = (x,) if previous is None else (x, previous)
         if self.algorithm == "heavy_ball":
-            with traced.graph.inserting_before(add):
-                mixed = traced.graph.call_module(target, args)
-            add.args = tuple(mixed if i == addition.operand else arg for i, arg in enumerate(add.args))
+            with graph.inserting_before(add):
+                mixed = graph.call_module(target, args)
+            add.args = tuple(mixed if arg is x else arg for arg in add.args)
             return
         inside = _between(x, add)
-        with traced.graph.inserting_after(x if previous is None or x.op != "placeholder" else previous):
-            mixed = traced.graph.call_module(target, args)
+        with graph.inserting_after(x if previous is None or x.op != "placeholder" else previous):
+            mixed = graph.call_module(target, args)
         for user in list(x.users):
             if user in inside and user is not mixed:
                 user.replace_input_with(x, mixed)
-
-
-_PREVIOUS = "previous_iterate"
 
 
 def _between(x: fx.Node, add: fx.Node) -> set[fx.Node]:

@@ -1,6 +1,7 @@
 """Residual blocks of a network, and the stages that they form."""
 
 import dataclasses
+import itertools
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +18,7 @@ from ..layers import SolverLayer
 from .coefficients import LearnedMomentum
 from .network import OptimizationNet
 
-__all__ = ["BlockSequence", "ForwardStructure", "ResidualAddition", "ResidualSearch", "ResidualStage", "find_stages"]
+__all__ = ["ResidualAddition", "ResidualSearch", "ResidualStage", "additions", "find_stages"]
 
 _POINTWISE = (
     nn.Identity,
@@ -30,101 +31,82 @@ _POINTWISE = (
 
 @dataclasses.dataclass(frozen=True)
 class ResidualAddition:
-    """A residual addition: its call, the index of the skip operand, and the call or input that the skip comes from."""
+    """A residual addition: its index among the additions in a forward, and the index of its skip operand."""
 
-    key: Key
+    index: int
     operand: int
-    skip: Key | str
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardStructure:
-    """The residual additions and the calls of children in a module's forward.
+    """The residual additions in a module's forward.
 
     Attributes:
-        block: The only addition, if the module is a residual block: its input plus a function of its input.
-        chains: Sequences of additions, each to the result of the previous one.
-        calls: Sequences of calls of children, each with the result of the previous one.
-        others: Calls of children with more or less than one positional argument.
+        chains: Sequences of residual additions, each to the result of the previous one.
+        is_block: Whether the module is a residual block: its input plus a function of its input.
     """
 
-    block: ResidualAddition | None
     chains: tuple[tuple[ResidualAddition, ...], ...]
-    calls: tuple[tuple[Key, ...], ...]
-    others: tuple[Key, ...]
+    is_block: bool
 
-
-@dataclasses.dataclass(frozen=True)
-class BlockSequence:
-    """Blocks that a forward calls one after the other."""
-
-    keys: tuple[Key, ...]
-    blocks: tuple[nn.Module, ...]
+    def __str__(self) -> str:
+        if inline := [len(chain) for chain in self.chains if len(chain) > 1]:
+            return f"{sum(inline)} residual additions in its own forward"
+        return "a residual block" if self.is_block else "has no residual addition of its input"
 
 
 @dataclasses.dataclass(frozen=True)
 class ResidualStage:
-    """Consecutive residual updates: the module whose forward has them, and either its blocks or its own additions."""
+    """Consecutive residual updates in the forward of a module: calls of residual blocks, or additions."""
 
     path: str
     owner: nn.Module
-    chain: BlockSequence | None = None
+    calls: tuple[tuple[Key, nn.Module], ...] = ()
     additions: tuple[ResidualAddition, ...] = ()
 
     def __len__(self) -> int:
-        return len(self.additions) if self.chain is None else len(self.chain.blocks)
+        return len(self.calls) or len(self.additions)
 
 
 @dataclasses.dataclass
 class ResidualSearch:
     """The stages in a scratch copy of a network, and a note on every module that was examined."""
 
-    model: nn.Module
-    forwards: dict[nn.Module, Shallow]
-    forms: dict[nn.Module, ForwardStructure]
-    stages: list[ResidualStage]
     paths: dict[nn.Module, str]
-    seen: list[str]
+    forwards: dict[nn.Module, Shallow] = dataclasses.field(default_factory=dict)
+    forms: dict[nn.Module, ForwardStructure] = dataclasses.field(default_factory=dict)
+    stages: list[ResidualStage] = dataclasses.field(default_factory=list)
+    seen: list[str] = dataclasses.field(default_factory=list)
 
 
 def find_stages(model: nn.Module) -> ResidualSearch:
     """Trace every forward of a scratch copy separately, and find the stages."""
-    copied = scratch(model)
-    paths = {module: path for path, module in copied.named_modules()}
-    found = ResidualSearch(copied, {}, {}, [], paths, [])
-    formed = {module: name for module in paths for name in _momenta(module)}
+    found = ResidualSearch({module: path for path, module in scratch(model).named_modules()})
+    formed = {module: name for module in found.paths for name in _momenta(module)}
     inside = {part for module, name in formed.items() for part in module.get_submodule(name).modules()}
-    for module, path in paths.items():
+    for module, path in found.paths.items():
         if module in inside or is_builtin(module) or isinstance(module, SolverLayer | nn.ModuleList | nn.ModuleDict):
             continue
         where = f"{path or 'the model'} ({type(module).__name__})"
         if isinstance(module, OptimizationNet):
             found.seen.append(f"{where}: is an algorithm already; set it, or learnable=True, in its constructor")
-            continue
-        if module in formed:
+        elif module in formed:
             found.seen.append(f"{where}: already has its {formed[module]} form; revert the model first")
-            continue
-        try:
-            found.forwards[module] = own = shallow(module)
-            found.forms[module] = form = _form(own)
-        except Unfaithful as reason:
-            found.seen.append(f"{where}: {reason}")
-            continue
-        found.seen.append(f"{where}: {_words(form)}")
-    found.seen += _left_out(found)
-    found.stages = list(_stages(found))
-    return found
-
-
-def _left_out(found: ResidualSearch) -> Iterator[str]:
-    """Residual blocks that are in no stage, because they are called with additional arguments."""
+        else:
+            try:
+                found.forwards[module] = own = shallow(module)
+                found.forms[module] = form = _form(own)
+                found.seen.append(f"{where}: {form}")
+            except Unfaithful as reason:
+                found.seen.append(f"{where}: {reason}")
     for owner, form in found.forms.items():
-        own = found.forwards[owner].modes[0]
-        nodes = own.keys(own.frames[0])
-        for block in dict.fromkeys(_called(nodes[key], own) for key in form.others):
-            if (inner := found.forms.get(block)) is not None and inner.block is not None:
-                caller = found.paths[owner] or "the model"
-                yield f"{found.paths[block]}: {caller} calls it with additional arguments, so it is in no stage"
+        inline = [chain for chain in form.chains if len(chain) > 1]
+        found.stages += [ResidualStage(found.paths[owner], owner, additions=chain) for chain in inline]
+        for run in _runs(owner, found):
+            parts = zip(*(found.paths[block].split(".") for _, block in run), strict=False)
+            common = [names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, parts)]
+            found.stages.append(ResidualStage(".".join(common), owner, tuple(run)))
+    return found
 
 
 def _momenta(module: nn.Module) -> Iterator[str]:
@@ -135,103 +117,68 @@ def _momenta(module: nn.Module) -> Iterator[str]:
             yield name
 
 
-def _words(form: ForwardStructure) -> str:
-    if form.chains:
-        return f"{sum(map(len, form.chains))} residual additions in its own forward"
-    return "a residual block" if form.block is not None else "has no residual addition of its input"
-
-
-def _stages(found: ResidualSearch) -> Iterator[ResidualStage]:
-    """The sequences of at least two residual updates."""
-    for owner, form in found.forms.items():
-        for chain in form.chains:
-            yield ResidualStage(found.paths[owner], owner, None, chain)
-        own = found.forwards[owner].modes[0]
-        nodes = own.keys(own.frames[0])
-        for run in form.calls:
-            for part in _residual_runs(run, found, own, nodes):
-                blocks = tuple(_called(nodes[key], own) for key in part)
-                yield ResidualStage(
-                    _common([found.paths[block] for block in blocks]), owner, BlockSequence(part, blocks)
-                )
-
-
-def _residual_runs(
-    run: tuple[Key, ...], found: ResidualSearch, own: Traced, nodes: dict[Key, fx.Node]
-) -> Iterator[Any]:
-    part: list[Key] = []
-    for key in run:
-        form = found.forms.get(_called(nodes[key], own))
-        if form is not None and form.block is not None:
-            part.append(key)
+def _runs(owner: nn.Module, found: ResidualSearch) -> Iterator[list[tuple[Key, nn.Module]]]:
+    """Sequences of two or more calls of residual blocks, each with only the result of the previous one."""
+    evaluation, training = (traced.keys(traced.frames[0]) for traced in found.forwards[owner].modes)
+    blocks: dict[Any, nn.Module] = {id(module): module for module, form in found.forms.items() if form.is_block}
+    runs: list[list[tuple[Key, nn.Module]]] = []
+    notes = []
+    for key in evaluation:
+        block = blocks.get(key[1])
+        if block is None or key not in training:
             continue
-        if len(part) > 1:
-            yield tuple(part)
-        part = []
-    if len(part) > 1:
-        yield tuple(part)
-
-
-def _called(node: fx.Node, own: Traced) -> nn.Module:
-    module = own.module(node)
-    assert module is not None
-    return module
-
-
-def _common(paths: list[str]) -> str:
-    """The path of the module that contains the blocks."""
-    parts = [path.split(".") for path in paths]
-    shared = []
-    for names in zip(*parts, strict=False):
-        if len(set(names)) > 1:
-            break
-        shared.append(names[0])
-    return ".".join(shared)
+        if any(len(node.args) != 1 or node.kwargs for node in (evaluation[key], training[key])):
+            caller = found.paths[owner] or "the model"
+            notes.append(f"{found.paths[block]}: {caller} calls it with additional arguments, so it is in no stage")
+            continue
+        for run in runs:
+            if all(calls[key].args[0] is calls[run[-1][0]] for calls in (evaluation, training)):
+                run.append((key, block))
+                break
+        else:
+            runs.append([(key, block)])
+    found.seen += dict.fromkeys(notes)
+    return (run for run in runs if len(run) > 1)
 
 
 # One forward ---------------------------------------------------------------------------------------------------------
 
 
 def _form(own: Shallow) -> ForwardStructure:
-    evaluation, training = (_mode(traced) for traced in own.modes)
+    evaluation, training = map(_structure, own.modes)
     if evaluation != training:
-        raise Unfaithful("makes different additions or calls in training than in evaluation")
+        raise Unfaithful("makes different additions in training than in evaluation")
     return evaluation
 
 
-def _mode(traced: Traced) -> ForwardStructure:
-    keys = {node: key for key, node in traced.keys(traced.frames[0]).items()}
+def _structure(traced: Traced) -> ForwardStructure:
     before = _ancestors(traced.graph)
-    inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
-    additions: list[tuple[fx.Node, int, fx.Node]] = []
-    for node in traced.graph.nodes:
-        pair = operands_of(node) if node in keys else None
-        if pair is None:
-            continue
-        for operand, (skip, branch) in enumerate((pair, pair[::-1])):
+    adds = additions(traced)
+    chains: list[list[ResidualAddition]] = []
+    for index, (_, operands) in enumerate(adds):
+        for operand, (skip, branch) in enumerate((operands, operands[::-1])):
             if skip in before[branch] and _computes(before[branch] - before[skip] - {skip} | {branch}, traced):
-                additions.append((node, operand, skip))
+                chain = next((c for c in chains if _follows(skip, adds[c[-1].index][0], traced)), None)
+                if chain is None:
+                    chains.append(chain := [])
+                chain.append(ResidualAddition(index, operand))
                 break
-    chains: list[list[tuple[fx.Node, int, fx.Node]]] = []
-    for addition in additions:
-        last = next((chain for chain in chains if _follows(addition[2], chain[-1][0], traced)), None)
-        if last is None:
-            chains.append([addition])
-        else:
-            last.append(addition)
+    return ForwardStructure(tuple(map(tuple, chains)), _is_block(chains, traced))
 
-    def record(addition: tuple[fx.Node, int, fx.Node]) -> ResidualAddition:
-        node, operand, skip = addition
-        return ResidualAddition(keys[node], operand, keys.get(skip, skip.name))
 
-    block = None
-    if len(additions) == 1 and inputs and additions[0][2] is inputs[0]:
-        (returned,) = (node.args[0] for node in traced.graph.nodes if node.op == "output")
-        if isinstance(returned, fx.Node) and _follows(returned, additions[0][0], traced):
-            block = record(additions[0])
-    longer = tuple(tuple(map(record, chain)) for chain in chains if len(chain) > 1)
-    others = tuple(key for node, key in keys.items() if node.op == "call_module" and not _alone(node))
-    return ForwardStructure(block, longer, tuple(_runs(traced, keys)), others)
+def _is_block(chains: list[list[ResidualAddition]], traced: Traced) -> bool:
+    """Whether a forward returns its only residual addition, which adds its input."""
+    if len(chains) != 1 or len(chains[0]) != 1:
+        return False
+    add, operands = additions(traced)[chains[0][0].index]
+    first, *_, output = traced.graph.nodes
+    returned = output.args[0]
+    return operands[chains[0][0].operand] is first and isinstance(returned, fx.Node) and _follows(returned, add, traced)
+
+
+def additions(traced: Traced) -> list[tuple[fx.Node, tuple[fx.Node, fx.Node]]]:
+    """The calls in a forward that add two tensors, with these tensors."""
+    return [(node, pair) for node in traced.frames[0].calls if (pair := operands_of(node)) is not None]
 
 
 def _ancestors(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
@@ -253,7 +200,7 @@ def _computes(nodes: set[fx.Node], traced: Traced) -> bool:
 
 
 def _follows(value: fx.Node, add: fx.Node, traced: Traced) -> bool:
-    """Whether a value is the result of an addition, possibly after entrywise operations."""
+    """Whether a value is the result of an addition, possibly after activations, normalisations and dropouts."""
     while value is not add:
         sources = value.all_input_nodes
         if len(sources) != 1 or not _pointwise(value, traced):
@@ -263,29 +210,7 @@ def _follows(value: fx.Node, add: fx.Node, traced: Traced) -> bool:
 
 
 def _pointwise(node: fx.Node, traced: Traced) -> bool:
-    """Whether a call keeps the shape: an activation, a normalisation, a dropout."""
     if (module := traced.module(node)) is not None:
         return is_activation(module) or isinstance(module, _POINTWISE)
     target: Any = node.target if node.op == "call_function" else getattr(torch.Tensor, str(node.target), None)
     return node.op in ("call_function", "call_method") and (is_activation(target) or target is F.dropout)
-
-
-def _alone(node: fx.Node) -> bool:
-    """Whether a call has exactly one argument, a positional one."""
-    return len(node.args) == 1 and not node.kwargs
-
-
-def _runs(traced: Traced, keys: dict[fx.Node, Key]) -> Iterator[tuple[Key, ...]]:
-    """Maximal sequences of calls of modules, each with only the result of the previous one."""
-    after: dict[fx.Node, fx.Node] = {}
-    calls = [node for node in keys if node.op == "call_module" and _alone(node)]
-    for node in calls:
-        if isinstance(source := node.args[0], fx.Node):
-            after.setdefault(source, node)
-    starts = [node for node in calls if node.args[0] not in calls or after[node.args[0]] is not node]  # type: ignore[index]
-    for node in starts:
-        run = [node]
-        while (following := after.get(run[-1])) is not None:
-            run.append(following)
-        if len(run) > 1:
-            yield tuple(keys[node] for node in run)

@@ -74,22 +74,16 @@ class Dropout:
     node: fx.Node | None = None
 
 
-_DROPOUT_UNITS: Mapping[type[nn.Module], str] = {
-    nn.Dropout: "entries",
-    nn.Dropout1d: "channels of a sequence",
-    nn.Dropout2d: "channels of a map",
-    nn.Dropout3d: "channels of a volume",
-    nn.AlphaDropout: "alpha",
-    nn.FeatureAlphaDropout: "alpha",
+#: Dropout modules with their functions, and the units that they drop.
+_DROPOUTS: Mapping[tuple[type[nn.Module], Any], str] = {
+    (nn.Dropout, F.dropout): "entries",
+    (nn.Dropout1d, F.dropout1d): "channels of a sequence",
+    (nn.Dropout2d, F.dropout2d): "channels of a map",
+    (nn.Dropout3d, F.dropout3d): "channels of a volume",
+    (nn.AlphaDropout, F.alpha_dropout): "alpha",
+    (nn.FeatureAlphaDropout, F.feature_alpha_dropout): "alpha",
 }
-_DROPOUT_FUNCTIONS: Mapping[Any, str] = {
-    F.dropout: "entries",
-    F.dropout1d: "channels of a sequence",
-    F.dropout2d: "channels of a map",
-    F.dropout3d: "channels of a volume",
-    F.alpha_dropout: "alpha",
-    F.feature_alpha_dropout: "alpha",
-}
+_DROPOUT_FUNCTIONS: Mapping[Any, str] = {function: unit for (_, function), unit in _DROPOUTS.items()}
 _ALIASES: Mapping[Any, Any] = {
     torch.dropout: F.dropout,
     torch.dropout_: F.dropout,
@@ -286,7 +280,7 @@ def _is_activation(reader: fx.Node, node: fx.Node, traced: Traced) -> bool:
 
 def dropout_of(module: Any) -> Dropout | None:
     """The dropout that a module applies; None if it is not a dropout."""
-    for kind, unit in _DROPOUT_UNITS.items():
+    for (kind, _), unit in _DROPOUTS.items():
         if isinstance(module, kind) and type(module).forward is kind.forward:
             given = vars(module)
             return Dropout(given["p"], unit, given["inplace"])

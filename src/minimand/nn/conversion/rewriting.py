@@ -6,7 +6,7 @@ from typing import Any
 from torch import fx, nn
 
 from .change import Source
-from .shallow import Unfaithful, shallow
+from .shallow import Shallow, Unfaithful, shallow
 from .trace import Key
 
 __all__ = ["Edit", "Rewrite", "rewritten"]
@@ -21,6 +21,14 @@ class Rewrite:
 
     sources: tuple[Source, Source]
     constants: dict[str, Any]
+
+    @classmethod
+    def of(cls, own: Shallow) -> "Rewrite":
+        """The forward that the graphs, as they are edited, describe."""
+        for traced in own.modes:
+            traced.graph.lint()
+        evaluation, training = (Source.of(traced.graph) for traced in own.modes)
+        return cls((evaluation, training), own.constants)
 
 
 def rewritten(owner: nn.Module, modes: tuple[list[set[Edit]], list[set[Edit]]], plain: set[frozenset[str]]) -> Rewrite:
@@ -45,8 +53,7 @@ def rewritten(owner: nn.Module, modes: tuple[list[set[Edit]], list[set[Edit]]], 
                 _apply(edit, calls, traced.graph)
             except KeyError:
                 raise Unfaithful("makes other calls when it is traced on its own") from None
-        traced.graph.lint()
-    return Rewrite((Source.of(own.modes[0].graph), Source.of(own.modes[1].graph)), own.constants)
+    return Rewrite.of(own)
 
 
 def _apply(edit: Edit, calls: dict[Key, fx.Node], graph: fx.Graph) -> None:

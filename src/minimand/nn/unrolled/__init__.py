@@ -2,7 +2,6 @@
 
 from .admmnet import ADMMNet
 from .base import PhaseResult, PhaseSetting, UnrolledNet
-from .checkpoints import PUBLIC_KEYS, from_public_checkpoint
 from .classical import CycleSpinning, sparse_reconstruction
 from .diagnose import Diagnosis, PhaseReport, diagnose
 from .fistanet import FISTANet
@@ -11,7 +10,6 @@ from .start import least_squares_start
 from .transform import Architecture, Shrinkage, Transform
 
 __all__ = [
-    "PUBLIC_KEYS",
     "ADMMNet",
     "Architecture",
     "CycleSpinning",
@@ -25,7 +23,6 @@ __all__ = [
     "Transform",
     "UnrolledNet",
     "diagnose",
-    "from_public_checkpoint",
     "least_squares_start",
     "sparse_reconstruction",
 ]

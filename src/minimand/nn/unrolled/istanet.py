@@ -78,13 +78,10 @@ class ISTANet(UnrolledNet):
 
     def advance(self, problem: Problem, state: GradientState, setting: PhaseSetting, k: int) -> GradientState:
         """One iteration of proximal gradient descent."""
-        move = state.move._replace(offset=setting.step * self._linear(state), step=setting.step)
+        # At unit step the offset of the map is Φᵀy, computed once for all phases.
+        move = state.move._replace(offset=setting.step * state.move.offset, step=setting.step)
         new = ProxGD(self.phases).advance(problem, GradientState(state.x, move), k, None)
         return GradientState(new.x, state.move)
-
-    def _linear(self, state: GradientState) -> Tensor:
-        # At unit step the offset of the map is Φᵀy, computed once for all phases.
-        return state.move.offset
 
     def faults(self, setting: PhaseSetting) -> list[str]:
         r"""Proximal gradient descent converges for steps in :math:`(0, 2/L)` and thresholds that are not negative."""

@@ -1,4 +1,4 @@
-"""Reading the public ISTA-Net checkpoints."""
+"""Reading the checkpoints that the authors of ISTA-Net published."""
 
 import re
 from collections.abc import Mapping
@@ -6,11 +6,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ...errors import DataError, require_finite
-from ...operators import LinearOperator
-from .istanet import ISTANet
-from .parameters import assign
-from .transform import Architecture
+from minimand.errors import DataError, require_finite
+from minimand.nn import Architecture, ISTANet
+from minimand.nn.unrolled.parameters import assign
+from minimand.operators import LinearOperator
 
 __all__ = ["PUBLIC_KEYS", "from_public_checkpoint"]
 
