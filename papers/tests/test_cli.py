@@ -126,7 +126,7 @@ def test_a_run_by_path_ends_in_a_result_and_a_report(capsys: pytest.CaptureFixtu
     call("run", FILE, "--preset", "smoke", "--out", str(tmp_path), *short)
     assert (tmp_path / "user-made" / "smoke" / "result.json").is_file()
     assert list(tmp_path.glob("**/events.out.tfevents*"))
-    call("report", "--out", str(tmp_path), "--markdown", str(tmp_path / "pages"))
+    call("report", "--out", str(tmp_path), "--markdown", str(tmp_path / "pages"), "--experiment", FILE)
     assert "user-made" in (tmp_path / "pages" / "other.md").read_text()
     assert "A user" in (tmp_path / "report.html").read_text()
     assert "Report:" in capsys.readouterr().out

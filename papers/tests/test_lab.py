@@ -197,7 +197,7 @@ def test_an_error_says_in_which_part(tmp_path: Path) -> None:
 
 
 def test_results_come_back_as_they_were_measured(uninterrupted: Path) -> None:
-    experiment, results, stored = read_results(uninterrupted)
+    experiment, results, stored = read_results(uninterrupted, [find(FILE)])
     assert results.options == experiment.presets["smoke"].options
     finals = {
         path: records[-1]["test"] for path, records in numbers(uninterrupted).items() if path.startswith("seed-1")

@@ -14,6 +14,7 @@ import tyro
 
 from minimand.errors import MinimandError, OptionError
 
+from .experiment import Experiment
 from .progress import Display
 from .registry import experiments, find
 from .runner import RunSetting
@@ -111,6 +112,7 @@ def report(
     open: bool = False,
     file: Path | None = None,
     markdown: Path | None = None,
+    experiment: tuple[Path, ...] = (),
 ) -> None:
     """Write one self-contained HTML page of all results: the paper's numbers beside ours, with plots.
 
@@ -121,6 +123,8 @@ def report(
         open: Open the page in a browser.
         file: The path of the page (default: report.html in the directory of all runs).
         markdown: Also write one Markdown page per source into this directory.
+        experiment: Python files that define experiments of your own, whose results are to be shown, too. Their code is
+            run; result files alone never run code.
     """
     from rich.console import Console
 
@@ -132,10 +136,11 @@ def report(
         )
     if markdown is not None and markdown.is_file():
         raise OptionError(f"--markdown takes a directory, and {markdown} is a file")
-    path = write_report(out, file)
+    own = [find(str(path)) for path in experiment]
+    path = write_report(out, file, own=own)
     Console().print(f"Report: {path}", soft_wrap=True)
     if markdown is not None:
-        names = ", ".join(page.name for page in write_pages(out, markdown))
+        names = ", ".join(page.name for page in write_pages(out, markdown, own=own))
         Console().print(f"Pages:  {names} in {markdown}", soft_wrap=True)
     if open:
         import webbrowser
@@ -259,18 +264,19 @@ def _run(given: list[str]) -> None:
     console = Console()
     path = run_setting(setting, Display(console, quiet=not main_process))
     if main_process:
-        _summary(path, console)
+        _summary(path, console, [experiment])
         console.print(f"Result: {path}", soft_wrap=True)
-        console.print(f"Page:   minimand report --out {setting.out}", soft_wrap=True)
+        more = f" --experiment {given[0]}" if given[0].endswith(".py") else ""
+        console.print(f"Page:   minimand report --out {setting.out}{more}", soft_wrap=True)
 
 
-def _summary(path: Path, console: Any) -> None:
+def _summary(path: Path, console: Any, own: Sequence[Experiment[Any]] = ()) -> None:
     """Print the experiment's table and findings."""
     from rich.table import Table
 
     from .report.sections import section
 
-    found = section(path.parent, pictures=False)
+    found = section(path.parent, pictures=False, own=own)
     table = Table("", "paper", "measured", title=f"{found.title} ({found.preset})")
     for column in table.columns[1:]:
         column.justify = "right"

@@ -14,7 +14,7 @@ from minimand.errors import OptionError
 from .experiment import Experiment
 from .sources import SOURCES, Publication
 
-__all__ = ["experiments", "find", "source_of"]
+__all__ = ["experiments", "find", "find_named", "source_of"]
 
 
 def _modules() -> dict[str, str]:
@@ -41,8 +41,11 @@ def source_of(name: str) -> Publication | None:
 
 def find(name: str) -> Experiment[Any]:
     """The experiment of this name, or the one that a Python file defines as ``experiment``."""
-    if name.endswith(".py"):
-        return _from_file(Path(name))
+    return _from_file(Path(name)) if name.endswith(".py") else find_named(name)
+
+
+def find_named(name: str) -> Experiment[Any]:
+    """The experiment of the package with this name; a name is never taken for a file."""
     modules = _modules()
     if name not in modules:
         near = difflib.get_close_matches(name, modules, n=3)

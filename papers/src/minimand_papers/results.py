@@ -1,13 +1,15 @@
 """The result file of an experiment: protocol, versions, and every record."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from minimand.errors import OptionError
+
 from .experiment import Experiment, Results
-from .registry import find
+from .registry import find_named
 from .setting import Job, RunSetting, device_of, options_of
 from .store import Records, read_json, versions, write_json
 
@@ -16,15 +18,31 @@ __all__ = ["RESULT", "read_results", "write_result"]
 RESULT = "result.json"
 
 
-def read_results(directory: Path) -> tuple[Experiment[Any], Results[Any], dict[str, Any]]:
-    """The experiment, its measurements and the content of its result file."""
-    stored = read_json(directory / RESULT)
-    experiment = find(stored.get("file") or stored["experiment"])
+def read_results(
+    directory: Path, own: Sequence[Experiment[Any]] = ()
+) -> tuple[Experiment[Any], Results[Any], dict[str, Any]]:
+    """The experiment, its measurements and the content of its result file.
+
+    A result file is data: it never makes this function import code. The experiments of a user's own files are given as
+    ``own``; all others come with the package.
+    """
+    stored = read_json(directory / RESULT, ("experiment", "preset", "options", "seeds", "records"))
+    experiment = _experiment(stored, own)
     options = experiment.restore(stored["preset"], stored["options"])
     records = {
         part: {int(seed): list(values) for seed, values in seeds.items()} for part, seeds in stored["records"].items()
     }
     return experiment, Results(options, stored["preset"], records), stored
+
+
+def _experiment(stored: dict[str, Any], own: Sequence[Experiment[Any]]) -> Experiment[Any]:
+    name = str(stored["experiment"])
+    if not stored.get("file"):
+        return find_named(name)
+    for experiment in own:
+        if experiment.name == name:
+            return experiment
+    raise OptionError(f"{name} is defined in a file of your own; name that file with --experiment {stored['file']}")
 
 
 def write_result(experiment: Experiment[Any], setting: RunSetting, directory: Path, jobs: list[Job]) -> None:
@@ -37,12 +55,12 @@ def write_result(experiment: Experiment[Any], setting: RunSetting, directory: Pa
         if not done.is_file():
             complete = False
             continue
-        seconds += read_json(done)["seconds"]
+        seconds += read_json(done, ("seconds",))["seconds"]
         lines = [_rounded(record) for record in Records(directory / job.folder / "metrics.jsonl")]
         records.setdefault(job.part.name, {})[str(job.seed)] = lines
     result = {
         "experiment": experiment.name,
-        "file": str(Path(setting.name).resolve()) if setting.name.endswith(".py") else None,
+        "file": Path(setting.name).name if setting.name.endswith(".py") else None,
         "source": experiment.source,
         "preset": setting.preset,
         "options": options_of(setting),

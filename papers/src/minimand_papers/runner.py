@@ -90,7 +90,7 @@ def _prepare(experiment: Experiment[Any], setting: RunSetting, directory: Path) 
     path = directory / "protocol.json"
     assert setting.seeds is not None
     if path.is_file() and setting.resume:
-        stored = read_json(path)
+        stored = read_json(path, ("options", "seeds"))
         if stored["options"] != options:
             different = [
                 f"{key}={stored['options'].get(key)!r} there, {value!r} now"

@@ -6,7 +6,7 @@ import math
 import os
 import platform
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -78,12 +78,18 @@ def write_json(path: Path, value: Any) -> None:
         file.write(text.encode())
 
 
-def read_json(path: Path) -> Any:
-    """Read the value that :func:`write_json` wrote."""
+def read_json(path: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
+    """Read the dictionary that :func:`write_json` wrote, and check that it has ``keys``."""
+    remedy = "delete it and run the experiment again"
     try:
-        return _numbers(json.loads(path.read_text(encoding="utf-8")))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(f"{path} is damaged ({error}); delete it and run the experiment again") from error
+        value = _numbers(json.loads(path.read_text(encoding="utf-8")))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise DataError(f"{path} is damaged ({error}); {remedy}") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{path} holds a {type(value).__name__} instead of a dictionary; {remedy}")
+    if missing := [key for key in keys if key not in value]:
+        raise DataError(f"{path} lacks {', '.join(missing)}; {remedy}")
+    return value
 
 
 def _plain(value: Any) -> Any:

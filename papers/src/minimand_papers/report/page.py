@@ -1,10 +1,12 @@
 """The HTML page: one file that needs no network."""
 
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from ..comparing import LEGEND
-from ..experiment import PRESETS
+from ..experiment import PRESETS, Experiment
 from ..store import atomically
 from .sections import Section, sections
 
@@ -33,9 +35,9 @@ def page(found: list[Section], problems: list[str]) -> str:
     )
 
 
-def write_report(out: Path, path: Path | None = None) -> Path:
+def write_report(out: Path, path: Path | None = None, *, own: Sequence[Experiment[Any]] = ()) -> Path:
     """Write the page of all results below ``out``; the default path is ``out/report.html``."""
     path = path or out / "report.html"
     with atomically(path) as file:
-        file.write(page(*sections(out)).encode())
+        file.write(page(*sections(out, own=own)).encode())
     return path

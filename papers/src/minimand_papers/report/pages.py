@@ -23,13 +23,13 @@ _SHORT = 24
 VERDICTS: tuple[Verdict, ...] = ("reproduced", "partly", "not", "not run")
 
 
-def write_pages(out: Path, folder: Path) -> list[Path]:
+def write_pages(out: Path, folder: Path, *, own: Sequence[Experiment[Any]] = ()) -> list[Path]:
     """Write one Markdown page for each source with results below ``out``, one for users' experiments, and an index."""
-    found, problems = sections(out, pictures=False)
+    found, problems = sections(out, pictures=False, own=own)
     pages: dict[str, Sequence[Block]] = {}
     for source in SOURCES.values():
-        if own := [section for section in found if section.name in source.experiments]:
-            pages[f"{source.folder}.md"] = page_of(source, own)
+        if listed := [section for section in found if section.name in source.experiments]:
+            pages[f"{source.folder}.md"] = page_of(source, listed)
     if users := [section for section in found if source_of(section.name) is None]:
         pages[f"{OTHER}.md"] = [
             Heading("Results of experiments outside the four sources", 1),

@@ -5,13 +5,14 @@ import io
 import math
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from minimand.errors import MinimandError
 
 from ..comparing import Difference, mean_std
-from ..experiment import PRESETS, Claim, Comparison, Plot
+from ..experiment import PRESETS, Claim, Comparison, Experiment, Plot
 from ..registry import experiments, source_of
 from ..runner import read_results
 
@@ -85,14 +86,19 @@ class Section:
         return ", ".join([self.preset, *(f"{key} = {_plain(value)}" for key, value in self.changed.items())])
 
 
-def sections(out: Path, *, pictures: bool = True) -> tuple[list[Section], list[str]]:
-    """A section for every result below ``out``, and a sentence for every file that cannot be read."""
+def sections(
+    out: Path, *, pictures: bool = True, own: Sequence[Experiment[Any]] = ()
+) -> tuple[list[Section], list[str]]:
+    """A section for every result below ``out``, and a sentence for every file that cannot be read.
+
+    ``own``: the experiments that come from files of the user.
+    """
     found, problems = [], []
     for path in sorted(out.glob("*/*/result.json")):
         if path.parent.name.split("-")[0] not in PRESETS or ".old" in path.parent.name:
             continue
         try:
-            found.append(section(path.parent, pictures=pictures))
+            found.append(section(path.parent, pictures=pictures, own=own))
         except (MinimandError, AttributeError, KeyError, TypeError, ValueError) as error:
             problems.append(f"{path} cannot be shown: {error}")
     order = [experiment.name for experiment in experiments()]
@@ -100,9 +106,9 @@ def sections(out: Path, *, pictures: bool = True) -> tuple[list[Section], list[s
     return found, problems
 
 
-def section(directory: Path, *, pictures: bool = True) -> Section:
+def section(directory: Path, *, pictures: bool = True, own: Sequence[Experiment[Any]] = ()) -> Section:
     """The section of one result file."""
-    experiment, results, stored = read_results(directory)
+    experiment, results, stored = read_results(directory, own)
     place = f"{experiment.name}-{directory.name}"
     preset = experiment.preset(results.preset)
     usual = dataclasses.asdict(preset.options)
