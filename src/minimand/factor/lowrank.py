@@ -1,22 +1,19 @@
 """The estimator LowRank: the nuclear norm without missing entries, which has a closed form."""
 
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
 
-from ..solvers.linear import ridge_factor
 from .base import Factorization
-from .bounds import largest_singular
 from .certificate import FactorProblem, Factors, noted_if_zero, stop_reason
 from .growth import Report
-from .losses import Squared
-from .matrices import DenseDual, RowSharding
-from .regularizers import L2
+from .matrices import RowSharding
 from .shrinkage import all_triples, shrunk, shrunk_certificate
 
-__all__ = ["LowRank", "ridge_codes"]
+__all__ = ["LowRank"]
 
 
+@dataclass(eq=False, repr=False)
 class LowRank(Factorization):
     r"""Low-rank approximation,
 
@@ -42,23 +39,12 @@ class LowRank(Factorization):
     (2, 4.125, <Status.CERTIFIED: 'CERTIFIED'>)
     """
 
-    def __init__(
-        self, lam: float, *, tol: float = 1e-3, max_iter: int = 100, random_state: Any = None, verbose: bool = False
-    ) -> None:
-        self.lam = lam
-        self.tol = tol
-        self.max_iter = max_iter
-        self.random_state = random_state
-        self.verbose = verbose
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.transformer_tags.preserves_dtype = ["float64", "float32"]
-        return tags
+    _: KW_ONLY
+    max_iter: int = 100
 
     def _solve(self, Y: Tensor, start: tuple[Tensor, Tensor] | None, rows: RowSharding, report: Report) -> Factors:
         lam, generator = float(self.lam), self._generator()
-        problem = FactorProblem(Squared(Y, rows), L2(), lam)
+        problem = FactorProblem(self._loss(Y, rows), self._regularizer(), lam)
         triples = shrunk(Y, lam, rows=rows, generator=generator, start=start, sweeps=int(self.max_iter))
         report(int(self.max_iter), len(triples.kept), 0.0)
         certificate, objective = shrunk_certificate(problem, triples, self.tol, generator)
@@ -71,17 +57,3 @@ class LowRank(Factorization):
             certificate, lam=lam, tol=self.tol, fixed=False, out_of_iterations=self.max_iter <= 1, full=False
         )
         return Factors(*triples.factors(), objective, certificate, (objective,), 1, stop)
-
-    def _code(self, Y: Tensor, V: Tensor) -> Tensor:
-        return ridge_codes(Y, V, float(self.lam))
-
-    def lambda_max(self, Y: Any) -> float:
-        """The largest singular value of Y: from it on the solution is zero."""
-        return largest_singular(DenseDual(self._data(Y)), self._generator())
-
-
-def ridge_codes(Y: Tensor, V: Tensor, lam: float) -> Tensor:
-    """Each row solves min ½‖y − uVᵀ‖² + (λ/2)‖u‖²."""
-    if V.shape[1] == 0:
-        return Y.new_zeros(len(Y), 0)
-    return ridge_factor(V.mT.contiguous(), lam).solve(Y @ V)
