@@ -329,7 +329,13 @@ def judge(
 
 
 def stop_reason(
-    certificate: Certificate, *, lam: float, tol: float, fixed: bool, out_of_iterations: bool, full: bool
+    certificate: Certificate,
+    *,
+    lam: float,
+    tol: float,
+    out_of_iterations: bool,
+    fixed: bool = False,
+    full: bool = False,
 ) -> Stop:
     """The reason for the end of a fit, from its certificate and what was left of its budget."""
     if certificate.status is Status.CERTIFIED:

@@ -117,6 +117,10 @@ class _DenseLoss(Loss):
         """The size of Y."""
         return self.rows.count(self.Y.numel())
 
+    def zero(self) -> DualMatrix:
+        """The dual point of factors without columns."""
+        return self.dual(*self._empty())
+
     def _empty(self) -> tuple[Tensor, Tensor]:
         """Factors without columns: X = 0."""
         return self.Y[:, :0], self.Y[:0].mT
@@ -147,10 +151,6 @@ class Squared(_DenseLoss):
         """c⟨Y,R⟩ − ½c²‖R‖²."""
         assert isinstance(matrix, DenseDual)
         return best_multiple(matrix.moments(), 1.0, largest)
-
-    def zero(self) -> DenseDual:
-        """The data."""
-        return DenseDual(self.Y, rows=self.rows)
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class Huber(_DenseLoss):
         return best_multiple(matrix.moments(self.Y), self.curvature, min(largest, room))
 
     def zero(self) -> DenseDual:
-        """clip(γY, −1, 1)."""
+        """clip(γY, −1, 1), also if a dual point was given."""
         return replace(self, found=None).dual(*self._empty())
 
 
@@ -287,10 +287,6 @@ class Entrywise(_DenseLoss):
         best = min(range(len(multiples)), key=lambda k: charged[k])
         at_zero = self.value(*self._empty())
         return DualValue(-charged[best], summation_error(self.entries()) * (sizes[best] + at_zero))
-
-    def zero(self) -> DenseDual:
-        """The negative gradient at zero."""
-        return self.dual(*self._empty())
 
 
 @dataclass(frozen=True)

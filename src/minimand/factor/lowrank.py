@@ -53,7 +53,5 @@ class LowRank(Factorization):
             triples = all_triples(Y, lam, rows)
             certificate, objective = shrunk_certificate(problem, triples, self.tol, generator)
         certificate = noted_if_zero(certificate, len(triples.kept), lam)
-        stop = stop_reason(
-            certificate, lam=lam, tol=self.tol, fixed=False, out_of_iterations=self.max_iter <= 1, full=False
-        )
+        stop = stop_reason(certificate, lam=lam, tol=self.tol, out_of_iterations=self.max_iter <= 1)
         return Factors(*triples.factors(), objective, certificate, (objective,), 1, stop)

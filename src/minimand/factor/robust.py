@@ -106,14 +106,7 @@ class RobustPCA(Factorization):
         objective = loss.value(U, V) + self.lam * float(norms.sum())
         certificate = noted_if_zero(certificate, U.shape[1], self.lam)
         iterations = max(done, 1)
-        stop = stop_reason(
-            certificate,
-            lam=self.lam,
-            tol=self.tol,
-            fixed=False,
-            out_of_iterations=iterations >= self.max_iter,
-            full=False,
-        )
+        stop = stop_reason(certificate, lam=self.lam, tol=self.tol, out_of_iterations=iterations >= self.max_iter)
         return Factors(U, V, objective, certificate, (*history[:-1], objective), iterations, stop)
 
     def _first(self, Y: Tensor, start: tuple[Tensor, Tensor] | None, loss: Huber) -> _AdmmState:
