@@ -1,5 +1,6 @@
 """Regression by one hidden ReLU layer, grown until it is certified to be optimal over all widths."""
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ class _Growth(NamedTuple):
     rounds: list[tuple[float, int, float]]
 
 
+@dataclass(eq=False, repr=False)
 class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
     r"""Regression by one hidden ReLU layer, grown to the global minimum over all widths.
 
@@ -76,26 +78,15 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
     ('CERTIFIED', [1.0, 0.0, 1.0])
     """
 
-    def __init__(
-        self,
-        lam: float = 0.1,
-        *,
-        tol: float = 1e-4,
-        max_rounds: int = 60,
-        max_neurons: int | None = None,
-        grow: int = 8,
-        descent: int = 500,
-        polar: str = "auto",
-        random_state: Any = None,
-    ) -> None:
-        self.lam = lam
-        self.tol = tol
-        self.max_rounds = max_rounds
-        self.max_neurons = max_neurons
-        self.grow = grow
-        self.descent = descent
-        self.polar = polar
-        self.random_state = random_state
+    lam: float = 0.1
+    _: KW_ONLY
+    tol: float = 1e-4
+    max_rounds: int = 60
+    max_neurons: int | None = None
+    grow: int = 8
+    descent: int = 500
+    polar: str = "auto"
+    random_state: Any = None
 
     def fit(self, X: Any, y: Any) -> "ParallelReLU":
         """Grow the network on X, n_samples × n_features, and y, with one or several outputs."""
