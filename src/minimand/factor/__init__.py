@@ -40,7 +40,8 @@ _HOMES = {
     ".regularizers": ("L2", "NonNegativeL2", "Regularizer", "SparseL2"),
     ".robust": ("RobustPCA",),
     ".tensor": ("CPTensor",),
-    "..homogeneous": ("DropoutPenalty", "ParallelNetwork", "ParallelReLU"),
+    "..homogeneous": ("DropoutPenalty", "ParallelNetwork"),
+    "..homogeneous.relu": ("ParallelReLU",),
 }
 
 __all__ = [

@@ -26,6 +26,7 @@ from .inputs import (
     require_entries,
     require_lam,
     require_number,
+    require_whole,
     same_kind,
     seeded_generator,
     working,
@@ -216,30 +217,30 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     def _check_options(self) -> None:
         require_lam(self.lam)
         require_number("tol", self.tol)
-        if not isinstance(self.max_iter, int | np.integer) or self.max_iter < 1:
-            raise OptionError(f"max_iter must be a whole number ≥ 1, got {self.max_iter!r}")
+        require_whole("max_iter", self.max_iter)
 
     def _checked(self, Y: Any, *, reset: bool) -> tuple[Any, Any]:
         """An example of the kind of the results, and the data as a tensor of float32 or float64."""
         name = type(self).__name__
-        refuse_masked("Y", Y, f"{name} needs them all: fill them, or complete them with MatrixCompletion")
-        if isinstance(Y, Tensor):
-            data = Y.detach()
-            if data.dim() != 2:
-                raise ShapeError(
-                    f"Expected 2D tensor, got shape {tuple(data.shape)}; reshape one feature with Y.reshape(-1, 1)"
-                )
-            if data.is_complex():
-                raise OptionError("Complex data not supported: pass real and imaginary parts as columns")
-            if 0 in data.shape:
-                raise ShapeError(f"Y of shape {tuple(data.shape)} is empty; a minimum of 1 row and column is required")
-            data = working(data)
-            require_entries("Y", data, name, _MISSING)
-            validate_data(self, data, reset=reset, skip_check_array=True)
-            return Y, data
-        array = validate_data(self, Y, reset=reset, dtype=FLOATS, order=None, ensure_all_finite=False)
-        require_entries("Y", array, name, _MISSING)
-        return array, as_tensor(array)
+        refuse_masked("Y", Y, f"{name} needs them all: {_MISSING}")
+        data = self._matrix(Y, reset=reset)
+        require_entries("Y", data, name, _MISSING)
+        return (Y, data) if isinstance(Y, Tensor) else (data, as_tensor(data))
+
+    def _matrix(self, Y: Any, *, reset: bool, accept_sparse: Any = False) -> Any:
+        """The tensor or array Y as a matrix of float32 or float64; its entries are not checked."""
+        if not isinstance(Y, Tensor):
+            options = {"dtype": FLOATS, "accept_sparse": accept_sparse, "ensure_all_finite": False}
+            return validate_data(self, Y, reset=reset, **options)
+        shape = tuple(Y.shape)
+        if Y.dim() != 2:
+            raise ShapeError(f"Expected 2D tensor, got shape {shape}; reshape one feature with Y.reshape(-1, 1)")
+        if Y.is_complex():
+            raise OptionError("Complex data not supported: pass real and imaginary parts as columns")
+        if 0 in shape:
+            raise ShapeError(f"Y of shape {shape} is empty; a minimum of 1 row and column is required")
+        validate_data(self, Y, reset=reset, skip_check_array=True)
+        return working(Y.detach())
 
     def _data(self, Y: Any) -> Any:
         """Checked data; a fitted estimator requires the number of features that it was fitted to."""

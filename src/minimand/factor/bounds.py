@@ -19,20 +19,7 @@ from ..norms.spectral import EPS, certified_lambda_max, lanczos, start_vector
 from ..solvers.iterate import iterate
 from .matrices import DualMatrix, leading_singular
 
-__all__ = [
-    "Bound",
-    "BoundOptions",
-    "cholesky_bound",
-    "doubly_nonnegative_bound",
-    "gram_bound",
-    "has_gram",
-    "lanczos_bound",
-    "lanczos_slack",
-    "largest_singular",
-    "small_gram",
-    "sparse_bound",
-    "spectral_bound",
-]
+__all__ = ["Bound", "BoundOptions", "doubly_nonnegative_bound", "sparse_bound", "spectral_bound"]
 
 FAILURE = 1e-9
 # The largest number of columns of a Gram matrix that is formed and factorised.

@@ -24,21 +24,7 @@ from .matrices import DualMatrix, RowSharding, summation_error
 from .observed import Observed
 from .regularizers import BoundOptions, Directions, Regularizer, named_regularizer
 
-__all__ = [
-    "NOT_CERTIFIED",
-    "Certificate",
-    "FactorProblem",
-    "Factors",
-    "Finding",
-    "Status",
-    "Stop",
-    "certify",
-    "certify_factors",
-    "conclude",
-    "judge",
-    "noted_if_zero",
-    "stop_reason",
-]
+__all__ = ["Certificate", "FactorProblem", "Factors", "Status", "Stop", "certify"]
 
 DIRECTIONS = 4
 SWEEPS = 30

@@ -10,7 +10,7 @@ from sklearn.utils.validation import validate_data
 from torch import Tensor
 
 from ..errors import NonFiniteError, OptionError, ShapeError, require_finite
-from .base import FLOATS, GrownFactorization
+from .base import GrownFactorization
 from .certificate import FactorProblem, Factors, Stop
 from .growth import Report, grow
 from .inputs import as_tensor, working
@@ -18,8 +18,6 @@ from .matrices import RowSharding
 from .observed import Observed, RowGroups
 
 __all__ = ["MatrixCompletion"]
-
-_INFINITE = "Input Y contains infinity; mark missing entries by NaN"
 
 
 @dataclass(eq=False, repr=False)
@@ -69,26 +67,16 @@ class MatrixCompletion(GrownFactorization):
             loss = _from_sparse_tensor(Y)
             validate_data(self, Y, reset=reset, skip_check_array=True)
             return torch.empty(0, dtype=loss.values.dtype, device=loss.values.device), loss
-        if isinstance(Y, Tensor):
-            data = Y.detach()
-            if data.dim() != 2 or 0 in data.shape or data.is_complex():
-                raise ShapeError(f"Expected 2D real tensor with entries, got {data.dtype} of {tuple(data.shape)}")
-            data = working(data)
-            if bool(torch.isinf(data).any()):
-                raise NonFiniteError(_INFINITE)
-            validate_data(self, data, reset=reset, skip_check_array=True)
-            return Y, _from_dense(data)
         if np.ma.isMaskedArray(Y):
             Y = np.ma.filled(Y if Y.dtype.kind == "f" else Y.astype(np.float64), np.nan)
-        array = validate_data(
-            self, Y, reset=reset, dtype=FLOATS, accept_sparse=("csr", "csc", "coo"), ensure_all_finite=False
-        )
-        if sp.issparse(array):
-            loss = _from_sparse(array)
+        data = self._matrix(Y, reset=reset, accept_sparse=("csr", "csc", "coo"))
+        if sp.issparse(data):
+            loss = _from_sparse(data)
             return loss.values.numpy()[:0], loss
-        if bool(np.isinf(array).any()):
-            raise NonFiniteError(_INFINITE)
-        return array, _from_dense(as_tensor(array))
+        like, data = (Y, data) if isinstance(Y, Tensor) else (data, as_tensor(data))
+        if bool(torch.isinf(data).any()):
+            raise NonFiniteError("Input Y contains infinity; mark missing entries by NaN")
+        return like, _from_dense(data)
 
     def _fit(self, Y: Any, start: Any, group: Any) -> tuple[Any, Stop]:
         if group is None:

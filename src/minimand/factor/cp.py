@@ -17,20 +17,7 @@ from .inputs import real, refuse_masked, require_number, working
 from .losses import Squared
 from .regularizers import L2, Euclidean
 
-__all__ = [
-    "Modes",
-    "ascend",
-    "balanced_modes",
-    "certify_tensor",
-    "grow_tensor",
-    "is_cp",
-    "khatri_rao",
-    "modes_from",
-    "modes_from_codes",
-    "require_tensor",
-    "tensor_certificate",
-    "unfolding_bound",
-]
+__all__ = ["certify_tensor", "grow_tensor", "tensor_certificate", "unfolding_bound"]
 
 GAUGE = Euclidean()
 STARTS = 16

@@ -34,19 +34,7 @@ from .losses import Loss, Squared
 from .matrices import DualMatrix, RowSharding, leading_singular
 from .regularizers import Gauge, Regularizer
 
-__all__ = [
-    "Components",
-    "LocalDescent",
-    "ProximalDescent",
-    "SquaredDescent",
-    "balanced",
-    "cosines",
-    "initial_pairs",
-    "merged",
-    "padded",
-    "pruned",
-    "updated",
-]
+__all__ = ["Components", "LocalDescent", "ProximalDescent", "SquaredDescent"]
 
 INNER_SWEEPS = 10
 STALL = 0.1

@@ -22,11 +22,10 @@ from .dropout import (
     dropout_objective,
     dropout_weight,
     equalized_factors,
-    require_rank,
     require_rate,
     variable_rate,
 )
-from .inputs import require_entries, seeded_generator
+from .inputs import require_entries, require_whole, seeded_generator
 
 __all__ = ["DropoutFactorization"]
 
@@ -156,7 +155,7 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         return np.asarray(data)
 
     def _check(self) -> None:
-        require_rank(self.n_components, "n_components")
+        require_whole("n_components", self.n_components)
         require_rate(self.p)
         if self.method not in _METHODS:
             raise OptionError(f"method must be one of {', '.join(_METHODS)}, got {self.method!r}")

@@ -98,7 +98,9 @@ def best_multiple(moments: DualMoments, curvature: float, largest: float) -> Dua
         return DualValue(0.0, 0.0)
     c = min(moments.inner * curvature / moments.square, largest)
     bend = 0.0 if math.isinf(curvature) else 0.5 * c * c / curvature
-    return DualValue(c * moments.inner - bend * moments.square, c * moments.inner_margin + bend * moments.square_margin)
+    error = summation_error(moments.entries)
+    margin = c * (error * math.sqrt(moments.data * moments.square)) + bend * (error * moments.square)
+    return DualValue(c * moments.inner - bend * moments.square, margin)
 
 
 class _DenseLoss(Loss):

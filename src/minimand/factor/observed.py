@@ -25,7 +25,7 @@ from ..solvers.iterate import iterate
 from ..solvers.linear import ridge_factor
 from .descent import Components, LocalDescent
 from .losses import DualValue, Loss, best_multiple
-from .matrices import DualMatrix, DualMoments, RowSharding, dual_moments, row_blocks
+from .matrices import DualMatrix, DualMoments, RowSharding, row_blocks
 
 __all__ = ["Observed", "ObservedDescent", "RowGroups", "SparseDual", "rotated"]
 
@@ -94,7 +94,8 @@ class SparseDual(DualMatrix):
         """⟨Y, Z⟩ and ‖Z‖² over all processes."""
         data = data.to(torch.float64)
         totals = [(data * self.values).sum(), self.values.square().sum(), data.square().sum()]
-        return dual_moments(self.rows.sum(torch.stack(totals)), len(data))
+        inner, square, size = self.rows.sum(torch.stack(totals)).tolist()
+        return DualMoments(inner, square, size, len(data))
 
 
 def _gram_of_entries(

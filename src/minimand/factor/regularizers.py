@@ -22,17 +22,7 @@ from ..solvers.iterate import iterate
 from .bounds import DEFAULT, Bound, BoundOptions, doubly_nonnegative_bound, sparse_bound, spectral_bound
 from .matrices import DualMatrix, RowSharding, leading_singular
 
-__all__ = [
-    "L2",
-    "BoundOptions",
-    "Directions",
-    "Euclidean",
-    "Gauge",
-    "NonNegativeL2",
-    "Regularizer",
-    "SparseL2",
-    "named_regularizer",
-]
+__all__ = ["L2", "BoundOptions", "Directions", "Gauge", "NonNegativeL2", "Regularizer", "SparseL2"]
 
 HERE = RowSharding()
 BISECTIONS = 40

@@ -68,22 +68,19 @@ def shrunk(
     width = min(smaller, max(WIDTH, 0 if start is None else start[1].shape[1] + 8))
     if smaller <= 2 * WIDTH or 3 * width > smaller:
         return all_triples(Y, threshold, rows)
-    first = _SubspaceState(_start_block(Y, width, start, rows, generator))
+    block = _start_block(Y, width, start, rows, generator)
+    for _ in range(smaller.bit_length()):
+        state = _subspace_iteration(Y, block, threshold, rows, sweeps)
+        if state.passed(threshold):
+            return _above(threshold, *state.triples())
+        if 3 * 2 * block.shape[1] > smaller:
+            break
+        extra = torch.randn(m, block.shape[1], dtype=Y.dtype, generator=generator).to(Y.device)
+        block = torch.cat([state.block, rows.broadcast(extra)], dim=1)
+    return all_triples(Y, threshold, rows)  # most triples lie above the threshold: a full SVD is cheaper
 
-    def widen(state: _SubspaceState, k: int) -> _SubspaceState:
-        block = state.block
-        if k:
-            extra = torch.randn(m, block.shape[1], dtype=Y.dtype, generator=generator).to(Y.device)
-            block = torch.cat([block, rows.broadcast(extra)], dim=1)
-        return _subspace_iteration(Y, block, threshold, rows, sweeps)
 
-    def done(state: _SubspaceState, k: int) -> bool:
-        return state.passed(threshold) or 3 * 2 * state.block.shape[1] > smaller
-
-    state, _ = iterate(widen, first, smaller.bit_length(), until=done)
-    if not state.passed(threshold):  # most triples lie above the threshold: a full SVD is cheaper
-        return all_triples(Y, threshold, rows)
-    left, values, right = state.triples()
+def _above(threshold: float, left: Tensor, values: Tensor, right: Tensor) -> Triples:
     keep = values > threshold
     return Triples(left[:, keep], values[keep] - threshold, right[:, keep])
 
@@ -147,8 +144,7 @@ def all_triples(Y: Tensor, threshold: float, rows: RowSharding) -> Triples:
     """As :func:`shrunk`, from a full SVD; with sharded rows, from the Gram matrix of the columns."""
     if rows.group is None:
         left, values, right = torch.linalg.svd(Y, full_matrices=False)
-        keep = values > threshold
-        return Triples(left[:, keep], values[keep] - threshold, right.mT[:, keep])
+        return _above(threshold, left, values, right.mT)
     wide = Y.to(torch.float64)
     squares, vectors = torch.linalg.eigh(rows.sum(wide.mT @ wide))
     order = torch.argsort(squares, descending=True)

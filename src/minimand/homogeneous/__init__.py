@@ -6,7 +6,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MissingExtra
 from .certificate import certify_relu
 from .degree import homogeneity_degree
 from .parallel import ParallelNetwork
@@ -33,10 +32,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name != "ParallelReLU":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        from .relu import ParallelReLU
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "sklearn":
-            raise
-        raise MissingExtra(f"{__name__}.{name} needs scikit-learn: pip install scikit-learn") from error
+    from ..factor import ParallelReLU  # raises MissingExtra without scikit-learn
+
     return ParallelReLU

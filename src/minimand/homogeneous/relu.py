@@ -10,7 +10,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from ..errors import OptionError, require_positive
+from ..errors import require_positive
 from ..factor.certificate import Certificate, Status
 from ..factor.inputs import require_entries
 from ..solvers.base import require_count
@@ -128,8 +128,6 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
             require_count(name, getattr(self, name))
         if self.max_neurons is not None:
             require_count("max_neurons", self.max_neurons)
-        if self.polar not in ("auto", "exact", "ascent"):
-            raise OptionError(f"polar must be one of auto, exact, ascent, got {self.polar!r}")
 
     def _store(self, end: _Growth) -> None:
         self.weights_ = end.neurons.W.numpy()
