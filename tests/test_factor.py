@@ -19,10 +19,10 @@ from minimand.factor import (
 )
 from minimand.factor.descent import Components, SquaredDescent, balanced, merged, pruned
 from minimand.factor.losses import Huber, Squared
+from minimand.factor.lowrank import shrunk
 from minimand.factor.matrices import RowSharding
 from minimand.factor.observed import rotated
 from minimand.factor.regularizers import L2
-from minimand.factor.shrinkage import shrunk
 from minimand.functions import NuclearNorm
 
 from .test_certificate import SOLVER, doubly_nonnegative_minimum, nuclear_minimum

@@ -14,9 +14,9 @@ from .certificate import Certificate, FactorProblem, Factors, Status, certify_fa
 from .growth import Report
 from .inputs import require_number, same_kind
 from .losses import Huber
+from .lowrank import Triples, shrunk
 from .matrices import RowSharding
 from .regularizers import L2
-from .shrinkage import Triples, shrunk
 
 __all__ = ["RobustPCA"]
 

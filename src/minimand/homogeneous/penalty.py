@@ -39,9 +39,9 @@ class _Plan:
     ``tail``, that of its input; zero where nothing is dropped.
     """
 
-    head: list[tuple[str, nn.Module]]
-    tail: list[tuple[str, nn.Linear]]
-    rates: list[float]
+    head: tuple[tuple[str, nn.Module], ...]
+    tail: tuple[tuple[str, nn.Linear], ...]
+    rates: tuple[float, ...]
 
 
 class DropoutPenalty:
@@ -234,10 +234,10 @@ def _cut(layers: list[tuple[str, nn.Module]], p: float | None) -> _Plan:
         if not isinstance(last, nn.Linear):
             raise CapabilityError("the module does not end in a linear layer, whose inputs the penalty drops")
         tail, rates = [(path, last)], [0.0]
-    return _Plan(head, tail, rates)
+    return _Plan(tuple(head), tuple(tail), tuple(rates))
 
 
-def _white_head(head: list[tuple[str, nn.Module]]) -> tuple[Tensor | None, Tensor | None, bool]:
+def _white_head(head: tuple[tuple[str, nn.Module], ...]) -> tuple[Tensor | None, Tensor | None, bool]:
     """Matrix and offset of the linear layers before the first dropout, and whether a ReLU follows them."""
     matrix, offset, rectified = None, None, False
     for _, layer in head:
