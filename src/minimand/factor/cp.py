@@ -97,12 +97,6 @@ def modes_from(value: Any, like: Tensor) -> Modes:
     return a, b, c
 
 
-def _empty(Y: Tensor) -> Modes:
-    """Factors without components."""
-    a, b, c = (Y.new_zeros(0, size) for size in Y.shape)
-    return a, b, c
-
-
 def modes_from_codes(start: tuple[Tensor, Tensor], Y: Tensor) -> Modes:
     """Factors from codes and components, by the leading singular pair of each component."""
     U, V = (x.to(Y) for x in start)
@@ -214,7 +208,8 @@ def grow_tensor(
     Each round descends and appends the directions found. Growth is not a fixed-point iteration and loops plainly;
     every round but the first makes a sweep, so there are at most ``max_iter + 1``.
     """
-    factors = _empty(Y) if start is None else start
+    n, m, k = Y.shape
+    factors = (Y.new_zeros(0, n), Y.new_zeros(0, m), Y.new_zeros(0, k)) if start is None else start
     if options.n_components is not None and len(factors[0]) > options.n_components:
         raise OptionError(f"start has {len(factors[0])} components, but n_components={options.n_components}")
     history: list[float] = []

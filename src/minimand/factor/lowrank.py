@@ -142,23 +142,20 @@ def _start_block(
 
 
 class _SubspaceState(NamedTuple):
-    """An orthonormal basis of right vectors (``block``) and, after an iteration, Y ≈ left triangleᵀ blockᵀ."""
+    """Y ≈ left triangleᵀ blockᵀ with an orthonormal basis ``block`` of right vectors, and its singular values."""
 
     block: Tensor
-    left: Tensor | None = None
-    triangle: Tensor | None = None
-    values: Tensor | None = None
-    settled: bool = False  # whether the values above the threshold are those of the iteration before
+    left: Tensor
+    triangle: Tensor
+    values: Tensor
+    settled: bool  # whether the values above the threshold are those of the iteration before
 
     def passed(self, threshold: float) -> bool:
         """Whether the smallest singular value found lies below the threshold."""
-        assert self.values is not None
         return float(self.values[-1]) < threshold
 
     def triples(self) -> tuple[Tensor, Tensor, Tensor]:
         """Singular triples, vectors as columns."""
-        assert self.left is not None
-        assert self.triangle is not None
         mix, values, other = torch.linalg.svd(self.triangle.mT, full_matrices=False)
         return self.left @ mix, values, self.block @ other.mT
 
@@ -166,13 +163,13 @@ class _SubspaceState(NamedTuple):
 def _subspace_iteration(Y: Tensor, block: Tensor, threshold: float, rows: RowSharding, sweeps: int) -> _SubspaceState:
     """Subspace iteration until the values above the threshold have settled, or the width is found to be too small."""
 
-    def step(state: _SubspaceState, k: int) -> _SubspaceState:
-        left = orthonormal(Y @ state.block, rows)
+    def advanced(block: Tensor, before: Tensor | None) -> _SubspaceState:
+        left = orthonormal(Y @ block, rows)
         core = rows.sum(Y.mT @ left)  # m × width
         # Only the singular values are needed here; the vectors are computed at the end.
         block, triangle = torch.linalg.qr(core)
         values = torch.linalg.svdvals(triangle)
-        return _SubspaceState(block, left, triangle, values, settled(values, state.values))
+        return _SubspaceState(block, left, triangle, values, settled(values, before))
 
     def settled(values: Tensor, before: Tensor | None) -> bool:
         if before is None:
@@ -180,10 +177,12 @@ def _subspace_iteration(Y: Tensor, block: Tensor, threshold: float, rows: RowSha
         above, before = values[values > threshold], before[before > threshold]
         return len(above) == len(before) and bool(((above - before).abs() <= SETTLED[Y.dtype] * values[0]).all())
 
-    def done(state: _SubspaceState, k: int) -> bool:
-        return state.settled or (k > 1 and not state.passed(threshold))
-
-    return iterate(step, _SubspaceState(block), max(sweeps, 1), until=done)[0]
+    return iterate(
+        lambda state, k: advanced(state.block, state.values),
+        advanced(block, None),
+        max(sweeps - 1, 0),
+        until=lambda state, k: state.settled or not state.passed(threshold),
+    )[0]
 
 
 def all_triples(Y: Tensor, threshold: float, rows: RowSharding) -> Triples:

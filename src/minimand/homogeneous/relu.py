@@ -6,13 +6,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator, MultiOutputMixin, RegressorMixin
-from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
 from ..errors import require_positive
 from ..factor.certificate import Certificate, Status
-from ..factor.inputs import require_entries
+from ..factor.inputs import require_entries, seeded_generator
 from ..solvers.base import require_count
 from ..solvers.iterate import iterate
 from .certificate import judge_relu, objective, polar_of, with_ones
@@ -96,8 +95,7 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
         self._single = np.ndim(y) == 1
         inputs = with_ones(torch.tensor(X))
         target = torch.tensor(np.asarray(y, dtype=np.float64).reshape(len(X), -1))
-        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded_generator(self.random_state)
         empty = Neurons(inputs.new_zeros(0, inputs.shape[1]), inputs.new_zeros(0, target.shape[1]))
         start = self._assess(inputs, target, empty, [], generator)
         end, self.n_iter_ = iterate(
@@ -114,8 +112,7 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
         check_is_fitted(self, "weights_")
         X = validate_data(self, X, reset=False, dtype=np.float64, ensure_all_finite=False)
         self._require_entries(X)
-        hidden = np.maximum(np.c_[X, np.ones(len(X))] @ self.weights_.T, 0)
-        result = hidden @ self.outputs_
+        result = np.maximum(np.c_[X, np.ones(len(X))] @ self.weights_.T, 0) @ self.outputs_
         return result[:, 0] if self._single else result
 
     def _require_entries(self, X: np.ndarray) -> None:
