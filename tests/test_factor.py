@@ -18,11 +18,11 @@ from minimand.factor import (
     certify,
 )
 from minimand.factor.descent import Components, SquaredDescent, balanced, merged, pruned
-from minimand.factor.losses import Huber
+from minimand.factor.losses import Huber, Squared
+from minimand.factor.lowrank import shrunk
 from minimand.factor.matrices import RowSharding
 from minimand.factor.observed import rotated
 from minimand.factor.regularizers import L2
-from minimand.factor.shrinkage import shrunk
 from minimand.functions import NuclearNorm
 
 from .test_certificate import SOLVER, doubly_nonnegative_minimum, nuclear_minimum
@@ -194,14 +194,14 @@ def test_nmf_grows_to_the_planted_parts_and_proves_it():
 @pytest.mark.parametrize("theta", [L2(), NonNegativeL2(), SparseL2(0.3)], ids=str)
 def test_descent_never_rises_and_growth_promises_less_than_it_brings(theta, generator):
     Y = torch.rand(20, 15, generator=generator, dtype=torch.float64)
-    descent = SquaredDescent(Y, 0.5 * float(Y.square().sum()), theta, 0.3, HERE, tol=1e-9)
+    descent = SquaredDescent(Squared(Y), theta, 0.3)
     pair = Components(*(torch.rand(3, n, generator=generator, dtype=torch.float64) for n in (20, 15)))
     before = float("inf")
     for _ in range(8):
-        pair, objective, _ = descent.run(pair, 3)
+        pair, objective, _ = descent.run(pair, 3, 1e-9)
         assert objective <= before * (1 + 1e-12)
         before = objective
-    pair, objective, _ = descent.run(pair, 500)
+    pair, objective, _ = descent.run(pair, 500, 1e-9)
     direct = 0.5 * (Y - pair.U.mT @ pair.V).square().sum() + 0.3 * theta.values(pair.U, pair.V, HERE).sum()
     assert objective == pytest.approx(float(direct))
     found = theta.directions(descent_residual(Y, pair), 1, generator).above(0.3)

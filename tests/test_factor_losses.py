@@ -10,7 +10,6 @@ import torch
 
 from minimand.factor import Entrywise, Huber, Logistic, Squared, Status, certify, factorize
 from minimand.factor.descent import Components, ProximalDescent, SquaredDescent
-from minimand.factor.matrices import RowSharding
 from minimand.factor.regularizers import L2, NonNegativeL2, SparseL2
 
 from .test_certificate import SOLVER, adversaries
@@ -81,8 +80,8 @@ def test_the_gap_is_never_understated_and_improvable_means_it(problem, generator
 def test_on_squares_a_proximal_gradient_step_is_the_exact_update(theta, generator):
     data = torch.rand(9, 7, generator=generator, dtype=torch.float64)
     pair = Components(*(torch.rand(3, n, generator=generator, dtype=torch.float64) for n in (9, 7)))
-    exact = SquaredDescent(data, 0.5 * float(data.square().sum()), theta, 0.1, RowSharding())
-    steps = ProximalDescent(Squared(data), theta, 0.1, RowSharding())
+    exact = SquaredDescent(Squared(data), theta, 0.1)
+    steps = ProximalDescent(Squared(data), theta, 0.1)
     torch.testing.assert_close(steps.left(pair), exact.left(pair))
     (V, objective), (W, same) = steps.right(pair), exact.right(pair)
     torch.testing.assert_close(V, W)

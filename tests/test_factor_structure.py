@@ -87,12 +87,20 @@ found = factorize(Y, lam=1.0, random_state=0)
 assert certify(Y, found.U, found.V, lam=1.0).status == "CERTIFIED"
 assert dropout_optimum(Y, 1, 0.5)[2] == 1
 assert equalize(found.U, found.V)[0].shape == (2, 1)
+from torch import eye, nn
+from minimand.factor import DropoutPenalty, ParallelNetwork
+import minimand.homogeneous
+two_layers = lambda: nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False))
+assert float(DropoutPenalty(two_layers(), 0.5)(eye(2))) >= 0
+assert ParallelNetwork(two_layers, 0.1, restarts=2).fit(eye(2), eye(2)[:, :1]).certificate_.status == "CERTIFIED"
+assert minimand.homogeneous.certify_relu([[0.0]], [0.0], [[1.0, 0.0]], [[0.0]], lam=1.0).status == "CERTIFIED"
 estimators = ["CPTensor", "DropoutFactorization", "LowRank", "MatrixCompletion", "NMF", "RobustPCA", "SparseDictionary"]
-for name in [*estimators, "ParallelReLU"]:
+homes = {name: minimand.factor for name in estimators} | {"ParallelReLU": minimand.homogeneous}
+for name, home in [*homes.items(), ("ParallelReLU", minimand.factor)]:
     try:
-        getattr(minimand.factor, name)
+        getattr(home, name)
     except MissingExtra as error:
-        assert name == "ParallelReLU" or ("pip install scikit-learn" in str(error) and name in str(error)), error
+        assert "pip install scikit-learn" in str(error) and name in str(error), error
     else:
         raise AssertionError(name)
 """

@@ -27,33 +27,21 @@ if TYPE_CHECKING:
     from .tensor import CPTensor
 
 _HOMES = {
-    "Certificate": ".certificate",
-    "Status": ".certificate",
-    "certify": ".certificate",
-    "certify_tensor": ".cp",
-    "factorize": ".generic",
-    "LowRank": ".lowrank",
-    "NMF": ".nmf",
-    "SparseDictionary": ".dictionary",
-    "RobustPCA": ".robust",
-    "MatrixCompletion": ".completion",
-    "CPTensor": ".tensor",
-    "Loss": ".losses",
-    "Squared": ".losses",
-    "Huber": ".losses",
-    "Entrywise": ".losses",
-    "Logistic": ".losses",
-    "Regularizer": ".regularizers",
-    "L2": ".regularizers",
-    "NonNegativeL2": ".regularizers",
-    "SparseL2": ".regularizers",
-    "dropout_optimum": ".dropout",
-    "equalize": ".dropout",
-    "nuclear_squared": ".dropout",
-    "DropoutFactorization": ".dropout_factorization",
-    "DropoutPenalty": "..homogeneous",
-    "ParallelReLU": "..homogeneous",
-    "ParallelNetwork": "..homogeneous",
+    ".certificate": ("Certificate", "Status", "certify"),
+    ".completion": ("MatrixCompletion",),
+    ".cp": ("certify_tensor",),
+    ".dictionary": ("SparseDictionary",),
+    ".dropout": ("dropout_optimum", "equalize", "nuclear_squared"),
+    ".dropout_factorization": ("DropoutFactorization",),
+    ".generic": ("factorize",),
+    ".losses": ("Entrywise", "Huber", "Logistic", "Loss", "Squared"),
+    ".lowrank": ("LowRank",),
+    ".nmf": ("NMF",),
+    ".regularizers": ("L2", "NonNegativeL2", "Regularizer", "SparseL2"),
+    ".robust": ("RobustPCA",),
+    ".tensor": ("CPTensor",),
+    "..homogeneous": ("DropoutPenalty", "ParallelNetwork"),
+    "..homogeneous.relu": ("ParallelReLU",),
 }
 
 __all__ = [
@@ -88,10 +76,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    home = next((home for home, names in _HOMES.items() if name in names), None)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        value = getattr(importlib.import_module(_HOMES[name], __name__), name)
+        value = getattr(importlib.import_module(home, __name__), name)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "sklearn":
             raise

@@ -1,9 +1,10 @@
-"""The base class of the estimators: scikit-learn's methods, input checks, paths over λ, warnings and progress."""
+"""The base classes of the estimators: scikit-learn's methods, input checks, paths over λ, warnings and progress."""
 
 import abc
 import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -14,8 +15,10 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
 from ..errors import MissingExtra, OptionError, ShapeError, require_finite
-from .certificate import Certificate, Factors, Stop
-from .growth import Report, no_report
+from ..solvers.linear import ridge_factor
+from .bounds import largest_singular
+from .certificate import FactorProblem, Factors, Stop
+from .growth import GrowthOptions, Report, grow, no_report
 from .inputs import (
     as_tensor,
     real,
@@ -23,13 +26,16 @@ from .inputs import (
     require_entries,
     require_lam,
     require_number,
+    require_whole,
     same_kind,
     seeded_generator,
     working,
 )
+from .losses import Loss, Squared
 from .matrices import RowSharding
+from .regularizers import L2, Regularizer
 
-__all__ = ["Factorization", "Path"]
+__all__ = ["Factorization", "GrownFactorization", "Path"]
 
 FLOATS = [np.float64, np.float32]
 _MISSING = "fill them, or complete them with MatrixCompletion"
@@ -65,26 +71,22 @@ class Path(tuple[Any, ...]):
         return np.array([model.certificate_.relative_gap for model in self])
 
 
+@dataclass(eq=False, repr=False)
 class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator, abc.ABC):
-    """Base of the estimators.
+    r"""Base of the estimators.
 
-    An estimator checks its input, builds a problem, solves it and stores the result in its fitted attributes.
+    An estimator checks its input, builds a problem, solves it and stores the result in its fitted attributes. Its
+    options are dataclass fields; the default problem is :math:`\tfrac12\|Y - UV^\top\|_F^2 + \lambda\|UV^\top\|_*`.
     Results have the input's kind (array or tensor), dtype and device. Results for half precision are float32, the
     precision in which the factors are certified.
     """
 
     lam: float
-    tol: float
-    max_iter: int
-    random_state: Any
-    verbose: bool
-
-    components_: Any
-    n_components_: int
-    n_iter_: int
-    history_: list[float]
-    objective_: float
-    certificate_: Certificate
+    _: KW_ONLY
+    tol: float = 1e-3
+    max_iter: int = 500
+    random_state: Any = None
+    verbose: bool = False
 
     # -- defined by each estimator ---------------------------------------------------------------------------------
 
@@ -92,15 +94,28 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     def _solve(self, Y: Any, start: Any, rows: RowSharding, report: Report) -> Factors:
         """The factors of checked data."""
 
-    @abc.abstractmethod
     def _code(self, Y: Any, V: Tensor) -> Tensor:
-        """The codes of the rows of Y for fixed V."""
+        """The codes of the rows of Y for fixed V, not empty: each row solves min ½‖y − uVᵀ‖² + (λ/2)‖u‖²."""
+        return ridge_factor(V.mT.contiguous(), float(self.lam)).solve(Y.flatten(1) @ V)
 
-    @abc.abstractmethod
+    def _loss(self, Y: Any, rows: RowSharding) -> Loss:
+        """The loss of checked data."""
+        return Squared(Y, rows)
+
+    def _regularizer(self) -> Regularizer:
+        """θ."""
+        return L2()
+
     def lambda_max(self, Y: Any) -> float:
-        """The smallest λ whose solution is zero."""
+        """The norm of the loss's gradient at zero: from it on the solution is zero."""
+        return largest_singular(self._loss(self._data(Y), RowSharding()).zero(), self._generator())
 
     # -- scikit-learn's methods ------------------------------------------------------------------------------------
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.transformer_tags.preserves_dtype = ["float64", "float32"]
+        return tags
 
     def fit(self, Y: Any, y: Any = None, *, start: Any = None, process_group: Any = None) -> Self:
         """Fit to Y.
@@ -151,7 +166,7 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     def _store(self, found: Factors, data: Any, like: Any) -> None:
         """Set the fitted attributes; arrays and tensors are of the kind of ``like``."""
         self.n_components_ = int(found.V.shape[1])
-        self.components_ = same_kind(found.V.mT.contiguous(), like)
+        self.components_: Any = same_kind(found.V.mT.contiguous(), like)
         self.objective_ = found.objective
         self.history_ = list(found.history)
         self.n_iter_ = found.iterations
@@ -161,7 +176,8 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         """The codes of the rows of Y for the fitted components: a convex problem for each row."""
         check_is_fitted(self)
         like, data = self._checked(Y, reset=False)
-        return same_kind(self._code(data, self._right(data)), like)
+        V = self._right(data)
+        return same_kind(self._code(data, V) if V.shape[1] else V.new_zeros(data.shape[0], 0), like)
 
     def inverse_transform(self, U: Any) -> Any:
         """The matrix UVᵀ of codes U."""
@@ -201,30 +217,30 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     def _check_options(self) -> None:
         require_lam(self.lam)
         require_number("tol", self.tol)
-        if not isinstance(self.max_iter, int | np.integer) or self.max_iter < 1:
-            raise OptionError(f"max_iter must be a whole number ≥ 1, got {self.max_iter!r}")
+        require_whole("max_iter", self.max_iter)
 
     def _checked(self, Y: Any, *, reset: bool) -> tuple[Any, Any]:
         """An example of the kind of the results, and the data as a tensor of float32 or float64."""
         name = type(self).__name__
-        refuse_masked("Y", Y, f"{name} needs them all: fill them, or complete them with MatrixCompletion")
-        if isinstance(Y, Tensor):
-            data = Y.detach()
-            if data.dim() != 2:
-                raise ShapeError(
-                    f"Expected 2D tensor, got shape {tuple(data.shape)}; reshape one feature with Y.reshape(-1, 1)"
-                )
-            if data.is_complex():
-                raise OptionError("Complex data not supported: pass real and imaginary parts as columns")
-            if 0 in data.shape:
-                raise ShapeError(f"Y of shape {tuple(data.shape)} is empty; a minimum of 1 row and column is required")
-            data = working(data)
-            require_entries("Y", data, name, _MISSING)
-            validate_data(self, data, reset=reset, skip_check_array=True)
-            return Y, data
-        array = validate_data(self, Y, reset=reset, dtype=FLOATS, order=None, ensure_all_finite=False)
-        require_entries("Y", array, name, _MISSING)
-        return array, as_tensor(array)
+        refuse_masked("Y", Y, f"{name} needs them all: {_MISSING}")
+        data = self._matrix(Y, reset=reset)
+        require_entries("Y", data, name, _MISSING)
+        return (Y, data) if isinstance(Y, Tensor) else (data, as_tensor(data))
+
+    def _matrix(self, Y: Any, *, reset: bool, accept_sparse: Any = False) -> Any:
+        """The tensor or array Y as a matrix of float32 or float64; its entries are not checked."""
+        if not isinstance(Y, Tensor):
+            options = {"dtype": FLOATS, "accept_sparse": accept_sparse, "ensure_all_finite": False}
+            return validate_data(self, Y, reset=reset, **options)
+        shape = tuple(Y.shape)
+        if Y.dim() != 2:
+            raise ShapeError(f"Expected 2D tensor, got shape {shape}; reshape one feature with Y.reshape(-1, 1)")
+        if Y.is_complex():
+            raise OptionError("Complex data not supported: pass real and imaginary parts as columns")
+        if 0 in shape:
+            raise ShapeError(f"Y of shape {shape} is empty; a minimum of 1 row and column is required")
+        validate_data(self, Y, reset=reset, skip_check_array=True)
+        return working(Y.detach())
 
     def _data(self, Y: Any) -> Any:
         """Checked data; a fitted estimator requires the number of features that it was fitted to."""
@@ -270,3 +286,21 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
                 bar.update(task, completed=sweeps, description=text)
 
             yield report
+
+
+@dataclass(eq=False, repr=False)
+class GrownFactorization(Factorization):
+    """Base of the estimators that grow by local descent and the polar; see :mod:`minimand.factor.growth`."""
+
+    _: KW_ONLY
+    n_components: int | None = None
+    r_max: int | None = None
+
+    def _options(self, bound: int) -> GrowthOptions:
+        """Options of the growth; ``bound`` is the theory's bound on the size of a minimiser."""
+        return GrowthOptions(self.n_components, self.r_max, int(self.max_iter), float(self.tol), bound=bound)
+
+    def _solve(self, Y: Any, start: Any, rows: RowSharding, report: Report) -> Factors:
+        problem = FactorProblem(self._loss(Y, rows), self._regularizer(), float(self.lam))
+        options = self._options(rows.count(Y.shape[0]) * Y.shape[1])
+        return grow(problem, options, like=Y, generator=self._generator(), start=start, report=report)

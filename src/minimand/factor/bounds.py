@@ -19,19 +19,7 @@ from ..norms.spectral import EPS, certified_lambda_max, lanczos, start_vector
 from ..solvers.iterate import iterate
 from .matrices import DualMatrix, leading_singular
 
-__all__ = [
-    "Bound",
-    "cholesky_bound",
-    "doubly_nonnegative_bound",
-    "gram_bound",
-    "has_gram",
-    "lanczos_bound",
-    "lanczos_slack",
-    "largest_singular",
-    "small_gram",
-    "sparse_bound",
-    "spectral_bound",
-]
+__all__ = ["Bound", "BoundOptions", "doubly_nonnegative_bound", "sparse_bound", "spectral_bound"]
 
 FAILURE = 1e-9
 # The largest number of columns of a Gram matrix that is formed and factorised.
@@ -53,6 +41,26 @@ class Bound:
 
     value: float
     method: str
+
+
+@dataclass(frozen=True)
+class BoundOptions:
+    """Options of an upper bound on the polar.
+
+    Attributes:
+        accuracy: The relative distance above the level at which a bound is good enough.
+        effort: The budget of relaxations; at zero only factorisations are computed.
+        pairs: The current factors, vectors as rows: a start for relaxations.
+        generator: For random starts.
+    """
+
+    accuracy: float = 1e-4
+    effort: float = 1.0
+    pairs: tuple[Tensor, Tensor] | None = None
+    generator: torch.Generator | None = None
+
+
+DEFAULT = BoundOptions()
 
 
 # -- the largest singular value: L2 ------------------------------------------------------------------------------------
@@ -180,15 +188,7 @@ def _lanczos_steps(n: int, accuracy: float) -> int:
 # -- non-negative factors ----------------------------------------------------------------------------------------------
 
 
-def doubly_nonnegative_bound(
-    matrix: DualMatrix,
-    level: float,
-    *,
-    accuracy: float = 1e-4,
-    effort: float = 1.0,
-    pairs: tuple[Tensor, Tensor] | None = None,
-    generator: torch.Generator | None = None,
-) -> Bound:
+def doubly_nonnegative_bound(matrix: DualMatrix, level: float, options: BoundOptions = DEFAULT) -> Bound:
     r"""An upper bound on :math:`\max\{u^\top Z v : u, v \ge 0, \|u\| = \|v\| = 1\}`.
 
     For :math:`u, v \ge 0` of unit length and any symmetric :math:`N \ge 0`,
@@ -203,17 +203,18 @@ def doubly_nonnegative_bound(
     because the largest eigenvalue is then bounded by a Cholesky factorisation.
 
     The norms of Z and of its positive part, one factorisation each, are tried first. If neither is at most ``level``,
-    the relaxation is solved to within ``accuracy``, for as many iterations as ``effort`` allows, from the W of the
-    factors ``pairs`` (vectors as rows).
+    the relaxation is solved to within the accuracy, for as many iterations as the effort allows, from the W of the
+    current factors.
 
     >>> from .matrices import DenseDual
     >>> Z = torch.tensor([[1.0, -1.0], [-1.0, 1.0]])          # norm 2; the polar over u, v ≥ 0 is 1
     >>> round(doubly_nonnegative_bound(DenseDual(Z), 1.0).value, 3)
     1.0
     """
-    bound = _norm_bound(matrix, level, accuracy, generator)
+    accuracy, pairs = options.accuracy, options.pairs
+    bound = _norm_bound(matrix, level, accuracy, options.generator)
     size = matrix.full_rows() + matrix.shape[1]
-    iterations = min(MAX_ADMM, int(effort * BUDGET / (12.0 * max(size, 1) ** 3)))
+    iterations = min(MAX_ADMM, int(options.effort * BUDGET / (12.0 * max(size, 1) ** 3)))
     if bound.value <= level * (1 + accuracy) or iterations < 2 * CHECK_EVERY:
         return bound
     Z = matrix.dense()
@@ -293,14 +294,7 @@ def _first_multiplier(pairs: tuple[Tensor, Tensor] | None, size: int, like: Tens
 # -- sparse codes ------------------------------------------------------------------------------------------------------
 
 
-def sparse_bound(
-    matrix: DualMatrix,
-    level: float,
-    gamma: float,
-    *,
-    accuracy: float = 1e-4,
-    generator: torch.Generator | None = None,
-) -> Bound:
+def sparse_bound(matrix: DualMatrix, level: float, gamma: float, options: BoundOptions = DEFAULT) -> Bound:
     r"""An upper bound on the polar of :math:`\theta(u, v) = \|v\|_2(\|u\|_2 + \gamma\|u\|_1)`.
 
     With :math:`s = \|u\|_1/\|u\|_2 \in [1, \sqrt n]`,
@@ -322,7 +316,7 @@ def sparse_bound(
     """
     n = matrix.full_rows()
     if gamma == 0 or n > LARGEST_GRAM or n == 0:
-        norm = spectral_bound(matrix, level * (1 + gamma), accuracy, generator)
+        norm = spectral_bound(matrix, level * (1 + gamma), options.accuracy, options.generator)
         return Bound(norm.value / (1 + gamma), f"{norm.method}, norm")
     product = matrix.outer()
     largest = float(product.abs().max())

@@ -24,21 +24,7 @@ from .matrices import DualMatrix, RowSharding, summation_error
 from .observed import Observed
 from .regularizers import BoundOptions, Directions, Regularizer, named_regularizer
 
-__all__ = [
-    "NOT_CERTIFIED",
-    "Certificate",
-    "FactorProblem",
-    "Factors",
-    "Finding",
-    "Status",
-    "Stop",
-    "certify",
-    "certify_factors",
-    "conclude",
-    "judge",
-    "noted_if_zero",
-    "stop_reason",
-]
+__all__ = ["Certificate", "FactorProblem", "Factors", "Status", "Stop", "certify"]
 
 DIRECTIONS = 4
 SWEEPS = 30
@@ -329,7 +315,13 @@ def judge(
 
 
 def stop_reason(
-    certificate: Certificate, *, lam: float, tol: float, fixed: bool, out_of_iterations: bool, full: bool
+    certificate: Certificate,
+    *,
+    lam: float,
+    tol: float,
+    out_of_iterations: bool,
+    fixed: bool = False,
+    full: bool = False,
 ) -> Stop:
     """The reason for the end of a fit, from its certificate and what was left of its budget."""
     if certificate.status is Status.CERTIFIED:

@@ -1,5 +1,6 @@
 """The estimator MatrixCompletion: a low-rank matrix from some of its entries."""
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -9,21 +10,18 @@ from sklearn.utils.validation import validate_data
 from torch import Tensor
 
 from ..errors import NonFiniteError, OptionError, ShapeError, require_finite
-from .base import FLOATS, Factorization
-from .bounds import largest_singular
+from .base import GrownFactorization
 from .certificate import FactorProblem, Factors, Stop
-from .growth import GrowthOptions, Report, grow
+from .growth import Report, grow
 from .inputs import as_tensor, working
 from .matrices import RowSharding
 from .observed import Observed, RowGroups
-from .regularizers import L2
 
 __all__ = ["MatrixCompletion"]
 
-_INFINITE = "Input Y contains infinity; mark missing entries by NaN"
 
-
-class MatrixCompletion(Factorization):
+@dataclass(eq=False, repr=False)
+class MatrixCompletion(GrownFactorization):
     r"""Low-rank matrix completion,
 
     .. math:: \min_{r,U,V} \tfrac12\sum_{(i,j) \in \Omega}\bigl(Y_{ij} - (UV^\top)_{ij}\bigr)^2
@@ -57,30 +55,10 @@ class MatrixCompletion(Factorization):
     (1, 1.0)
     """
 
-    def __init__(
-        self,
-        lam: float,
-        *,
-        n_components: int | None = None,
-        r_max: int | None = None,
-        tol: float = 1e-3,
-        max_iter: int = 500,
-        random_state: Any = None,
-        verbose: bool = False,
-    ) -> None:
-        self.lam = lam
-        self.n_components = n_components
-        self.r_max = r_max
-        self.tol = tol
-        self.max_iter = max_iter
-        self.random_state = random_state
-        self.verbose = verbose
-
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.input_tags.allow_nan = True
         tags.input_tags.sparse = True
-        tags.transformer_tags.preserves_dtype = ["float64", "float32"]
         return tags
 
     def _checked(self, Y: Any, *, reset: bool) -> tuple[Any, Any]:
@@ -89,26 +67,16 @@ class MatrixCompletion(Factorization):
             loss = _from_sparse_tensor(Y)
             validate_data(self, Y, reset=reset, skip_check_array=True)
             return torch.empty(0, dtype=loss.values.dtype, device=loss.values.device), loss
-        if isinstance(Y, Tensor):
-            data = Y.detach()
-            if data.dim() != 2 or 0 in data.shape or data.is_complex():
-                raise ShapeError(f"Expected 2D real tensor with entries, got {data.dtype} of {tuple(data.shape)}")
-            data = working(data)
-            if bool(torch.isinf(data).any()):
-                raise NonFiniteError(_INFINITE)
-            validate_data(self, data, reset=reset, skip_check_array=True)
-            return Y, _from_dense(data)
         if np.ma.isMaskedArray(Y):
             Y = np.ma.filled(Y if Y.dtype.kind == "f" else Y.astype(np.float64), np.nan)
-        array = validate_data(
-            self, Y, reset=reset, dtype=FLOATS, accept_sparse=("csr", "csc", "coo"), ensure_all_finite=False
-        )
-        if sp.issparse(array):
-            loss = _from_sparse(array)
+        data = self._matrix(Y, reset=reset, accept_sparse=("csr", "csc", "coo"))
+        if sp.issparse(data):
+            loss = _from_sparse(data)
             return loss.values.numpy()[:0], loss
-        if bool(np.isinf(array).any()):
-            raise NonFiniteError(_INFINITE)
-        return array, _from_dense(as_tensor(array))
+        like, data = (Y, data) if isinstance(Y, Tensor) else (data, as_tensor(data))
+        if bool(torch.isinf(data).any()):
+            raise NonFiniteError("Input Y contains infinity; mark missing entries by NaN")
+        return like, _from_dense(data)
 
     def _fit(self, Y: Any, start: Any, group: Any) -> tuple[Any, Stop]:
         if group is None:
@@ -134,24 +102,20 @@ class MatrixCompletion(Factorization):
                     f"{len(empty)} {what}(s) of Y have no observed entry, the first of them {shown}; drop them"
                 )
 
+    def _loss(self, Y: Observed, rows: RowSharding) -> Observed:
+        return replace(Y, rows=rows)
+
     def _solve(self, Y: Observed, start: tuple[Tensor, Tensor] | None, rows: RowSharding, report: Report) -> Factors:
-        problem = FactorProblem(Observed(Y.values, Y.index, Y.shape, rows), L2(), float(self.lam))
-        bound = min(rows.count(Y.shape[0]), Y.shape[1])
-        options = GrowthOptions(self.n_components, self.r_max, int(self.max_iter), float(self.tol), bound=bound)
+        problem = FactorProblem(self._loss(Y, rows), self._regularizer(), float(self.lam))
+        options = self._options(min(rows.count(Y.shape[0]), Y.shape[1]))
         return grow(problem, options, like=Y.values, generator=self._generator(), start=start, report=report)
 
     def _code(self, Y: Observed, V: Tensor) -> Tensor:
         """The ridge regression of each row on its observed entries."""
-        if V.shape[1] == 0:
-            return Y.values.new_zeros(Y.shape[0], 0)
         return RowGroups.of(*Y.index, Y.shape, V.shape[1]).ridge(Y.values, V.contiguous(), float(self.lam))[0]
 
     def _right(self, like: Any) -> Tensor:
         return super()._right(like.values if isinstance(like, Observed) else like)
-
-    def lambda_max(self, Y: Any) -> float:
-        """The largest singular value of the observed part of Y, by block Krylov iteration."""
-        return largest_singular(self._data(Y).zero(), self._generator())
 
 
 def _from_dense(Y: Tensor) -> Observed:

@@ -17,20 +17,7 @@ from .inputs import real, refuse_masked, require_number, working
 from .losses import Squared
 from .regularizers import L2, Euclidean
 
-__all__ = [
-    "Modes",
-    "ascend",
-    "balanced_modes",
-    "certify_tensor",
-    "grow_tensor",
-    "is_cp",
-    "khatri_rao",
-    "modes_from",
-    "modes_from_codes",
-    "require_tensor",
-    "tensor_certificate",
-    "unfolding_bound",
-]
+__all__ = ["certify_tensor", "grow_tensor", "tensor_certificate", "unfolding_bound"]
 
 GAUGE = Euclidean()
 STARTS = 16
@@ -107,12 +94,6 @@ def modes_from(value: Any, like: Tensor) -> Modes:
     for x in found:
         require_finite("factors", x)
     a, b, c = (x.mT.to(like.device) for x in found)
-    return a, b, c
-
-
-def _empty(Y: Tensor) -> Modes:
-    """Factors without components."""
-    a, b, c = (Y.new_zeros(0, size) for size in Y.shape)
     return a, b, c
 
 
@@ -227,7 +208,8 @@ def grow_tensor(
     Each round descends and appends the directions found. Growth is not a fixed-point iteration and loops plainly;
     every round but the first makes a sweep, so there are at most ``max_iter + 1``.
     """
-    factors = _empty(Y) if start is None else start
+    n, m, k = Y.shape
+    factors = (Y.new_zeros(0, n), Y.new_zeros(0, m), Y.new_zeros(0, k)) if start is None else start
     if options.n_components is not None and len(factors[0]) > options.n_components:
         raise OptionError(f"start has {len(factors[0])} components, but n_components={options.n_components}")
     history: list[float] = []

@@ -22,30 +22,19 @@ Vectors are rows in this module, so that a column update reads contiguous memory
 """
 
 import abc
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..solvers.iterate import iterate
-from .losses import Loss
+from .losses import Loss, Squared
 from .matrices import DualMatrix, RowSharding, leading_singular
 from .regularizers import Gauge, Regularizer
 
-__all__ = [
-    "Components",
-    "LocalDescent",
-    "ProximalDescent",
-    "SquaredDescent",
-    "balanced",
-    "cosines",
-    "initial_pairs",
-    "merged",
-    "padded",
-    "pruned",
-    "updated",
-]
+__all__ = ["Components", "LocalDescent", "ProximalDescent", "SquaredDescent"]
 
 INNER_SWEEPS = 10
 STALL = 0.1
@@ -156,17 +145,32 @@ def initial_pairs(
     return Components(pairs.U.to(dtype).contiguous(), pairs.V.to(dtype).contiguous()), values
 
 
+@dataclass(frozen=True)
 class LocalDescent(abc.ABC):
     """Alternating descent over factors of fixed size, with extrapolation.
 
     Concrete classes define the update of one side for the other. This class has the order, the momentum and the
     stopping rule.
+
+    Attributes:
+        loss: The loss, with its data.
+        theta: The regularizer.
+        lam: Its weight.
     """
 
+    loss: Loss
     theta: Regularizer
     lam: float
-    rows: RowSharding
-    tol: float
+
+    @property
+    def rows(self) -> RowSharding:
+        """Where the rows of the data are."""
+        return self.loss.rows
+
+    @cached_property
+    def square(self) -> float:
+        """Half the squared norm of the data, over all processes."""
+        return 0.5 * self.loss.size() ** 2
 
     @abc.abstractmethod
     def left(self, pairs: Components) -> Tensor:
@@ -176,20 +180,19 @@ class LocalDescent(abc.ABC):
     def right(self, pairs: Components) -> tuple[Tensor, float]:
         """A better V for the U of the pairs, and the objective there."""
 
-    @abc.abstractmethod
-    def with_tol(self, tol: float) -> "LocalDescent":
-        """The same descent, stopping when three sweeps in a row lower the objective by less than a share ``tol``."""
-
     def normalized(self, pairs: Components) -> Components:
         """The result of a run in the form in which pairs are counted and appended."""
         return pairs
 
-    def run(self, start: Components, sweeps: int) -> tuple[Components, float, int]:
-        """The factors after at most ``sweeps`` sweeps, their objective, and the number of sweeps made."""
+    def run(self, start: Components, sweeps: int, tol: float) -> tuple[Components, float, int]:
+        """The factors after at most ``sweeps`` sweeps, their objective, and the number of sweeps made.
+
+        The descent stops when three sweeps in a row lower the objective by less than a share ``tol``.
+        """
         if start.rank == 0:
             return start, self.right(start)[1], 0
         first = _DescentState(start, start, float("inf"), 0.5, 1.0, 0)
-        state, made = iterate(lambda s, k: self._sweep(s), first, sweeps, until=lambda s, done: s.quiet >= 3)
+        state, made = iterate(lambda s, k: self._sweep(s, tol), first, sweeps, until=lambda s, done: s.quiet >= 3)
         now, objective = self._plain(state)
         return self.normalized(now), objective, made
 
@@ -200,7 +203,7 @@ class LocalDescent(abc.ABC):
         kept = objective <= state.objective + 1e-9 * abs(state.objective)
         return (Components(U, V), objective) if kept else (state.now, state.objective)
 
-    def _sweep(self, state: "_DescentState") -> "_DescentState":
+    def _sweep(self, state: "_DescentState", tol: float) -> "_DescentState":
         now, ahead, before, momentum, ceiling, quiet = state
         U = self.left(ahead)
         forward = self.theta.left.project(U + momentum * (U - now.U))
@@ -210,7 +213,7 @@ class LocalDescent(abc.ABC):
                 return state._replace(quiet=3)
             # Restart from the last point without extrapolation, with a smaller momentum.
             return state._replace(ahead=now, momentum=0.0 if ahead is now else momentum / 1.5, ceiling=momentum)
-        quiet = quiet + 1 if before - objective <= self.tol * abs(objective) else 0
+        quiet = quiet + 1 if before - objective <= tol * abs(objective) else 0
         onward = self.theta.right.project(V + momentum * (V - now.V))
         momentum = min(ceiling, max(momentum, 0.1) * 1.05)
         # The objective is known at the extrapolated U with its best V: this point is kept.
@@ -229,40 +232,22 @@ class _DescentState(NamedTuple):
 
 @dataclass(frozen=True)
 class SquaredDescent(LocalDescent):
-    """Exact column updates for ½‖Y − UVᵀ‖² + λ Σ θ; the rows of Y may be sharded.
+    """Exact column updates for ½‖Y − UVᵀ‖² + λ Σ θ; the rows of Y may be sharded."""
 
-    Attributes:
-        Y: The rows of this process.
-        square: ½‖Y‖² over all processes.
-        theta: The regularizer.
-        lam: Its weight.
-        rows: Where the rows are.
-        tol: The relative decrease per sweep at which the descent stops.
-    """
-
-    Y: Tensor
-    square: float
-    theta: Regularizer
-    lam: float
-    rows: RowSharding
-    tol: float = 1e-6
+    loss: Squared
 
     def left(self, pairs: Components) -> Tensor:
         """Column updates of U."""
-        goal, product = pairs.V @ self.Y.mT, pairs.V @ pairs.V.mT
+        goal, product = pairs.V @ self.loss.Y.mT, pairs.V @ pairs.V.mT
         weights = self.lam * self.theta.right.values(pairs.V)
         return updated(pairs.U, goal, product, weights, self.theta.left, self.rows)
 
     def right(self, pairs: Components) -> tuple[Tensor, float]:
         """Column updates of V, and the objective there."""
-        goal, product = self.rows.sum(pairs.U @ self.Y), self.rows.sum(pairs.U @ pairs.U.mT)
+        goal, product = self.rows.sum(pairs.U @ self.loss.Y), self.rows.sum(pairs.U @ pairs.U.mT)
         weights = self.lam * self.theta.left.values(pairs.U, self.rows)
         V = updated(pairs.V, goal, product, weights, self.theta.right, RowSharding())
         return V, self._objective(pairs.U, V, goal)
-
-    def with_tol(self, tol: float) -> "SquaredDescent":
-        """The same descent with another tolerance."""
-        return replace(self, tol=tol)
 
     def _objective(self, U: Tensor, V: Tensor, product: Tensor) -> float:
         """The objective from the products that the update has computed: ½‖Y‖² − ⟨UᵀY, Vᵀ⟩ + ½⟨UᵀU, VᵀV⟩ + λ Σ θ."""
@@ -279,12 +264,6 @@ class ProximalDescent(LocalDescent):
 
     For squares they are the exact updates.
     """
-
-    loss: Loss
-    theta: Regularizer
-    lam: float
-    rows: RowSharding
-    tol: float = 1e-6
 
     def left(self, pairs: Components) -> Tensor:
         """Proximal gradient steps of the columns of U."""
@@ -303,10 +282,6 @@ class ProximalDescent(LocalDescent):
         V = updated(V, product @ V + step.to(V.dtype), product, weights, self.theta.right, RowSharding())
         penalty = float(self.theta.values(U, V, self.rows).to(torch.float64).sum())
         return V, self.loss.value(U.mT, V.mT) + self.lam * penalty
-
-    def with_tol(self, tol: float) -> "ProximalDescent":
-        """The same descent with another tolerance."""
-        return replace(self, tol=tol)
 
 
 def updated(X: Tensor, goal: Tensor, product: Tensor, weights: Tensor, gauge: Gauge, rows: RowSharding) -> Tensor:

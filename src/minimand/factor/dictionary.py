@@ -8,21 +8,17 @@ from torch import Tensor
 
 from ..functions import L1
 from ..functions.base import Separable, Step
-from ..operators import Dense
-from ..solvers import FISTA, Problem, solve
-from .base import Factorization
-from .certificate import FactorProblem, Factors
-from .growth import GrowthOptions, Report, grow
+from .base import GrownFactorization
 from .inputs import require_number
-from .losses import Squared
-from .matrices import DenseDual, RowSharding
-from .nmf import code_tolerance
+from .matrices import DenseDual
+from .nmf import proximal_codes
 from .regularizers import SparseL2
 
 __all__ = ["SparseDictionary"]
 
 
-class SparseDictionary(Factorization):
+@dataclass(eq=False, repr=False)
+class SparseDictionary(GrownFactorization):
     r"""Dictionary learning with sparse codes,
 
     .. math::
@@ -52,56 +48,22 @@ class SparseDictionary(Factorization):
     (2, 2.645)
     """
 
-    def __init__(
-        self,
-        lam: float,
-        gamma: float = 0.1,
-        *,
-        n_components: int | None = None,
-        r_max: int | None = None,
-        tol: float = 1e-3,
-        max_iter: int = 500,
-        random_state: Any = None,
-        verbose: bool = False,
-    ) -> None:
-        self.lam = lam
-        self.gamma = gamma
-        self.n_components = n_components
-        self.r_max = r_max
-        self.tol = tol
-        self.max_iter = max_iter
-        self.random_state = random_state
-        self.verbose = verbose
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.transformer_tags.preserves_dtype = ["float64", "float32"]
-        return tags
+    gamma: float = 0.1
 
     def _check_options(self) -> None:
         super()._check_options()
         require_number("gamma", self.gamma, zero=True)
 
-    def _theta(self) -> SparseL2:
+    def _regularizer(self) -> SparseL2:
         return SparseL2(float(self.gamma))
-
-    def _solve(self, Y: Tensor, start: tuple[Tensor, Tensor] | None, rows: RowSharding, report: Report) -> Factors:
-        problem = FactorProblem(Squared(Y, rows), self._theta(), float(self.lam))
-        bound = rows.count(len(Y)) * Y.shape[1]
-        options = GrowthOptions(self.n_components, self.r_max, int(self.max_iter), float(self.tol), bound=bound)
-        return grow(problem, options, like=Y, generator=self._generator(), start=start, report=report)
 
     def _code(self, Y: Tensor, V: Tensor) -> Tensor:
         """Each row solves min ½‖y − uVᵀ‖² + (λ/2)‖u‖² + λγ Σ ‖vᵢ‖|uᵢ|."""
-        if V.shape[1] == 0:
-            return Y.new_zeros(len(Y), 0)
-        charge = WeightedL1(float(self.lam * self.gamma) * V.norm(dim=0))
-        problem = Problem(Dense(V.mT.contiguous()), charge, Y, ridge=float(self.lam))
-        return solve(problem, FISTA(iters=5000), tol=code_tolerance(Y, V)).x
+        return proximal_codes(Y, V, WeightedL1(float(self.lam * self.gamma) * V.norm(dim=0)), float(self.lam))
 
     def lambda_max(self, Y: Any) -> float:
         """A lower bound on the polar of Y, by ascent from many starts: below it the solution is not zero."""
-        return self._theta().directions(DenseDual(self._data(Y)), 8, self._generator(), sweeps=200).best
+        return self._regularizer().directions(DenseDual(self._data(Y)), 8, self._generator(), sweeps=200).best
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ Here :math:`\theta = 1 - p` for the drop rate p of ``torch.nn.Dropout``.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,24 +21,9 @@ from torch import Tensor
 from ..errors import CapabilityError, OptionError, ShapeError, require_finite, require_real
 from ..functions.base import widened
 from ..norms.tracker import LipschitzTracker
-from ..solvers.iterate import iterate
+from .inputs import require_whole
 
-__all__ = [
-    "block_smoothness",
-    "check_factors",
-    "closed_form",
-    "dropout_objective",
-    "dropout_optimum",
-    "dropout_sample",
-    "dropout_weight",
-    "equalize",
-    "equalized_factors",
-    "equalizing_rotation",
-    "nuclear_squared",
-    "require_rank",
-    "require_rate",
-    "variable_rate",
-]
+__all__ = ["dropout_objective", "dropout_optimum", "dropout_sample", "equalize", "nuclear_squared", "variable_rate"]
 
 # -- the objective -----------------------------------------------------------------------------------------------------
 
@@ -62,7 +47,7 @@ def variable_rate(p: float, rank: int) -> float:
     >>> round(variable_rate(0.2, 4), 6)
     0.5
     """
-    require_rank(rank)
+    require_whole("rank", rank)
     weight = rank * dropout_weight(p)
     return weight / (1 + weight)
 
@@ -157,7 +142,7 @@ def dropout_optimum(Y: Any, rank: int, p: float) -> tuple[Any, float, int]:
 
 def closed_form(Y: Tensor, rank: int, weight: float) -> tuple[Tensor, Tensor, Tensor, float]:
     """The singular triples of the optimum, and the threshold."""
-    require_rank(rank)
+    require_whole("rank", rank)
     left, values, right = torch.linalg.svd(Y, full_matrices=False)
     values, threshold = _shrink(values, rank, weight, max(Y.shape, default=1))
     count = len(values)
@@ -250,45 +235,28 @@ def equalizing_rotation(values: Tensor, rank: int) -> Tensor:
     >>> (R.mT @ torch.diag(torch.tensor([5.0, 1.0])) @ R).diagonal()
     tensor([2., 2., 2.])
     """
-    require_rank(rank)
+    require_whole("rank", rank)
     if rank & (rank - 1) == 0:
         return _hadamard(rank, len(values), values)
     return _rotations(rank, values)
 
 
-class _Rotated(NamedTuple):
-    rotation: Tensor
-    diagonal: list[float]
-
-
 def _rotations(rank: int, values: Tensor) -> Tensor:
-    """Givens rotations until the diagonal is constant."""
-    state = _Rotated(
-        torch.eye(len(values), rank, dtype=values.dtype, device=values.device),
-        [*values.tolist(), *[0.0] * (rank - len(values))],
-    )
-    mean = math.fsum(state.diagonal) / rank
-    return iterate(lambda s, k: _givens(s, mean), state, rank - 1, until=lambda s, k: _is_flat(s, mean))[0].rotation
-
-
-def _is_flat(state: _Rotated, mean: float) -> bool:
-    return max(state.diagonal) <= mean or min(state.diagonal) >= mean
-
-
-def _givens(state: _Rotated, mean: float) -> _Rotated:
-    """Rotate the smallest and the largest entry of the diagonal so that one of them becomes the mean."""
-    rotation, diagonal = state
-    high, low = max(diagonal), min(diagonal)
-    j, i = diagonal.index(high), diagonal.index(low)
-    if high <= mean or low >= mean:
-        return state
-    cos, sin = math.sqrt((high - mean) / (high - low)), math.sqrt((mean - low) / (high - low))
-    # In place: the rotation belongs to this loop, and a copy in each of r steps would cost r times as much.
-    raised = cos * rotation[:, i] + sin * rotation[:, j]
-    rotation[:, j] = cos * rotation[:, j] - sin * rotation[:, i]
-    rotation[:, i] = raised
-    diagonal[i], diagonal[j] = mean, high + low - mean
-    return state
+    """At most r − 1 Givens rotations, each of the smallest and the largest entry of the diagonal."""
+    rotation = torch.eye(len(values), rank, dtype=values.dtype, device=values.device)
+    diagonal = [*values.tolist(), *[0.0] * (rank - len(values))]
+    mean = math.fsum(diagonal) / rank
+    for _ in range(rank - 1):
+        high, low = max(diagonal), min(diagonal)
+        if high <= mean or low >= mean:
+            break
+        j, i = diagonal.index(high), diagonal.index(low)
+        cos, sin = math.sqrt((high - mean) / (high - low)), math.sqrt((mean - low) / (high - low))
+        raised = cos * rotation[:, i] + sin * rotation[:, j]
+        rotation[:, j] = cos * rotation[:, j] - sin * rotation[:, i]
+        rotation[:, i] = raised
+        diagonal[i], diagonal[j] = mean, high + low - mean
+    return rotation
 
 
 def _hadamard(rank: int, rows: int, like: Tensor) -> Tensor:
@@ -327,9 +295,3 @@ def require_rate(p: float, name: str = "p") -> None:
     """Raise :class:`OptionError` for a drop rate outside [0, 1)."""
     if isinstance(p, bool) or not isinstance(p, int | float | np.floating | np.integer) or not 0 <= p < 1:
         raise OptionError(f"{name} is a drop rate and must lie in [0, 1), got {p!r}")
-
-
-def require_rank(rank: int, name: str = "rank") -> None:
-    """Raise :class:`OptionError` unless ``rank`` is a positive whole number."""
-    if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or rank < 1:
-        raise OptionError(f"{name} must be a whole number ≥ 1, got {rank!r}")

@@ -1,5 +1,6 @@
 """The estimator DropoutFactorization: matrix factorisation with dropout, by four methods for one objective."""
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -21,11 +22,10 @@ from .dropout import (
     dropout_objective,
     dropout_weight,
     equalized_factors,
-    require_rank,
     require_rate,
     variable_rate,
 )
-from .inputs import require_entries, seeded_generator
+from .inputs import require_entries, require_whole, seeded_generator
 
 __all__ = ["DropoutFactorization"]
 
@@ -38,9 +38,16 @@ class _DropoutState(NamedTuple):
     V: Tensor
     history: list[float]
     norms: list[tuple[float, float, float]]
-    trackers: tuple[LipschitzTracker, LipschitzTracker] | None = None
+
+    def appended(self, Y: Tensor, U: Tensor, V: Tensor, p: float) -> "_DropoutState":
+        """The state at other factors, with their objective and norms appended to the histories."""
+        sizes = torch.linalg.vector_norm(U, dim=0) * torch.linalg.vector_norm(V, dim=0)
+        self.history.append(float(dropout_objective(Y, U, V, p)))
+        self.norms.append((float(sizes.min()), float(sizes.mean()), float(sizes.max())))
+        return _DropoutState(U, V, self.history, self.norms)
 
 
+@dataclass(eq=False, repr=False)
 class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     r"""Factorise a matrix with dropout on its terms, or with the regularizer that equals dropout in expectation.
 
@@ -86,28 +93,16 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
            [0.      , 0.      ]])
     """
 
-    def __init__(
-        self,
-        n_components: int = 10,
-        p: float = 0.5,
-        *,
-        method: str = "closed_form",
-        rate: Literal["fixed", "variable"] = "fixed",
-        max_iter: int = 1000,
-        step: float | Literal["auto"] = "auto",
-        decay: Schedule | None = None,
-        tol: float = 1e-10,
-        random_state: Any = None,
-    ) -> None:
-        self.n_components = n_components
-        self.p = p
-        self.method = method
-        self.rate = rate
-        self.max_iter = max_iter
-        self.step = step
-        self.decay = decay
-        self.tol = tol
-        self.random_state = random_state
+    n_components: int = 10
+    p: float = 0.5
+    _: KW_ONLY
+    method: str = "closed_form"
+    rate: Literal["fixed", "variable"] = "fixed"
+    max_iter: int = 1000
+    step: float | Literal["auto"] = "auto"
+    decay: Schedule | None = None
+    tol: float = 1e-10
+    random_state: Any = None
 
     def fit(self, X: Any, y: Any = None) -> "DropoutFactorization":
         """Find the factors of X, n_samples × n_features."""
@@ -143,11 +138,9 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         weight = dropout_weight(self.p_)
         left, values, right, self.threshold_ = closed_form(Y, self.n_components, weight)
         best = equalized_factors(left, values, right, self.n_components)
-        self.optimum_ = float(dropout_objective(Y, *best, self.p_))
-        self.n_iter_ = 1
-        factors = (
-            _DropoutState(*best, [self.optimum_], [_norms(*best)]) if self.method == "closed_form" else self._descend(Y)
-        )
+        optimum = _DropoutState(*best, [], []).appended(Y, *best, self.p_)
+        self.optimum_, self.n_iter_ = optimum.history[0], 1
+        factors = optimum if self.method == "closed_form" else self._descend(Y)
         self.components_ = factors.V.mT.contiguous().numpy()
         self.n_components_ = self.n_components
         self.history_ = np.asarray(factors.history)
@@ -162,7 +155,7 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         return np.asarray(data)
 
     def _check(self) -> None:
-        require_rank(self.n_components, "n_components")
+        require_whole("n_components", self.n_components)
         require_rate(self.p)
         if self.method not in _METHODS:
             raise OptionError(f"method must be one of {', '.join(_METHODS)}, got {self.method!r}")
@@ -183,47 +176,46 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
             for n in Y.shape
         )
         trackers = LipschitzTracker(Dense(U)), LipschitzTracker(Dense(V))
-        start = _DropoutState(U, V, [float(dropout_objective(Y, U, V, self.p_))], [_norms(U, V)], trackers)
-        step = {"alternating": self._alternate, "gradient": self._gradient, "dropout": self._dropout}[self.method]
-        until = None if self.method == "dropout" else self._stalled
-        factors, self.n_iter_ = iterate(lambda s, k: step(Y, s, k, generator), start, self.max_iter, until=until)
+
+        def step(state: _DropoutState, k: int) -> _DropoutState:
+            return state.appended(Y, *self._stepped(Y, state, k, trackers, generator), self.p_)
+
+        def stalled(state: _DropoutState, k: int) -> bool:
+            before, after = state.history[-2:]
+            return before - after <= self.tol * abs(after)
+
+        start = _DropoutState(U, V, [], []).appended(Y, U, V, self.p_)
+        factors, self.n_iter_ = iterate(step, start, self.max_iter, until=None if self.method == "dropout" else stalled)
         return factors
 
-    def _stalled(self, state: _DropoutState, k: int) -> bool:
-        before, after = state.history[-2:]
-        return before - after <= self.tol * abs(after)
+    def _stepped(
+        self,
+        Y: Tensor,
+        state: _DropoutState,
+        k: int,
+        trackers: tuple[LipschitzTracker, LipschitzTracker],
+        generator: torch.Generator,
+    ) -> tuple[Tensor, Tensor]:
+        """The factors after one iteration: over U, then over V."""
+        U, V = state.U, state.V
+        if self.method == "alternating":
+            U = best_rows(Y, V, dropout_weight(self.p_))
+            return U, best_rows(Y.mT, U, dropout_weight(self.p_))
+        masks: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
+        if self.method == "dropout":
+            kept = 1 - self.p_
+            draw = torch.rand(2, self.n_components, generator=generator, dtype=torch.float64) < kept
+            masks = (draw[0].to(Y.dtype) / kept, draw[1].to(Y.dtype) / kept)
+        U = self._moved(Y, U, V, k, masks[0], trackers[1])
+        return U, self._moved(Y.mT, V, U, k, masks[1], trackers[0])
 
-    def _alternate(self, Y: Tensor, state: _DropoutState, k: int, generator: torch.Generator) -> _DropoutState:
+    def _moved(self, Y: Tensor, U: Tensor, V: Tensor, k: int, mask: Tensor | None, tracker: LipschitzTracker) -> Tensor:
+        """A gradient step over U for the objective, or for its sample of the terms in ``mask``."""
         weight = dropout_weight(self.p_)
-        U = best_rows(Y, state.V, weight)
-        V = best_rows(Y.mT, U, weight)
-        return self._recorded(Y, U, V, state)
-
-    def _gradient(self, Y: Tensor, state: _DropoutState, k: int, generator: torch.Generator) -> _DropoutState:
-        weight = dropout_weight(self.p_)
-
-        def moved(Y: Tensor, U: Tensor, V: Tensor, tracker: LipschitzTracker) -> Tensor:
-            gradient = 2 * ((U @ V.mT - Y) @ V + weight * U * V.square().sum(0))
-            return U - self._length(V, weight, k, tracker) * gradient
-
-        assert state.trackers is not None
-        of_U, of_V = state.trackers
-        U = moved(Y, state.U, state.V, of_V)
-        return self._recorded(Y, U, moved(Y.mT, state.V, U, of_U), state)
-
-    def _dropout(self, Y: Tensor, state: _DropoutState, k: int, generator: torch.Generator) -> _DropoutState:
-        kept = 1 - self.p_
-        weight = dropout_weight(self.p_)
-        draw = torch.rand(2, self.n_components, generator=generator, dtype=torch.float64) < kept
-        first, second = draw.to(Y.dtype) / kept
-
-        def moved(Y: Tensor, U: Tensor, V: Tensor, mask: Tensor, tracker: LipschitzTracker) -> Tensor:
-            return U - self._length(V, weight, k, tracker) * 2 * ((U * mask) @ V.mT - Y) @ (V * mask)
-
-        assert state.trackers is not None
-        of_U, of_V = state.trackers
-        U = moved(Y, state.U, state.V, first, of_V)
-        return self._recorded(Y, U, moved(Y.mT, state.V, U, second, of_U), state)
+        length = self._length(V, weight, k, tracker)
+        if mask is not None:
+            return U - length * 2 * ((U * mask) @ V.mT - Y) @ (V * mask)
+        return U - length * (2 * ((U @ V.mT - Y) @ V + weight * U * V.square().sum(0)))
 
     def _length(self, V: Tensor, weight: float, k: int, tracker: LipschitzTracker) -> Tensor | float:
         """The step of this iteration for the factor that multiplies V."""
@@ -234,16 +226,6 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
             return float(self.step) * decay.factor(k)
         bound = block_smoothness(V, weight, tracker)
         return decay.factor(k) / bound if bound > 0 else 0.0
-
-    def _recorded(self, Y: Tensor, U: Tensor, V: Tensor, state: _DropoutState) -> _DropoutState:
-        state.history.append(float(dropout_objective(Y, U, V, self.p_)))
-        state.norms.append(_norms(U, V))
-        return _DropoutState(U, V, state.history, state.norms, state.trackers)
-
-
-def _norms(U: Tensor, V: Tensor) -> tuple[float, float, float]:
-    sizes = torch.linalg.vector_norm(U, dim=0) * torch.linalg.vector_norm(V, dim=0)
-    return float(sizes.min()), float(sizes.mean()), float(sizes.max())
 
 
 def best_rows(Y: Tensor, V: Tensor, weight: float) -> Tensor:

@@ -207,11 +207,11 @@ def _local_descent(problem: FactorProblem) -> LocalDescent:
     """The descent for a loss: exact updates for squares, ridge regressions, or proximal gradient steps."""
     loss, theta, lam = problem.loss, problem.regularizer, problem.lam
     if isinstance(loss, Squared):
-        return SquaredDescent(loss.Y, 0.5 * loss.size() ** 2, theta, lam, loss.rows)
+        return SquaredDescent(loss, theta, lam)
     if isinstance(loss, Observed) and isinstance(theta, L2):
-        return ObservedDescent.of(loss, lam)
+        return ObservedDescent(loss, theta, lam)
     if math.isfinite(loss.curvature):
-        return ProximalDescent(loss, theta, lam, loss.rows)
+        return ProximalDescent(loss, theta, lam)
     raise OptionError(
         f"{type(loss).__name__} has no gradient here, but factorize needs one: smooth it (Huber with a gamma), "
         "or use RobustPCA"
@@ -244,7 +244,7 @@ class _FactorGrowth:
     def descend(self, tol: float, sweeps: int) -> float:
         """Local descent, then prune and merge; returns the objective."""
         allowed = max(1, min(sweeps, self.options.max_iter - self.used))
-        pairs, objective, made = self.descent.with_tol(tol).run(self.pairs, allowed)
+        pairs, objective, made = self.descent.run(self.pairs, allowed, tol)
         self.used += made
         self.pairs = merged(pruned(pairs, self.problem.rows), self.problem.rows)
         self.history.append(objective)
@@ -314,7 +314,7 @@ class _FactorGrowth:
             both = Components(*((x[i] + x[j]).unsqueeze(0) / 2**0.5 for x in balanced(self.pairs, rows)))
             tried = self.pairs.take(torch.tensor(rest, dtype=torch.int64)).joined(both)
             allowed = min(ROUND_SWEEPS, self.options.max_iter - self.used)
-            pairs, objective, made = self.descent.with_tol(tol).run(tried, allowed)
+            pairs, objective, made = self.descent.run(tried, allowed, tol)
             self.used += made
             if objective > self.history[-1] * (1 + 0.02 * self.options.tol):
                 return

@@ -12,17 +12,7 @@ from torch import Tensor
 
 from ..errors import NonFiniteError, OptionError, ShapeError, require_positive
 
-__all__ = [
-    "as_tensor",
-    "real",
-    "refuse_masked",
-    "require_entries",
-    "require_lam",
-    "require_number",
-    "same_kind",
-    "seeded_generator",
-    "working",
-]
+__all__ = ["as_tensor", "real", "same_kind", "seeded_generator", "working"]
 
 
 def require_number(name: str, value: Any, *, zero: bool = False) -> None:
@@ -30,6 +20,12 @@ def require_number(name: str, value: Any, *, zero: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise OptionError(f"{name} must be a finite number {'≥ 0' if zero else '> 0'}, got {value!r}")
     require_positive(name, float(value), zero=zero)
+
+
+def require_whole(name: str, value: Any) -> None:
+    """Raise :class:`OptionError` unless ``value`` is a whole number ≥ 1."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise OptionError(f"{name} must be a whole number ≥ 1, got {value!r}")
 
 
 def require_lam(lam: Any) -> None:

@@ -98,7 +98,9 @@ def best_multiple(moments: DualMoments, curvature: float, largest: float) -> Dua
         return DualValue(0.0, 0.0)
     c = min(moments.inner * curvature / moments.square, largest)
     bend = 0.0 if math.isinf(curvature) else 0.5 * c * c / curvature
-    return DualValue(c * moments.inner - bend * moments.square, c * moments.inner_margin + bend * moments.square_margin)
+    error = summation_error(moments.entries)
+    margin = c * (error * math.sqrt(moments.data * moments.square)) + bend * (error * moments.square)
+    return DualValue(c * moments.inner - bend * moments.square, margin)
 
 
 class _DenseLoss(Loss):
@@ -116,6 +118,10 @@ class _DenseLoss(Loss):
     def entries(self) -> int:
         """The size of Y."""
         return self.rows.count(self.Y.numel())
+
+    def zero(self) -> DualMatrix:
+        """The dual point of factors without columns."""
+        return self.dual(*self._empty())
 
     def _empty(self) -> tuple[Tensor, Tensor]:
         """Factors without columns: X = 0."""
@@ -147,10 +153,6 @@ class Squared(_DenseLoss):
         """c⟨Y,R⟩ − ½c²‖R‖²."""
         assert isinstance(matrix, DenseDual)
         return best_multiple(matrix.moments(), 1.0, largest)
-
-    def zero(self) -> DenseDual:
-        """The data."""
-        return DenseDual(self.Y, rows=self.rows)
 
 
 @dataclass(frozen=True)
@@ -233,7 +235,7 @@ class Huber(_DenseLoss):
         return best_multiple(matrix.moments(self.Y), self.curvature, min(largest, room))
 
     def zero(self) -> DenseDual:
-        """clip(γY, −1, 1)."""
+        """clip(γY, −1, 1), also if a dual point was given."""
         return replace(self, found=None).dual(*self._empty())
 
 
@@ -287,10 +289,6 @@ class Entrywise(_DenseLoss):
         best = min(range(len(multiples)), key=lambda k: charged[k])
         at_zero = self.value(*self._empty())
         return DualValue(-charged[best], summation_error(self.entries()) * (sizes[best] + at_zero))
-
-    def zero(self) -> DenseDual:
-        """The negative gradient at zero."""
-        return self.dual(*self._empty())
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import abc
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,17 +21,7 @@ from ..linalg import gram
 from ..norms.spectral import EPS
 from ..solvers.iterate import iterate
 
-__all__ = [
-    "DenseDual",
-    "DualMatrix",
-    "DualMoments",
-    "RowSharding",
-    "dual_moments",
-    "leading_singular",
-    "orthonormal",
-    "row_blocks",
-    "summation_error",
-]
+__all__ = ["DenseDual", "DualMatrix", "RowSharding", "leading_singular", "orthonormal"]
 
 # Entries of a block of rows that is computed at once: 64 MB of float64.
 BLOCK = 8_000_000
@@ -104,14 +94,13 @@ def row_blocks(rows: int, columns: int) -> Iterator[slice]:
         yield slice(start, min(start + step, rows))
 
 
-@dataclass(frozen=True)
-class DualMoments:
-    """The inner product of a dual point with the data and its squared norm, each with a bound on its rounding error."""
+class DualMoments(NamedTuple):
+    """The sums ⟨Y, Z⟩, ‖Z‖² and ‖Y‖² of a dual point and the data, each of ``entries`` terms."""
 
     inner: float
     square: float
-    inner_margin: float
-    square_margin: float
+    data: float
+    entries: int
 
 
 class DualMatrix(abc.ABC):
@@ -249,19 +238,13 @@ class DenseDual(DualMatrix):
         for part, block in self.blocks():
             known = Y[part].to(torch.float64)
             totals += torch.stack([(known * block).sum(), block.square().sum(), known.square().sum()])
-        return dual_moments(self.rows.sum(totals), self.shape[0] * self.shape[1])
+        inner, square, size = self.rows.sum(totals).tolist()
+        return DualMoments(inner, square, size, self.shape[0] * self.shape[1])
 
 
 def summation_error(entries: int) -> float:
     """A bound on the rounding error of a sum of ``entries`` terms, relative to the sum of their absolute values."""
     return 8 * EPS * (8 + math.sqrt(entries))
-
-
-def dual_moments(totals: Tensor, entries: int) -> DualMoments:
-    """The moments from (⟨Y, Z⟩, ‖Z‖², ‖Y‖²), sums of ``entries`` terms each."""
-    inner, square, data = totals.tolist()
-    error = summation_error(entries)
-    return DualMoments(inner, square, error * math.sqrt(data * square), error * square)
 
 
 def orthonormal(columns: Tensor, rows: RowSharding) -> Tensor:

@@ -1,26 +1,24 @@
 """The estimator NMF: non-negative matrix factorisation."""
 
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import OptionError
-from ..functions import NonNegative
+from ..functions import Function, NonNegative
 from ..operators import Dense
 from ..solvers import FISTA, Problem, solve
-from .base import Factorization
-from .bounds import largest_singular
-from .certificate import FactorProblem, Factors
-from .growth import GrowthOptions, Report, grow
-from .losses import Squared
-from .matrices import DenseDual, RowSharding
+from .base import GrownFactorization
+from .growth import GrowthOptions
 from .regularizers import NonNegativeL2
 
-__all__ = ["NMF", "code_tolerance"]
+__all__ = ["NMF", "proximal_codes"]
 
 
-class NMF(Factorization):
+@dataclass(eq=False, repr=False)
+class NMF(GrownFactorization):
     r"""Non-negative matrix factorisation
 
     .. math:: \min_{r,\,U \ge 0,\,V \ge 0} \tfrac12\|Y - UV^\top\|_F^2 + \lambda\sum_{i=1}^r \|U_i\|_2\|V_i\|_2 .
@@ -52,31 +50,12 @@ class NMF(Factorization):
     True
     """
 
-    def __init__(
-        self,
-        lam: float,
-        *,
-        n_components: int | None = None,
-        r_max: int | None = None,
-        tol: float = 1e-3,
-        max_iter: int = 500,
-        effort: float | None = 1.0,
-        random_state: Any = None,
-        verbose: bool = False,
-    ) -> None:
-        self.lam = lam
-        self.n_components = n_components
-        self.r_max = r_max
-        self.tol = tol
-        self.max_iter = max_iter
-        self.effort = effort
-        self.random_state = random_state
-        self.verbose = verbose
+    _: KW_ONLY
+    effort: float | None = 1.0
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.input_tags.positive_only = True
-        tags.transformer_tags.preserves_dtype = ["float64", "float32"]
         return tags
 
     def _checked(self, Y: Any, *, reset: bool) -> tuple[Any, Any]:
@@ -91,25 +70,19 @@ class NMF(Factorization):
             raise OptionError("Negative values in start: clip the factors at zero")
         return U, V
 
-    def _solve(self, Y: Tensor, start: tuple[Tensor, Tensor] | None, rows: RowSharding, report: Report) -> Factors:
-        problem = FactorProblem(Squared(Y, rows), NonNegativeL2(), float(self.lam))
-        bound = rows.count(len(Y)) * Y.shape[1]
-        options = GrowthOptions(self.n_components, self.r_max, int(self.max_iter), float(self.tol), self.effort, bound)
-        return grow(problem, options, like=Y, generator=self._generator(), start=start, report=report)
+    def _regularizer(self) -> NonNegativeL2:
+        return NonNegativeL2()
+
+    def _options(self, bound: int) -> GrowthOptions:
+        return replace(super()._options(bound), effort=self.effort)
 
     def _code(self, Y: Tensor, V: Tensor) -> Tensor:
         """Each row solves min ½‖y − uVᵀ‖² + (λ/2)‖u‖², u ≥ 0."""
-        if V.shape[1] == 0:
-            return Y.new_zeros(len(Y), 0)
-        problem = Problem(Dense(V.mT.contiguous()), NonNegative(), Y, ridge=float(self.lam))
-        return solve(problem, FISTA(iters=5000), tol=code_tolerance(Y, V)).x
-
-    def lambda_max(self, Y: Any) -> float:
-        """The norm of Y, whose leading singular vectors are non-negative (Perron): from it on the solution is zero."""
-        return largest_singular(DenseDual(self._data(Y)), self._generator())
+        return proximal_codes(Y, V, NonNegative(), float(self.lam))
 
 
-def code_tolerance(Y: Tensor, V: Tensor) -> float:
-    """The norm of the gradient at which the solver of a row's code stops, relative to YV."""
-    size = float((Y @ V).norm(dim=-1).max()) if V.shape[1] else 0.0
-    return max(size, float(torch.finfo(Y.dtype).tiny)) * float(torch.finfo(Y.dtype).eps) ** 0.5 * 0.1
+def proximal_codes(Y: Tensor, V: Tensor, function: Function, lam: float) -> Tensor:
+    """Each row solves min ½‖y − uVᵀ‖² + (λ/2)‖u‖² + g(u), until the gradient's norm is small relative to YV."""
+    size = max(float((Y @ V).norm(dim=-1).max()), float(torch.finfo(Y.dtype).tiny))
+    tol = size * float(torch.finfo(Y.dtype).eps) ** 0.5 * 0.1
+    return solve(Problem(Dense(V.mT.contiguous()), function, Y, ridge=lam), FISTA(iters=5000), tol=tol).x

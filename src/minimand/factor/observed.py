@@ -11,7 +11,8 @@ matrix of the data's size is formed.
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -24,8 +25,7 @@ from ..solvers.iterate import iterate
 from ..solvers.linear import ridge_factor
 from .descent import Components, LocalDescent
 from .losses import DualValue, Loss, best_multiple
-from .matrices import DualMatrix, DualMoments, RowSharding, dual_moments, row_blocks
-from .regularizers import L2
+from .matrices import DualMatrix, DualMoments, RowSharding, row_blocks
 
 __all__ = ["Observed", "ObservedDescent", "RowGroups", "SparseDual", "rotated"]
 
@@ -94,7 +94,8 @@ class SparseDual(DualMatrix):
         """⟨Y, Z⟩ and ‖Z‖² over all processes."""
         data = data.to(torch.float64)
         totals = [(data * self.values).sum(), self.values.square().sum(), data.square().sum()]
-        return dual_moments(self.rows.sum(torch.stack(totals)), len(data))
+        inner, square, size = self.rows.sum(torch.stack(totals)).tolist()
+        return DualMoments(inner, square, size, len(data))
 
 
 def _gram_of_entries(
@@ -247,24 +248,19 @@ class RowGroups:
 
 @dataclass(frozen=True)
 class ObservedDescent(LocalDescent):
-    """Ridge regressions for U and V in turn; vectors are rows, as in every descent."""
+    """Ridge regressions for U and V in turn; vectors are rows, as in every descent. The regularizer must be L2."""
 
     loss: Observed
-    by_row: RowGroups
-    by_column: RowGroups
-    lam: float
-    rows: RowSharding
-    square: float  # half the squared norm of the data
-    tol: float = 1e-6
-    theta: L2 = L2()  # noqa: RUF009 -- frozen
 
-    @classmethod
-    def of(cls, loss: Observed, lam: float) -> "ObservedDescent":
-        """The descent for a loss."""
-        row, column = loss.index
-        n, m = loss.shape
-        groups = RowGroups.of(row, column, (n, m)), RowGroups.of(column, row, (m, n))
-        return cls(loss, *groups, lam, loss.rows, 0.5 * loss.size() ** 2)
+    @cached_property
+    def by_row(self) -> RowGroups:
+        """The observed entries of each row."""
+        return RowGroups.of(*self.loss.index, self.loss.shape)
+
+    @cached_property
+    def by_column(self) -> RowGroups:
+        """The observed entries of each column."""
+        return RowGroups.of(*self.loss.index[::-1], self.loss.shape[::-1])
 
     def left(self, pairs: Components) -> Tensor:
         """The ridge regression of each row."""
@@ -320,10 +316,6 @@ class ObservedDescent(LocalDescent):
             return pairs, values
         scale = (sizes.to(values.dtype) / values).sqrt().unsqueeze(1)
         return Components(pairs.U * scale, pairs.V * scale), sizes.to(values.dtype)
-
-    def with_tol(self, tol: float) -> "ObservedDescent":
-        """The same descent with another tolerance."""
-        return replace(self, tol=tol)
 
 
 def rotated(pairs: Components, rows: RowSharding) -> tuple[Components, Tensor]:

@@ -19,20 +19,10 @@ from torch import Tensor
 from ..errors import OptionError, require_positive
 from ..functions import L1, GroupL2, NonNegative
 from ..solvers.iterate import iterate
-from .bounds import Bound, doubly_nonnegative_bound, sparse_bound, spectral_bound
+from .bounds import DEFAULT, Bound, BoundOptions, doubly_nonnegative_bound, sparse_bound, spectral_bound
 from .matrices import DualMatrix, RowSharding, leading_singular
 
-__all__ = [
-    "L2",
-    "BoundOptions",
-    "Directions",
-    "Euclidean",
-    "Gauge",
-    "NonNegativeL2",
-    "Regularizer",
-    "SparseL2",
-    "named_regularizer",
-]
+__all__ = ["L2", "BoundOptions", "Directions", "Gauge", "NonNegativeL2", "Regularizer", "SparseL2"]
 
 HERE = RowSharding()
 BISECTIONS = 40
@@ -198,23 +188,6 @@ class Directions(NamedTuple):
         return float(self.values.max()) if len(self.values) else 0.0
 
 
-@dataclass(frozen=True)
-class BoundOptions:
-    """Options of an upper bound on the polar.
-
-    Attributes:
-        accuracy: The relative distance above the level at which a bound is good enough.
-        effort: The budget of relaxations; at zero only factorisations are computed.
-        pairs: The current factors, vectors as rows: a start for relaxations.
-        generator: For random starts.
-    """
-
-    accuracy: float = 1e-4
-    effort: float = 1.0
-    pairs: tuple[Tensor, Tensor] | None = None
-    generator: torch.Generator | None = None
-
-
 class Regularizer(abc.ABC):
     r"""A product of two gauges with a polar.
 
@@ -269,7 +242,7 @@ class Regularizer(abc.ABC):
         values, right = self.right.polar(matrix.adjoint(left.mT).mT)
         return Directions(values, left, right)
 
-    def upper(self, matrix: DualMatrix, level: float, options: BoundOptions = BoundOptions()) -> Bound:  # noqa: B008 -- frozen
+    def upper(self, matrix: DualMatrix, level: float, options: BoundOptions = DEFAULT) -> Bound:
         """A number that the polar does not exceed; ``level`` is the value that would certify."""
         bound = spectral_bound(matrix, level * self.floor, options.accuracy, options.generator)
         return Bound(bound.value / self.floor, f"{bound.method}, norm")
@@ -289,7 +262,7 @@ class L2(Regularizer):
         left, values, right = leading_singular(matrix, count, generator=generator)
         return Directions(values, left, right)
 
-    def upper(self, matrix: DualMatrix, level: float, options: BoundOptions = BoundOptions()) -> Bound:  # noqa: B008 -- frozen
+    def upper(self, matrix: DualMatrix, level: float, options: BoundOptions = DEFAULT) -> Bound:
         """σmax, by Cholesky or Lanczos."""
         return spectral_bound(matrix, level, options.accuracy, options.generator)
 
@@ -301,16 +274,9 @@ class NonNegativeL2(Regularizer):
     left = Euclidean(nonnegative=True)
     right = Euclidean(nonnegative=True)
 
-    def upper(self, matrix: DualMatrix, level: float, options: BoundOptions = BoundOptions()) -> Bound:  # noqa: B008 -- frozen
+    def upper(self, matrix: DualMatrix, level: float, options: BoundOptions = DEFAULT) -> Bound:
         """The doubly non-negative relaxation if the effort allows it, else the norm of the positive part."""
-        return doubly_nonnegative_bound(
-            matrix,
-            level,
-            accuracy=options.accuracy,
-            effort=options.effort,
-            pairs=options.pairs,
-            generator=options.generator,
-        )
+        return doubly_nonnegative_bound(matrix, level, options)
 
 
 @dataclass(frozen=True)
@@ -329,9 +295,9 @@ class SparseL2(Regularizer):
 
     right = Euclidean()
 
-    def upper(self, matrix: DualMatrix, level: float, options: BoundOptions = BoundOptions()) -> Bound:  # noqa: B008 -- frozen
+    def upper(self, matrix: DualMatrix, level: float, options: BoundOptions = DEFAULT) -> Bound:
         """The thresholded Gram bound of sparse principal components."""
-        return sparse_bound(matrix, level, self.gamma, accuracy=options.accuracy, generator=options.generator)
+        return sparse_bound(matrix, level, self.gamma, options)
 
 
 def named_regularizer(name: str | Regularizer, gamma: float | None) -> Regularizer:

@@ -1,6 +1,7 @@
 """The estimator RobustPCA: low rank plus sparse."""
 
 import math
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -9,14 +10,13 @@ from torch import Tensor
 from ..solvers.iterate import iterate
 from ..solvers.linear import ridge_factor
 from .base import Factorization
-from .bounds import largest_singular
 from .certificate import Certificate, FactorProblem, Factors, Status, certify_factors, noted_if_zero, stop_reason
 from .growth import Report
 from .inputs import require_number, same_kind
 from .losses import Huber
+from .lowrank import Triples, shrunk
 from .matrices import RowSharding
 from .regularizers import L2
-from .shrinkage import Triples, shrunk
 
 __all__ = ["RobustPCA"]
 
@@ -33,6 +33,7 @@ class _AdmmState(NamedTuple):
     quiet: bool
 
 
+@dataclass(eq=False, repr=False)
 class RobustPCA(Factorization):
     r"""Low rank plus sparse,
 
@@ -65,30 +66,9 @@ class RobustPCA(Factorization):
     (1, [[1, 2]], 29)
     """
 
-    low_rank_: Any
-    sparse_: Any
-
-    def __init__(
-        self,
-        lam: float,
-        gamma: float | None = None,
-        *,
-        tol: float = 1e-3,
-        max_iter: int = 1000,
-        random_state: Any = None,
-        verbose: bool = False,
-    ) -> None:
-        self.lam = lam
-        self.gamma = gamma
-        self.tol = tol
-        self.max_iter = max_iter
-        self.random_state = random_state
-        self.verbose = verbose
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.transformer_tags.preserves_dtype = ["float64", "float32"]
-        return tags
+    gamma: float | None = None
+    _: KW_ONLY
+    max_iter: int = 1000
 
     def _check_options(self) -> None:
         super()._check_options()
@@ -126,14 +106,7 @@ class RobustPCA(Factorization):
         objective = loss.value(U, V) + self.lam * float(norms.sum())
         certificate = noted_if_zero(certificate, U.shape[1], self.lam)
         iterations = max(done, 1)
-        stop = stop_reason(
-            certificate,
-            lam=self.lam,
-            tol=self.tol,
-            fixed=False,
-            out_of_iterations=iterations >= self.max_iter,
-            full=False,
-        )
+        stop = stop_reason(certificate, lam=self.lam, tol=self.tol, out_of_iterations=iterations >= self.max_iter)
         return Factors(U, V, objective, certificate, (*history[:-1], objective), iterations, stop)
 
     def _first(self, Y: Tensor, start: tuple[Tensor, Tensor] | None, loss: Huber) -> _AdmmState:
@@ -176,8 +149,6 @@ class RobustPCA(Factorization):
 
     def _code(self, Y: Tensor, V: Tensor) -> Tensor:
         """Each row solves min h(y − uVᵀ) + (λ/2)‖u‖² with the loss h, by ADMM with one small factorisation."""
-        if V.shape[1] == 0:
-            return Y.new_zeros(len(Y), 0)
         loss = self._loss(Y, RowSharding())
         scale = float((Y - Y.mean()).abs().mean()) or 1.0
         penalty = 4 / scale
@@ -195,10 +166,6 @@ class RobustPCA(Factorization):
 
         start = (torch.zeros_like(Y), torch.zeros_like(Y), Y @ V, False)
         return iterate(step, start, CODE_ITERATIONS, until=lambda s, k: s[3])[0][2]
-
-    def lambda_max(self, Y: Any) -> float:
-        """The norm of the loss's gradient at zero: from it on the solution is zero."""
-        return largest_singular(self._loss(self._data(Y), RowSharding()).zero(), self._generator())
 
 
 def _product(triples: Triples) -> Tensor:

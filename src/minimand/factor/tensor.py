@@ -1,24 +1,25 @@
 """The estimator CPTensor: CP decomposition of a tensor of three dimensions."""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from ..errors import OptionError, ShapeError
-from .base import Factorization
+from .base import GrownFactorization
 from .certificate import Factors
 from .cp import Modes, ascend, balanced_modes, grow_tensor, is_cp, modes_from, modes_from_codes, require_tensor
-from .growth import GrowthOptions, Report
+from .growth import Report
 from .inputs import same_kind
-from .lowrank import ridge_codes
 from .matrices import RowSharding
 
 __all__ = ["CPTensor"]
 
 
-class CPTensor(Factorization):
+@dataclass(eq=False, repr=False)
+class CPTensor(GrownFactorization):
     r"""CP decomposition that finds its own size,
 
     .. math:: \min_{r,A,B,C} \tfrac12\Bigl\|\mathcal{Y} - \sum_{i=1}^r a_i \otimes b_i \otimes c_i\Bigr\|^2
@@ -50,25 +51,6 @@ class CPTensor(Factorization):
     (2, 4.0, <Status.CERTIFIED: 'CERTIFIED'>)
     """
 
-    def __init__(
-        self,
-        lam: float,
-        *,
-        n_components: int | None = None,
-        r_max: int | None = None,
-        tol: float = 1e-3,
-        max_iter: int = 500,
-        random_state: Any = None,
-        verbose: bool = False,
-    ) -> None:
-        self.lam = lam
-        self.n_components = n_components
-        self.r_max = r_max
-        self.tol = tol
-        self.max_iter = max_iter
-        self.random_state = random_state
-        self.verbose = verbose
-
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.input_tags.two_d_array = False
@@ -94,17 +76,13 @@ class CPTensor(Factorization):
     def _solve(self, Y: Tensor, start: Modes | None, rows: RowSharding, report: Report) -> Factors:
         if rows.group is not None:
             raise OptionError("CPTensor runs on one process: leave process_group out")
-        options = GrowthOptions(self.n_components, self.r_max, int(self.max_iter), float(self.tol), bound=Y.numel())
-        return grow_tensor(Y, float(self.lam), options, generator=self._generator(), start=start, report=report)
+        options, generator = self._options(Y.numel()), self._generator()
+        return grow_tensor(Y, float(self.lam), options, generator=generator, start=start, report=report)
 
     def _store(self, found: Factors, data: Tensor, like: Any) -> None:
         super()._store(found, data, like)
         assert found.modes is not None
         self.factors_ = tuple(same_kind(x.contiguous(), like) for x in found.modes)
-
-    def _code(self, Y: Tensor, V: Tensor) -> Tensor:
-        """Each slice solves min ½‖y − Σ uᵢ bᵢ ⊗ cᵢ‖² + (λ/2)‖u‖²."""
-        return ridge_codes(Y.flatten(1), V, float(self.lam))
 
     def inverse_transform(self, U: Any) -> Any:
         """The tensor of codes U."""

@@ -10,7 +10,7 @@ from ..errors import OptionError, ShapeError, require_finite, require_positive
 from ..factor.certificate import Certificate, judge
 from .polar import Polar, ascend, exact_polar, upper_bound
 
-__all__ = ["certify_relu", "dual_gap", "judge_relu", "objective", "polar_of", "with_ones"]
+__all__ = ["certify_relu", "dual_gap", "judge_relu", "judge_residual", "objective", "polar_of", "with_ones"]
 
 _POLARS = ("auto", "exact", "ascent")
 # Above this many rows the sweep for three columns, quadratic in the rows, takes longer than the fit.
@@ -59,30 +59,34 @@ def dual_gap(Y: Tensor, R: Tensor, value: float, lam: float, upper: float) -> fl
     return min(value, value - (scale * inner - 0.5 * scale**2 * square) + room)
 
 
-def judge_relu(X: Tensor, Y: Tensor, W: Tensor, V: Tensor, lam: float, polar: Polar, tol: float) -> Certificate:
-    r"""The certificate from bounds on the polar.
+def judge_residual(
+    Y: Tensor, R: Tensor, value: float, *, lam: float, polar: tuple[float, float, str], image: float, tol: float
+) -> Certificate:
+    r"""The certificate of a network from its residual R, its objective, and the bounds on the polar with their method.
 
-    Without an exact polar, a slope p above λ gives ``IMPROVABLE`` only if adding its neuron lowers the objective by
-    more than the tolerance. The decrease is :math:`(p - \lambda)^2/(2\|\max(Xw, 0)\|^2)`.
+    A slope p above λ gives ``IMPROVABLE`` only if adding its direction lowers the objective by more than the tolerance.
+    The decrease is :math:`(p - \lambda)^2/(2\|\phi\|^2)`, where ``image`` is the norm :math:`\|\phi\|` of the
+    direction's output. Zero requires no decrease, and infinity excludes ``IMPROVABLE``.
     """
-    R = Y - torch.relu(X @ W.mT) @ V
-    value = objective(X, Y, W, V, lam)
+    lower, upper, method = polar
     return judge(
-        gap=dual_gap(Y, R, value, lam, polar.upper),
+        gap=dual_gap(Y, R, value, lam, upper),
         objective=value,
-        polar_lower=polar.lower,
-        polar_upper=polar.upper,
-        lam=lam + (0.0 if polar.exact else _negligible(X, polar, tol * value)),
+        polar_lower=lower,
+        polar_upper=upper,
+        lam=lam + image * (2 * tol * value) ** 0.5,
         tol=tol,
-        method=polar.method,
+        method=method,
     )
 
 
-def _negligible(X: Tensor, polar: Polar, decrease: float) -> float:
-    """The excess of the slope over λ at which the steepest direction lowers the objective by ``decrease``."""
-    if not len(polar.directions):
-        return 0.0
-    return float(torch.relu(X @ polar.directions[0]).norm()) * (2 * decrease) ** 0.5
+def judge_relu(X: Tensor, Y: Tensor, W: Tensor, V: Tensor, lam: float, polar: Polar, tol: float) -> Certificate:
+    """The certificate from bounds on the polar; an exact polar requires no decrease for ``IMPROVABLE``."""
+    R = Y - torch.relu(X @ W.mT) @ V
+    bounds = (polar.lower, polar.upper, polar.method)
+    known = not polar.exact and len(polar.directions) > 0
+    image = float(torch.relu(X @ polar.directions[0]).norm()) if known else 0.0
+    return judge_residual(Y, R, objective(X, Y, W, V, lam), lam=lam, polar=bounds, image=image, tol=tol)
 
 
 def certify_relu(

@@ -1,6 +1,7 @@
 """Positive homogeneity of a network in its parameters, checked numerically by scaling them."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -158,29 +159,22 @@ def _inhomogeneous_layers(module: nn.Module, x: Tensor) -> list[str]:
     """Descriptions of the layers that break homogeneity: nonlinear scaling, or a bias after the first layer."""
     probe = _probe(module, x)
     found: list[str] = []
-    seen: list[tuple[str, nn.Module, Tensor]] = []
+    after_first = False
 
-    def note(name: str) -> Any:
-        def hook(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-            if inputs and isinstance(inputs[0], Tensor):
-                seen.append((name, layer, inputs[0]))
-
-        return hook
-
-    leaves = [(name, layer) for name, layer in probe.named_modules() if not any(layer.children())]
-    handles = [layer.register_forward_pre_hook(note(name)) for name, layer in leaves]
-    probe(x)
-    for handle in handles:
-        handle.remove()
-    first = True
-    for name, layer, value in seen:
+    def check(name: str, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        nonlocal after_first
+        if not inputs or not isinstance(inputs[0], Tensor):
+            return
         where = f"{name or 'the module'} ({type(layer).__name__})"
-        if not list(layer.parameters()):
-            once, twice = layer(value), layer(2 * value)
-            if not torch.allclose(twice, 2 * once, rtol=1e-9, atol=1e-12):
-                found.append(f"{where} does not double when its input does")
-            continue
-        if not first and getattr(layer, "bias", None) is not None:
-            found.append(f"{where} has a bias after the first layer, which scales with another power")
-        first = False
+        if list(layer.parameters()):
+            if after_first and getattr(layer, "bias", None) is not None:
+                found.append(f"{where} has a bias after the first layer, which scales with another power")
+            after_first = True
+        elif not torch.allclose(layer.forward(2 * inputs[0]), 2 * layer.forward(inputs[0]), rtol=1e-9, atol=1e-12):
+            found.append(f"{where} does not double when its input does")
+
+    for name, layer in probe.named_modules():
+        if not any(layer.children()):
+            layer.register_forward_pre_hook(partial(check, name))
+    probe(x)
     return found

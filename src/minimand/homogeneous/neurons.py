@@ -65,20 +65,28 @@ def _sum_by_key(neurons: Neurons, keys: list[bytes], *, outgoing: bool) -> Neuro
 
 # scipy's stubs have no overload for a function that returns value and gradient.
 _minimize: Any = minimize
-_Valued = Callable[[np.ndarray], tuple[float, np.ndarray]]
+_Valued = Callable[[np.ndarray, np.ndarray], tuple[float, np.ndarray, np.ndarray]]
 _Bounds = list[tuple[float | None, float | None]]
 
 
-def _lbfgs(value: _Valued, start: np.ndarray, bounds: _Bounds | None, iters: int) -> np.ndarray:
+def _lbfgs(
+    value: _Valued, first: np.ndarray, second: np.ndarray, bounds: _Bounds | None, iters: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """A local minimum over two matrices; ``value`` returns the loss and the gradients."""
+
+    def matrices(point: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return point[: first.size].reshape(first.shape), point[first.size :].reshape(len(first), -1)
+
     # scipy's tolerance is absolute below 1. Dividing by the initial value makes it relative.
-    scale = max(value(start)[0], np.finfo(np.float64).tiny)
+    scale = max(value(first, second)[0], np.finfo(np.float64).tiny)
 
     def scaled(point: np.ndarray) -> tuple[float, np.ndarray]:
-        loss, gradient = value(point)
-        return loss / scale, gradient / scale
+        loss, *gradients = value(*matrices(point))
+        return loss / scale, np.concatenate([gradient.ravel() for gradient in gradients]) / scale
 
+    start = np.concatenate([first.ravel(), second.ravel()])
     options = {"maxiter": iters, "maxcor": 30, "ftol": 1e-15, "gtol": 1e-9, "maxfun": 4 * iters}
-    return np.asarray(_minimize(scaled, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options).x)
+    return matrices(_minimize(scaled, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options).x)
 
 
 def descend(X: Tensor, Y: Tensor, neurons: Neurons, lam: float, iterations: int) -> Neurons:
@@ -86,21 +94,18 @@ def descend(X: Tensor, Y: Tensor, neurons: Neurons, lam: float, iterations: int)
 
     At balanced weights this equals the objective; elsewhere it is larger.
     """
-    rows, columns = neurons.W.shape
     inputs, target = X.numpy(), Y.numpy()
 
-    def value(point: np.ndarray) -> tuple[float, np.ndarray]:
-        W, V = point[: rows * columns].reshape(rows, columns), point[rows * columns :].reshape(rows, -1)
+    def value(W: np.ndarray, V: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
         before = inputs @ W.T
         hidden = np.maximum(before, 0)
         error = hidden @ V - target
         to_W = ((error @ V.T) * (before > 0)).T @ inputs + lam * W
         to_V = hidden.T @ error + lam * V
-        loss = 0.5 * float((error**2).sum()) + 0.5 * lam * float(point @ point)
-        return loss, np.concatenate([to_W.ravel(), to_V.ravel()])
+        point = np.concatenate([W.ravel(), V.ravel()])
+        return 0.5 * float((error**2).sum()) + 0.5 * lam * float(point @ point), to_W, to_V
 
-    end = _lbfgs(value, np.concatenate([neurons.W.numpy().ravel(), neurons.V.numpy().ravel()]), None, iterations)
-    W, V = end[: rows * columns].reshape(rows, columns), end[rows * columns :].reshape(rows, -1)
+    W, V = _lbfgs(value, neurons.W.numpy(), neurons.V.numpy(), None, iterations)
     return prune_and_balance(Neurons(torch.from_numpy(W.copy()), torch.from_numpy(V.copy())))
 
 
@@ -112,23 +117,20 @@ def descend_in_cells(X: Tensor, Y: Tensor, neurons: Neurons, lam: float, iterati
     neurons often lie exactly on a kink, around which descent over all weights zigzags.
     """
     cones, active, start, outgoing = (_planar_cells if X.shape[1] == 2 else _rays)(X, neurons)
-    count, edges = start.shape
     inputs, target = X.numpy(), Y.numpy()
     features = (cones @ inputs.T) * active[:, None, :]
     squares = cones @ cones.transpose(0, 2, 1)
 
-    def value(point: np.ndarray) -> tuple[float, np.ndarray]:
-        c, V = point[: count * edges].reshape(count, edges), point[count * edges :].reshape(count, -1)
+    def value(c: np.ndarray, V: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
         hidden = (c[:, None, :] @ features)[:, 0].T
         error = hidden @ V - target
         pull = (squares @ c[:, :, None])[:, :, 0]
         back = (features @ (V @ error.T)[:, :, None])[:, :, 0]
         loss = 0.5 * float((error**2).sum()) + 0.5 * lam * float((c * pull).sum() + (V**2).sum())
-        return loss, np.concatenate([(back + lam * pull).ravel(), (hidden.T @ error + lam * V).ravel()])
+        return loss, back + lam * pull, hidden.T @ error + lam * V
 
-    bounds: _Bounds = [(0.0, None)] * (count * edges) + [(None, None)] * outgoing.size
-    end = _lbfgs(value, np.concatenate([start.ravel(), outgoing.ravel()]), bounds, iterations)
-    c, V = end[: count * edges].reshape(count, edges), end[count * edges :].reshape(count, -1)
+    bounds: _Bounds = [(0.0, None)] * start.size + [(None, None)] * outgoing.size
+    c, V = _lbfgs(value, start, outgoing, bounds, iterations)
     W = (c[:, None, :] @ cones)[:, 0]
     return prune_and_balance(Neurons(torch.from_numpy(W.copy()), torch.from_numpy(V.copy())))
 

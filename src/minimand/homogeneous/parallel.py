@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CapabilityError, OptionError, ShapeError, require_finite, require_positive, require_real
-from ..factor.certificate import Certificate, Status, judge
+from ..factor.certificate import Certificate, Status
 from ..solvers.base import require_count
 from ..solvers.iterate import iterate
 from .bound import NO_BOUND, chain_bound, chain_layers
-from .certificate import dual_gap
+from .certificate import judge_residual
 from .degree import probe_input, require_homogeneous, require_mode_independent
 from .regularizers import factor_norms, layers_of, path_norm, product_of_norms, smooth_surrogate, weight_decay
 
@@ -107,7 +107,7 @@ class ParallelNetwork(nn.Module):
         self.subnetworks = nn.ModuleList()
         # Tuples keep the pattern and the direction from being registered as submodules.
         self._pattern = (make_subnetwork(),)
-        self._layers: tuple[tuple[nn.Module, ...] | None] | None = None
+        self._layers: tuple[nn.Module, ...] | None = None
         self._found: tuple[nn.Module, float] | None = None
         self._degree: int | None = None
         require_mode_independent(self._pattern[0])
@@ -204,6 +204,7 @@ class ParallelNetwork(nn.Module):
         if self._degree is None:
             probe = torch.randn(min(len(x), 8), *x.shape[1:], generator=torch.Generator().manual_seed(0))
             self._degree = require_homogeneous(pattern, probe.to(x.device))
+        self._layers = chain_layers(self._pattern[0], x.double())
         return x, y
 
     def _grow(self, x: Tensor, y: Tensor) -> bool:
@@ -264,27 +265,18 @@ class ParallelNetwork(nn.Module):
             slope = float(self._slope(copy.deepcopy(found).double(), X, R))
         value = 0.5 * float(R.square().sum()) + self.lam * penalty
         upper, method = self._upper_bound(X, R, slope)
-        excess = float(_outputs(found, x).norm()) * (2 * self.tol * value) ** 0.5
+        # If the degrees differ, a slope above λ does not imply a lower objective.
+        image = float(_outputs(found, x).norm()) if self._degrees_match() else math.inf
         self._found = found, slope
         self.history_.append(value)
-        self.certificate_ = judge(
-            gap=dual_gap(Y, R, value, self.lam, upper),
-            objective=value,
-            polar_lower=slope,
-            polar_upper=upper,
-            # If the degrees differ, a slope above λ does not imply a lower objective.
-            lam=self.lam + excess if self._degrees_match() else math.inf,
-            tol=self.tol,
-            method=method,
-        )
+        polar = (slope, upper, method)
+        self.certificate_ = judge_residual(Y, R, value, lam=self.lam, polar=polar, image=image, tol=self.tol)
 
     def _upper_bound(self, X: Tensor, R: Tensor, slope: float) -> tuple[float, str]:
         """An upper bound on the polar, and its method."""
         if not self._degrees_match():
             return math.inf, "degrees differ"
-        if self._layers is None:  # read once: the pattern stays the same
-            self._layers = (chain_layers(self._pattern[0], X),)
-        upper, method = NO_BOUND if self.regularizer == "path" else chain_bound(self._layers[0], X, R)
+        upper, method = NO_BOUND if self.regularizer == "path" else chain_bound(self._layers, X, R)
         # A value that the slope found exceeds is not a bound.
         return (upper, method) if slope <= upper else NO_BOUND
 

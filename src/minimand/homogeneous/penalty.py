@@ -17,8 +17,6 @@ __all__ = ["DropoutPenalty"]
 
 Reduction = Literal["mean", "sum", "batchmean"]
 
-#: What keeps its input's entries as they are.
-_TRANSPARENT = (nn.Identity,)
 _SIGNED = "sets units to a negative value and rescales all"
 _SHARED = "drops whole channels, whose positions share a mask"
 #: Dropouts whose noise is not an independent mask of every unit, and what it is.
@@ -35,16 +33,15 @@ _OTHER_NOISE: dict[type[nn.Module], str] = {
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """A network cut at its first dropout: what may be nonlinear before it, and affine layers after it.
+    """A network cut at its first dropout, as pairs of path and layer.
 
-    ``rates`` has one drop rate for each layer of ``tail``, that of its input; zero where nothing is dropped.
-    ``paths`` has those of the layers of both.
+    The layers of ``head`` may be nonlinear, those of ``tail`` are affine. ``rates`` has one drop rate for each layer of
+    ``tail``, that of its input; zero where nothing is dropped.
     """
 
-    head: tuple[nn.Module, ...]
-    tail: tuple[nn.Linear, ...]
+    head: tuple[tuple[str, nn.Module], ...]
+    tail: tuple[tuple[str, nn.Linear], ...]
     rates: tuple[float, ...]
-    paths: tuple[str, ...]
 
 
 class DropoutPenalty:
@@ -107,14 +104,11 @@ class DropoutPenalty:
 
     def output_and_penalty(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The network's output without noise, and the penalty, from one forward pass."""
-        plan = self._plan
         h = x
-        paths = iter(plan.paths)
-        for module in plan.head:
-            h = _apply_layer(next(paths), module, h)
+        for path, module in self._plan.head:
+            h = _apply_layer(path, module, h)
         squares = []
-        for layer in plan.tail:
-            path = next(paths)
+        for path, layer in self._plan.tail:
             after = _apply_layer(path, layer, h)
             squares.append(h.reshape(-1, h.shape[-1]).square().sum(0))
             h = after
@@ -130,10 +124,9 @@ class DropoutPenalty:
         assumed to be Gaussian, and the value is half of that.
         """
         plan = self._plan
-        linear, rectified = _white_head(plan.head)
-        matrix, offset = _affine(linear)
+        matrix, offset, rectified = _white_head(plan.head)
         squares = []
-        for number, layer in enumerate(plan.tail):
+        for number, (_, layer) in enumerate(plan.tail):
             if rectified and number > 0 and plan.rates[number] > 0:
                 raise CapabilityError(
                     "the whitened penalty of a ReLU followed by two dropouts depends on the joint distribution of the "
@@ -141,17 +134,16 @@ class DropoutPenalty:
                 )
             squares.append(_second_moments(matrix, offset, layer, rectified))
             if not rectified:
-                matrix, offset = _affine([*([] if matrix is None else [(matrix, offset)]), (layer.weight, layer.bias)])
+                matrix, offset = _composed(matrix, offset, layer)
         total = self._covariance_trace(squares)
-        return total / plan.tail[-1].out_features if self.reduction == "mean" else total
+        return total / layer.out_features if self.reduction == "mean" else total
 
     def _covariance_trace(self, squares: list[Tensor]) -> Tensor:
         """The trace of the output's covariance, accumulated from the last layer to the first."""
-        plan = self._plan
-        total = plan.tail[-1].weight.new_zeros(())
+        weights = [layer.weight for _, layer in self._plan.tail]
+        total = weights[-1].new_zeros(())
         inner: Tensor | None = None
-        for layer, p, square in zip(reversed(plan.tail), reversed(plan.rates), reversed(squares), strict=True):
-            weight = layer.weight
+        for weight, p, square in zip(weights[::-1], self._plan.rates[::-1], squares[::-1], strict=True):
             inner = gram(weight.mT) if inner is None else weight.mT @ inner @ weight
             lam = dropout_weight(p)
             diagonal = inner.diagonal()
@@ -168,7 +160,7 @@ def _apply_layer(path: str, layer: nn.Module, h: Tensor) -> Tensor:
         weight = next(layer.parameters(), None)
         where = path or type(layer).__name__
         # Other modules may begin with an embedding, which takes integers.
-        if weight is not None and (isinstance(layer, nn.Linear) or _is_real(h)):
+        if weight is not None and (isinstance(layer, nn.Linear) or h.is_floating_point()):
             require_fitting(where, h, weight, error)
         if isinstance(layer, nn.Linear) and h.shape[-1:] != (layer.in_features,):
             raise ShapeError(
@@ -176,10 +168,6 @@ def _apply_layer(path: str, layer: nn.Module, h: Tensor) -> Tensor:
             ) from error
         raise
     return out
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _refuse_other_noise(layers: list[tuple[str, nn.Module]]) -> None:
@@ -206,10 +194,9 @@ def _cut(layers: list[tuple[str, nn.Module]], p: float | None) -> _Plan:
     explicit = any(isinstance(layer, nn.Dropout) for _, layer in layers)
     if not explicit and p is None:
         raise OptionError("p is None, but the module holds no nn.Dropout whose rate could be taken; pass p")
-    head: list[nn.Module] = []
-    tail: list[nn.Linear] = []
+    head: list[tuple[str, nn.Module]] = []
+    tail: list[tuple[str, nn.Linear]] = []
     rates: list[float] = []
-    paths: list[str] = []
     pending: float = 0.0
     seen_linear = False
     for path, layer in layers:
@@ -223,69 +210,53 @@ def _cut(layers: list[tuple[str, nn.Module]], p: float | None) -> _Plan:
                 pending = p
             seen_linear = True
         if not tail and pending == 0:
-            head.append(layer)
-            paths.append(path)
-            continue
-        if isinstance(layer, nn.Linear):
-            paths.append(path)
-            tail.append(layer)
+            head.append((path, layer))
+        elif isinstance(layer, nn.Linear):
+            tail.append((path, layer))
             rates.append(pending)
             pending = 0.0
-        elif not isinstance(layer, _TRANSPARENT):
-            raise CapabilityError(_refusal(path, layer))
+        elif not isinstance(layer, nn.Identity):
+            raise CapabilityError(
+                f"{path or 'the module'} ({type(layer).__name__}) comes after a dropout; behind a nonlinearity the "
+                f"penalty has no closed form, so put nn.Dropout only in front of the last linear layers, or sample"
+            )
     if pending > 0:
         raise CapabilityError(
             "the module ends in a dropout; the penalty is that of a linear layer after it: add the layer"
         )
-    if not tail:
-        if p:
-            raise CapabilityError(
-                f"p = {p:g}, but nothing is dropped: the module has no linear layer that follows another one of its "
-                f"chain; put an nn.Dropout in front of its last linear layer"
-            )
-        return _without_dropout(head, paths)
-    return _Plan(tuple(head), tuple(tail), tuple(rates), tuple(paths))
+    if not tail and p:
+        raise CapabilityError(
+            f"p = {p:g}, but nothing is dropped: the module has no linear layer that follows another one of its "
+            f"chain; put an nn.Dropout in front of its last linear layer"
+        )
+    if not tail:  # nothing is dropped: the last linear layer carries a penalty of zero
+        path, last = head.pop() if head else ("", None)
+        if not isinstance(last, nn.Linear):
+            raise CapabilityError("the module does not end in a linear layer, whose inputs the penalty drops")
+        tail, rates = [(path, last)], [0.0]
+    return _Plan(tuple(head), tuple(tail), tuple(rates))
 
 
-def _without_dropout(head: list[nn.Module], paths: list[str]) -> _Plan:
-    """Nothing is dropped: the last linear layer carries a penalty of zero."""
-    if not head or not isinstance(head[-1], nn.Linear):
-        raise CapabilityError("the module does not end in a linear layer, whose inputs the penalty drops")
-    return _Plan(tuple(head[:-1]), (head[-1],), (0.0,), tuple(paths))
-
-
-def _refusal(path: str, layer: nn.Module) -> str:
-    return (
-        f"{path or 'the module'} ({type(layer).__name__}) comes after a dropout; behind a nonlinearity the penalty has "
-        f"no closed form, so put nn.Dropout only in front of the last linear layers, or sample"
-    )
-
-
-def _white_head(head: tuple[nn.Module, ...]) -> tuple[list[tuple[Tensor, Tensor | None]], bool]:
-    """The linear layers before the first dropout, and whether a ReLU follows them."""
-    linear: list[tuple[Tensor, Tensor | None]] = []
-    rectified = False
-    for layer in head:
+def _white_head(head: tuple[tuple[str, nn.Module], ...]) -> tuple[Tensor | None, Tensor | None, bool]:
+    """Matrix and offset of the linear layers before the first dropout, and whether a ReLU follows them."""
+    matrix, offset, rectified = None, None, False
+    for _, layer in head:
         if isinstance(layer, nn.Linear) and not rectified:
-            linear.append((layer.weight, layer.bias))
-        elif isinstance(layer, nn.ReLU) and linear:
+            matrix, offset = _composed(matrix, offset, layer)
+        elif isinstance(layer, nn.ReLU) and matrix is not None:
             rectified = True
-        elif not isinstance(layer, _TRANSPARENT):
+        elif not isinstance(layer, nn.Identity):
             raise CapabilityError(
                 f"the whitened penalty takes linear layers and a ReLU before the dropout, not {type(layer).__name__}; "
                 f"call the penalty on data instead"
             )
-    return linear, rectified
+    return matrix, offset, rectified
 
 
-def _affine(layers: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor | None, Tensor | None]:
-    """Matrix and offset of a composition of affine layers."""
-    matrix: Tensor | None = None
-    offset: Tensor | None = None
-    for weight, bias in layers:
-        offset = bias if offset is None else weight @ offset + (0 if bias is None else bias)
-        matrix = weight if matrix is None else weight @ matrix
-    return matrix, offset
+def _composed(matrix: Tensor | None, offset: Tensor | None, layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Matrix and offset of an affine map followed by a layer; None is the identity and zero."""
+    shifted = layer.bias if offset is None else layer.weight @ offset + (0 if layer.bias is None else layer.bias)
+    return layer.weight if matrix is None else layer.weight @ matrix, shifted
 
 
 def _second_moments(matrix: Tensor | None, offset: Tensor | None, layer: nn.Linear, rectified: bool) -> Tensor:

@@ -9,6 +9,8 @@ of the cell. With two columns the cells are arcs; with three columns their bound
 
 import dataclasses
 import math
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,7 +68,7 @@ def exact_polar(X: Tensor, Z: Tensor) -> Polar:
     X, Z = X.double(), Z.double()
     terms = Z.unsqueeze(2) * X.unsqueeze(1)
     found = _planar(X, terms) if X.shape[1] == 2 else _spatial(X, Z, terms)
-    directions, values = _ranked(X, Z, found)
+    directions, values = _ranked(found, slopes(X, Z, found))
     best = float(values[0]) if len(values) else 0.0
     # The rounding error of a sum of N terms, updated along a sweep, is at most a few N eps times the sum of norms.
     room = 8 * (len(X) + 8) * torch.finfo(torch.float64).eps
@@ -74,9 +76,8 @@ def exact_polar(X: Tensor, Z: Tensor) -> Polar:
     return Polar(best, best + room * size, directions, values, f"exact sweep of {X.shape[1]} columns", True)
 
 
-def _ranked(X: Tensor, Z: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
-    """The directions sorted by their values, which are recomputed."""
-    values = slopes(X, Z, directions)
+def _ranked(directions: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The directions and their values, the steepest first."""
     order = values.argsort(descending=True)
     return directions[order], values[order]
 
@@ -197,8 +198,7 @@ def upper_bound(X: Tensor, Z: Tensor) -> float:
     return 0.5 * (norm(Z.mT @ X) + rest) * (1 + 1e-12)
 
 
-@dataclasses.dataclass(frozen=True)
-class _AscentState:
+class _AscentState(NamedTuple):
     points: Tensor
     values: Tensor
     steps: Tensor
@@ -213,9 +213,7 @@ def ascend(X: Tensor, Z: Tensor, starts: Tensor, iterations: int = 200) -> tuple
     >>> round(float(ascend(X, Z, torch.tensor([[1.0, 0.1]]))[1][0]), 4)
     5.0
     """
-
-    def normalized(W: Tensor) -> Tensor:
-        return W / W.norm(dim=1, keepdim=True).clamp_min(torch.finfo(W.dtype).tiny)
+    normalized = partial(torch.nn.functional.normalize, dim=1, eps=torch.finfo(X.dtype).tiny)
 
     def step(state: _AscentState, k: int) -> _AscentState:
         before = state.points @ X.mT
@@ -233,5 +231,4 @@ def ascend(X: Tensor, Z: Tensor, starts: Tensor, iterations: int = 200) -> tuple
     first = normalized(starts)
     state = _AscentState(first, slopes(X, Z, first), torch.ones(len(first), dtype=X.dtype, device=X.device))
     state, _ = iterate(step, state, iterations, until=lambda s, k: bool((s.steps < 1e-7).all()))
-    order = state.values.argsort(descending=True)
-    return state.points[order], state.values[order]
+    return _ranked(state.points, state.values)

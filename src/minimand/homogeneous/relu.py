@@ -1,17 +1,17 @@
 """Regression by one hidden ReLU layer, grown until it is certified to be optimal over all widths."""
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator, MultiOutputMixin, RegressorMixin
-from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from ..errors import OptionError, require_positive
+from ..errors import require_positive
 from ..factor.certificate import Certificate, Status
-from ..factor.inputs import require_entries
+from ..factor.inputs import require_entries, seeded_generator
 from ..solvers.base import require_count
 from ..solvers.iterate import iterate
 from .certificate import judge_relu, objective, polar_of, with_ones
@@ -30,6 +30,7 @@ class _Growth(NamedTuple):
     rounds: list[tuple[float, int, float]]
 
 
+@dataclass(eq=False, repr=False)
 class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
     r"""Regression by one hidden ReLU layer, grown to the global minimum over all widths.
 
@@ -76,26 +77,15 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
     ('CERTIFIED', [1.0, 0.0, 1.0])
     """
 
-    def __init__(
-        self,
-        lam: float = 0.1,
-        *,
-        tol: float = 1e-4,
-        max_rounds: int = 60,
-        max_neurons: int | None = None,
-        grow: int = 8,
-        descent: int = 500,
-        polar: str = "auto",
-        random_state: Any = None,
-    ) -> None:
-        self.lam = lam
-        self.tol = tol
-        self.max_rounds = max_rounds
-        self.max_neurons = max_neurons
-        self.grow = grow
-        self.descent = descent
-        self.polar = polar
-        self.random_state = random_state
+    lam: float = 0.1
+    _: KW_ONLY
+    tol: float = 1e-4
+    max_rounds: int = 60
+    max_neurons: int | None = None
+    grow: int = 8
+    descent: int = 500
+    polar: str = "auto"
+    random_state: Any = None
 
     def fit(self, X: Any, y: Any) -> "ParallelReLU":
         """Grow the network on X, n_samples × n_features, and y, with one or several outputs."""
@@ -105,8 +95,7 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
         self._single = np.ndim(y) == 1
         inputs = with_ones(torch.tensor(X))
         target = torch.tensor(np.asarray(y, dtype=np.float64).reshape(len(X), -1))
-        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded_generator(self.random_state)
         empty = Neurons(inputs.new_zeros(0, inputs.shape[1]), inputs.new_zeros(0, target.shape[1]))
         start = self._assess(inputs, target, empty, [], generator)
         end, self.n_iter_ = iterate(
@@ -123,8 +112,7 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
         check_is_fitted(self, "weights_")
         X = validate_data(self, X, reset=False, dtype=np.float64, ensure_all_finite=False)
         self._require_entries(X)
-        hidden = np.maximum(np.c_[X, np.ones(len(X))] @ self.weights_.T, 0)
-        result = hidden @ self.outputs_
+        result = np.maximum(np.c_[X, np.ones(len(X))] @ self.weights_.T, 0) @ self.outputs_
         return result[:, 0] if self._single else result
 
     def _require_entries(self, X: np.ndarray) -> None:
@@ -137,8 +125,6 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
             require_count(name, getattr(self, name))
         if self.max_neurons is not None:
             require_count("max_neurons", self.max_neurons)
-        if self.polar not in ("auto", "exact", "ascent"):
-            raise OptionError(f"polar must be one of auto, exact, ascent, got {self.polar!r}")
 
     def _store(self, end: _Growth) -> None:
         self.weights_ = end.neurons.W.numpy()
