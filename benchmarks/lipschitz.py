@@ -16,7 +16,8 @@ from benchmarks import Ratio, Row, at_least, at_most, peer, ratios, reported, sk
 from benchmarks.layers import Naive
 from minimand.functions import NonNegative
 from minimand.nn import SolverConv2d, SolverLinear
-from minimand.norms import LipschitzTracker, lanczos, lipschitz
+from minimand.norms import LipschitzTracker, lipschitz
+from minimand.norms.spectral import lanczos
 from minimand.operators import Conv2d, Dense
 from minimand.solvers import Problem
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from minimand.errors import CapabilityError, NonFiniteError, OptionError, ShapeError
-from minimand.norms import certified_lambda_max, certified_norm_sq, lanczos, lipschitz
-from minimand.norms.spectral import round_up, start_vector, top_singular
+from minimand.norms import certified_norm_sq, lipschitz
+from minimand.norms.spectral import certified_lambda_max, lanczos, round_up, start_vector, top_singular
 from minimand.norms.symbol import BUDGET, Symbol, grid_factor
 from minimand.operators import Conv2d, Dense
 from tests.cases.operators import ALL, OPERATORS, AnyCase, OperatorCase, dense_matrix, norm_sq

@@ -2,8 +2,7 @@
 
 from .network import Network
 from .reading import read
-from .record import Call, ModuleFrame, Opaque, Value
 from .roles import role
-from .sequence import SequencePart, sequence
+from .sequence import sequence
 
-__all__ = ["Call", "ModuleFrame", "Network", "Opaque", "SequencePart", "Value", "read", "role", "sequence"]
+__all__ = ["Network", "read", "role", "sequence"]

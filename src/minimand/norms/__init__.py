@@ -2,14 +2,12 @@
 
 from .lipschitz import lipschitz, majorant
 from .randomized import randomized_norm_sq
-from .spectral import certified_lambda_max, certified_norm_sq, lanczos
+from .spectral import certified_norm_sq
 from .tracker import LipschitzTracker
 
 __all__ = [
     "LipschitzTracker",
-    "certified_lambda_max",
     "certified_norm_sq",
-    "lanczos",
     "lipschitz",
     "majorant",
     "randomized_norm_sq",

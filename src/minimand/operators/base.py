@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..errors import CapabilityError, ShapeError, require_finite
 from ..linalg import Weight, accumulate
-from ..norms import majorant, randomized_norm_sq
+from ..norms import randomized_norm_sq
 from ..norms.kernel import Bounds, Kernel
+from ..norms.lipschitz import majorant
 from .index import as_index
 
 __all__ = ["LinearOperator", "Selected"]

@@ -12,8 +12,8 @@ from torch import Tensor
 from ..errors import ShapeError, is_traced, require_real
 from ..geometry import ConvGeometry, Size
 from ..linalg import Weight
-from ..norms import majorant
 from ..norms.kernel import Kernel
+from ..norms.lipschitz import majorant
 from .base import LinearOperator
 from .gather import Columns
 from .grouped import GroupedPart

@@ -8,7 +8,8 @@ from torch.nn.utils import parametrize
 
 from ...errors import CapabilityError, ChainError, MinimandError, OptionError
 from ...functions.activations import activation_module, is_activation
-from ...network import SequencePart, sequence
+from ...network import sequence
+from ...network.sequence import SequencePart
 from ...nn.layers import SolverLayer
 from .maps import AffineMap, LiftedLayer
 from .units import LINEAR, unit_of
