@@ -118,15 +118,3 @@ class Dense(LinearOperator):
     def kernel(self) -> Kernel:
         """The weight as a matrix."""
         return Kernel(self.weight)
-
-    def bound(self) -> Tensor:
-        r"""The certified :math:`\|A\|^2`."""
-        return self.kernel.norm_sq()
-
-    def input_bounds(self) -> Tensor:
-        """The squared norms of the columns."""
-        return self.kernel.input_norms_sq()
-
-    def output_bounds(self) -> Tensor:
-        """The squared norms of the rows."""
-        return self.kernel.output_norms_sq()
