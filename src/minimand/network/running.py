@@ -69,14 +69,10 @@ def _is_compiled(model: nn.Module) -> bool:
     return compiler is not None and isinstance(model, compiler.OptimizedModule)
 
 
-@contextlib.contextmanager
-def eager() -> Iterator[None]:
-    """Run compiled modules and functions as plain Python."""
-    if "torch._dynamo.eval_frame" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+def eager() -> contextlib.AbstractContextManager[Any]:
+    """A context in which compiled modules and functions run as plain Python."""
+    compiler = "torch._dynamo.eval_frame" in sys.modules
+    return torch.compiler.set_stance("force_eager") if compiler else contextlib.nullcontext()
 
 
 def set_mode(model: nn.Module, training: bool | Mapping[str, bool]) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import CapabilityError, OptionError
+from .chain import LayerChain
 from .losses import LOSSES, SquaredError, encode_targets
 from .lpom import LPOM, LPOMVariables
 from .maps import LiftedLayer, update_running_statistics
@@ -130,12 +131,7 @@ class LayerParallel:
             xs, _, _ = self.method.chain.forward(x[:1])
             self._shapes = [value.shape[1:] for value in xs]
         here = x if self.below is None else self._receive(self.below, x, self.first, _UP)
-        xs, zs, maps = [here], [], []
-        for layer in self.layers:
-            affine = layer.affine_map(xs[-1])
-            zs.append(affine.apply(xs[-1]))
-            maps.append(affine)
-            xs.append(layer.unit.phi(zs[-1]))
+        xs, zs, maps = LayerChain(self.layers).forward(here)
         if self.above is not None:
             dist.send(xs[-1].contiguous(), self.above, group=self.group, tag=_UP)
             return LPOMVariables(xs, maps, SquaredError(xs[-1]), zs), 0.0
