@@ -65,42 +65,29 @@ def root(equation: Increasing, target: Tensor, step: Step) -> Tensor:
     """
     if isinstance(step, Tensor):
         target, step = torch.broadcast_tensors(target, step)
-        return _Root.apply(equation, target, step)
-    return _RootFixed.apply(equation, target, step)
+    return _Root.apply(equation, target, step)
 
 
 class _Root(torch.autograd.Function):
-    """The root for a tensor step."""
+    """The root. A float step remains a float, as tracing requires."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, equation: Increasing, target: Tensor, step: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, equation: Increasing, target: Tensor, step: Step) -> Tensor:
         z = newton(equation, target, step)
-        ctx.save_for_backward(z, step)
-        ctx.equation = equation  # type: ignore[attr-defined]
+        tensors = (z, step) if isinstance(step, Tensor) else (z,)
+        ctx.save_for_backward(*tensors)
+        ctx.equation, ctx.step = equation, None if isinstance(step, Tensor) else step  # type: ignore[attr-defined]
         return z
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[None, Tensor, Tensor]:
-        z, step = ctx.saved_tensors  # type: ignore[attr-defined]
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[None, Tensor, Tensor | None]:
         equation: Increasing = ctx.equation  # type: ignore[attr-defined]
+        if ctx.step is not None:  # type: ignore[attr-defined]
+            (z,) = ctx.saved_tensors  # type: ignore[attr-defined]
+            return None, grad / equation.slope(z, ctx.step), None  # type: ignore[attr-defined]
+        z, step = ctx.saved_tensors  # type: ignore[attr-defined]
         scaled = grad / equation.slope(z, step)
         return None, scaled, -scaled * equation.sensitivity(z, step)
-
-
-class _RootFixed(torch.autograd.Function):
-    """The root for a float step, which must remain a float under tracing."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, equation: Increasing, target: Tensor, step: float) -> Tensor:
-        z = newton(equation, target, step)
-        ctx.save_for_backward(z)
-        ctx.equation, ctx.step = equation, step  # type: ignore[attr-defined]
-        return z
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[None, Tensor, None]:
-        (z,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return None, grad / ctx.equation.slope(z, ctx.step), None  # type: ignore[attr-defined]
 
 
 def newton(equation: Increasing, target: Tensor, step: Step) -> Tensor:
