@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import graph, replay
-from .graph import Line, Neighbours, ResidualBlock, SharedParameter, Step
+from .graph import Line, Neighbours, ResidualBlock, SharedParameter
 from .record import Call, ModuleFrame, Opaque, Value
 
 __all__ = ["Network"]
@@ -114,14 +114,6 @@ class Network:
         ('0', '2', None, '3')
         """
         return graph.neighbours(self, call)
-
-    def steps(self) -> tuple[Step, ...]:
-        """The way from the inputs to the outputs in coarse steps.
-
-        A step is a run of a module without submodules, or of one of torch's own layers; other calls are steps of their
-        own. Calls on which the outputs do not depend, and those that depend on no input, are left out.
-        """
-        return graph.steps(self)
 
     def chain(self) -> Line:
         """The steps from the input to the output, if each takes exactly the output of the one before.

@@ -23,6 +23,9 @@ FLAT = 1 << 18  # entries up to which one flat float32 sum is accurate enough
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 
 
+State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
 class Roots(NamedTuple):
     """Norms, or drifts of norms: of the whole operator, per input, per output."""
 
@@ -121,7 +124,7 @@ class LipschitzTracker(nn.Module):
         if not is_traced(weight):
             return self._renewed(weight, tolerance)
         if not torch.compiler.is_exporting() and torch.compiler.is_compiling():
-            _renew(weight, *self._state(), tolerance, self.inputs, self.outputs, *encode(self._geometry))
+            _renew(weight, *self._state(), tolerance, encode(self._geometry))
         return self._squared(weight, self._drift(weight))
 
     @torch.no_grad()
@@ -134,7 +137,7 @@ class LipschitzTracker(nn.Module):
 
     def _refresh(self, weight: Tensor, *, warm: bool) -> Self:
         require_finite("the weight", weight)
-        _anchor(Kernel(weight, self._geometry), *self._state(), self.inputs, self.outputs, warm)
+        _anchor(Kernel(weight, self._geometry), self._state(), warm)
         self.refreshes += 1
         return self
 
@@ -152,7 +155,7 @@ class LipschitzTracker(nn.Module):
         # Python numbers: ten operations on tensors of one entry would take longer than the drift.
         return Bounds(_above((float(self.root_total) + moved) ** 2, weight))
 
-    def _state(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def _state(self) -> State:
         return self.anchor, self.root_total, self.root_inputs, self.root_outputs, self.direction
 
     def _reset(self, weight: Tensor) -> None:
@@ -247,18 +250,9 @@ def _above(value: float, like: Tensor) -> Tensor:
     return like.new_full((), raised if raised <= info.max else float("inf"))
 
 
-def _anchor(
-    kernel: Kernel,
-    anchor: Tensor,
-    root_total: Tensor,
-    root_inputs: Tensor,
-    root_outputs: Tensor,
-    direction: Tensor,
-    inputs: bool,
-    outputs: bool,
-    warm: bool,
-) -> None:
-    """Write the weight and the roots of its certified norms into the buffers."""
+def _anchor(kernel: Kernel, state: State, warm: bool) -> None:
+    """Write the weight and the roots of its certified norms into the buffers; those that are empty are not tracked."""
+    anchor, root_total, root_inputs, root_outputs, direction = state
 
     def root(norm_sq: Tensor, dtype: torch.dtype) -> Tensor:
         return round_up(to_float64(norm_sq).sqrt() * (1 + 4 * EPS), dtype).to(anchor.device)
@@ -273,9 +267,9 @@ def _anchor(
             )
             direction.copy_(vector)
         root_total.copy_(root(total, root_total.dtype))
-        if inputs:
+        if root_inputs.numel():
             root_inputs.copy_(root(kernel.input_norms_sq(), root_inputs.dtype))
-        if outputs:
+        if root_outputs.numel():
             root_outputs.copy_(root(kernel.output_norms_sq(), root_outputs.dtype))
 
 
@@ -288,16 +282,10 @@ def _renew(
     root_outputs: Tensor,
     direction: Tensor,
     tolerance: float,
-    inputs: bool,
-    outputs: bool,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    size: list[int],
+    code: list[int],
 ) -> None:
     """Renew the reference when the weight has moved too far. A custom op hides this branch from the compiler."""
-    kernel = decode(weight, stride, padding, dilation, groups, size)
+    kernel = decode(weight, code)
     if not _total_drift(kernel, anchor) <= tolerance * float(root_total):
         warm = tolerance > 0 and bool(root_total > 0)
-        _anchor(kernel, anchor, root_total, root_inputs, root_outputs, direction, inputs, outputs, warm)
+        _anchor(kernel, (anchor, root_total, root_inputs, root_outputs, direction), warm)

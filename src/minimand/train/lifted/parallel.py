@@ -14,10 +14,10 @@ from torch import Tensor
 from ...errors import CapabilityError, OptionError
 from .chain import LayerChain
 from .losses import LOSSES, SquaredError, encode_targets
-from .lpom import LPOM, LPOMVariables
+from .lpom import LPOM
 from .maps import LiftedLayer, update_running_statistics
 from .options import NO_BATCH, Epoch, batches, check_loader
-from .sweeps import DualSweep
+from .sweeps import DualSweep, LPOMVariables
 from .weights import MomentumUpdate
 
 __all__ = ["LayerParallel", "partition_layers"]
