@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -145,14 +145,9 @@ class Network:
 
     def opaque(self) -> tuple[Opaque, ...]:
         """All that the record does not explain, with the reasons."""
-        return tuple(self._opaque())
-
-    def _opaque(self) -> Iterator[Opaque]:
-        for reason in self.reasons:
-            yield Opaque("the network", reason)
-        for call in self.calls:
-            if call.opaque is not None:
-                yield Opaque(call.path or "the network", call.opaque, call)
+        whole = [Opaque("the network", reason) for reason in self.reasons]
+        marked = [(call, call.opaque) for call in self.calls if call.opaque is not None]
+        return (*whole, *(Opaque(call.path or "the network", reason, call) for call, reason in marked))
 
     def recompute(self, example: Any) -> tuple[Tensor, ...]:
         """The outputs for another input of the same shapes, from the record alone.

@@ -111,7 +111,7 @@ class Recorder(TorchFunctionMode):
 
     def attach(self) -> None:
         """Put hooks on the modules; whoever saved the modules' attributes removes them."""
-        key: Any = _HookKey()
+        key: Any = object()  # no other hook has it
         for module in self._paths:
             # Scripted modules refuse register_forward_hook, but call the hooks in these dictionaries.
             hooks: Any = module._forward_pre_hooks
@@ -283,10 +283,6 @@ class Recorder(TorchFunctionMode):
     def _context(self) -> Context:
         enabled = [device for device in self._devices if torch.is_autocast_enabled(device)]
         return Context(torch.is_grad_enabled(), tuple((device, torch.get_autocast_dtype(device)) for device in enabled))
-
-
-class _HookKey:
-    """A key in torch's dictionaries of hooks that no other hook has."""
 
 
 def _name(func: Any) -> str:

@@ -111,10 +111,7 @@ class LipschitzTracker(nn.Module):
 
     def bounds(self, weight: Tensor | None = None) -> Bounds:
         """The bounds for ``weight``, by default the operator's; constants for autograd."""
-        weight = self.operator.weight.detach() if weight is None else weight.detach()
-        anchor = self.anchor
-        if weight.shape != anchor.shape or weight.dtype != anchor.dtype:
-            self._reset(weight)
+        weight = self._fitting(weight)
         if self.policy == "manual":
             if self.refreshes == 0 and not is_traced(weight):
                 self.refresh(weight)
@@ -130,10 +127,14 @@ class LipschitzTracker(nn.Module):
     @torch.no_grad()
     def refresh(self, weight: Tensor | None = None) -> Self:
         """Certify ``weight`` (by default the operator's) and make it the new reference."""
+        return self._refresh(self._fitting(weight), warm=False)
+
+    def _fitting(self, weight: Tensor | None) -> Tensor:
+        """The weight, by default the operator's; a weight of another shape or type discards the reference."""
         weight = self.operator.weight.detach() if weight is None else weight.detach()
         if weight.shape != self.anchor.shape or weight.dtype != self.anchor.dtype:
             self._reset(weight)
-        return self._refresh(weight, warm=False)
+        return weight
 
     def _refresh(self, weight: Tensor, *, warm: bool) -> Self:
         require_finite("the weight", weight)

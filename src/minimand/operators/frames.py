@@ -6,8 +6,9 @@ A frame F maps an image to coefficients with :math:`F^\top F = I`. The transform
 """
 
 import abc
+import copy
 import math
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +60,7 @@ class Frame(LinearOperator):
 
     def __init__(self, weight: Tensor, input_size: tuple[int, int], period: int, count: int) -> None:
         self.weight = weight
-        self.size, self.count = input_size, count
+        self.size = input_size
         self.moves = shifts(period, count)
         #: The size that the transform works on: the next multiples of the period.
         self.padded = tuple(-(-side // period) * period for side in input_size)
@@ -89,6 +90,12 @@ class Frame(LinearOperator):
         height, width = self.size
         images = torch.stack(parts).sum(0)[:, :height, :width] / len(self.moves) ** 0.5
         return images.reshape(*x.shape[:-3], *self.input_shape)
+
+    def with_weight(self, weight: Tensor) -> Self:
+        """The same frame in another precision or on another device."""
+        other = copy.copy(self)
+        other.weight, other._bounds = weight, None
+        return other
 
     def bound(self) -> Tensor:
         """One, with room for rounding."""
@@ -120,10 +127,10 @@ class BlockDCT(Frame):
     (True, (4, 8, 8))
     """
 
-    def __init__(self, input_size: tuple[int, int], *, block: int = 8, count: int = 1, weight: Tensor | None = None):
+    def __init__(self, input_size: tuple[int, int], *, block: int = 8, count: int = 1) -> None:
         if block < 1:
             raise OptionError(f"block must be a whole number ≥ 1, got {block}")
-        super().__init__(dct_matrix(block) if weight is None else weight, input_size, block, count)
+        super().__init__(dct_matrix(block), input_size, block, count)
         self.block = block
 
     def _squares(self, image: Tensor) -> Tensor:
@@ -138,10 +145,6 @@ class BlockDCT(Frame):
     def _synthesise(self, coefficients: Tensor) -> Tensor:
         squares = self.weight.mT @ self._squares(coefficients) @ self.weight
         return squares.transpose(2, 3).reshape(-1, *self.padded)
-
-    def with_weight(self, weight: Tensor) -> "BlockDCT":
-        """The same frame in another precision or on another device."""
-        return BlockDCT(self.size, block=self.block, count=self.count, weight=weight)
 
 
 class Wavelet(Frame):
@@ -162,13 +165,12 @@ class Wavelet(Frame):
         levels: int = 3,
         family: Family = "db4",
         count: int = 1,
-        weight: Tensor | None = None,
     ) -> None:
         if family not in _FILTERS:
             raise OptionError(f"family must be one of {', '.join(_FILTERS)}, got {family!r}")
         if levels < 1:
             raise OptionError(f"levels must be a whole number ≥ 1, got {levels}")
-        super().__init__(torch.tensor(_FILTERS[family]) if weight is None else weight, input_size, 2**levels, count)
+        super().__init__(torch.tensor(_FILTERS[family]), input_size, 2**levels, count)
         self.levels, self.family = levels, family
         if min(self.padded) >> (levels - 1) < self.weight.numel():
             raise ShapeError(
@@ -216,10 +218,6 @@ class Wavelet(Frame):
             corner = result[:, : height >> k, : width >> k]
             result = _with_corner(result, self._join(self._join(corner.mT).mT))
         return result
-
-    def with_weight(self, weight: Tensor) -> "Wavelet":
-        """The same frame in another precision or on another device."""
-        return Wavelet(self.size, levels=self.levels, family=self.family, count=self.count, weight=weight)
 
 
 def _with_corner(image: Tensor, corner: Tensor) -> Tensor:

@@ -150,11 +150,11 @@ class LayerParallel:
         update_running_statistics(v.maps)
 
     def exchange_residuals(self, down: Tensor | None, like: Tensor) -> Tensor | None:
-        """Send the back-projected residual of the lowest activation down, and receive the topmost activation's."""
+        """Send the back-projected residual of the lowest activation down; receive the topmost's, None at the output."""
         return self._exchange(down, self.below, like, self.above, _DOWN)
 
     def exchange_activations(self, up: Tensor, like: Tensor) -> Tensor | None:
-        """Send the topmost activation up, and receive the lowest one."""
+        """Send the topmost activation up; receive the lowest one, None at the input."""
         return self._exchange(up, self.above, like, self.below, _UP)
 
     def _exchange(

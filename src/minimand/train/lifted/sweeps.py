@@ -6,7 +6,7 @@ grammar of :mod:`minimand.solvers`; each block takes one fixed-point iteration.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from ...errors import MinimandError, NonFiniteError
 from ...solvers.linear import conjugate_gradient, ridge_factor
 from .base import Variables
 from .maps import AffineMap, LiftedLayer
+
+if TYPE_CHECKING:
+    from .parallel import LayerParallel
 
 __all__ = ["DualSweep", "LPOMVariables"]
 
@@ -30,16 +33,6 @@ class LPOMVariables(Variables):
     zs: list[Tensor]
     before: list[Tensor] | None = None
     count: int = 0
-
-
-class Link(Protocol):
-    """The exchange with the processes that hold the neighbouring layers; see :mod:`~minimand.train.lifted.parallel`."""
-
-    def exchange_residuals(self, down: Tensor | None, like: Tensor) -> Tensor | None:
-        """Send the back-projected residual of the lowest activation down; receive the topmost's, None at the output."""
-
-    def exchange_activations(self, up: Tensor, like: Tensor) -> Tensor | None:
-        """Send the topmost activation up; receive the lowest one, None at the input."""
 
 
 @dataclasses.dataclass
@@ -88,9 +81,9 @@ class DualSweep:
         self._inverse.clear()
 
     def run(
-        self, v: LPOMVariables, mu: Sequence[float], sweep: str, sweeps: int | None, link: Link | None = None
+        self, v: LPOMVariables, mu: Sequence[float], sweep: str, sweeps: int | None, link: "LayerParallel | None" = None
     ) -> None:
-        """Sweep over the activations of a batch that are at the forward pass."""
+        """Sweep over the activations of a batch that are at the forward pass; ``link`` exchanges those at the ends."""
         if sweep == "jacobi":
             self._jacobi(v, mu, sweeps or len(self.layers) + 1, link)
         else:
@@ -109,7 +102,7 @@ class DualSweep:
         v.xs[k] = v.maps[k - 1].layer.unit.phi_(v.maps[k].add_adjoint(v.zs[k - 1], q, self._ratio(mu, k)))
         v.zs[k] = v.maps[k].apply(v.xs[k])
 
-    def _jacobi(self, v: LPOMVariables, mu: Sequence[float], sweeps: int, link: Link | None) -> None:
+    def _jacobi(self, v: LPOMVariables, mu: Sequence[float], sweeps: int, link: "LayerParallel | None") -> None:
         """Sweeps in which all blocks move at once, from the values of the previous sweep."""
         first, count = (0 if self.offset else 1), len(v.maps)
         qs: list[Tensor | None] = [None] * count
