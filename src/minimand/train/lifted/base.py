@@ -5,7 +5,7 @@ import dataclasses
 import math
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
 import torch
@@ -196,9 +196,7 @@ class Lifted(abc.ABC, Generic[V]):
         run = _MiniBatchRun(self) if mode == "fast" else None
         for number in range(1, epochs + 1):
             begin, total, samples = time.perf_counter(), 0.0, 0
-            size = len(loader) if isinstance(loader, Sized) else None
-            for index, (x, y) in enumerate(batches(loader)):
-                share = (number - 1 + (index / size if size else 0.5)) / epochs
+            for x, y, share in batches(loader, number, epochs):
                 total += self.step(x, y) if run is None else run.batch(x, y, share)
                 samples += x.shape[0]
             if samples == 0:

@@ -5,7 +5,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -105,14 +105,14 @@ class LayerParallel:
         with torch.no_grad():
             for number in range(1, epochs + 1):
                 begin, total, samples = time.perf_counter(), 0.0, 0
-                size = len(loader) if isinstance(loader, Sized) else None
                 run = _InFlight(self) if self.asynchronous else None
-                for index, (x, y) in enumerate(batches(loader)):
-                    rate = self.method.recipe.rate_at((number - 1 + (index / size if size else 0.5)) / epochs)
+                for x, y, share in batches(loader, number, epochs):
+                    rate = self.method.recipe.rate_at(share)
                     v, value = self._forward(x, y)
                     total, samples = total + value, samples + len(x)
                     if run is None:
-                        self._together(v, rate)
+                        self.dual.run(v, self.method._minibatch_mu(), "jacobi", self.method.recipe.sweeps, self)
+                        self._move(v, rate)
                     else:
                         run.push(v, rate)
                 if run is not None:
@@ -130,18 +130,15 @@ class LayerParallel:
         if not self._shapes:
             xs, _, _ = self.method.chain.forward(x[:1])
             self._shapes = [value.shape[1:] for value in xs]
-        here = x if self.below is None else self._receive(self.below, x, self.first, _UP)
-        xs, zs, maps = LayerChain(self.layers).forward(here)
+        if self.below is not None:
+            x = x.new_empty((len(x), *self._shapes[self.first]))
+            dist.recv(x, self.below, group=self.group, tag=_UP)
+        xs, zs, maps = LayerChain(self.layers).forward(x)
         if self.above is not None:
             dist.send(xs[-1].contiguous(), self.above, group=self.group, tag=_UP)
             return LPOMVariables(xs, maps, SquaredError(xs[-1]), zs), 0.0
         loss = LOSSES[self.method.loss](encode_targets(y, xs[-1], self.method.loss))
         return LPOMVariables(xs, maps, loss, zs), float(loss.value(xs[-1]))
-
-    def _together(self, v: LPOMVariables, rate: float) -> None:
-        mu = self.method._minibatch_mu()
-        self.dual.run(v, mu, "jacobi", self.method.recipe.sweeps, self)
-        self._move(v, rate)
 
     def _move(self, v: LPOMVariables, rate: float) -> None:
         assert self._momentum is not None
@@ -170,11 +167,6 @@ class LayerParallel:
         if sent is not None:
             sent.wait()
         return received
-
-    def _receive(self, source: int, like: Tensor, k: int, tag: int) -> Tensor:
-        buffer = like.new_empty((len(like), *self._shapes[k]))
-        dist.recv(buffer, source, group=self.group, tag=tag)
-        return buffer
 
     def _gather(self) -> None:
         """Broadcast all weights and all running statistics to every process."""
