@@ -54,19 +54,15 @@ def named(root: nn.Module, inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
 def unwrapped(model: nn.Module) -> nn.Module:
     """The network inside wrappers for data parallelism and compilation."""
     wrappers: list[type] = [nn.parallel.DistributedDataParallel, nn.DataParallel]
+    # Importing the compiler takes seconds, and nothing is compiled where nobody has imported it.
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
     while True:
         if type(model) in wrappers:
             model = model.module  # type: ignore[assignment]
-        elif _is_compiled(model):
+        elif compiler is not None and isinstance(model, compiler.OptimizedModule):
             model = model._orig_mod  # type: ignore[assignment]
         else:
             return model
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    # Importing the compiler takes seconds, and nothing is compiled where nobody has imported it.
-    compiler = sys.modules.get("torch._dynamo.eval_frame")
-    return compiler is not None and isinstance(model, compiler.OptimizedModule)
 
 
 def eager() -> contextlib.AbstractContextManager[Any]:

@@ -66,7 +66,8 @@ def preserved(model: nn.Module) -> Iterator[Saved]:
     with _LOCK:
         with torch._C.DisableTorchFunction():
             saved = Saved()
-            undo = [*_undo(model), saved.restore]
+            undo = [*map(_attributes, model.modules()), *map(_gradient, model.parameters())]
+            undo += [_random_states(), saved.restore]
             for buffer in model.buffers():
                 saved.add(buffer)
             for generator in (value for module in model.modules() for value in vars(module).values()):
@@ -78,15 +79,6 @@ def preserved(model: nn.Module) -> Iterator[Saved]:
             with torch._C.DisableTorchFunction():
                 for restore in undo:
                     restore()
-
-
-def _undo(model: nn.Module) -> list[Callable[[], None]]:
-    modules = list(model.modules())
-    return [
-        *(_attributes(module) for module in modules),
-        *(_gradient(parameter) for parameter in model.parameters()),
-        _random_states(),
-    ]
 
 
 def _attributes(module: nn.Module) -> Callable[[], None]:

@@ -64,7 +64,13 @@ def lipschitz(target: Any, input_size: Size | None = None, *, method: str = "aut
     if bounded.has_weight:
         require_finite("the weight", bounded.weight)
     with torch.no_grad(), torch.autocast(bounded.device.type, enabled=False):
-        return round_up(copies * _norm_sq(bounded, method), bounded.dtype)
+        if method == "lanczos":
+            bound = _safe_lanczos(bounded)
+        elif bounded.kernel is not None:
+            bound = bounded.kernel.certified("total", method)
+        else:
+            bound = to_float64(bounded.norm_sq())
+        return round_up(copies * bound, bounded.dtype)
 
 
 @singledispatch
@@ -110,13 +116,6 @@ def _copies(mode: str, padding: tuple[int, int], size: int | None) -> int:
         )
     line = torch.arange(float(size)).reshape(1, 1, size)
     return int(torch.bincount(F.pad(line, padding, mode=mode).flatten().long()).max())
-
-
-def _norm_sq(bounded: Bounded, method: str) -> Tensor:
-    if method == "lanczos":
-        return _safe_lanczos(bounded)
-    kernel = bounded.kernel
-    return to_float64(bounded.norm_sq()) if kernel is None else kernel.certified("total", method)
 
 
 def _safe_lanczos(bounded: Bounded) -> Tensor:
