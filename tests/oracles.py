@@ -1,8 +1,12 @@
 """Independent answers: cvxpy for optima, dense linear algebra for operators."""
 
+import copy
+
 import cvxpy as cp
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from minimand.functions import L1, Box, Function, GroupL2, NonNegative, Simplex, SquaredHinge, Zero
 from minimand.solvers import Problem
@@ -46,3 +50,15 @@ def cvxpy_optimum(problem: Problem) -> tuple[torch.Tensor, float]:
         points.append(np.asarray(x.value))
         total += float(program.value)
     return torch.from_numpy(np.stack(points)).reshape(problem.shape), total
+
+
+@torch.no_grad()
+def ridge_control(net: nn.Sequential, x: Tensor, y: Tensor, ridge: float) -> nn.Sequential:
+    """A copy of the network with its random hidden layers and a ridge regression of the labels as last layer."""
+    net = copy.deepcopy(net)
+    hidden = F.pad(net[:-1](x), (0, 1), value=1.0)
+    normal = hidden.mT @ hidden + ridge * torch.eye(hidden.shape[1])
+    solution = torch.linalg.solve(normal, hidden.mT @ F.one_hot(y).to(x))
+    net[-1].weight.copy_(solution[:-1].mT)
+    net[-1].bias.copy_(solution[-1])
+    return net

@@ -119,12 +119,6 @@ def test_the_integrals_integrate_the_activations(name):
         assert float(integral(torch.tensor([t], dtype=torch.float64))) == pytest.approx(expected, abs=1e-9)
 
 
-def test_silu_slope_is_its_derivative():
-    z = torch.linspace(-9, 9, 50, dtype=torch.float64, requires_grad=True)
-    (slope,) = torch.autograd.grad(F.silu(z).sum(), z)
-    torch.testing.assert_close(curves.silu_slope(z), slope)
-
-
 def test_weights_that_are_not_symmetric_positive_definite_are_refused():
     with pytest.raises(ShapeError, match="square"):
         LayerObjective(torch.ones(2, 3))

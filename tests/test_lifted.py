@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 from torch import nn
 
-from minimand.train.lifted import LPOM, MAC, BlockPenalty, LiftedReLU, SplitADMM, ridge_control
+from minimand.train.lifted import LPOM, MAC, BlockPenalty, LiftedReLU, SplitADMM
 from minimand.train.lifted.losses import CrossEntropy, SquaredError
 from minimand.train.lifted.units import unit_of
+
+from .oracles import ridge_control
 
 ACTIVATIONS = {
     "relu": nn.ReLU,

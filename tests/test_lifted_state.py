@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from minimand.errors import CapabilityError, ChainError, MinimandError, NonFiniteError, OptionError, ShapeError
-from minimand.train.lifted import LPOM, MAC, BlockPenalty, Recipe, ridge_control
+from minimand.train.lifted import LPOM, MAC, BlockPenalty, Recipe
 from minimand.train.lifted.base import _MiniBatchRun
 from minimand.train.lifted.nonlinear import pre_activation
 from minimand.train.lifted.units import unit_of
@@ -178,7 +178,6 @@ def test_running_statistics_move_with_training_only():
     net, x, y = _normalized()
     LPOM(net).fit([(x, y)], 1)
     torch.testing.assert_close(_state(net[1]), _state(twin[1]))
-    torch.testing.assert_close(_state(ridge_control(_normalized()[0], x, y)[1]), _state(twin[1]))
 
 
 class _Doubled(nn.Linear):

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from minimand.functions import Zero
 from minimand.operators import Dense
-from minimand.solvers import Bernoulli, Importance, Nice
+from minimand.solvers import Bernoulli, Importance, Nice, ProxSG
 from minimand.solvers.sampling import Request, Sample
-from minimand.solvers.stochastic import draw_inputs
 
 from .cases import problems, solvers
 
@@ -25,9 +24,10 @@ def test_the_gradient_estimate_is_unbiased(sampling, make, shared, generator):
     problem = make(Zero()).bounded(inputs=True)
     x = torch.randn(problem.shape, dtype=torch.float64)
     truth = problem.descent(x, problem.linear())
+    solver = ProxSG(tau=1, sampling=sampling, shared_sample=shared)
     draws = []
     for _ in range(2000):
-        sample = draw_inputs(problem, sampling, 1, x=x, shared=shared, generator=generator)
+        sample = solver.draw(problem, x, generator)
         draws.append(problem.sampled_descent(x, sample))
     estimates = torch.stack(draws)
     error = (estimates.mean(0) - truth).abs()

@@ -68,7 +68,7 @@ def test_the_spun_control_in_one_position_solves_its_problem() -> None:
 
 @given(st.integers(0, 2**31), st.floats(0.01, 2.0))
 def test_the_prox_is_the_mean_over_the_positions(seed: int, step: float) -> None:
-    frame = BlockDCT((8, 8), block=4, count=4, weight=dct_matrix(4, dtype=torch.float64))
+    frame = BlockDCT((8, 8), block=4, count=4).with_weight(dct_matrix(4, dtype=torch.float64))
     x = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     total = np.zeros((8, 8))
     for move in frame.moves:

@@ -88,7 +88,7 @@ def activation_module(function: Callable[..., Any], *args: Any, **options: Any) 
     if name is None:
         raise _unknown(getattr(function, "__name__", repr(function)))
     if name in _REFUSED:
-        raise _refusal(*_REFUSED[name])
+        raise _refused(name)
     names = [p for p in inspect.signature(_MODULES[name].__init__).parameters if p != "self"]
     options = dict(zip(names, args, strict=False)) | options
     options.pop("inplace", None)
@@ -101,7 +101,7 @@ def activation_module(function: Callable[..., Any], *args: Any, **options: Any) 
 def _from_name(name: str) -> Separable:
     key = name.lower().replace("-", "_")
     if key in _REFUSED:
-        raise _refusal(*_REFUSED[key])
+        raise _refused(key)
     if key not in _MODULES:
         raise OptionError(f"unknown activation {name!r}; known are {', '.join(sorted(_MODULES))}")
     return _from_module(_MODULES[key]())
@@ -114,7 +114,7 @@ def _from_module(module: nn.Module) -> Separable:
             if type(module).forward is not kind.forward:  # type: ignore[attr-defined]
                 break
             if kind in _REFUSED_MODULES:
-                raise _refusal(*_REFUSED[_REFUSED_MODULES[kind]])
+                raise _refused(_REFUSED_MODULES[kind])
             return _BUILDERS[kind](module)
     raise _unknown(type(module).__name__)
 
@@ -127,6 +127,11 @@ def _from_partial(act: "functools.partial[Any]") -> Separable:
 
 def _hashable(thing: object) -> bool:
     return getattr(type(thing), "__hash__", None) is not None
+
+
+def _refused(name: str) -> NotProximal:
+    kind, why, remedy = _REFUSED[name]
+    return _refusal(kind.__name__, why, remedy)
 
 
 def _refusal(what: str, why: str, remedy: str) -> NotProximal:
@@ -225,78 +230,50 @@ _HARDSIGMOID = _smooth(
 )
 _TANHSHRINK = _smooth(F.tanhshrink, curves.tanhshrink_slope, curves.tanhshrink_integral)
 
-_BUILDERS: Mapping[type, Callable[[Any], Separable]] = {
-    nn.Identity: lambda module: Zero(),
-    nn.ReLU: lambda module: NonNegative(),
-    nn.LeakyReLU: _leaky_relu,
-    nn.Tanh: lambda module: _TANH,
-    nn.Sigmoid: lambda module: _SIGMOID,
-    nn.Softplus: _softplus,
-    nn.ELU: _elu,
-    nn.CELU: _celu,
-    nn.Softsign: lambda module: _SOFTSIGN,
-    nn.Hardtanh: _hardtanh,
-    nn.ReLU6: _hardtanh,
-    nn.Softshrink: lambda module: L1(float(module.lambd)),
-    nn.Hardsigmoid: lambda module: _HARDSIGMOID,
-    nn.LogSigmoid: lambda module: _LOGSIGMOID,
-    nn.Tanhshrink: lambda module: _TANHSHRINK,
-    nn.Threshold: _threshold,
+#: The module of every activation that is a prox, and the function of such a module.
+_KNOWN: Mapping[str, tuple[type[nn.Module], Callable[[Any], Separable]]] = {
+    "celu": (nn.CELU, _celu),
+    "elu": (nn.ELU, _elu),
+    "hardsigmoid": (nn.Hardsigmoid, lambda module: _HARDSIGMOID),
+    "hardtanh": (nn.Hardtanh, _hardtanh),
+    "identity": (nn.Identity, lambda module: Zero()),
+    "leaky_relu": (nn.LeakyReLU, _leaky_relu),
+    "logsigmoid": (nn.LogSigmoid, lambda module: _LOGSIGMOID),
+    "relu": (nn.ReLU, lambda module: NonNegative()),
+    "relu6": (nn.ReLU6, _hardtanh),
+    "sigmoid": (nn.Sigmoid, lambda module: _SIGMOID),
+    "softplus": (nn.Softplus, _softplus),
+    "softshrink": (nn.Softshrink, lambda module: L1(float(module.lambd))),
+    "softsign": (nn.Softsign, lambda module: _SOFTSIGN),
+    "tanh": (nn.Tanh, lambda module: _TANH),
+    "tanhshrink": (nn.Tanhshrink, lambda module: _TANHSHRINK),
 }
-
-_MODULES: Mapping[str, Callable[..., nn.Module]] = {
-    "celu": nn.CELU,
-    "elu": nn.ELU,
-    "hardsigmoid": nn.Hardsigmoid,
-    "hardtanh": nn.Hardtanh,
-    "identity": nn.Identity,
-    "leaky_relu": nn.LeakyReLU,
-    "logsigmoid": nn.LogSigmoid,
-    "relu": nn.ReLU,
-    "relu6": nn.ReLU6,
-    "sigmoid": nn.Sigmoid,
-    "softplus": nn.Softplus,
-    "softshrink": nn.Softshrink,
-    "softsign": nn.Softsign,
-    "tanh": nn.Tanh,
-    "tanhshrink": nn.Tanhshrink,
-}
+_MODULES: Mapping[str, Callable[..., nn.Module]] = {name: kind for name, (kind, _) in _KNOWN.items()}
+_BUILDERS: Mapping[type, Callable[[Any], Separable]] = {**dict(_KNOWN.values()), nn.Threshold: _threshold}
 
 _DIP = "is not monotone (it falls below zero and rises again)"
 _VECTOR = "mixes the entries of a vector instead of acting on each"
 
-#: What, why, remedy.
-_REFUSED: Mapping[str, tuple[str, str, str]] = {
-    "gelu": ("GELU", _DIP, "use softplus or elu, its nearest monotone relatives"),
-    "silu": ("SiLU (Swish)", _DIP, "use softplus or elu, its nearest monotone relatives"),
-    "mish": ("Mish", _DIP, "use softplus or elu, its nearest monotone relatives"),
-    "hardswish": ("Hardswish", _DIP, "use relu6 or hardsigmoid"),
-    "selu": ("SELU", "has slope up to 1.76 > 1", "use elu, which has the same shape and slope at most 1"),
-    "hardshrink": ("Hardshrink", "jumps at its threshold", "use softshrink, its continuous relative"),
-    "rrelu": ("RReLU", "draws its slope at random in training", "use leaky_relu with a fixed slope"),
-    "prelu": ("PReLU", "learns its slope, which may leave [0, 1]", "use leaky_relu with a fixed slope"),
-    "glu": ("GLU", "gates one half of its input by the other and halves it", "use sigmoid or relu"),
-    "softmax": ("Softmax", _VECTOR, "use functions.Simplex(), whose prox is sparsemax"),
-    "softmin": ("Softmin", _VECTOR, "use functions.Simplex(), whose prox is sparsemax"),
-    "log_softmax": ("LogSoftmax", _VECTOR, "leave it to the loss"),
+#: The module of every activation that is no prox, why it is none, and a remedy.
+_REFUSED: Mapping[str, tuple[type[nn.Module], str, str]] = {
+    "gelu": (nn.GELU, _DIP, "use softplus or elu, its nearest monotone relatives"),
+    "silu": (nn.SiLU, f"(Swish) {_DIP}", "use softplus or elu, its nearest monotone relatives"),
+    "mish": (nn.Mish, _DIP, "use softplus or elu, its nearest monotone relatives"),
+    "hardswish": (nn.Hardswish, _DIP, "use relu6 or hardsigmoid"),
+    "selu": (nn.SELU, "has slope up to 1.76 > 1", "use elu, which has the same shape and slope at most 1"),
+    "hardshrink": (nn.Hardshrink, "jumps at its threshold", "use softshrink, its continuous relative"),
+    "rrelu": (nn.RReLU, "draws its slope at random in training", "use leaky_relu with a fixed slope"),
+    "prelu": (nn.PReLU, "learns its slope, which may leave [0, 1]", "use leaky_relu with a fixed slope"),
+    "glu": (nn.GLU, "gates one half of its input by the other and halves it", "use sigmoid or relu"),
+    "softmax": (nn.Softmax, _VECTOR, "use functions.Simplex(), whose prox is sparsemax"),
+    "softmin": (nn.Softmin, _VECTOR, "use functions.Simplex(), whose prox is sparsemax"),
+    "log_softmax": (nn.LogSoftmax, _VECTOR, "leave it to the loss"),
+}
+_REFUSED_MODULES: Mapping[type, str] = {
+    **{kind: name for name, (kind, _, _) in _REFUSED.items()},
+    nn.Softmax2d: "softmax",
 }
 _REFUSED = {**_REFUSED, "swish": _REFUSED["silu"], "logsoftmax": _REFUSED["log_softmax"]}
-
-_REFUSED_MODULES: Mapping[type, str] = {
-    nn.GELU: "gelu",
-    nn.SiLU: "silu",
-    nn.Mish: "mish",
-    nn.Hardswish: "hardswish",
-    nn.SELU: "selu",
-    nn.Hardshrink: "hardshrink",
-    nn.RReLU: "rrelu",
-    nn.PReLU: "prelu",
-    nn.GLU: "glu",
-    nn.Softmax: "softmax",
-    nn.Softmax2d: "softmax",
-    nn.Softmin: "softmin",
-    nn.LogSoftmax: "log_softmax",
-}
 
 #: Activations that act entry by entry: without the identity, and without those that mix entries.
 _ENTRYWISE = (

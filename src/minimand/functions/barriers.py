@@ -15,7 +15,17 @@ __all__ = ["LogBarrier", "LogBarrierConjugate", "LogBox", "LogBoxConjugate", "Lo
 
 
 @dataclass(frozen=True)
-class LogBarrier(Separable):
+class _Barrier(Separable):
+    """A function with one positive weight."""
+
+    gamma: float
+
+    def __post_init__(self) -> None:
+        require_positive("gamma", self.gamma)
+
+
+@dataclass(frozen=True)
+class LogBarrier(_Barrier):
     r"""The logarithmic barrier :math:`g(x) = -\gamma \log x` of :math:`x > 0`.
 
     .. math::
@@ -29,11 +39,6 @@ class LogBarrier(Separable):
         >>> LogBarrier(2.0).prox(torch.tensor([-1.0, 1.0]))
         tensor([1., 2.])
     """
-
-    gamma: float
-
-    def __post_init__(self) -> None:
-        require_positive("gamma", self.gamma)
 
     def values(self, x: Tensor) -> Tensor:
         """The barrier at each entry, +inf where x ≤ 0."""
@@ -52,7 +57,7 @@ class LogBarrier(Separable):
 
 
 @dataclass(frozen=True)
-class LogBarrierConjugate(Separable):
+class LogBarrierConjugate(_Barrier):
     r"""The reflected barrier :math:`-\gamma\log(-s) + \gamma\log\gamma - \gamma`, conjugate of the barrier.
 
     .. math:: \operatorname{prox}_{\eta g}(a) = \tfrac{a}{2} - \sqrt{\tfrac{a^2}{4} + \eta\gamma}
@@ -61,11 +66,6 @@ class LogBarrierConjugate(Separable):
         >>> LogBarrierConjugate(2.0).prox(torch.tensor([-1.0, 1.0]))
         tensor([-2., -1.])
     """
-
-    gamma: float
-
-    def __post_init__(self) -> None:
-        require_positive("gamma", self.gamma)
 
     def values(self, x: Tensor) -> Tensor:
         """The reflected barrier at each entry, +inf where x ≥ 0."""
@@ -90,7 +90,7 @@ def _positive_root(a: Tensor, c: Step) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LogBox(Separable):
+class LogBox(_Barrier):
     r"""The barrier :math:`g(x) = -\gamma \log(1 - x^2)` of :math:`(-1, 1)`.
 
     The prox is the root in :math:`(-1, 1)` of the cubic
@@ -115,11 +115,6 @@ class LogBox(Separable):
         >>> bool((x.abs() < 1).all())
         True
     """
-
-    gamma: float
-
-    def __post_init__(self) -> None:
-        require_positive("gamma", self.gamma)
 
     def values(self, x: Tensor) -> Tensor:
         """The barrier at each entry, +inf outside the open interval (−1, 1)."""
@@ -180,7 +175,7 @@ class _BoxEquation(Increasing):
 
 
 @dataclass(frozen=True)
-class LogBoxConjugate(Separable):
+class LogBoxConjugate(_Barrier):
     r"""The smooth absolute value :math:`r - \gamma + \gamma\log\frac{2\gamma}{\gamma + r}`,
     :math:`r = \sqrt{\gamma^2 + s^2}`, conjugate of :class:`LogBox`.
 
@@ -190,11 +185,6 @@ class LogBoxConjugate(Separable):
         >>> LogBoxConjugate(1.0).value(torch.tensor(0.0))
         tensor(0.)
     """
-
-    gamma: float
-
-    def __post_init__(self) -> None:
-        require_positive("gamma", self.gamma)
 
     def values(self, x: Tensor) -> Tensor:
         """The smooth absolute value at each entry."""
@@ -238,7 +228,7 @@ class _ConjugateEquation(Increasing):
 
 
 @dataclass(frozen=True)
-class LogUnit(Separable):
+class LogUnit(_Barrier):
     r"""The barrier :math:`g(x) = -\gamma \log x - \gamma \log(1 - x)` of :math:`(0, 1)`.
 
     .. math::
@@ -254,11 +244,6 @@ class LogUnit(Separable):
         >>> LogUnit(0.375).prox(torch.tensor([0.5]))
         tensor([0.5000])
     """
-
-    gamma: float
-
-    def __post_init__(self) -> None:
-        require_positive("gamma", self.gamma)
 
     def values(self, x: Tensor) -> Tensor:
         """The barrier at each entry, +inf outside (0, 1)."""

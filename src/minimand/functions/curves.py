@@ -181,12 +181,6 @@ def tanhshrink_integral(z: Tensor) -> Tensor:
     return 0.5 * z.square() - tanh_integral(z)
 
 
-def silu_slope(z: Tensor) -> Tensor:
-    """The derivative of SiLU (Swish)."""
-    gate = torch.sigmoid(z)
-    return gate * (1 + z * (1 - gate))
-
-
 def silu_integral(z: Tensor) -> Tensor:
     """The integral of SiLU (Swish) from 0, by parts. SiLU has no inverse, since it is not monotone."""
     return z * F.softplus(z, threshold=100) - softplus_integral(z)

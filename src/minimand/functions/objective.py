@@ -11,10 +11,9 @@ from ..errors import OptionError, ShapeError
 from . import curves
 from .activations import from_activation
 from .base import widened
+from .monotone import Elementwise
 
 __all__ = ["LayerObjective"]
-
-Elementwise = Callable[[Tensor], Tensor]
 
 
 class LayerObjective:

@@ -7,10 +7,9 @@ import re
 import torch
 from torch import Tensor, nn
 
-from .nested import replace
 from .network import Network
-from .record import Call, ModuleFrame, Value
-from .recorder import DATA_READS, CallDraft, Recorder, Ref
+from .record import Call, Value
+from .recorder import DATA_READS, Recorder
 
 __all__ = ["RecordedRun", "assemble"]
 
@@ -27,21 +26,21 @@ _READS = {
 
 @dataclasses.dataclass
 class RecordedRun:
-    """One recorded run: modes of the modules by path, indices of inputs and outputs, and how it ended."""
+    """One recorded run: modes of the modules by path, inputs and outputs, and how it ended."""
 
     recorder: Recorder
     modes: dict[str, bool]
     grad: bool
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...] = ()
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...] = ()
     error: str | None = None
     drew: tuple[str, ...] = ()
 
 
-def _unknown(run: RecordedRun) -> dict[int, int]:
-    """The tensors of a run that are neither registered nor computed in it: identity and value."""
+def _unknown(run: RecordedRun) -> dict[int, Value]:
+    """The values of the tensors of a run that are neither registered nor computed in it, by the tensor's identity."""
     values = run.recorder.values
-    return {id(t): v for v, t in run.recorder.outside.items() if values[v].source == "unseen"}
+    return {id(t): values[v] for v, t in run.recorder.outside.items() if values[v].source == "unseen"}
 
 
 def assemble(model: nn.Module, run: RecordedRun, other: RecordedRun | None, guessed: bool) -> Network:
@@ -52,80 +51,56 @@ def assemble(model: nn.Module, run: RecordedRun, other: RecordedRun | None, gues
     both = {} if other is None else _unknown(other)
     for identity, value in _unknown(run).items():
         if identity in both:
-            run.recorder.values[value].source = "constant"
-    network = _frozen(model, run, guessed)
+            value.source = "constant"
+    network = _network(model, run, guessed)
     if other is None:
         return network
     if other.error is not None:
-        reason = f"in {'training' if other.modes[''] else 'evaluation'} {other.error}"
-        return dataclasses.replace(network, reasons=(*network.reasons, reason))
-    return _marked_by_mode(network, _frozen(model, other, guessed))
+        missing: tuple[str, ...] = (f"in {'training' if other.modes[''] else 'evaluation'} {other.error}",)
+    else:
+        missing = _mark_by_mode(network, _network(model, other, guessed))
+    return dataclasses.replace(network, reasons=(*network.reasons, *missing))
 
 
-def _origins(recorder: Recorder) -> list[set[str]]:
-    """From which sources every value was computed, and whether with random numbers; marks calls that are opaque."""
-    origins: list[set[str]] = [{draft.source} for draft in recorder.values]
+def _network(model: nn.Module, run: RecordedRun, guessed: bool) -> Network:
+    recorder = run.recorder
+    _settle(recorder)
+    return Network(
+        model, tuple(recorder.calls), tuple(recorder.frames), tuple(recorder.values), run.inputs, run.outputs,
+        run.modes[""], guessed, run.error is None, _reasons(run), run.modes, run.grad, _held(recorder),
+    )  # fmt: skip
+
+
+def _settle(recorder: Recorder) -> None:
+    """Note from which sources every value was computed, and whether with random numbers; mark calls that are opaque."""
+    for value in recorder.values:
+        value.origins = frozenset((value.source,))
     for call in recorder.calls:
-        befores = [before for before, _ in call.mutates]
-        come = {origin for value in (*call.inputs, *befores) for origin in origins[value]}
+        come = frozenset(origin for value in call.reads for origin in value.origins)
         come |= {"random"} if _RANDOM.search(call.name) else set()
-        for value in (*call.outputs, *(after for _, after in call.mutates)):
-            origins[value] = come
-        call.opaque = call.opaque or _reason(recorder, call, come)
-    return origins
+        for value in call.produces:
+            value.origins = come
+        call.opaque = call.opaque or _reason(call, come)
 
 
-def _reason(recorder: Recorder, call: CallDraft, come: set[str]) -> str | None:
-    if any(recorder.values[value].source == "unseen" for value in call.inputs):
+def _reason(call: Call, come: frozenset[str]) -> str | None:
+    if any(value.source == "unseen" for value in call.inputs):
         return f"{call.name} takes a tensor that was computed where the recorder does not see it"
     if call.name == "data=":
         return "assigns .data, which neither autograd nor the recorder follows"
     if call.name in DATA_READS:
-        come = {"parameter" if origin == "buffer" else origin for origin in come}
+        come = frozenset("parameter" if origin == "buffer" else origin for origin in come)
         return next((f"{call.name} {words}" for origin, words in _READS.items() if origin in come), None)
     return None
 
 
-def _frozen(model: nn.Module, run: RecordedRun, guessed: bool) -> Network:
-    recorder = run.recorder
-    values = tuple(
-        Value(i, v.source, v.name, v.shape, v.dtype, frozenset(origins), v.call)
-        for i, (v, origins) in enumerate(zip(recorder.values, _origins(recorder), strict=True))
-    )
-    frames = tuple(
-        ModuleFrame(i, f.path, f.kind, f.run, f.parent, _pick(values, f.inputs), _pick(values, f.outputs))
-        for i, f in enumerate(recorder.frames)
-    )
-    calls = tuple(_call(i, draft, values, frames) for i, draft in enumerate(recorder.calls))
-    training = run.modes[""]
-    outputs = _pick(values, run.outputs)
-    return Network(
-        model, calls, frames, values, _pick(values, run.inputs), outputs, training, guessed, run.error is None,
-        _reasons(run, outputs), run.modes, run.grad, _held(recorder),
-    )  # fmt: skip
-
-
-def _pick(values: tuple[Value, ...], indices: tuple[int, ...]) -> tuple[Value, ...]:
-    return tuple(values[index] for index in indices)
-
-
-def _call(index: int, draft: CallDraft, values: tuple[Value, ...], frames: tuple[ModuleFrame, ...]) -> Call:
-    args, kwargs = replace((draft.args, dict(draft.kwargs)), Ref, lambda ref: values[ref.value])
-    return Call(
-        index, draft.frame, draft.target, draft.name, frames[draft.frame].path, args, kwargs,
-        _pick(values, draft.inputs), _pick(values, draft.outputs),
-        tuple((values[before], values[after]) for before, after in draft.mutates),
-        draft.site, draft.context, draft.opaque,
-    )  # fmt: skip
-
-
-def _reasons(run: RecordedRun, outputs: tuple[Value, ...]) -> tuple[str, ...]:
+def _reasons(run: RecordedRun) -> tuple[str, ...]:
     if run.error is not None:
         return (run.error,)
     found = [f"the forward draws from {name}, whose numbers are not recorded" for name in run.drew]
-    if not outputs:
+    if not run.outputs:
         found.append("the forward returns no tensor that the reader finds")
-    if any(value.source == "unseen" for value in outputs):
+    if any(value.source == "unseen" for value in run.outputs):
         found.append("an output was computed where the recorder does not see it")
     return tuple(found)
 
@@ -138,23 +113,17 @@ def _held(recorder: Recorder) -> dict[int, Tensor]:
         return {index: tensor.detach() for index, tensor in found.items()}
 
 
-def _marked_by_mode(network: Network, other: Network) -> Network:
-    """Mark the calls that the other mode does not make."""
+def _mark_by_mode(network: Network, other: Network) -> tuple[str, ...]:
+    """Mark the calls that the other mode does not make; the reason where it makes calls that this one does not."""
     here, there = "training" if network.training else "evaluation", "training" if other.training else "evaluation"
     ours, theirs = ([(call.path, call.name) for call in n.live] for n in (network, other))
     if ours == theirs:
-        return network
+        return ()
     blocks = difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes()
-    only = {network.live[i].index for tag, low, high, _, _ in blocks if tag != "equal" for i in range(low, high)}
+    for call in (network.live[i] for tag, low, high, _, _ in blocks if tag != "equal" for i in range(low, high)):
+        call.opaque = call.opaque or f"{call.name} is called in {here} only"
     missing = [theirs[i] for tag, _, _, low, high in blocks if tag != "equal" for i in range(low, high)]
-    calls = tuple(
-        dataclasses.replace(call, opaque=f"{call.name} is called in {here} only")
-        if call.index in only and call.opaque is None
-        else call
-        for call in network.calls
-    )
-    reasons = network.reasons
-    if missing:
-        path, name = missing[0]
-        reasons += (f"{name} in {path or 'the network'} is called in {there} only, like {len(missing)} calls in all",)
-    return dataclasses.replace(network, calls=calls, reasons=reasons)
+    if not missing:
+        return ()
+    path, name = missing[0]
+    return (f"{name} in {path or 'the network'} is called in {there} only, like {len(missing)} calls in all",)

@@ -149,7 +149,11 @@ def _dropout_before(network: "Network", call: Call) -> Call | None:
 
 
 def steps(network: "Network") -> tuple[Step, ...]:
-    """See :meth:`Network.steps`."""
+    """The way from the inputs to the outputs in coarse steps.
+
+    A step is a run of a module without submodules, or of one of torch's own layers; other calls are steps of their
+    own. Calls on which the outputs do not depend, and those that depend on no input, are left out.
+    """
     groups: dict[tuple[str, int], list[Call]] = {}
     for call in network.live:
         if any(network.depends(value) for value in call.produces):

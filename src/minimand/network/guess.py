@@ -15,8 +15,9 @@ __all__ = ["guesses"]
 
 #: A description of an input: ``("normal", shape)`` or ``("index", shape, limit)``.
 Kind = tuple[Any, ...]
-#: Yields descriptions, and is sent by how many entries the last one was too large; None where that is unknown.
-Search = Generator[Kind, int | None, None]
+Kinds = tuple[Kind, ...]
+#: Yields a description of every argument. It is sent by how many entries they were too large; None: that is unknown.
+Search = Generator[Kinds, int | None, None]
 
 _SIDES = {1: (32, 100, 8), 2: (32, 28, 64, 8, 224), 3: (8, 16, 32)}
 _MOST_PIXELS = 1024**2
@@ -53,7 +54,7 @@ def guesses(model: nn.Module) -> Generator[tuple[Tensor, ...], str, None]:
             return
 
 
-def _several(model: nn.Module, count: int) -> Generator[tuple[Kind, ...], int | None, None]:
+def _several(model: nn.Module, count: int) -> Search:
     """Descriptions of inputs for all required arguments."""
     suggested = [found for module in model.modules() if (found := _of(module))]
     distinct = [found for i, found in enumerate(suggested) if found not in suggested[:i]][:_LAYERS]
@@ -62,23 +63,14 @@ def _several(model: nn.Module, count: int) -> Generator[tuple[Kind, ...], int | 
     kinds = [kind for row in itertools.zip_longest(*distinct) for kind in row if kind is not None]
     for kind in dict.fromkeys((*distinct[0][:3], *kinds)):
         if kind[0] == "maps":
-            yield from _repeated(_maps(*kind[1:]), count)
+            _, channels, dims = kind
+            yield from _maps(channels, dims, count)
         else:
             yield (kind,) * count
     if count > 1:
         first = [found[0] for found in distinct]
         plain = [("normal", (2, kind[1], *(32,) * kind[2])) if kind[0] == "maps" else kind for kind in first]
         yield from itertools.product([*plain, ("index", (2,), 2)], repeat=count)
-
-
-def _repeated(search: Search, count: int) -> Generator[tuple[Kind, ...], int | None, None]:
-    kind = next(search)
-    while True:
-        excess = yield (kind,) * count
-        try:
-            kind = search.send(excess)
-        except StopIteration:
-            return
 
 
 def _excess(error: str) -> int | None:
@@ -141,11 +133,11 @@ def _made(kind: Kind, like: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64, device=device).to(like)
 
 
-def _maps(channels: int, dims: int) -> Search:
+def _maps(channels: int, dims: int, count: int) -> Search:
     """Square maps of several sizes; then, by bisection, square and oblong ones that fit the linear layer behind."""
 
-    def shaped(*sides: int) -> Kind:
-        return "normal", (2, channels, *sides)
+    def shaped(*sides: int) -> Kinds:
+        return (("normal", (2, channels, *sides)),) * count
 
     side, excess = 0, None
     for side in _SIDES[dims]:
@@ -166,7 +158,7 @@ def _maps(channels: int, dims: int) -> Search:
             yield from _bisected(column, narrow, excess, _MOST_PIXELS // width)
 
 
-def _bisected(shaped: Callable[[int], Kind], side: int, excess: int | None, longest: int) -> Search:
+def _bisected(shaped: Callable[[int], Kinds], side: int, excess: int | None, longest: int) -> Search:
     """Sides between one that is too short and one that is too long, given the excess of one side."""
     low, high = (side, 2 * side) if excess is not None and excess < 0 else (0, side)
     while excess is not None and excess < 0:
@@ -180,7 +172,7 @@ def _bisected(shaped: Callable[[int], Kind], side: int, excess: int | None, long
         low, high = (low, middle) if found is not None and found > 0 else (middle, high)
 
 
-def _smallest(shaped: Callable[[int], Kind], side: int) -> Generator[Kind, int | None, int]:
+def _smallest(shaped: Callable[[int], Kinds], side: int) -> Generator[Kinds, int | None, int]:
     """The smallest side with which the map arrives at the linear layer at all."""
     low, high = 0, side
     while high - low > 1:

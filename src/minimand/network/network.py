@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from . import graph, replay
-from .graph import Line, Neighbours, ResidualBlock, SharedParameter, Step
+from .graph import Line, Neighbours, ResidualBlock, SharedParameter
 from .record import Call, ModuleFrame, Opaque, Value
 
 __all__ = ["Network"]
@@ -115,14 +115,6 @@ class Network:
         """
         return graph.neighbours(self, call)
 
-    def steps(self) -> tuple[Step, ...]:
-        """The way from the inputs to the outputs in coarse steps.
-
-        A step is a run of a module without submodules, or of one of torch's own layers; other calls are steps of their
-        own. Calls on which the outputs do not depend, and those that depend on no input, are left out.
-        """
-        return graph.steps(self)
-
     def chain(self) -> Line:
         """The steps from the input to the output, if each takes exactly the output of the one before.
 
@@ -153,14 +145,9 @@ class Network:
 
     def opaque(self) -> tuple[Opaque, ...]:
         """All that the record does not explain, with the reasons."""
-        return tuple(self._opaque())
-
-    def _opaque(self) -> Iterator[Opaque]:
-        for reason in self.reasons:
-            yield Opaque("the network", reason)
-        for call in self.calls:
-            if call.opaque is not None:
-                yield Opaque(call.path or "the network", call.opaque, call)
+        whole = [Opaque("the network", reason) for reason in self.reasons]
+        marked = [(call, call.opaque) for call in self.calls if call.opaque is not None]
+        return (*whole, *(Opaque(call.path or "the network", reason, call) for call, reason in marked))
 
     def recompute(self, example: Any) -> tuple[Tensor, ...]:
         """The outputs for another input of the same shapes, from the record alone.

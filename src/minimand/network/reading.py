@@ -1,11 +1,9 @@
 """Reading a network: recording runs of it, and making one record of them."""
 
-import contextlib
 import random
 import re
 import sys
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -119,14 +117,16 @@ def _record(model: nn.Module, inputs: Inputs, training: bool | None, grad: bool)
         given = tuple(recorder.add_input(tensor, name) for name, tensor in named(root, (args, kwargs)))
         run = RecordedRun(recorder, modes, grad, given)
         recorder.attach()
-        with _draws(run):
-            try:
-                with recorder, torch.set_grad_enabled(grad):
-                    output = root(*args, **kwargs)
-                run.outputs = tuple(recorder.value(tensor) for tensor in tensors(output))
-            except Exception as error:
-                first = (str(error).strip().splitlines() or [""])[0]
-                run.error = f"the forward raises {type(error).__name__}: {first}"
+        before = _generators()
+        try:
+            with recorder, torch.set_grad_enabled(grad):
+                output = root(*args, **kwargs)
+            run.outputs = tuple(recorder.value(tensor) for tensor in tensors(output))
+        except Exception as error:
+            first = (str(error).strip().splitlines() or [""])[0]
+            run.error = f"the forward raises {type(error).__name__}: {first}"
+        after = _generators()
+        run.drew = tuple(name for name, state in before.items() if state != after[name])
     return run
 
 
@@ -144,15 +144,10 @@ def _registered(model: nn.Module) -> dict[int, tuple[Source, str]]:
     return known
 
 
-@contextlib.contextmanager
-def _draws(run: RecordedRun) -> Iterator[None]:
-    """Notice whether a run uses the random numbers of Python or numpy, which cannot be recorded."""
-    numpy = sys.modules.get("numpy")
-    before = random.getstate(), None if numpy is None else _numbers(numpy.random.get_state())
-    yield
-    after = random.getstate(), None if numpy is None else _numbers(numpy.random.get_state())
-    run.drew = tuple(name for name, a, b in zip(("random", "numpy"), before, after, strict=True) if a != b)
-
-
-def _numbers(state: Any) -> tuple[Any, ...]:
-    return (state[1].tobytes(), *state[2:])
+def _generators() -> dict[str, Any]:
+    """The states of the generators of Python and numpy, whose numbers cannot be recorded."""
+    states: dict[str, Any] = {"random": random.getstate()}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        _, keys, *rest = numpy.random.get_state()
+        states["numpy"] = keys.tobytes(), rest
+    return states

@@ -1,4 +1,4 @@
-"""The parts of a recorded run: values, frames and calls."""
+"""The parts of a recorded run: values, frames and calls. The recorder fills them in while the network runs."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ __all__ = ["Call", "Context", "ModuleFrame", "Opaque", "Source", "Value"]
 Source = Literal["input", "parameter", "buffer", "constant", "call", "unseen"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Value:
     """A tensor at one moment of the run. An in-place operation makes a new value of the same tensor.
 
@@ -22,8 +22,8 @@ class Value:
         name: The path of a parameter, buffer or attribute, or the name of an input; otherwise empty.
         shape: Its shape.
         dtype: Its type.
-        origins: The sources from which it was computed, and ``"random"`` where random numbers were drawn for it.
         call: The index of the call that computed it; None for other sources.
+        origins: The sources from which it was computed, and ``"random"`` where random numbers were drawn for it.
     """
 
     index: int
@@ -31,11 +31,11 @@ class Value:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    origins: frozenset[str] = frozenset()
     call: int | None = None
+    origins: frozenset[str] = frozenset()
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class ModuleFrame:
     """One run of one module's forward.
 
@@ -55,7 +55,7 @@ class ModuleFrame:
     run: int
     parent: int | None
     inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
+    outputs: tuple[Value, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Context:
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Call:
     """One call of a function of torch.
 
@@ -79,11 +79,11 @@ class Call:
         args: The positional arguments, with a :class:`Value` in place of every tensor.
         kwargs: The keyword arguments, likewise.
         inputs: The values among the arguments.
+        context: Gradient mode and autocast during the call.
         outputs: The values that it returned.
         mutates: Pairs of a value and the value that replaces it, for every tensor that the call changed in place,
             including known views of the same memory.
         site: File and line of the code that made the call.
-        context: Gradient mode and autocast during the call.
         opaque: Why the record does not tell all about this call; None where it does.
     """
 
@@ -95,10 +95,10 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-    mutates: tuple[tuple[Value, Value], ...]
-    site: tuple[str, int]
     context: Context
+    outputs: tuple[Value, ...] = ()
+    mutates: tuple[tuple[Value, Value], ...] = ()
+    site: tuple[str, int] = ("", 0)
     opaque: str | None = None
 
     @property

@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import os
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,11 +13,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .nested import replace, tensors
-from .record import Context, Source
-from .sites import calling_site
+from .record import Call, Context, ModuleFrame, Source, Value
 from .state import Saved, version
 
-__all__ = ["CallDraft", "FrameDraft", "Recorder", "Ref", "ValueDraft"]
+__all__ = ["Recorder"]
 
 #: Functions that hand a tensor's data to Python.
 DATA_READS = {
@@ -39,53 +40,16 @@ _QUERIES = {
     "get_device", "_version",
 }  # fmt: skip
 
-
-@dataclasses.dataclass(frozen=True)
-class Ref:
-    """Stands for a tensor in recorded arguments."""
-
-    value: int
-
-
-@dataclasses.dataclass
-class ValueDraft:
-    """A value, before its source is settled."""
-
-    source: Source
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    call: int | None
-
-
-@dataclasses.dataclass
-class FrameDraft:
-    """A frame while it runs; values are given by index."""
-
-    path: str
-    kind: str
-    run: int
-    parent: int | None
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...] = ()
-    pending: Any = None
-
-
-@dataclasses.dataclass
-class CallDraft:
-    """A call; values are given by index, and by :class:`Ref` in the arguments."""
-
-    frame: int
-    target: Callable[..., Any]
-    name: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    inputs: tuple[int, ...]
-    site: tuple[str, int]
-    context: Context
-    outputs: tuple[int, ...] = ()
-    mutates: tuple[tuple[int, int], ...] = ()
-    opaque: str | None = None
+_TORCH = os.path.dirname(torch.__file__)
+_HERE = os.path.dirname(__file__) + os.sep
+#: Files whose functions stand between a call and the function mode.
+_BETWEEN = frozenset(
+    os.path.join(_TORCH, *name.split("/"))
+    for name in (
+        "overrides.py", "functional.py", "nn/functional.py", "_tensor.py", "_VF.py", "_jit_internal.py", "_ops.py",
+        "utils/_device.py", "utils/_contextlib.py",
+    )
+)  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -93,15 +57,15 @@ class _Slot:
     """What is known about one tensor object: its present value, and its version when that was noted."""
 
     tensor: Tensor
-    value: int
+    value: Value
     version: int | None
 
 
 @dataclasses.dataclass
-class _Before:
-    """The arguments of a call, noted before it runs, since it may change them."""
+class _Started:
+    """A call before its result is known: its tensors and their versions, which it may change."""
 
-    draft: CallDraft
+    call: Call
     given: list[Tensor]
     versions: list[int | None]
 
@@ -120,9 +84,9 @@ class Recorder(TorchFunctionMode):
         self, paths: Mapping[nn.Module, str], known: Mapping[int, tuple[Source, str]], saved: Saved, device: str
     ) -> None:
         super().__init__()
-        self.values: list[ValueDraft] = []
-        self.frames: list[FrameDraft] = []
-        self.calls: list[CallDraft] = []
+        self.values: list[Value] = []
+        self.frames: list[ModuleFrame] = []
+        self.calls: list[Call] = []
         #: Tensors that the run did not compute, by the index of their first value.
         self.outside: dict[int, Tensor] = {}
         #: Tensors that were changed out of sight, by the index of the value after that.
@@ -130,12 +94,13 @@ class Recorder(TorchFunctionMode):
         self._paths, self._known, self._saved = paths, known, saved
         self._devices = tuple(dict.fromkeys(("cpu", device)))
         self._runs: collections.Counter[str] = collections.Counter()
-        self._stack: list[int] = []
+        self._stack: list[ModuleFrame] = []
+        self._scripted: dict[ModuleFrame, _Started] = {}
         # Holding every tensor keeps identities from being used twice.
         self._slots: dict[int, _Slot] = {}
         self._memory: dict[int, dict[int, None]] = {}
         self._foreign: set[int] = set()
-        self._dynamic: set[int] = set()
+        self._dynamic: set[Value] = set()
         self._thread = threading.get_ident()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Recorder":
@@ -146,7 +111,7 @@ class Recorder(TorchFunctionMode):
 
     def attach(self) -> None:
         """Put hooks on the modules; whoever saved the modules' attributes removes them."""
-        key: Any = _HookKey()
+        key: Any = object()  # no other hook has it
         for module in self._paths:
             # Scripted modules refuse register_forward_hook, but call the hooks in these dictionaries.
             hooks: Any = module._forward_pre_hooks
@@ -163,28 +128,28 @@ class Recorder(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             path = self._paths[module]
             inputs = tuple(self._value(tensor) for tensor in tensors((args, kwargs)))
-            parent = self._stack[-1] if self._stack else None
-            frame = FrameDraft(path, type(module).__name__, self._runs[path], parent, inputs)
+            kind, parent = type(module).__name__, self._stack[-1].index if self._stack else None
+            frame = ModuleFrame(len(self.frames), path, kind, self._runs[path], parent, inputs)
             self._runs[path] += 1
             self.frames.append(frame)
-            self._stack.append(len(self.frames) - 1)
+            self._stack.append(frame)
             if isinstance(module, torch.jit.ScriptModule):
-                frame.pending = self._before(module, type(module).__name__, args, kwargs)
+                self._scripted[frame] = self._before(module, kind, args, kwargs)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if threading.get_ident() != self._thread or module not in self._paths:
             return
         with torch._C.DisableTorchFunction():
             path = self._paths[module]
-            while self._stack and self.frames[self._stack[-1]].path != path:
+            while self._stack and self._stack[-1].path != path:
                 self._stack.pop()
             if not self._stack:
                 return
-            frame = self.frames[self._stack[-1]]
-            if frame.pending is not None and output is not None:
-                frame.pending.draft.opaque = "it is compiled by torch.jit, which hides its calls"
-                self._after(frame.pending, output)
-            frame.pending = None
+            frame = self._stack[-1]
+            started = self._scripted.pop(frame, None)
+            if started is not None and output is not None:
+                started.call.opaque = "it is compiled by torch.jit, which hides its calls"
+                self._after(started, output)
             frame.outputs = tuple(self._value(tensor) for tensor in tensors(output))
             self._stack.pop()
 
@@ -201,12 +166,12 @@ class Recorder(TorchFunctionMode):
         if name in _QUERIES and not self._dynamic:
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            before = self._before(func, name, args, kwargs)
+            started = self._before(func, name, args, kwargs)
         result = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            return self._after(before, result)
+            return self._after(started, result)
 
-    def _before(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Before:
+    def _before(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Started:
         given = list(tensors((args, kwargs)))
         inputs = tuple(self._value(tensor) for tensor in given)
         if _may_write(name, args, kwargs):
@@ -214,75 +179,72 @@ class Recorder(TorchFunctionMode):
                 self._save(tensor)
         if isinstance(kwargs.get("generator"), torch.Generator):
             self._saved.add_generator(kwargs["generator"])
-        refer = lambda tensor: Ref(self._value(tensor))  # noqa: E731
-        draft = CallDraft(
-            self._stack[-1], func, name, replace(args, Tensor, refer), replace(kwargs, Tensor, refer), inputs,
-            ("", 0), self._context(),
-        )  # fmt: skip
-        return _Before(draft, given, [version(tensor) for tensor in given])
+        frame = self._stack[-1]
+        args, kwargs = replace((args, kwargs), Tensor, self._value)
+        call = Call(-1, frame.index, func, name, frame.path, args, kwargs, inputs, self._context())
+        return _Started(call, given, [version(tensor) for tensor in given])
 
-    def _after(self, before: _Before, result: Any) -> Any:
-        draft = before.draft
-        changed = self._changed(before, result)
+    def _after(self, started: _Started, result: Any) -> Any:
+        call = started.call
+        changed = self._changed(started, result)
         returned = list(tensors(result))
-        dynamic = any(value in self._dynamic for value in draft.inputs)
-        if dynamic and draft.name in _SHAPE_READS:
-            draft.opaque = "the number of entries depends on the data, and Python reads it"
-        elif not returned and not changed and draft.name not in DATA_READS:
+        dynamic = any(value in self._dynamic for value in call.inputs)
+        if dynamic and call.name in _SHAPE_READS:
+            call.opaque = "the number of entries depends on the data, and Python reads it"
+        elif not returned and not changed and call.name not in DATA_READS:
             return result
         if len(self.calls) >= _MOST_CALLS:
             raise RuntimeError(f"the recorder stopped after {_MOST_CALLS} calls")
-        draft.site = calling_site()
-        self.calls.append(draft)
-        index = len(self.calls) - 1
-        draft.mutates = tuple(self._rewrite(tensor, index) for tensor in changed)
-        if _returns_alias(before, returned, changed):
-            result = replace(result, Tensor, lambda t: _alias(t) if any(t is g for g in before.given) else t)
+        call.index, call.site = len(self.calls), _calling_site()
+        self.calls.append(call)
+        call.mutates = tuple(self._rewrite(tensor, call.index) for tensor in changed)
+        if _returns_alias(started, returned, changed):
+            result = replace(result, Tensor, lambda t: _alias(t) if any(t is g for g in started.given) else t)
             returned = list(tensors(result))
         rewritten = {id(tensor) for tensor in changed}
-        draft.outputs = tuple(
-            self._slots[id(t)].value if id(t) in rewritten else self._bind(t, "call", "", index) for t in returned
+        call.outputs = tuple(
+            self._slots[id(t)].value if id(t) in rewritten else self._bind(t, "call", "", call.index) for t in returned
         )
-        if dynamic or _is_dynamic(draft, before.given):
-            self._dynamic |= {v for v, t in zip(draft.outputs, returned, strict=True) if t.dim() > 0}
+        if dynamic or _is_dynamic(call, started.given):
+            self._dynamic |= {v for v, t in zip(call.outputs, returned, strict=True) if t.dim() > 0}
         return result
 
-    def _changed(self, before: _Before, result: Any) -> list[Tensor]:
+    def _changed(self, started: _Started, result: Any) -> list[Tensor]:
         """The tensors that a call changed in place, with all known views of their memory."""
-        name, found = before.draft.name, {}
-        for tensor, count in zip(before.given, before.versions, strict=True):
-            uncounted = count is None and _is_in_place(name) and tensor is before.given[0]
+        name, given, found = started.call.name, started.given, {}
+        for tensor, count in zip(given, started.versions, strict=True):
+            uncounted = count is None and _is_in_place(name) and tensor is given[0]
             if version(tensor) != count or uncounted:
                 for other in self._memory.get(_memory(tensor), ()):
                     found[other] = self._slots[other].tensor
                 found[id(tensor)] = tensor
-        if before.given and (name == "data=" or (_is_in_place(name) and result is before.given[0])):
-            found[id(before.given[0])] = before.given[0]
+        if given and (name == "data=" or (_is_in_place(name) and result is given[0])):
+            found[id(given[0])] = given[0]
         return list(found.values())
 
     # -- values ---------------------------------------------------------------------------------------------------
 
-    def add_input(self, tensor: Tensor, name: str) -> int:
+    def add_input(self, tensor: Tensor, name: str) -> Value:
         """Register an input of the network."""
         with torch._C.DisableTorchFunction():
-            return self._bind(tensor, "input", name, None)
+            return self._bind(tensor, "input", name)
 
-    def value(self, tensor: Tensor) -> int:
-        """The index of a tensor's present value."""
+    def value(self, tensor: Tensor) -> Value:
+        """A tensor's present value."""
         with torch._C.DisableTorchFunction():
             return self._value(tensor)
 
-    def _value(self, tensor: Tensor) -> int:
+    def _value(self, tensor: Tensor) -> Value:
         slot = self._slots.get(id(tensor))
         if slot is None:
             return self._meet(tensor)
         if slot.version != version(tensor):
-            value = self._bind(tensor, "unseen", self.values[slot.value].name, None)
-            self.stray[value] = tensor
+            value = self._bind(tensor, "unseen", slot.value.name)
+            self.stray[value.index] = tensor
             return value
         return slot.value
 
-    def _meet(self, tensor: Tensor) -> int:
+    def _meet(self, tensor: Tensor) -> Value:
         """The value of a tensor object that no recorded call returned."""
         key = _memory(tensor)
         if id(tensor) not in self._known:
@@ -293,18 +255,19 @@ class Recorder(TorchFunctionMode):
                     self._memory[key][id(tensor)] = None
                     return slot.value
         source, name = self._known.get(id(tensor), ("unseen", ""))
-        value = self._bind(tensor, source, name, None)
-        self.outside[value] = tensor
+        value = self._bind(tensor, source, name)
+        self.outside[value.index] = tensor
         self._foreign.add(id(tensor))
         return value
 
-    def _bind(self, tensor: Tensor, source: Source, name: str, call: int | None) -> int:
-        self.values.append(ValueDraft(source, name, _shape(tensor), tensor.dtype, call))
-        self._slots[id(tensor)] = _Slot(tensor, len(self.values) - 1, version(tensor))
+    def _bind(self, tensor: Tensor, source: Source, name: str, call: int | None = None) -> Value:
+        value = Value(len(self.values), source, name, _shape(tensor), tensor.dtype, call)
+        self.values.append(value)
+        self._slots[id(tensor)] = _Slot(tensor, value, version(tensor))
         self._memory.setdefault(_memory(tensor), {})[id(tensor)] = None
-        return len(self.values) - 1
+        return value
 
-    def _rewrite(self, tensor: Tensor, call: int) -> tuple[int, int]:
+    def _rewrite(self, tensor: Tensor, call: int) -> tuple[Value, Value]:
         before = self._slots[id(tensor)].value
         after = self._bind(tensor, "call", "", call)
         if before in self._dynamic:
@@ -320,10 +283,6 @@ class Recorder(TorchFunctionMode):
     def _context(self) -> Context:
         enabled = [device for device in self._devices if torch.is_autocast_enabled(device)]
         return Context(torch.is_grad_enabled(), tuple((device, torch.get_autocast_dtype(device)) for device in enabled))
-
-
-class _HookKey:
-    """A key in torch's dictionaries of hooks that no other hook has."""
 
 
 def _name(func: Any) -> str:
@@ -351,11 +310,11 @@ def _may_write(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> b
     )
 
 
-def _returns_alias(before: _Before, returned: list[Tensor], changed: list[Tensor]) -> bool:
+def _returns_alias(started: _Started, returned: list[Tensor], changed: list[Tensor]) -> bool:
     """Whether a call returned one of its arguments as it was, as dropout does in evaluation."""
-    if changed or _is_in_place(before.draft.name):
+    if changed or _is_in_place(started.call.name):
         return False
-    return any(tensor is given for tensor in returned for given in before.given)
+    return any(tensor is given for tensor in returned for given in started.given)
 
 
 def _alias(tensor: Tensor) -> Tensor:
@@ -366,13 +325,13 @@ def _alias(tensor: Tensor) -> Tensor:
         return tensor
 
 
-def _is_dynamic(draft: CallDraft, given: list[Tensor]) -> bool:
+def _is_dynamic(call: Call, given: list[Tensor]) -> bool:
     """Whether the shape of a call's result depends on data."""
-    if draft.name == "where":
-        return len(draft.args) + len(draft.kwargs) == 1
-    if draft.name == "__getitem__":
+    if call.name == "where":
+        return len(call.args) + len(call.kwargs) == 1
+    if call.name == "__getitem__":
         return any(index.dtype in (torch.bool, torch.uint8) and index.dim() > 0 for index in given[1:])
-    return draft.name in _DYNAMIC
+    return call.name in _DYNAMIC
 
 
 def _memory(tensor: Tensor) -> int:
@@ -396,3 +355,14 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
         return tuple(tensor.shape)
     except RuntimeError:  # nested tensors
         return ()
+
+
+def _calling_site() -> tuple[str, int]:
+    """File and line of the innermost frame outside of this package and of torch's dispatching code."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_code.co_filename
+        if name not in _BETWEEN and not name.startswith(_HERE):
+            break
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno

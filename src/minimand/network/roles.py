@@ -81,14 +81,10 @@ def role(call: Call) -> Role:
         return "linear"
     if is_activation(target) or (target in _CLAMPS and len(call.inputs) == 1):
         return "activation"
-    if target in _CASTS and _keeps(call):
+    if target in _CASTS and call.inputs and call.outputs and call.inputs[0].dtype == call.outputs[0].dtype:
         return "identity"
     return "other"
 
 
 def _is_learned(value: Value) -> bool:
     return "parameter" in value.origins and "input" not in value.origins
-
-
-def _keeps(call: Call) -> bool:
-    return bool(call.inputs and call.outputs) and call.inputs[0].dtype == call.outputs[0].dtype

@@ -54,29 +54,21 @@ def named(root: nn.Module, inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
 def unwrapped(model: nn.Module) -> nn.Module:
     """The network inside wrappers for data parallelism and compilation."""
     wrappers: list[type] = [nn.parallel.DistributedDataParallel, nn.DataParallel]
+    # Importing the compiler takes seconds, and nothing is compiled where nobody has imported it.
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
     while True:
         if type(model) in wrappers:
             model = model.module  # type: ignore[assignment]
-        elif _is_compiled(model):
-            model = model._orig_mod  # type: ignore[assignment]
+        elif compiler is not None and isinstance(model, compiler.OptimizedModule):
+            model = model._orig_mod
         else:
             return model
 
 
-def _is_compiled(model: nn.Module) -> bool:
-    # Importing the compiler takes seconds, and nothing is compiled where nobody has imported it.
-    compiler = sys.modules.get("torch._dynamo.eval_frame")
-    return compiler is not None and isinstance(model, compiler.OptimizedModule)
-
-
-@contextlib.contextmanager
-def eager() -> Iterator[None]:
-    """Run compiled modules and functions as plain Python."""
-    if "torch._dynamo.eval_frame" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+def eager() -> contextlib.AbstractContextManager[Any]:
+    """A context in which compiled modules and functions run as plain Python."""
+    compiler = "torch._dynamo.eval_frame" in sys.modules
+    return torch.compiler.set_stance("force_eager") if compiler else contextlib.nullcontext()
 
 
 def set_mode(model: nn.Module, training: bool | Mapping[str, bool]) -> None:

@@ -66,7 +66,8 @@ def preserved(model: nn.Module) -> Iterator[Saved]:
     with _LOCK:
         with torch._C.DisableTorchFunction():
             saved = Saved()
-            undo = [*_undo(model), saved.restore]
+            undo = [*map(_attributes, model.modules()), *map(_gradient, model.parameters())]
+            undo += [_random_states(), saved.restore]
             for buffer in model.buffers():
                 saved.add(buffer)
             for generator in (value for module in model.modules() for value in vars(module).values()):
@@ -80,45 +81,20 @@ def preserved(model: nn.Module) -> Iterator[Saved]:
                     restore()
 
 
-def _undo(model: nn.Module) -> list[Callable[[], None]]:
-    modules = list(model.modules())
-    return [
-        *(_attributes(module) for module in modules),
-        *(_gradient(parameter) for parameter in model.parameters()),
-        _random_states(),
-    ]
-
-
 def _attributes(module: nn.Module) -> Callable[[], None]:
     attributes = dict(vars(module))
-    items = {name: list(_items(value)) for name, value in attributes.items() if isinstance(value, _CONTAINERS)}
+    containers = [value for value in attributes.values() if isinstance(value, _CONTAINERS)]
+    contents = [dict(value) if isinstance(value, dict) else list(value) for value in containers]
     training = module.training  # not an attribute of scripted modules
 
     def restore() -> None:
         _set_items(vars(module), attributes)
-        for name, content in items.items():
-            if not _same(_items(attributes[name]), content):
-                _fill(attributes[name], content)
+        for container, content in zip(containers, contents, strict=True):
+            _refill(container, content)
         if module.training != training:
             module.training = training
 
     return restore
-
-
-def _items(container: Any) -> Any:
-    return container.items() if isinstance(container, dict) else container
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two sequences hold the same objects; pairs are compared by their parts."""
-    one, other = list(one), list(other)
-    return len(one) == len(other) and all(map(_identical, one, other))
-
-
-def _identical(a: Any, b: Any) -> bool:
-    if type(a) is tuple and type(b) is tuple and len(a) == len(b):
-        return all(x is y for x, y in zip(a, b, strict=True))
-    return a is b
 
 
 def _set_items(live: dict[Any, Any], items: dict[Any, Any]) -> None:
@@ -130,16 +106,17 @@ def _set_items(live: dict[Any, Any], items: dict[Any, Any]) -> None:
             live[name] = value
 
 
-def _fill(container: Any, content: list[Any]) -> None:
+def _refill(container: Any, content: Any) -> None:
+    """Give a container its former content, in the former order, if it has changed."""
     if isinstance(container, dict):
-        _set_items(container, dict(content))
-        if list(container) == [name for name, _ in content]:
-            return
-    container.clear()
-    if isinstance(container, dict | set):
-        container.update(content)
+        _set_items(container, content)
+        changed = list(container) != list(content)
     else:
-        container.extend(content)
+        now = list(container)
+        changed = len(now) != len(content) or any(a is not b for a, b in zip(now, content, strict=True))
+    if changed:
+        container.clear()
+        (container.update if isinstance(container, dict | set) else container.extend)(content)
 
 
 def _gradient(parameter: Tensor) -> Callable[[], None]:

@@ -17,8 +17,6 @@ from .spectral import certified_norm_sq, round_up, sum_of_squares
 
 __all__ = ["Bounds", "Kernel"]
 
-Code = tuple[list[int], list[int], list[int], int, list[int]]
-
 
 class Bounds(NamedTuple):
     r"""Upper bounds on :math:`\|A\|^2` and on the norms of its parts, never below the truth.
@@ -123,57 +121,38 @@ class Kernel:
 
     def _bound(self, part: str) -> Tensor:
         if torch.compiler.is_compiling():
-            return _certified(self.weight.detach(), part, *encode(self.geometry))
+            return _certified(self.weight.detach(), part, encode(self.geometry))
         return round_up(self.certified(part), self.weight.dtype)
 
 
-def encode(geometry: ConvGeometry | None) -> Code:
-    """The geometry in types that a compiled graph can hold."""
+def encode(geometry: ConvGeometry | None) -> list[int]:
+    """The geometry as whole numbers, which a compiled graph can hold; empty for a matrix."""
     if geometry is None:
-        return [], [], [], 1, []
-    flat = [side for pair in geometry.padding for side in pair]
-    return list(geometry.stride), flat, list(geometry.dilation), geometry.groups, list(geometry.size or ())
+        return []
+    padding = [side for pair in geometry.padding for side in pair]
+    return [geometry.groups, *geometry.stride, *geometry.dilation, *padding, *(geometry.size or ())]
 
 
-def decode(
-    weight: Tensor,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    size: list[int],
-) -> Kernel:
+def decode(weight: Tensor, code: list[int]) -> Kernel:
     """The kernel of a weight and an encoded geometry."""
-    if not stride:
+    if not code:
         return Kernel(weight)
-    pairs = tuple(zip(padding[::2], padding[1::2], strict=True))
-    shape = tuple(weight.shape[2:])
-    return Kernel(weight, ConvGeometry(shape, tuple(stride), pairs, tuple(dilation), groups, tuple(size) or None))
+    groups, *rest = code
+    d = weight.dim() - 2
+    pairs = tuple(zip(rest[2 * d : 4 * d : 2], rest[2 * d + 1 : 4 * d : 2], strict=True))
+    size = tuple(rest[4 * d :]) or None
+    return Kernel(
+        weight, ConvGeometry(tuple(weight.shape[2:]), tuple(rest[:d]), pairs, tuple(rest[d : 2 * d]), groups, size)
+    )
 
 
 @torch.library.custom_op("minimand::certified_bound", mutates_args=())
-def _certified(
-    weight: Tensor,
-    part: str,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    size: list[int],
-) -> Tensor:
+def _certified(weight: Tensor, part: str, code: list[int]) -> Tensor:
     require_finite("the operator's weight", weight)
-    return decode(weight, stride, padding, dilation, groups, size)._bound(part)
+    return decode(weight, code)._bound(part)
 
 
 @_certified.register_fake
-def _(
-    weight: Tensor,
-    part: str,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    size: list[int],
-) -> Tensor:
-    shapes = {"total": [], "inputs": [weight.shape[1] * groups], "outputs": [weight.shape[0]]}
+def _(weight: Tensor, part: str, code: list[int]) -> Tensor:
+    shapes = {"total": [], "inputs": [weight.shape[1] * (code[0] if code else 1)], "outputs": [weight.shape[0]]}
     return weight.new_empty(shapes[part])

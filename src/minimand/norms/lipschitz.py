@@ -2,7 +2,7 @@
 
 from functools import singledispatch
 from math import prod
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -20,29 +20,13 @@ LANCZOS_STEPS = 30
 LANCZOS_SAFETY = 1.05
 
 
-class Bounded(Protocol):
-    """What :func:`lipschitz` needs of a linear map. Operators have it, and :class:`~minimand.norms.kernel.Kernel`.
+#: A linear map with a bound. Without a weight, ``kernel`` is None, and ``weight`` and ``with_weight`` raise.
+if TYPE_CHECKING:
+    from ..operators.base import LinearOperator
 
-    ``kernel`` is None where the map is neither a matrix nor a convolution. Without a weight, ``weight`` and
-    ``with_weight`` raise :class:`~minimand.errors.CapabilityError`.
-    """
-
-    @property
-    def kernel(self) -> Kernel | None: ...  # noqa: D102
-    @property
-    def has_weight(self) -> bool: ...  # noqa: D102
-    @property
-    def weight(self) -> Tensor: ...  # noqa: D102
-    @property
-    def dtype(self) -> torch.dtype: ...  # noqa: D102
-    @property
-    def device(self) -> torch.device: ...  # noqa: D102
-    @property
-    def output_shape(self) -> tuple[int, ...]: ...  # noqa: D102
-    def with_weight(self, weight: Tensor) -> "Bounded": ...  # noqa: D102
-    def normal(self, x: Tensor) -> Tensor: ...  # noqa: D102
-    def norm_sq(self) -> Tensor: ...  # noqa: D102
-    def input_norms_sq(self) -> Tensor: ...  # noqa: D102
+    Bounded: TypeAlias = Kernel | LinearOperator
+else:
+    Bounded = Any
 
 
 def lipschitz(target: Any, input_size: Size | None = None, *, method: str = "auto") -> Tensor:
@@ -80,7 +64,13 @@ def lipschitz(target: Any, input_size: Size | None = None, *, method: str = "aut
     if bounded.has_weight:
         require_finite("the weight", bounded.weight)
     with torch.no_grad(), torch.autocast(bounded.device.type, enabled=False):
-        return round_up(copies * _norm_sq(bounded, method), bounded.dtype)
+        if method == "lanczos":
+            bound = _safe_lanczos(bounded)
+        elif bounded.kernel is not None:
+            bound = bounded.kernel.certified("total", method)
+        else:
+            bound = to_float64(bounded.norm_sq())
+        return round_up(copies * bound, bounded.dtype)
 
 
 @singledispatch
@@ -95,7 +85,7 @@ def majorant(target: Any, input_size: Size | None) -> tuple[Bounded, float]:
     )
 
 
-@majorant.register
+@majorant.register(nn.Linear)
 def _(target: nn.Linear, input_size: Size | None) -> tuple[Bounded, float]:
     return Kernel(target.weight), 1.0
 
@@ -128,23 +118,20 @@ def _copies(mode: str, padding: tuple[int, int], size: int | None) -> int:
     return int(torch.bincount(F.pad(line, padding, mode=mode).flatten().long()).max())
 
 
-def _norm_sq(bounded: Bounded, method: str) -> Tensor:
-    if method == "lanczos":
-        return _lanczos_norm_sq(bounded)
-    kernel = bounded.kernel
-    return to_float64(bounded.norm_sq()) if kernel is None else kernel.certified("total", method)
-
-
-def _lanczos_norm_sq(bounded: Bounded) -> Tensor:
-    scale, start = 1.0, torch.empty(0, dtype=bounded.dtype, device=bounded.device)
+def _safe_lanczos(bounded: Bounded) -> Tensor:
+    scale, like = 1.0, torch.empty(0, dtype=bounded.dtype, device=bounded.device)
     if bounded.has_weight:
-        start = to_float64(bounded.weight)
-        scale = power_of_two(start)
-        bounded = bounded.with_weight(start / scale)
+        like = to_float64(bounded.weight)
+        scale = power_of_two(like)
+        bounded = bounded.with_weight(like / scale)
+    return to_float64(lanczos_norm_sq(bounded, like)).clamp_min(0) * LANCZOS_SAFETY * scale * scale
+
+
+def lanczos_norm_sq(bounded: Bounded, like: Tensor) -> Tensor:
+    """A lower estimate of the squared norm by Lanczos, from a start of the type of ``like``."""
     shape = bounded.output_shape
 
     def normal(vector: Tensor) -> Tensor:
         return bounded.normal(vector.reshape(1, *shape)).reshape(-1)
 
-    value = to_float64(lanczos(normal, start_vector((prod(shape),), start), LANCZOS_STEPS)[0])
-    return value.clamp_min(0) * LANCZOS_SAFETY * scale * scale
+    return lanczos(normal, start_vector((prod(shape),), like), LANCZOS_STEPS)[0]

@@ -31,9 +31,10 @@ class Top(NamedTuple):
 
 
 def to_float64(tensor: Tensor) -> Tensor:
-    """``tensor``, detached, in float64, on its own device or on the CPU where that has no float64."""
+    """``tensor``, detached, in float64 (complex128), on its own device or on the CPU where that has no float64."""
     tensor = tensor.detach()
-    return (tensor.cpu() if tensor.device.type == "mps" else tensor).to(torch.float64)
+    dtype = torch.complex128 if tensor.is_complex() else torch.float64
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).to(dtype)
 
 
 def round_up(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -151,7 +152,7 @@ def certified_lambda_max(gram: Tensor, *, rtol: float = 1e-3, floor: Tensor | fl
 def certified_top(gram: Tensor, *, rtol: float = 1e-3, floor: Tensor | float = 0.0) -> Top:
     """:func:`certified_lambda_max` with a vector that nearly attains it."""
     n = gram.shape[-1]
-    batch = _as_double(gram).reshape(-1, n, n)
+    batch = to_float64(gram).reshape(-1, n, n)
     known = torch.as_tensor(floor, dtype=torch.float64, device=batch.device)
     vector = start_vector((n,), batch)
     if n == 0 or batch.shape[0] == 0:
@@ -195,7 +196,7 @@ def top_singular(matrix: Tensor, *, rtol: float = 1e-3, start: Tensor | None = N
 
     The vector of a nearby matrix as ``start`` saves nearly all of the estimate. The bound holds for every start.
     """
-    matrix = _as_double(matrix)
+    matrix = to_float64(matrix)
     if matrix.shape[-2] > matrix.shape[-1]:
         matrix = matrix.mH
     if matrix.numel() == 0:
@@ -225,13 +226,6 @@ def _warm_top(gram: Tensor, trace: Tensor, start: Tensor, rtol: float) -> Top | 
     if not bool(_factorises(gram.unsqueeze(0), bound, overwrite=True)):
         return None
     return Top(bound + _factorisation_error(gram.shape[-1], bound, trace), vector / sizes[1])
-
-
-def _as_double(tensor: Tensor) -> Tensor:
-    if tensor.is_complex():
-        tensor = tensor.detach()
-        return (tensor.cpu() if tensor.device.type == "mps" else tensor).to(torch.complex128)
-    return to_float64(tensor)
 
 
 def _estimate(batch: Tensor, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:

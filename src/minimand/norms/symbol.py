@@ -126,15 +126,9 @@ def _autocorrelation(kernel: Tensor) -> tuple[Tensor, Tensor]:
     lags = [lag for lag in product(*spans) if lag >= (0,) * len(taps)]
     coefficients = []
     for lag in lags:
-        ahead: tuple[Any, ...] = (
-            ...,
-            *(slice(max(d, 0), k + min(d, 0)) for d, k in zip(lag, taps, strict=True)),
-        )
-        behind: tuple[Any, ...] = (
-            ...,
-            *(slice(max(-d, 0), k + min(-d, 0)) for d, k in zip(lag, taps, strict=True)),
-        )
-        value = kernel[ahead].flatten(2) @ kernel[behind].flatten(2).mT
+        ahead: list[Any] = [slice(max(d, 0), k + min(d, 0)) for d, k in zip(lag, taps, strict=True)]
+        behind: list[Any] = [slice(max(-d, 0), k + min(-d, 0)) for d, k in zip(lag, taps, strict=True)]
+        value = kernel[..., *ahead].flatten(2) @ kernel[..., *behind].flatten(2).mT
         coefficients.append(value / 2 if not any(lag) else value)
     stacked = torch.stack(coefficients)
     return torch.tensor(lags, dtype=torch.float64, device=kernel.device).reshape(len(lags), -1), stacked

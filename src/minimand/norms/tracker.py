@@ -130,7 +130,7 @@ class LipschitzTracker(nn.Module):
         if not is_traced(weight):
             return self._renewed(kernel, packed, tolerance)
         if not torch.compiler.is_exporting() and torch.compiler.is_compiling():
-            flat = _tracked(weight, packed, tolerance, self.inputs, self.outputs, *encode(self._geometry))
+            flat = _tracked(weight, packed, tolerance, self.inputs, self.outputs, encode(self._geometry))
             ends = (1, kernel.inputs if self.inputs else 0, kernel.outputs if self.outputs else 0)
             total, inputs, outputs = flat.split(ends)
             return Bounds(total[0], inputs if self.inputs else None, outputs if self.outputs else None)
@@ -315,14 +315,10 @@ def _tracked(
     tolerance: float,
     inputs: bool,
     outputs: bool,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    size: list[int],
+    code: list[int],
 ) -> Tensor:
     """All bounds in one tensor, after a renewal if the weight has moved too far."""
-    kernel = decode(weight, stride, padding, dilation, groups, size)
+    kernel = decode(weight, code)
     with _WRITING:
         reference = _unpack(packed, kernel, inputs, outputs)
         known = float(reference.roots.total)
@@ -341,11 +337,7 @@ def _(
     tolerance: float,
     inputs: bool,
     outputs: bool,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    size: list[int],
+    code: list[int],
 ) -> Tensor:
-    kernel = decode(weight, stride, padding, dilation, groups, size)
+    kernel = decode(weight, code)
     return weight.new_empty(sum(_sizes(kernel, inputs, outputs)[1:4]))

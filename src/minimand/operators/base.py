@@ -24,8 +24,9 @@ class LinearOperator(abc.ABC):
     A subclass gives the two shapes to ``super().__init__`` and writes :meth:`apply` and :meth:`adjoint`, for tensors
     with any leading batch dimensions. Everything else has a default:
 
-    - a bound: :meth:`bound`, by default :func:`~minimand.norms.randomized_norm_sq`, which costs about 80 products with
-      A and with its adjoint, and holds with probability :math:`1 - 10^{-10}`. Write it where a bound is known.
+    - a bound: :meth:`bound`, by default the certified one of the :attr:`kernel`. Without a kernel it is
+      :func:`~minimand.norms.randomized_norm_sq`, which costs about 80 products with A and with its adjoint, and holds
+      with probability :math:`1 - 10^{-10}`. Write it where a bound is known.
     - sampling, for the stochastic solvers: set ``sampled = True`` in the class, and write :meth:`input_bounds` and
       :meth:`output_bounds` where bounds per input or output are known; by default each is the bound of the whole
       operator. :meth:`restrict` and :meth:`restrict_outputs` compute with zeros in place of the other features; write
@@ -88,6 +89,8 @@ class LinearOperator(abc.ABC):
 
     def bound(self) -> Tensor | float:
         r"""An upper bound on :math:`\|A\|^2`, computed afresh. Users call :meth:`norm_sq`."""
+        if self.kernel is not None:
+            return self.kernel.norm_sq()
         return randomized_norm_sq(
             self.apply, self.adjoint, self.input_shape, self.output_shape, dtype=self.dtype, device=self.device
         )
@@ -204,10 +207,14 @@ class LinearOperator(abc.ABC):
 
     def input_bounds(self) -> Tensor:
         """One bound per input feature, computed afresh. Users call :meth:`input_norms_sq`."""
+        if self.kernel is not None:
+            return self.kernel.input_norms_sq()
         return self._constant(self.bound()).expand(self.inputs)
 
     def output_bounds(self) -> Tensor:
         """One bound per output feature, computed afresh. Users call :meth:`output_norms_sq`."""
+        if self.kernel is not None:
+            return self.kernel.output_norms_sq()
         return self._constant(self.bound()).expand(self.outputs)
 
     # The weight
@@ -291,21 +298,11 @@ class Selected(LinearOperator):
     """
 
     def __init__(self, operator: LinearOperator, inputs: Tensor | None = None, outputs: Tensor | None = None) -> None:
+        shapes = zip((inputs, outputs), (operator.input_shape, operator.output_shape), strict=True)
+        super().__init__(*(shape if index is None else (index.numel(), *shape[1:]) for index, shape in shapes))
         self.operator = operator
         self._weight, self._type = operator._weight, operator._type
         self._inputs, self._outputs = inputs, outputs
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """The shape of one input sample."""
-        shape = self.operator.input_shape
-        return shape if self._inputs is None else (self._inputs.numel(), *shape[1:])
-
-    @property
-    def output_shape(self) -> tuple[int, ...]:
-        """The shape of one output sample."""
-        shape = self.operator.output_shape
-        return shape if self._outputs is None else (self._outputs.numel(), *shape[1:])
 
     @property
     def sampled(self) -> bool:

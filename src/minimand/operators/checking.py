@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..errors import OperatorError, ShapeError
-from ..norms.spectral import lanczos, start_vector, to_float64
+from ..norms.lipschitz import lanczos_norm_sq
+from ..norms.spectral import to_float64
 from .base import LinearOperator
 
 __all__ = ["check_operator"]
@@ -82,12 +83,7 @@ def _check_pair(operator: LinearOperator, y: Tensor, x: Tensor, tol: float) -> N
 
 
 def _check_bound(operator: LinearOperator, like: Tensor, tol: float) -> None:
-    shape = operator.output_shape
-
-    def normal(vector: Tensor) -> Tensor:
-        return operator.normal(vector.reshape(1, *shape)).reshape(-1)
-
-    estimate = float(lanczos(normal, start_vector((math.prod(shape),), like), 30)[0])
+    estimate = float(lanczos_norm_sq(operator, like))
     bound = float(operator.norm_sq())
     if not estimate * (1 - tol) <= bound < math.inf:
         raise OperatorError(

@@ -29,16 +29,6 @@ class Transposed(LinearOperator):
         self._weight, self._type = operator._weight, operator._type
 
     @property
-    def inputs(self) -> int:
-        """The outputs of the original."""
-        return self.operator.outputs
-
-    @property
-    def outputs(self) -> int:
-        """The inputs of the original."""
-        return self.operator.inputs
-
-    @property
     def input_shape(self) -> tuple[int, ...]:
         """The output shape of the original."""
         return self.operator.output_shape
@@ -47,16 +37,6 @@ class Transposed(LinearOperator):
     def output_shape(self) -> tuple[int, ...]:
         """The input shape of the original."""
         return self.operator.input_shape
-
-    @property
-    def feature_dim(self) -> int:
-        """The output dimension of the original."""
-        return self.operator.output_dim
-
-    @property
-    def output_dim(self) -> int:
-        """The input dimension of the original."""
-        return self.operator.feature_dim
 
     @property
     def sampled(self) -> bool:
@@ -124,18 +104,9 @@ class Composed(LinearOperator):
             raise ShapeError(
                 f"the outer operator takes inputs of {outer.input_shape}, but the inner one gives {inner.output_shape}"
             )
+        super().__init__(inner.input_shape, outer.output_shape)
         self.outer, self.inner = outer, inner
         self._weight, self._type = inner._weight, inner._type
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """The inner operator's input shape."""
-        return self.inner.input_shape
-
-    @property
-    def output_shape(self) -> tuple[int, ...]:
-        """The outer operator's output shape."""
-        return self.outer.output_shape
 
     def apply(self, y: Tensor) -> Tensor:
         """``A B y``."""

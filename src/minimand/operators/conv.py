@@ -197,18 +197,6 @@ class Convolution(LinearOperator, abc.ABC):
         """The weight with the geometry."""
         return Kernel(self.weight, self.geometry)
 
-    def bound(self) -> Tensor:
-        r"""The certified :math:`\|A\|^2`."""
-        return self.kernel.norm_sq()
-
-    def input_bounds(self) -> Tensor:
-        """The squared norms of the parts of the input channels."""
-        return self.kernel.input_norms_sq()
-
-    def output_bounds(self) -> Tensor:
-        """The squared norms of the parts of the output channels."""
-        return self.kernel.output_norms_sq()
-
     def _check_map(self, y: Tensor) -> None:
         """As :meth:`check_input`; without a size, maps of every size pass."""
         if self.geometry.size is not None:

@@ -37,27 +37,8 @@ class Dense(LinearOperator):
         if weight.dim() != 2:
             raise ShapeError(f"a dense weight has 2 dimensions (n2, n1), got shape {tuple(weight.shape)}")
         self.weight = weight
+        self._shapes = (weight.shape[1],), (weight.shape[0],)
         self._columns: Columns | None = None
-
-    @property
-    def inputs(self) -> int:
-        """The number of input features (n1)."""
-        return self.weight.shape[1]
-
-    @property
-    def outputs(self) -> int:
-        """The number of output features (n2)."""
-        return self.weight.shape[0]
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """The shape of one input sample, ``(n1,)``."""
-        return (self.inputs,)
-
-    @property
-    def output_shape(self) -> tuple[int, ...]:
-        """The shape of one output sample, ``(n2,)``."""
-        return (self.outputs,)
 
     @property
     def matrix(self) -> Tensor:
@@ -118,15 +99,3 @@ class Dense(LinearOperator):
     def kernel(self) -> Kernel:
         """The weight as a matrix."""
         return Kernel(self.weight)
-
-    def bound(self) -> Tensor:
-        r"""The certified :math:`\|A\|^2`."""
-        return self.kernel.norm_sq()
-
-    def input_bounds(self) -> Tensor:
-        """The squared norms of the columns."""
-        return self.kernel.input_norms_sq()
-
-    def output_bounds(self) -> Tensor:
-        """The squared norms of the rows."""
-        return self.kernel.output_norms_sq()

@@ -38,17 +38,8 @@ class SubsampledFourier(LinearOperator):
     def __init__(self, mask: Tensor) -> None:
         if mask.dim() != 2 or mask.numel() == 0:
             raise ShapeError(f"a Fourier mask has shape (H, W), got {tuple(mask.shape)}")
+        super().__init__((1, *mask.shape), (2, *mask.shape))
         self.weight = mask
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """One channel, the mask's size."""
-        return (1, *self.weight.shape)
-
-    @property
-    def output_shape(self) -> tuple[int, ...]:
-        """Real and imaginary part, the mask's size."""
-        return (2, *self.weight.shape)
 
     def apply(self, y: Tensor) -> Tensor:
         """The masked frequencies of images."""

@@ -6,9 +6,9 @@ A frame F maps an image to coefficients with :math:`F^\top F = I`. The transform
 """
 
 import abc
+import copy
 import math
-from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -58,45 +58,27 @@ class Frame(LinearOperator):
 
     sampled = True
 
-    def __init__(self, weight: Tensor, input_size: tuple[int, int], moves: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, weight: Tensor, input_size: tuple[int, int], period: int, count: int) -> None:
         self.weight = weight
         self.size = input_size
-        self.moves = tuple(moves)
-        if not self.moves:
-            raise OptionError("a frame needs at least one shift; (0, 0) leaves the image in place")
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """One channel, H × W."""
-        return (1, *self.size)
-
-    @property
-    @abc.abstractmethod
-    def padded(self) -> tuple[int, int]:
-        """The size that the transform works on."""
-
-    @property
-    def output_shape(self) -> tuple[int, ...]:
-        """One channel per shift, of the padded size."""
-        return (len(self.moves), *self.padded)
+        self.moves = shifts(period, count)
+        #: The size that the transform works on: the next multiples of the period.
+        self.padded = tuple(-(-side // period) * period for side in input_size)
+        super().__init__((1, *input_size), (count, *self.padded))
 
     @abc.abstractmethod
-    def _analyse(self, image: Tensor) -> Tensor:
-        """The orthonormal transform of ``(B, H, W)``."""
+    def analysed(self, image: Tensor) -> Tensor:
+        """The orthonormal transform ``(B, H, W)`` of images of the padded size, without shifts."""
 
     @abc.abstractmethod
     def _synthesise(self, coefficients: Tensor) -> Tensor:
         """Its inverse."""
 
-    def analysed(self, image: Tensor) -> Tensor:
-        """The transform ``(B, H, W)`` of images of the padded size, without shifts."""
-        return self._analyse(image)
-
     def apply(self, y: Tensor) -> Tensor:
         """The coefficients in all positions."""
         (height, width), (tall, wide) = self.size, self.padded
         images = F.pad(y.reshape(-1, height, width), (0, wide - width, 0, tall - height)) / len(self.moves) ** 0.5
-        x = torch.stack([self._analyse(images.roll(move, (-2, -1))) for move in self.moves], dim=1)
+        x = torch.stack([self.analysed(images.roll(move, (-2, -1))) for move in self.moves], dim=1)
         return x.reshape(*y.shape[:-3], *self.output_shape)
 
     def adjoint(self, x: Tensor) -> Tensor:
@@ -108,6 +90,12 @@ class Frame(LinearOperator):
         height, width = self.size
         images = torch.stack(parts).sum(0)[:, :height, :width] / len(self.moves) ** 0.5
         return images.reshape(*x.shape[:-3], *self.input_shape)
+
+    def with_weight(self, weight: Tensor) -> Self:
+        """The same frame in another precision or on another device."""
+        other = copy.copy(self)
+        other.weight, other._bounds = weight, None
+        return other
 
     def bound(self) -> Tensor:
         """One, with room for rounding."""
@@ -139,33 +127,24 @@ class BlockDCT(Frame):
     (True, (4, 8, 8))
     """
 
-    def __init__(self, input_size: tuple[int, int], *, block: int = 8, count: int = 1, weight: Tensor | None = None):
+    def __init__(self, input_size: tuple[int, int], *, block: int = 8, count: int = 1) -> None:
         if block < 1:
             raise OptionError(f"block must be a whole number ≥ 1, got {block}")
-        super().__init__(dct_matrix(block) if weight is None else weight, input_size, shifts(block, count))
-        self.block, self.count = block, count
-
-    @property
-    def padded(self) -> tuple[int, int]:
-        """The next multiples of the block."""
-        height, width = (-(-side // self.block) * self.block for side in self.size)
-        return height, width
+        super().__init__(dct_matrix(block), input_size, block, count)
+        self.block = block
 
     def _squares(self, image: Tensor) -> Tensor:
         down, across = (side // self.block for side in self.padded)
         return image.reshape(-1, down, self.block, across, self.block).transpose(2, 3)
 
-    def _analyse(self, image: Tensor) -> Tensor:
+    def analysed(self, image: Tensor) -> Tensor:
+        """The cosine transform of every block."""
         squares = self.weight @ self._squares(image) @ self.weight.mT
         return squares.transpose(2, 3).reshape(-1, *self.padded)
 
     def _synthesise(self, coefficients: Tensor) -> Tensor:
         squares = self.weight.mT @ self._squares(coefficients) @ self.weight
         return squares.transpose(2, 3).reshape(-1, *self.padded)
-
-    def with_weight(self, weight: Tensor) -> "BlockDCT":
-        """The same frame in another precision or on another device."""
-        return BlockDCT(self.size, block=self.block, count=self.count, weight=weight)
 
 
 class Wavelet(Frame):
@@ -186,28 +165,18 @@ class Wavelet(Frame):
         levels: int = 3,
         family: Family = "db4",
         count: int = 1,
-        weight: Tensor | None = None,
     ) -> None:
         if family not in _FILTERS:
             raise OptionError(f"family must be one of {', '.join(_FILTERS)}, got {family!r}")
         if levels < 1:
             raise OptionError(f"levels must be a whole number ≥ 1, got {levels}")
-        super().__init__(
-            torch.tensor(_FILTERS[family]) if weight is None else weight, input_size, shifts(2**levels, count)
-        )
-        self.levels, self.count, self.family = levels, count, family
+        super().__init__(torch.tensor(_FILTERS[family]), input_size, 2**levels, count)
+        self.levels, self.family = levels, family
         if min(self.padded) >> (levels - 1) < self.weight.numel():
             raise ShapeError(
                 f"an image of {input_size} has no room for {levels} levels of {family}, whose filter has "
                 f"{self.weight.numel()} taps; use fewer levels"
             )
-
-    @property
-    def padded(self) -> tuple[int, int]:
-        """The next multiples of 2^levels."""
-        unit = 2**self.levels
-        height, width = (-(-side // unit) * unit for side in self.size)
-        return height, width
 
     def _filters(self) -> Tensor:
         """Low and high pass, as the kernel of a convolution of stride 2."""
@@ -233,15 +202,13 @@ class Wavelet(Frame):
             whole = whole + F.pad(long[:, length:], (0, length - (taps - 2)))
         return whole.reshape(rows.shape)
 
-    def _analyse(self, image: Tensor) -> Tensor:
+    def analysed(self, image: Tensor) -> Tensor:
+        """The wavelet coefficients, the coarsest in the upper left corner."""
         height, width = self.padded
-        corner = self._split(self._split(image).mT).mT
-        if self.levels == 1:
-            return corner
-        result, sizes = corner, [(height >> k, width >> k) for k in range(1, self.levels)]
-        for tall, wide in sizes:
-            corner = self._split(self._split(corner[:, :tall, :wide]).mT).mT
-            result = _with_corner(result, corner)
+        result = image
+        for k in range(self.levels):
+            corner = result[:, : height >> k, : width >> k]
+            result = _with_corner(result, self._split(self._split(corner).mT).mT)
         return result
 
     def _synthesise(self, coefficients: Tensor) -> Tensor:
@@ -251,10 +218,6 @@ class Wavelet(Frame):
             corner = result[:, : height >> k, : width >> k]
             result = _with_corner(result, self._join(self._join(corner.mT).mT))
         return result
-
-    def with_weight(self, weight: Tensor) -> "Wavelet":
-        """The same frame in another precision or on another device."""
-        return Wavelet(self.size, levels=self.levels, family=self.family, count=self.count, weight=weight)
 
 
 def _with_corner(image: Tensor, corner: Tensor) -> Tensor:

@@ -85,16 +85,7 @@ class BlockSensing(LinearOperator):
                 f"pad it with minimand.operators.pad_to_blocks"
             )
         self.grid = (height // self.block, width // self.block)
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """One channel, H × W."""
-        return (1, self.grid[0] * self.block, self.grid[1] * self.block)
-
-    @property
-    def output_shape(self) -> tuple[int, ...]:
-        """Measurements, blocks down, blocks across."""
-        return (self.weight.shape[0], *self.grid)
+        super().__init__((1, height, width), (weight.shape[0], *self.grid))
 
     def apply(self, y: Tensor) -> Tensor:
         """The measurements of all blocks."""
@@ -133,16 +124,7 @@ class Inpainting(LinearOperator):
         if mask.dim() not in (2, 3) or mask.numel() == 0:
             raise ShapeError(f"a mask has shape (H, W) or (C, H, W), got {tuple(mask.shape)}")
         self.weight = mask if mask.dim() == 3 else mask.unsqueeze(0)
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """The mask's shape."""
-        return tuple(self.weight.shape)
-
-    @property
-    def output_shape(self) -> tuple[int, ...]:
-        """The mask's shape."""
-        return tuple(self.weight.shape)
+        super().__init__(self.weight.shape, self.weight.shape)
 
     def apply(self, y: Tensor) -> Tensor:
         """The masked image."""

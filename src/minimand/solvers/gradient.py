@@ -11,13 +11,7 @@ from ..functions.separable import Zero
 from .base import Solver, require_count
 from .momentum import extrapolate, fista_weight, heavy_ball
 from .problem import GradientMap, Problem
-from .steps import (
-    StepSize,
-    check_step_size,
-    gradient_step,
-    nesterov_momentum,
-    polyak_momentum,
-)
+from .steps import StepSize, check_step_size, gradient_step, nesterov_momentum, polyak_momentum
 
 __all__ = ["FISTA", "HeavyBall", "ProxGD"]
 
@@ -124,10 +118,8 @@ class HeavyBall(GradientSolver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.momentum, str):
-            if self.momentum not in ("auto", "growing"):
-                raise OptionError(f'momentum is "auto", "growing" or a number in [0, 1), got {self.momentum!r}')
-        elif not isinstance(self.momentum, int | float) or not 0 <= self.momentum < 1:
+        number = isinstance(self.momentum, int | float) and 0 <= self.momentum < 1
+        if not number and self.momentum not in ("auto", "growing"):
             raise OptionError(f'momentum is "auto", "growing" or a number in [0, 1), got {self.momentum!r}')
 
     def first_step(self, problem: Problem) -> float | Tensor:

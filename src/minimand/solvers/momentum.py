@@ -14,8 +14,8 @@ from ..linalg import Weight, accumulate, is_zero
 __all__ = ["extrapolate", "fista_weight", "heavy_ball", "nesterov_schedule"]
 
 
-def heavy_ball(target: Tensor, x: Tensor, previous: Tensor, momentum: Weight, keep: Weight = 0.0) -> Tensor:
-    r"""Polyak's update, given :math:`T(x)`,
+def heavy_ball(target: Tensor | None, x: Tensor, previous: Tensor, momentum: Weight, keep: Weight = 0.0) -> Tensor:
+    r"""Polyak's update, given :math:`T(x)`, or None where that is zero,
 
     .. math:: x^+ = T(x) + \kappa\,x + \mu\,(x - x_-) = T(x) + \beta_1 x + \beta_2 x_-,
         \qquad \beta_1 = \kappa + \mu,\quad \beta_2 = -\mu .
@@ -49,12 +49,7 @@ def extrapolate(x: Tensor, previous: Tensor, momentum: Weight, keep: Weight = 1.
     >>> extrapolate(2 * one, one, 0.5)
     tensor([2.5000])
     """
-    if previous is x:
-        return accumulate(None, keep, x)
-    if isinstance(keep, Tensor):
-        return accumulate(accumulate(None, keep + momentum, x), -momentum, previous)
-    kept = accumulate(None, keep, x)
-    return kept if is_zero(momentum) else accumulate(kept, momentum, x - previous)
+    return heavy_ball(None, x, previous, momentum, keep)
 
 
 def fista_weight(t: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from ..errors import (
     require_positive,
     require_real,
 )
-from ..functions.base import Function, widened
+from ..functions.base import Function, broadcasts_to, widened
 from ..linalg import accumulate
 from ..norms.kernel import Bounds
 from ..operators.base import LinearOperator
@@ -200,11 +200,7 @@ class Problem:
         return self.operator.per_feature(self.bias) if self.bias.dim() == 1 else self.bias
 
     def _check_bias(self, bias: Tensor) -> None:
-        try:
-            fits = torch.broadcast_shapes(self.full_bias().shape, self.shape) == self.shape
-        except RuntimeError:
-            fits = False
-        if not fits:
+        if not broadcasts_to(self.full_bias().shape, self.shape):
             raise ShapeError(
                 f"bias of shape {tuple(bias.shape)} does not broadcast to x of shape {tuple(self.shape)}; "
                 f"give one number per output, {self.operator.outputs} of them, or one per entry of x"

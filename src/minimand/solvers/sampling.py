@@ -51,14 +51,14 @@ class Request(NamedTuple):
     scores: Tensor | None = None
 
 
-def sample_size(tau: float | int | None, features: int, *, default: float = 0.5) -> int:
+def sample_size(tau: float | int | None, features: int) -> int:
     """The number of features for ``tau``: a float is a fraction, an int a count.
 
     >>> sample_size(0.5, 10), sample_size(1.0, 10), sample_size(1, 10), sample_size(None, 10)
     (5, 10, 1, 5)
     """
     if tau is None:
-        tau = default
+        tau = 0.5
     if isinstance(tau, float):
         if not 0 < tau <= 1:
             raise OptionError(f"tau as a fraction must lie in (0, 1], got {tau}; an int is a count")

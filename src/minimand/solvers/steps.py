@@ -28,12 +28,9 @@ StepSize = float | Literal["auto"]
 
 def check_step_size(step: StepSize) -> None:
     """Raise :class:`~minimand.errors.OptionError` unless ``step`` is ``"auto"`` or a positive number."""
-    if isinstance(step, str):
-        if step != "auto":
-            raise OptionError(f'step is "auto" or a number > 0, got {step!r}')
-    elif isinstance(step, int | float):
+    if isinstance(step, int | float):
         require_positive("step", step)
-    else:
+    elif step != "auto":
         raise OptionError(f'step is "auto" or a number > 0, got {step!r}')
 
 

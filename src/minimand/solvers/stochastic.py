@@ -16,32 +16,6 @@ from .steps import Schedule, StepSize, check_step_size, resolve_decay
 __all__ = ["SVRG", "ProxSG"]
 
 
-def draw_inputs(
-    problem: Problem,
-    sampling: Sampling,
-    size: int,
-    *,
-    x: Tensor | None,
-    shared: bool,
-    generator: torch.Generator | None,
-) -> Sample:
-    """Draw inputs for each row of the problem, or once for all rows."""
-    operator = problem.operator
-    with torch.no_grad():
-        residual = None
-        if sampling.uses_residual:
-            residual = problem.y if x is None else problem.y - operator.adjoint(x)
-        scores = sampling.scores(operator, residual)
-        if shared and residual is not None and scores is not None:
-            scores = scores.square().mean(0).sqrt()
-        rows = None if shared else problem.rows
-        sample = sampling.draw(Request(size, operator.inputs, rows, problem.y, generator, scores))
-        if sample.index is None and sample.weight is not None and not shared:
-            lead = problem.y.shape[: operator.feature_dim]
-            sample = Sample(None, sample.weight.reshape(*lead, operator.inputs))
-    return sample
-
-
 def moved(x: Tensor | None, step: float | Tensor, direction: Tensor) -> Tensor:
     """``x + step * direction``, with None for the origin."""
     return step * direction if x is None else x + step * direction
@@ -83,9 +57,22 @@ class InputSampler(Solver):
     def _smoothness(self, problem: Problem) -> Tensor:
         return resolve_sampling(self.sampling).smoothness(problem.operator, self._size(problem)) + problem.ridge
 
-    def _draw(self, problem: Problem, x: Tensor | None, generator: torch.Generator | None) -> Sample:
-        sampling, size = resolve_sampling(self.sampling), self._size(problem)
-        return draw_inputs(problem, sampling, size, x=x, shared=self.shared_sample, generator=generator)
+    def draw(self, problem: Problem, x: Tensor | None, generator: torch.Generator | None) -> Sample:
+        """Draw inputs for each row of the problem, or once for all rows."""
+        operator, sampling, shared = problem.operator, resolve_sampling(self.sampling), self.shared_sample
+        with torch.no_grad():
+            residual = None
+            if sampling.uses_residual:
+                residual = problem.y if x is None else problem.y - operator.adjoint(x)
+            scores = sampling.scores(operator, residual)
+            if shared and residual is not None and scores is not None:
+                scores = scores.square().mean(0).sqrt()
+            rows = None if shared else problem.rows
+            sample = sampling.draw(Request(self._size(problem), operator.inputs, rows, problem.y, generator, scores))
+            if sample.index is None and sample.weight is not None and not shared:
+                lead = problem.y.shape[: operator.feature_dim]
+                sample = Sample(None, sample.weight.reshape(*lead, operator.inputs))
+        return sample
 
 
 class SampledState(NamedTuple):
@@ -158,7 +145,7 @@ class ProxSG(InputSampler):
         """A proximal step along the sampled gradient."""
         x = state.x
         step = state.step * resolve_decay(self.decay).factor(k)
-        direction = problem.sampled_descent(x, self._draw(problem, x, generator))
+        direction = problem.sampled_descent(x, self.draw(problem, x, generator))
         return state._replace(x=problem.prox(moved(x, step, direction), step))
 
 
@@ -247,5 +234,5 @@ class SVRG(InputSampler):
         else:
             assert x is not None
             away = x if state.reference is None else x - state.reference
-            direction = state.anchor - problem.sampled_curvature(away, self._draw(problem, x, generator))
+            direction = state.anchor - problem.sampled_curvature(away, self.draw(problem, x, generator))
         return state._replace(x=problem.prox(moved(x, step, direction), step))

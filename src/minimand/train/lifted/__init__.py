@@ -5,7 +5,6 @@ block is updated by a closed form, a prox, a linear solve or a short call of a s
 """
 
 from .admm import SplitADMM
-from .control import ridge_control
 from .lpom import LPOM
 from .mac import MAC
 from .options import Epoch, Recipe
@@ -22,5 +21,4 @@ __all__ = [
     "LiftedReLU",
     "Recipe",
     "SplitADMM",
-    "ridge_control",
 ]

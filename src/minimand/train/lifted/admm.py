@@ -7,12 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import OptionError
-from .base import Lifted
 from .losses import Loss
 from .maps import AffineMap
 from .nonlinear import fit_activation, fit_weight
 from .options import Recipe
-from .split import SplitVariables, split_residuals, split_start, split_sweep, split_terms
+from .split import SplitLifted, SplitVariables
 from .weights import Direction
 
 __all__ = ["SplitADMM"]
@@ -28,7 +27,7 @@ class _Duals(SplitVariables):
     layers: list[Tensor]
 
 
-class SplitADMM(Lifted[SplitVariables]):
+class SplitADMM(SplitLifted):
     r"""ADMM for networks, in the two splittings of [Lin2019].
 
     ``splitting="output"`` (Taylor et al., ICML 2016): a multiplier M on the output constraint only,
@@ -99,7 +98,7 @@ class SplitADMM(Lifted[SplitVariables]):
     def _start(self, xs: list[Tensor], zs: list[Tensor], maps: list[AffineMap], loss: Loss) -> SplitVariables:
         self._steps = 0
         if self.splitting == "output":
-            return split_start(xs, zs, maps, loss)
+            return super()._start(xs, zs, maps, loss)
         zeros = torch.zeros_like
         return _Duals(
             xs, maps, loss, list(xs[:-1]), zeros(xs[-1]), [zeros(x) for x in xs[:-1]], [zeros(x) for x in xs[1:]]
@@ -107,7 +106,7 @@ class SplitADMM(Lifted[SplitVariables]):
 
     def _terms(self, v: SplitVariables) -> Iterator[Tensor]:
         if not isinstance(v, _Duals):
-            yield from split_terms(v, self.mu)
+            yield from super()._terms(v)
             return
         yield v.loss.value(v.output)
         for k in range(len(v.maps)):
@@ -120,7 +119,7 @@ class SplitADMM(Lifted[SplitVariables]):
 
     def _sweep(self, v: SplitVariables) -> None:
         if not isinstance(v, _Duals):
-            split_sweep(v, self.mu)
+            super()._sweep(v)
             return
         v.xs[-1] = v.loss.prox(self._image(v, -1) - v.layers[-1], 1.0 / self.mu[-1])
         for k in range(len(v.maps) - 1, 0, -1):
@@ -145,7 +144,7 @@ class SplitADMM(Lifted[SplitVariables]):
 
     def _residuals(self, v: SplitVariables) -> Iterator[tuple[Tensor, Tensor]]:
         if not isinstance(v, _Duals):
-            yield from split_residuals(v)
+            yield from super()._residuals(v)
             return
         for k in range(len(v.maps)):
             yield v.us[k], v.xs[k + 1] + v.layers[k]

@@ -5,7 +5,7 @@ import dataclasses
 import math
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
 import torch
@@ -16,7 +16,6 @@ from .chain import parse
 from .losses import LOSSES, Loss, encode_targets
 from .maps import AffineMap, update_running_statistics
 from .options import NO_BATCH, Epoch, Recipe, batches, check_loader, weights_per_layer
-from .progress import track
 from .weights import Direction, MomentumUpdate, weight_directions
 
 __all__ = ["Lifted", "Variables"]
@@ -72,6 +71,7 @@ class Lifted(abc.ABC, Generic[V]):
         self._variables: V | None = None
         self._batch: tuple[weakref.ref[Tensor], int, weakref.ref[Tensor], int] | None = None
         self._weights: list[tuple[int, int]] = []
+        self._check_layers()
 
     @abc.abstractmethod
     def _start(self, xs: list[Tensor], zs: list[Tensor], maps: list[AffineMap], loss: Loss) -> V:
@@ -88,6 +88,9 @@ class Lifted(abc.ABC, Generic[V]):
     @abc.abstractmethod
     def _residuals(self, v: V) -> Iterator[tuple[Tensor, Tensor]]:
         """For each layer the regression's input x and the target change of z at x."""
+
+    def _check_layers(self) -> None:
+        """Raise for layers that the method does not take."""
 
     def _energy(self, v: V) -> float:
         """The energy of a batch, summed in double precision."""
@@ -173,18 +176,15 @@ class Lifted(abc.ABC, Generic[V]):
             return self._energy(self._variables)
         return self._energy(self._forward_variables(x, y))
 
-    def fit(
-        self, loader: Iterable[tuple[Tensor, Tensor]], epochs: int, mode: str = "fast", *, progress: bool = False
-    ) -> list[Epoch]:
+    def fit(self, loader: Iterable[tuple[Tensor, Tensor]], epochs: int, mode: str = "fast") -> list[Epoch]:
         """Train for some epochs.
 
         Args:
             loader: An iterable of batches (x, y); it is iterated once per epoch.
             epochs: The number of epochs.
             mode: ``"fast"``: mini-batches with momentum; ``"monotone"``: :meth:`step` on each batch.
-            progress: Show a progress bar if rich is installed and the output is a terminal.
         """
-        return list(track(self.training(loader, epochs, mode), epochs, show=progress))
+        return list(self.training(loader, epochs, mode))
 
     def training(self, loader: Iterable[tuple[Tensor, Tensor]], epochs: int, mode: str = "fast") -> Iterator[Epoch]:
         """:meth:`fit` as a generator that yields after each epoch, for evaluation or early stopping."""
@@ -196,9 +196,7 @@ class Lifted(abc.ABC, Generic[V]):
         run = _MiniBatchRun(self) if mode == "fast" else None
         for number in range(1, epochs + 1):
             begin, total, samples = time.perf_counter(), 0.0, 0
-            size = len(loader) if isinstance(loader, Sized) else None
-            for index, (x, y) in enumerate(batches(loader)):
-                share = (number - 1 + (index / size if size else 0.5)) / epochs
+            for x, y, share in batches(loader, number, epochs):
                 total += self.step(x, y) if run is None else run.batch(x, y, share)
                 samples += x.shape[0]
             if samples == 0:

@@ -1,6 +1,6 @@
 """A network as a chain: which linear layers, with which activations in between."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -76,7 +76,10 @@ def parse(model: nn.Module) -> LayerChain:
             pending = None
 
     _check_modules(model)
-    for path, module in _parts(model):
+    for part in sequence(model):
+        if part.broken is not None:
+            raise _not_a_chain(part)
+        path, module = part.path or type(model).__name__, part.module
         if isinstance(module, _KNOWN):
             _check_forward(path, module)
         if isinstance(module, nn.Linear | nn.Conv2d):
@@ -186,15 +189,6 @@ def _check_shared(layers: Sequence[LiftedLayer]) -> None:
                 else f"{layer.path} is used at two places, which share its weight; use a copy at the second"
             )
         seen[key] = layer.path
-
-
-def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Path and module of every layer and call, in order."""
-    for part in sequence(model):
-        path = part.path or type(model).__name__
-        if part.broken is not None:
-            raise _not_a_chain(part)
-        yield path, part.module
 
 
 def _not_a_chain(part: SequencePart) -> MinimandError:

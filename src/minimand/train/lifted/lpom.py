@@ -1,30 +1,20 @@
 """Lifted proximal operator machines: block-coordinate descent on Fenchel–Young gaps."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
 from ...errors import OptionError
-from .base import RELATIVE_RIDGE, Lifted, Variables
+from .base import RELATIVE_RIDGE, Lifted
 from .losses import Loss
 from .maps import AffineMap
 from .options import Recipe
-from .sweeps import DualSweep
+from .sweeps import DualSweep, LPOMVariables
 from .weights import Direction, weight_direction
 
-__all__ = ["LPOM", "LPOMVariables"]
+__all__ = ["LPOM"]
 
 SWEEPS = ("gauss_seidel", "jacobi")
-
-
-@dataclasses.dataclass
-class LPOMVariables(Variables):
-    """The activations, each layer's z at them, and the weights before the last step, for the extrapolation."""
-
-    zs: list[Tensor]
-    before: list[Tensor] | None = None
-    count: int = 0
 
 
 class LPOM(Lifted[LPOMVariables]):

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from ...functions import LeakyHinge, NonNegative
-from ...operators import Dense
 from ...solvers.linear import conjugate_gradient, ridge_factor
 from .maps import AffineMap
 from .units import Unit
@@ -83,8 +82,8 @@ def ridge_activation(affine: AffineMap, x: Tensor, anchor: Tensor, target: Tenso
     Dense layers use a Cholesky factor; convolutions use conjugate gradients from ``x``.
     """
     right = s * anchor + affine.adjoint(target - affine.apply(torch.zeros_like(x)))
-    if isinstance(affine.operator, Dense) and not affine.before and affine.scale is None:
-        return ridge_factor(affine.operator.weight.mT, s).solve(right)
+    if affine.matrix is not None:
+        return ridge_factor(affine.matrix.mT, s).solve(right)
 
     def normal(d: Tensor) -> Tensor:
         return s * d + affine.adjoint(affine.linear(d))

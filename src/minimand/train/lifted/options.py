@@ -81,14 +81,15 @@ def check_loader(loader: Iterable[Any], epochs: int) -> None:
         raise OptionError(NO_BATCH)
 
 
-def batches(loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batches of a loader, each checked to be a pair."""
-    for batch in loader:
+def batches(loader: Iterable[Any], epoch: int, epochs: int) -> Iterator[tuple[Tensor, Tensor, float]]:
+    """The batches of an epoch, each checked to be a pair, with the fraction of the training that has passed."""
+    size = len(loader) if isinstance(loader, Sized) else None
+    for index, batch in enumerate(loader):
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             held = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
             raise OptionError(f"{_PAIRS}, got a {type(batch).__name__}{held}")
         x, y = batch
-        yield x, y
+        yield x, y, (epoch - 1 + (index / size if size else 0.5)) / epochs
 
 
 def weights_per_layer(mu: float | Sequence[float] | Tensor, layers: int) -> tuple[float, ...]:

@@ -5,18 +5,19 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import CapabilityError, OptionError
+from .chain import LayerChain
 from .losses import LOSSES, SquaredError, encode_targets
-from .lpom import LPOM, LPOMVariables
+from .lpom import LPOM
 from .maps import LiftedLayer, update_running_statistics
 from .options import NO_BATCH, Epoch, batches, check_loader
-from .sweeps import DualSweep
+from .sweeps import DualSweep, LPOMVariables
 from .weights import MomentumUpdate
 
 __all__ = ["LayerParallel", "partition_layers"]
@@ -104,14 +105,14 @@ class LayerParallel:
         with torch.no_grad():
             for number in range(1, epochs + 1):
                 begin, total, samples = time.perf_counter(), 0.0, 0
-                size = len(loader) if isinstance(loader, Sized) else None
                 run = _InFlight(self) if self.asynchronous else None
-                for index, (x, y) in enumerate(batches(loader)):
-                    rate = self.method.recipe.rate_at((number - 1 + (index / size if size else 0.5)) / epochs)
+                for x, y, share in batches(loader, number, epochs):
+                    rate = self.method.recipe.rate_at(share)
                     v, value = self._forward(x, y)
                     total, samples = total + value, samples + len(x)
                     if run is None:
-                        self._together(v, rate)
+                        self.dual.run(v, self.method._minibatch_mu(), "jacobi", self.method.recipe.sweeps, self)
+                        self._move(v, rate)
                     else:
                         run.push(v, rate)
                 if run is not None:
@@ -129,23 +130,15 @@ class LayerParallel:
         if not self._shapes:
             xs, _, _ = self.method.chain.forward(x[:1])
             self._shapes = [value.shape[1:] for value in xs]
-        here = x if self.below is None else self._receive(self.below, x, self.first, _UP)
-        xs, zs, maps = [here], [], []
-        for layer in self.layers:
-            affine = layer.affine_map(xs[-1])
-            zs.append(affine.apply(xs[-1]))
-            maps.append(affine)
-            xs.append(layer.unit.phi(zs[-1]))
+        if self.below is not None:
+            x = x.new_empty((len(x), *self._shapes[self.first]))
+            dist.recv(x, self.below, group=self.group, tag=_UP)
+        xs, zs, maps = LayerChain(self.layers).forward(x)
         if self.above is not None:
             dist.send(xs[-1].contiguous(), self.above, group=self.group, tag=_UP)
             return LPOMVariables(xs, maps, SquaredError(xs[-1]), zs), 0.0
         loss = LOSSES[self.method.loss](encode_targets(y, xs[-1], self.method.loss))
         return LPOMVariables(xs, maps, loss, zs), float(loss.value(xs[-1]))
-
-    def _together(self, v: LPOMVariables, rate: float) -> None:
-        mu = self.method._minibatch_mu()
-        self.dual.run(v, mu, "jacobi", self.method.recipe.sweeps, self)
-        self._move(v, rate)
 
     def _move(self, v: LPOMVariables, rate: float) -> None:
         assert self._momentum is not None
@@ -154,11 +147,11 @@ class LayerParallel:
         update_running_statistics(v.maps)
 
     def exchange_residuals(self, down: Tensor | None, like: Tensor) -> Tensor | None:
-        """Send the back-projected residual of the lowest activation down, and receive the topmost activation's."""
+        """Send the back-projected residual of the lowest activation down; receive the topmost's, None at the output."""
         return self._exchange(down, self.below, like, self.above, _DOWN)
 
     def exchange_activations(self, up: Tensor, like: Tensor) -> Tensor | None:
-        """Send the topmost activation up, and receive the lowest one."""
+        """Send the topmost activation up; receive the lowest one, None at the input."""
         return self._exchange(up, self.above, like, self.below, _UP)
 
     def _exchange(
@@ -174,11 +167,6 @@ class LayerParallel:
         if sent is not None:
             sent.wait()
         return received
-
-    def _receive(self, source: int, like: Tensor, k: int, tag: int) -> Tensor:
-        buffer = like.new_empty((len(like), *self._shapes[k]))
-        dist.recv(buffer, source, group=self.group, tag=tag)
-        return buffer
 
     def _gather(self) -> None:
         """Broadcast all weights and all running statistics to every process."""

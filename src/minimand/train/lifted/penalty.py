@@ -1,18 +1,11 @@
 """Block coordinate descent on a penalty with separate pre-activations."""
 
-from collections.abc import Iterator
-
-from torch import Tensor
-
-from .base import Lifted
-from .losses import Loss
-from .maps import AffineMap
-from .split import SplitVariables, split_residuals, split_start, split_sweep, split_terms
+from .split import SplitLifted
 
 __all__ = ["BlockPenalty"]
 
 
-class BlockPenalty(Lifted[SplitVariables]):
+class BlockPenalty(SplitLifted):
     r"""Block coordinate descent with split activations (Zeng, Lau, Lin, Yao 2018; [Lin2019], *penalty method*).
 
     .. math::
@@ -45,15 +38,3 @@ class BlockPenalty(Lifted[SplitVariables]):
     >>> energies == sorted(energies, reverse=True)
     True
     """
-
-    def _start(self, xs: list[Tensor], zs: list[Tensor], maps: list[AffineMap], loss: Loss) -> SplitVariables:
-        return split_start(xs, zs, maps, loss)
-
-    def _terms(self, v: SplitVariables) -> Iterator[Tensor]:
-        return split_terms(v, self.mu)
-
-    def _sweep(self, v: SplitVariables) -> None:
-        split_sweep(v, self.mu)
-
-    def _residuals(self, v: SplitVariables) -> Iterator[tuple[Tensor, Tensor]]:
-        return split_residuals(v)

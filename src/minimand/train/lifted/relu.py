@@ -1,6 +1,6 @@
 """The lifted objective for ReLU networks: ReLU as a projection onto the non-negative orthant."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from torch import Tensor, nn
 
@@ -11,7 +11,6 @@ from ...solvers import Problem, ProxGD, solve
 from .base import Lifted, Variables
 from .losses import Loss
 from .maps import AffineMap
-from .options import Recipe
 
 __all__ = ["LiftedReLU"]
 
@@ -50,15 +49,7 @@ class LiftedReLU(Lifted[Variables]):
     True
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        mu: float | Sequence[float] | None = None,
-        loss: str = "squared",
-        recipe: Recipe | None = None,
-    ) -> None:
-        super().__init__(model, mu=mu, loss=loss, recipe=recipe)
+    def _check_layers(self) -> None:
         for layer in self.chain.layers[:-1]:
             if not isinstance(layer.unit.function, NonNegative):
                 raise CapabilityError(

@@ -1,17 +1,17 @@
-"""Variables, energy terms and block updates of the methods with separate pre-activations."""
+"""The base of the methods with separate pre-activations: variables, energy terms and block updates."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from .base import Variables
+from .base import Lifted, Variables
 from .losses import Loss
 from .maps import AffineMap
 from .nonlinear import pre_activation, ridge_activation
 
-__all__ = ["SplitVariables", "split_residuals", "split_start", "split_sweep", "split_terms"]
+__all__ = ["SplitLifted", "SplitVariables"]
 
 
 @dataclasses.dataclass
@@ -25,38 +25,36 @@ class SplitVariables(Variables):
     multiplier: Tensor
 
 
-def split_terms(v: SplitVariables, mu: Sequence[float]) -> Iterator[Tensor]:
-    """The loss and each layer's term of the augmented Lagrangian; with a zero multiplier, of the penalty objective."""
-    yield v.loss.value(v.us[-1])
-    for k, affine in enumerate(v.maps):
-        error = v.us[k] - affine.apply(v.xs[k])
-        if k == len(v.maps) - 1:
-            yield 0.5 * mu[k] * ((error + v.multiplier).square().sum() - v.multiplier.square().sum())
-        else:
-            missed = v.xs[k + 1] - affine.layer.unit.phi(v.us[k])
-            yield 0.5 * mu[k] * (error.square().sum() + missed.square().sum())
+class SplitLifted(Lifted[SplitVariables]):
+    """Block-coordinate descent on the augmented Lagrangian; with a zero multiplier, on the penalty objective."""
 
+    def _start(self, xs: list[Tensor], zs: list[Tensor], maps: list[AffineMap], loss: Loss) -> SplitVariables:
+        return SplitVariables(xs, maps, loss, list(zs), torch.zeros_like(xs[-1]))
 
-def split_sweep(v: SplitVariables, mu: Sequence[float]) -> None:
-    """Minimise every block once, from the output to the input: a block-coordinate sweep."""
-    top = len(v.maps) - 1
-    v.us[top] = v.loss.prox(v.maps[top].apply(v.xs[top]) - v.multiplier, 1.0 / mu[top])
-    v.xs[-1] = v.us[top]
-    for k in range(top, 0, -1):
-        below = v.maps[k - 1]
-        unit = below.layer.unit
-        target = v.us[k] + v.multiplier if k == top else v.us[k]
-        v.xs[k] = ridge_activation(v.maps[k], v.xs[k], unit.phi(v.us[k - 1]), target, mu[k - 1] / mu[k])
-        v.us[k - 1] = pre_activation(unit, v.us[k - 1], below.apply(v.xs[k - 1]), v.xs[k])
+    def _terms(self, v: SplitVariables) -> Iterator[Tensor]:
+        yield v.loss.value(v.us[-1])
+        for k, affine in enumerate(v.maps):
+            error = v.us[k] - affine.apply(v.xs[k])
+            if k == len(v.maps) - 1:
+                yield 0.5 * self.mu[k] * ((error + v.multiplier).square().sum() - v.multiplier.square().sum())
+            else:
+                missed = v.xs[k + 1] - affine.layer.unit.phi(v.us[k])
+                yield 0.5 * self.mu[k] * (error.square().sum() + missed.square().sum())
 
+    def _sweep(self, v: SplitVariables) -> None:
+        """Minimise every block once, from the output to the input."""
+        top, mu = len(v.maps) - 1, self.mu
+        v.us[top] = v.loss.prox(v.maps[top].apply(v.xs[top]) - v.multiplier, 1.0 / mu[top])
+        v.xs[-1] = v.us[top]
+        for k in range(top, 0, -1):
+            below = v.maps[k - 1]
+            unit = below.layer.unit
+            target = v.us[k] + v.multiplier if k == top else v.us[k]
+            v.xs[k] = ridge_activation(v.maps[k], v.xs[k], unit.phi(v.us[k - 1]), target, mu[k - 1] / mu[k])
+            v.us[k - 1] = pre_activation(unit, v.us[k - 1], below.apply(v.xs[k - 1]), v.xs[k])
 
-def split_residuals(v: SplitVariables) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each layer its input and the change of z towards its pre-activation, for the weight regression."""
-    for k, affine in enumerate(v.maps):
-        target = v.us[k] + v.multiplier if k == len(v.maps) - 1 else v.us[k]
-        yield v.xs[k], target - affine.apply(v.xs[k])
-
-
-def split_start(xs: list[Tensor], zs: list[Tensor], maps: list[AffineMap], loss: Loss) -> SplitVariables:
-    """The variables at a forward pass."""
-    return SplitVariables(xs, maps, loss, list(zs), torch.zeros_like(xs[-1]))
+    def _residuals(self, v: SplitVariables) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each layer its input and the change of z towards its pre-activation."""
+        for k, affine in enumerate(v.maps):
+            target = v.us[k] + v.multiplier if k == len(v.maps) - 1 else v.us[k]
+            yield v.xs[k], target - affine.apply(v.xs[k])

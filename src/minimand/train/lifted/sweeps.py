@@ -1,55 +1,38 @@
 """The mini-batch sweep of LPOM: updates of the hidden activations in the space of the layers' outputs.
 
 A sweep is block-coordinate: it visits the layers in turn, or all at once from the old values. It is not a solve in the
-grammar of :mod:`minimand.solvers`; only the fixed-point iteration inside one block is an iteration of a map.
+grammar of :mod:`minimand.solvers`; each block takes one fixed-point iteration.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...errors import MinimandError, NonFiniteError
-from ...solvers.iterate import iterate
 from ...solvers.linear import conjugate_gradient, ridge_factor
-from .losses import Loss
+from .base import Variables
 from .maps import AffineMap, LiftedLayer
 
-__all__ = ["DualSweep"]
+if TYPE_CHECKING:
+    from .parallel import LayerParallel
+
+__all__ = ["DualSweep", "LPOMVariables"]
 
 
-class Batch(Protocol):
-    """The variables of a batch that a sweep updates."""
+# The number of batches after which an inverse is recomputed.
+_RENEW = 8
 
-    xs: list[Tensor]
+
+@dataclasses.dataclass
+class LPOMVariables(Variables):
+    """The activations, each layer's z at them, and the weights before the last step, for the extrapolation."""
+
     zs: list[Tensor]
-    maps: list[AffineMap]
-    loss: Loss
-
-
-class Link(Protocol):
-    """The exchange with the processes that hold the neighbouring layers; see :mod:`~minimand.train.lifted.parallel`."""
-
-    def exchange_residuals(self, down: Tensor | None, like: Tensor) -> Tensor | None:
-        """Send the back-projected residual of the lowest activation down; receive the topmost's, None at the output."""
-
-    def exchange_activations(self, up: Tensor, like: Tensor) -> Tensor | None:
-        """Send the topmost activation up; receive the lowest one, None at the input."""
-
-
-class _SingleProcess:
-    """The link of a process that holds all layers: no exchange."""
-
-    def exchange_residuals(self, down: Tensor | None, like: Tensor) -> Tensor | None:
-        return None
-
-    def exchange_activations(self, up: Tensor, like: Tensor) -> Tensor | None:
-        return None
-
-
-SINGLE_PROCESS = _SingleProcess()
+    before: list[Tensor] | None = None
+    count: int = 0
 
 
 @dataclasses.dataclass
@@ -71,42 +54,36 @@ class DualSweep:
 
         q \leftarrow q + P^{-1}(X_{k+1} - \varphi_k(z_k) - q), \quad
         X_k \leftarrow \varphi_{k-1}(z_{k-1} + rA_k^\top q),
-        \qquad P = I + \kappa r \beta_k\beta_{k-1} A_kA_k^\top,
+        \qquad P = I + r \beta_k\beta_{k-1} A_kA_k^\top,
 
-    ``inner`` times per layer, from the output to the input. On mini-batches one iteration is as good as two.
-    :math:`\kappa = 1` majorises. :math:`\kappa = ½` is as good on some networks and diverges on others, mostly with
+    once per layer, from the output to the input; on mini-batches one iteration is as good as two. This P majorises.
+    With half of its second term the iteration is as good on some networks and diverges on others, mostly with
     cross-entropy and in Jacobi sweeps. Only values of :math:`\varphi` are used. For convolutions three conjugate
     gradient iterations replace :math:`P^{-1}`.
 
     In a Jacobi sweep every layer's q moves once, from the values of the previous sweep. Because the neighbours move at
-    the same time, P is :math:`2(I + 2\kappa r\beta_k\beta_{k-1}A_kA_k^\top)`, in the proportion of the monotone Jacobi
+    the same time, P is :math:`2(I + 2r\beta_k\beta_{k-1}A_kA_k^\top)`, in the proportion of the monotone Jacobi
     step. Information about the targets moves one layer per sweep, so the default is one sweep more than there are
     layers.
 
     Args:
         layers: All layers of the chain.
         offset: The index of the first layer that this process holds.
-        kappa: :math:`\kappa` in P.
-        inner: Fixed-point iterations per layer.
-        renew: The number of batches after which :math:`P^{-1}` is recomputed.
     """
 
-    def __init__(
-        self, layers: Sequence[LiftedLayer], *, offset: int = 0, kappa: float = 1.0, inner: int = 1, renew: int = 8
-    ) -> None:
+    def __init__(self, layers: Sequence[LiftedLayer], *, offset: int = 0) -> None:
         self.layers = layers
         self.offset = offset
-        self.kappa = kappa
-        self.inner = inner
-        self.renew = renew
         self._inverse: dict[int, _Preconditioner] = {}
 
     def reset(self) -> None:
         """Discard the inverses, which belong to earlier weights."""
         self._inverse.clear()
 
-    def run(self, v: Batch, mu: Sequence[float], sweep: str, sweeps: int | None, link: Link = SINGLE_PROCESS) -> None:
-        """Sweep over the activations of a batch that are at the forward pass."""
+    def run(
+        self, v: LPOMVariables, mu: Sequence[float], sweep: str, sweeps: int | None, link: "LayerParallel | None" = None
+    ) -> None:
+        """Sweep over the activations of a batch that are at the forward pass; ``link`` exchanges those at the ends."""
         if sweep == "jacobi":
             self._jacobi(v, mu, sweeps or len(self.layers) + 1, link)
         else:
@@ -114,24 +91,18 @@ class DualSweep:
                 v.xs[-1] = v.loss.approximate_prox(v.zs[-1], 1.0 / mu[-1])
                 self.downwards(v, mu)
 
-    def downwards(self, v: Batch, mu: Sequence[float]) -> None:
+    def downwards(self, v: LPOMVariables, mu: Sequence[float]) -> None:
         """A Gauss–Seidel sweep over all activations below the topmost one."""
         for k in range(len(v.maps) - 1, 0, -1):
             self.update(v, mu, k)
 
-    def update(self, v: Batch, mu: Sequence[float], k: int) -> None:
-        """Update this process's k-th activation by the fixed-point iteration in q, starting from q = 0."""
+    def update(self, v: LPOMVariables, mu: Sequence[float], k: int) -> None:
+        """Update this process's k-th activation by one fixed-point iteration from q = 0."""
+        q = self.estimate(v, mu, k, None)
+        v.xs[k] = v.maps[k - 1].layer.unit.phi_(v.maps[k].add_adjoint(v.zs[k - 1], q, self._ratio(mu, k)))
+        v.zs[k] = v.maps[k].apply(v.xs[k])
 
-        def fixed_point(q: Tensor | None, _: int) -> Tensor | None:
-            q = self.estimate(v, mu, k, q)
-            moved = v.maps[k].add_adjoint(v.zs[k - 1], q, self._ratio(mu, k))
-            v.xs[k] = v.maps[k - 1].layer.unit.phi_(moved)
-            v.zs[k] = v.maps[k].apply(v.xs[k])
-            return q
-
-        iterate(fixed_point, None, self.inner)
-
-    def _jacobi(self, v: Batch, mu: Sequence[float], sweeps: int, link: Link) -> None:
+    def _jacobi(self, v: LPOMVariables, mu: Sequence[float], sweeps: int, link: "LayerParallel | None") -> None:
         """Sweeps in which all blocks move at once, from the values of the previous sweep."""
         first, count = (0 if self.offset else 1), len(v.maps)
         qs: list[Tensor | None] = [None] * count
@@ -141,7 +112,7 @@ class DualSweep:
             for k in range(first, count):
                 qs[k] = self.estimate(v, mu, k, qs[k], coupled=True)
             residuals = [None if q is None else v.maps[k].adjoint(q) for k, q in enumerate(qs)]
-            residuals.append(link.exchange_residuals(residuals[0], v.xs[-1]))
+            residuals.append(None if link is None else link.exchange_residuals(residuals[0], v.xs[-1]))
             # Every activation moves from the z of the previous sweep.
             v.xs[1:] = [
                 v.xs[k] if residual is None else self.moved_activation(v, mu, k, residual)
@@ -149,34 +120,37 @@ class DualSweep:
             ]
             if output is not None:
                 v.xs[-1] = output
-            lowest = link.exchange_activations(v.xs[-1], v.xs[0])
-            if lowest is not None:
+            if link is not None and (lowest := link.exchange_activations(v.xs[-1], v.xs[0])) is not None:
                 v.xs[0] = lowest
             v.zs[first:] = [v.maps[k].apply(v.xs[k]) for k in range(first, count)]
 
-    def estimate(self, v: Batch, mu: Sequence[float], k: int, q: Tensor | None, *, coupled: bool = False) -> Tensor:
+    def estimate(
+        self, v: LPOMVariables, mu: Sequence[float], k: int, q: Tensor | None, *, coupled: bool = False
+    ) -> Tensor:
         """The next estimate of the residual above the k-th activation; ``coupled`` if its neighbours move as well."""
         found = v.maps[k].layer.unit.residual(v.xs[k + 1], v.zs[k])
         return self._moved(v, mu, k, q, found if q is None else found - q, coupled)
 
-    def moved_activation(self, v: Batch, mu: Sequence[float], k: int, residual: Tensor) -> Tensor:
+    def moved_activation(self, v: LPOMVariables, mu: Sequence[float], k: int, residual: Tensor) -> Tensor:
         """The k-th activation after adding the back-projected residual from above."""
         return v.maps[k - 1].layer.unit.phi_(torch.add(v.zs[k - 1], residual, alpha=self._ratio(mu, k)))
 
     def _ratio(self, mu: Sequence[float], k: int) -> float:
         return mu[self.offset + k] / mu[self.offset + k - 1]
 
-    def _moved(self, v: Batch, mu: Sequence[float], k: int, q: Tensor | None, e: Tensor, coupled: bool) -> Tensor:
+    def _moved(
+        self, v: LPOMVariables, mu: Sequence[float], k: int, q: Tensor | None, e: Tensor, coupled: bool
+    ) -> Tensor:
         r""":math:`q + P^{-1}e`; ``None`` stands for q = 0."""
         affine, length = v.maps[k], 0.5 if coupled else 1.0
         below = self.layers[self.offset + k - 1].unit.slope
-        weight = self.kappa * self._ratio(mu, k) * affine.layer.unit.slope * below / length
+        weight = self._ratio(mu, k) * affine.layer.unit.slope * below / length
         matrix = affine.matrix
         if matrix is None:
             change = length * _by_conjugate_gradient(affine, weight, e)
             return change if q is None else q + change
         kept = self._inverse.get(k)
-        if kept is None or kept.weight != weight or kept.age >= self.renew * self.inner:
+        if kept is None or kept.weight != weight or kept.age >= _RENEW:
             try:
                 inverse = ridge_factor(matrix, 1.0 / weight).inverse().mul_(length / weight)
             except MinimandError as error:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minimand.errors import NonFiniteError, OptionError
-from minimand.train.lifted import LPOM, MAC, BlockPenalty, Epoch, LiftedReLU, Recipe, SplitADMM, ridge_control
+from minimand.train.lifted import LPOM, MAC, BlockPenalty, Epoch, LiftedReLU, Recipe, SplitADMM
 
 from ...clock import Stopwatch
 from ...context import Lab
@@ -19,6 +19,7 @@ from ...data import Batches
 from ...drawing import curves, dots
 from ...experiment import Comparison, Metrics, Plot, Results
 from ...training import loaders
+from ._control import ridge_control
 
 __all__ = [
     "ACTIVATIONS",

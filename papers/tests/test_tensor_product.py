@@ -9,7 +9,7 @@ from minimand.errors import ShapeError
 from minimand.geometry import ConvGeometry
 from minimand.norms.convolution import convolution_norm_sq
 from minimand.operators import Dense, lipschitz
-from minimand.operators.tensor_product import (
+from minimand_papers.experiments.bibi2019._tensor_product import (
     bdiag,
     circ,
     circular_lipschitz,

@@ -5,10 +5,10 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from .chain import parse
-from .losses import encode_targets
-from .maps import update_running_statistics
-from .weights import regress
+from minimand.train.lifted.chain import parse
+from minimand.train.lifted.losses import encode_targets
+from minimand.train.lifted.maps import update_running_statistics
+from minimand.train.lifted.weights import regress
 
 __all__ = ["ridge_control"]
 

@@ -11,7 +11,7 @@ then the third, then the fourth dimension, as the Kronecker products of eq. (21)
 import torch
 from torch import Tensor
 
-from ..errors import ShapeError
+from minimand.errors import ShapeError
 
 __all__ = ["bdiag", "circ", "circular_lipschitz", "dft_basis", "fold", "matvec", "t_product", "transpose"]
 
