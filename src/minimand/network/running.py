@@ -60,7 +60,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
         if type(model) in wrappers:
             model = model.module  # type: ignore[assignment]
         elif compiler is not None and isinstance(model, compiler.OptimizedModule):
-            model = model._orig_mod  # type: ignore[assignment]
+            model = model._orig_mod
         else:
             return model
 
