@@ -9,14 +9,7 @@ from .barriers import LogBarrier, LogBox, LogUnit
 from .base import Function, Separable
 from .monotone import Monotone
 from .objective import LayerObjective
-from .separable import (
-    L1,
-    Box,
-    LeakyHinge,
-    NonNegative,
-    SquaredHinge,
-    Zero,
-)
+from .separable import L1, Box, LeakyHinge, NonNegative, SquaredHinge, Zero
 from .spectral import NuclearNorm, PositiveSemidefinite, SpectralBall
 from .structured import Ball, GroupL2, Maximum, Simplex
 
