@@ -27,7 +27,7 @@ ALLOWED = {
     "solvers": {"errors", "functions", "linalg", "norms", "operators"},
     "adjoints": {"solvers"},
     "network": {"errors", "functions"},
-    "nn": {"errors", "functions", "linalg", "norms", "operators", "solvers"},
+    "nn": {"errors", "functions", "linalg", "network", "norms", "operators", "solvers"},
     # Training methods and penalties recognise the layers and dropouts of nn.
     "train": {"errors", "functions", "geometry", "linalg", "network", "nn", "operators", "solvers"},
     "factor": {"errors", "functions", "linalg", "norms", "operators", "solvers"},

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from minimand.errors import OptionError
 from minimand.linalg import gram
-from minimand.solvers import conjugate_gradient, ridge_factor
-from minimand.solvers.linear import gram_factor
+from minimand.solvers.linear import conjugate_gradient, gram_factor, ridge_factor
 
 
 @given(m=st.integers(1, 8), n=st.integers(1, 8), shift=st.floats(1e-3, 10), seed=st.integers(0, 1000))

@@ -10,7 +10,7 @@ from .conv import Conv1d, Conv2d
 from .dense import Dense
 from .fourier import SubsampledFourier, cartesian_mask, radial_mask
 from .frames import BlockDCT, Frame, Wavelet
-from .sensing import BlockSensing, Inpainting, gaussian_blur, is_orthonormal, orthonormal_gaussian
+from .sensing import BlockSensing, Inpainting, gaussian_blur, orthonormal_gaussian
 
 __all__ = [
     "BlockDCT",
@@ -30,7 +30,6 @@ __all__ = [
     "check_operator",
     "from_blocks",
     "gaussian_blur",
-    "is_orthonormal",
     "lipschitz",
     "operator",
     "orthonormal_gaussian",

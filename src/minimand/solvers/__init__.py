@@ -5,7 +5,7 @@ from .base import Solver
 from .coordinate import RCD
 from .gradient import FISTA, HeavyBall, ProxGD
 from .iterate import iterate
-from .linear import conjugate_gradient, gram_factor, ridge_factor
+from .linear import conjugate_gradient
 from .problem import Problem
 from .sampling import Bernoulli, Importance, Nice, Sample, Sampling
 from .solving import Solution, Trace, solve, trace
@@ -35,9 +35,7 @@ __all__ = [
     "Solver",
     "Trace",
     "conjugate_gradient",
-    "gram_factor",
     "iterate",
-    "ridge_factor",
     "solve",
     "trace",
 ]

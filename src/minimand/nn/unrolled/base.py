@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ...errors import OptionError, ShapeError, is_traced, require_finite, require_real
 from ...functions.separable import Zero
-from ...operators import BlockSensing, Dense, LinearOperator, Transposed, is_orthonormal
+from ...operators import BlockSensing, Dense, LinearOperator, Transposed
+from ...operators.sensing import is_orthonormal
 from ...solvers import iterate
 from ...solvers.base import require_count
 from ...solvers.problem import Problem

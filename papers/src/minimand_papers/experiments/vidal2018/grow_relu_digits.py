@@ -11,7 +11,7 @@ from torch import Tensor
 from minimand.factor import ParallelReLU
 from minimand.homogeneous.certificate import with_ones
 from minimand.homogeneous.neurons import Neurons, descend
-from minimand.solvers import ridge_factor
+from minimand.solvers.linear import ridge_factor
 
 from ...claims import judge_certificates, scale, signed
 from ...comparing import Difference, difference
