@@ -19,13 +19,10 @@ __all__ = [
     "ResidualBlock",
     "SharedParameter",
     "Step",
-    "ancestors",
     "chain",
-    "is_layer",
     "neighbours",
     "residuals",
     "shared",
-    "steps",
 ]
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)

@@ -12,18 +12,7 @@ from ...errors import ConversionError
 from ..layers import SolverLayer
 from .clone import INTERNAL
 
-__all__ = [
-    "Absorbed",
-    "RewrittenForward",
-    "Source",
-    "absorb",
-    "adopt",
-    "become",
-    "is_converted",
-    "pass_through",
-    "rewrite",
-    "undo",
-]
+__all__ = ["Absorbed", "RewrittenForward", "absorb", "adopt", "is_converted", "rewrite", "undo"]
 
 _ORIGINAL = "_minimand_original"
 

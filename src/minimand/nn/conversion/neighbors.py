@@ -15,21 +15,7 @@ from ...functions import Function, from_activation
 from ...functions.activations import activation_module, is_activation
 from .trace import Traced
 
-__all__ = [
-    "IDENTITY",
-    "Activation",
-    "After",
-    "Dropout",
-    "Obstacle",
-    "Skip",
-    "activation_of",
-    "after",
-    "dropout_before",
-    "dropout_of",
-    "operands_of",
-    "readers_of",
-    "shares_input",
-]
+__all__ = ["Activation", "After", "Dropout", "Obstacle", "Skip", "after", "dropout_before"]
 
 
 class Obstacle(Exception):

@@ -20,22 +20,7 @@ from ..layers import SolverLayer
 from .change import RewrittenForward
 from .clone import clone
 
-__all__ = [
-    "SIMPLE",
-    "CallFrame",
-    "Key",
-    "Region",
-    "Survey",
-    "Traced",
-    "Tracer",
-    "Untraceable",
-    "defaults",
-    "is_builtin",
-    "scratch",
-    "set_mode",
-    "survey",
-    "undisturbed",
-]
+__all__ = ["CallFrame", "Region", "Survey", "Traced", "Tracer", "Untraceable", "survey"]
 
 #: A call in a frame, keyed by callee and call index.
 Key = tuple[str, Any, int]
