@@ -96,36 +96,25 @@ class _Tied(nn.Module):
         return self.head(self.second(self.first(x)))
 
 
-class _Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.cell, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.head(self.cell(self.cell(x).tanh()))
-
-
 def test_shared_weights_are_refused():
-    with pytest.raises(MinimandError, match=r"weight of layer 'first' is shared \(first.weight, second.weight\)"):
+    with pytest.raises(MinimandError, match=r"layer 'first' shares its weight \(first.weight, second.weight\)"):
         ProxProp(_Tied())
-    twice = nn.Linear(4, 4)
-    with pytest.raises(MinimandError, match="layer '0' stands at 2 places"):
-        ProxProp(nn.Sequential(twice, nn.ReLU(), twice, nn.Linear(4, 2)))
-    net = _Recurrent()
-    prox, _ = _start(net)
-    with pytest.raises(MinimandError, match="layer 'cell' is called twice"):
-        net(torch.randn(3, 4))
-    with torch.no_grad():
-        net(torch.randn(3, 4))
-    prox.detach()
-    net(torch.randn(3, 4)).sum().backward()
+
+
+def test_patterns_choose_layers():
+    net = _net()
+    assert ProxProp(net, include="2").layers == ("2",)
+    assert ProxProp(net, exclude=["[1-9]"], skip_last=False).layers == ("0",)
+    assert "2" in ProxProp(net, exclude="2").plain
+    with pytest.raises(ValueError, match="no layer matches fc; available: '0', '2', '4'"):
+        ProxProp(net, include=["0", "fc"])
 
 
 def test_bad_options_are_refused():
     net = _net()
     for options in (
         {"tau_theta": 0.0}, {"tau_theta": -1.0}, {"tau_theta": float("nan")}, {"method": "newton"}, {"cg_iters": 0},
-        {"gram": "guess"}, {"gram": [1]}, {"fused": "no"}, {"skip_last": None}, {"process_group": "x"}, {"cg_tol": 0.0},
+        {"gram": "guess"}, {"gram": [1]}, {"include": 3}, {"fused": "no"}, {"skip_last": None}, {"process_group": "x"}, {"cg_tol": 0.0},
     ):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(options))) as caught:
             ProxProp(net, **options)

@@ -1,20 +1,12 @@
 """Options of ProxProp: the step size in the weights, the linear solver, and the Gram matrix of a convolution."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 from ...errors import OptionError, require_positive
 
-__all__ = [
-    "AutocorrelationGram",
-    "CachedGram",
-    "ExactGram",
-    "GramRule",
-    "ProxPropOptions",
-    "SubsampledGram",
-    "as_gram_rule",
-    "paper_tau_theta",
-]
+__all__ = ["CachedGram", "ExactGram", "GramRule", "ProxPropOptions", "SubsampledGram", "paper_tau_theta"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,15 +35,6 @@ class SubsampledGram:
 
 
 @dataclasses.dataclass(frozen=True)
-class AutocorrelationGram:
-    r"""The Gram matrix of all patches that touch the map, from the maps' autocorrelation, computed by FFT.
-
-    It requires stride 1; a layer with another stride uses the exact Gram matrix. With padding :math:`d(k-1)` (dilation
-    d) it equals the exact one. With less padding it also counts patches beyond the edge that the layer does not use.
-    """
-
-
-@dataclasses.dataclass(frozen=True)
 class CachedGram:
     """A Gram matrix that is updated every ``every`` steps by an exponential average, and whose factor is kept.
 
@@ -61,7 +44,7 @@ class CachedGram:
 
     every: int = 10
     decay: float = 0.5
-    of: ExactGram | SubsampledGram | AutocorrelationGram = SubsampledGram()
+    of: ExactGram | SubsampledGram = SubsampledGram()
 
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
@@ -70,25 +53,9 @@ class CachedGram:
             raise OptionError(f"the decay of a CachedGram must lie in [0, 1), got {self.decay}")
 
 
-GramRule = ExactGram | SubsampledGram | AutocorrelationGram | CachedGram
+GramRule = ExactGram | SubsampledGram | CachedGram
 
-_NAMED: dict[str, GramRule] = {
-    "exact": ExactGram(),
-    "subsampled": SubsampledGram(),
-    "autocorrelation": AutocorrelationGram(),
-    "cached": CachedGram(),
-}
-
-
-def as_gram_rule(gram: str | GramRule) -> GramRule:
-    """The rule with this name; a rule is returned unchanged."""
-    if isinstance(gram, GramRule):
-        return gram
-    if not isinstance(gram, str) or gram not in _NAMED:
-        raise OptionError(
-            f"gram must be one of {', '.join(_NAMED)}, or a rule such as CachedGram(every=20), got {gram!r}"
-        )
-    return _NAMED[gram]
+_NAMED: dict[str, GramRule] = {"exact": ExactGram(), "subsampled": SubsampledGram(), "cached": CachedGram()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +66,10 @@ class ProxPropOptions:
     method: Literal["auto", "exact", "cg"]
     cg_iters: int
     cg_tol: float | None
-    gram: GramRule
+    gram: str | GramRule
     skip_last: bool
+    include: str | Sequence[str] | None
+    exclude: str | Sequence[str] | None
     fused: bool
 
     def __post_init__(self) -> None:
@@ -114,6 +83,14 @@ class ProxPropOptions:
         for name in ("skip_last", "fused"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if not isinstance(self.gram, GramRule) and not (isinstance(self.gram, str) and self.gram in _NAMED):
+            known = ", ".join(_NAMED)
+            raise OptionError(f"gram must be one of {known}, or a rule such as CachedGram(every=20), got {self.gram!r}")
+
+    @property
+    def rule(self) -> GramRule:
+        """How a convolution's Gram matrix is computed."""
+        return _NAMED[self.gram] if isinstance(self.gram, str) else self.gram
 
     @property
     def shift(self) -> float:

@@ -2,8 +2,9 @@
 
 import dataclasses
 import logging
+import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Self
 
 import torch
@@ -11,12 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...errors import CapabilityError, NonFiniteError, OptionError, ShapeError
-from .accumulator import AttachmentState, GramCache
-from .discover import discover, require_owned
-from .hooks import Hook
-from .layer_hooks import LayerHooks
-from .options import GramRule, ProxPropOptions, as_gram_rule
+from ...errors import CapabilityError, NonFiniteError, OptionError, ShapeError, require_positive
+from .discover import discover, is_trained
+from .layers import Attachment, GramCache, LayerHooks
+from .options import GramRule, ProxPropOptions
 
 __all__ = ["ProxProp"]
 
@@ -31,33 +30,34 @@ class ProxProp:
     for a trained bias) takes the proximal step
 
     .. math::
-        \theta^+ = \arg\min_\theta \tfrac12\|A\theta^\top - z^{+}\|^2
+        \theta^+ = \operatorname*{argmin}_\theta \tfrac12\|A\theta^\top - z^{+}\|^2
         + \tfrac{1}{2\tau_\theta}\|\theta - \theta^k\|^2,
 
-    whose direction is the preconditioned gradient :math:`G(A^\top A + I/\tau_\theta)^{-1}`. The optimizer finds it in
-    ``.grad`` in place of the gradient :math:`G`; nothing else changes. :math:`A^\top A` is the *sum* over all rows that
-    contributed to :math:`G` since the last step or ``zero_grad``, over micro-batches and processes. :math:`G` is the
-    gradient that the optimizer receives: accumulated, averaged over processes, unscaled. Each layer needs one linear
-    solve per step.
+    whose direction is the preconditioned gradient :math:`G(A^\top A + I/\tau_\theta)^{-1}`. ``optimizer.step()`` writes
+    it to ``.grad`` in place of the gradient :math:`G`, before the optimizer reads it. :math:`G` is ``.grad`` at that
+    moment: accumulated, averaged over processes, unscaled, clipped. :math:`A^\top A` is the *sum* over all rows that
+    contributed to ``.grad`` since the last step or ``zero_grad``, over micro-batches and processes.
 
     Args:
         model: A network with Linear or Conv1d to Conv3d layers. Other modules keep plain gradients; the log lists them
-            once. A parameter shared between layers raises an error.
+            once. A parameter shared between layers raises an error; a layer called several times stacks its rows.
         tau_theta: :math:`\tau_\theta > 0`. Small values give nearly :math:`\tau_\theta` times the plain gradient.
+            The attribute ``tau_theta`` can be set while training. The key ``tau_theta`` of a parameter group wins.
         method: ``"exact"`` or ``"auto"``: a Cholesky factor of the Gram matrix of rows or columns, whichever are fewer.
             ``"cg"``: conjugate gradients from zero for every output unit. Every iterate is a descent direction
             (Proposition 5).
         cg_iters: The largest number of iterations of ``"cg"``.
         cg_tol: ``"cg"`` stops early once every unit's residual is at most this fraction of its gradient.
-        gram: How a convolution's Gram matrix is computed: ``"exact"``, ``"subsampled"``, ``"autocorrelation"``,
-            ``"cached"``, or a rule such as ``CachedGram(every=20)``. Linear layers always use the exact one.
+        gram: How a convolution's Gram matrix is computed: ``"exact"``, ``"subsampled"``, ``"cached"``, or a rule such
+            as ``CachedGram(every=20)``. Linear layers always use the exact one.
         skip_last: Keep plain gradients for the last layer, as in the paper: the one that the forward pass calls last.
             To find it, the model runs on made-up inputs and is then put back into its state. Where no made-up input
             runs through the model, the last layer is the last one in ``model.named_modules()``.
-        fused: True: compute the direction in the backward pass, at little more than the gradient's cost. ``.grad``
-            holds it right after ``backward``, and clipping acts on directions. A second backward pass before the step
-            puts the plain gradient back. False: ``.grad`` holds the plain gradient until the step, and clipping acts on
-            the gradient.
+        include: Patterns such as ``"blocks.*.fc"``: only layers whose path matches one are preconditioned.
+        exclude: Patterns of layers that keep plain gradients.
+        fused: Compute the direction in the backward pass, without forming the gradient if there are fewer rows than
+            columns. ``.grad`` holds the direction right after ``backward``; clipping then clips the direction, and a
+            penalty on a weight is added to it. A second backward pass before the step raises an error.
         process_group: The processes whose rows are summed. ``"auto"``: all, if torch.distributed runs with more than
             one; None: this process alone.
 
@@ -70,16 +70,9 @@ class ProxProp:
     >>> prox = ProxProp(model, tau_theta=2.0).attach(optimizer)
     >>> A = torch.randn(8, 3)
     >>> model(A).square().sum().backward()
-    >>> direction = model[0].weight.grad.clone()
+    >>> G = model[0].weight.grad.clone()
     >>> optimizer.step()
-    >>> prox.detach()
-    >>> model[0].weight.data += 0.5 * direction  # back to where the step began
-    >>> model[2].weight.data += 0.5 * model[2].weight.grad
-    >>> model[2].bias.data += 0.5 * model[2].bias.grad
-    >>> model.zero_grad()
-    >>> model(A).square().sum().backward()
-    >>> G = model[0].weight.grad
-    >>> torch.allclose(direction @ (A.T @ A + torch.eye(3) / 2.0), G, rtol=1e-3)
+    >>> torch.allclose(model[0].weight.grad @ (A.T @ A + torch.eye(3) / 2.0), G, rtol=1e-3)
     True
     """
 
@@ -93,22 +86,22 @@ class ProxProp:
         cg_tol: float | None = None,
         gram: str | GramRule = "exact",
         skip_last: bool = True,
-        fused: bool = True,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        fused: bool = False,
         process_group: dist.ProcessGroup | Literal["auto"] | None = "auto",
     ) -> None:
-        options = ProxPropOptions(tau_theta, method, cg_iters, cg_tol, as_gram_rule(gram), skip_last, fused)
-        if process_group not in ("auto", None) and not (
-            dist.is_available() and isinstance(process_group, dist.ProcessGroup)
-        ):
+        options = ProxPropOptions(tau_theta, method, cg_iters, cg_tol, gram, skip_last, include, exclude, fused)
+        known = dist.is_available() and isinstance(process_group, dist.ProcessGroup)
+        if process_group not in ("auto", None) and not known:
             raise OptionError(
                 f'process_group must be "auto", None or a torch.distributed process group, got {process_group!r}'
             )
         if not isinstance(model, nn.Module):
             raise CapabilityError(f"ProxProp takes an nn.Module, got {type(model).__name__}")
-        self._model = model
-        self._group = process_group
-        self._shared = AttachmentState(options)
-        self._layers = discover(model, skip_last)
+        self._model, self._group = model, process_group
+        self._shared = Attachment(options)
+        self._layers = discover(model, options)
         self._caches = {path: GramCache() for path in self._layers.preconditioned}
         self._hooked: dict[str, LayerHooks] = {}
         self._handles: list[Any] = []
@@ -116,26 +109,27 @@ class ProxProp:
         self._warned: set[str] = set()
 
     @property
-    def options(self) -> ProxPropOptions:
-        """The present options."""
-        return self._shared.options
+    def tau_theta(self) -> float:
+        r"""The present :math:`\tau_\theta`; a new value takes effect at the next step."""
+        return self._shared.options.tau_theta
+
+    @tau_theta.setter
+    def tau_theta(self, value: float) -> None:
+        self._shared.options = dataclasses.replace(self._shared.options, tau_theta=value)
 
     @property
     def layers(self) -> tuple[str, ...]:
         """The paths of the layers with proximal steps, without frozen ones."""
-        return self._layers.trained
+        return tuple(path for path, (module, _) in self._layers.preconditioned.items() if is_trained(module))
 
     @property
     def plain(self) -> dict[str, str]:
         """The modules with plain gradients, by path, with their types; includes the last layer."""
-        last = self._layers.last
-        return self._layers.plain | ({} if last is None else {last: "the last layer"})
+        return self._layers.plain
 
     def __repr__(self) -> str:
         state = "attached" if self._hooked else "not attached"
-        return f"ProxProp(tau_theta={self.options.tau_theta:g}, layers={list(self.layers)}, {state})"
-
-    # --- attaching ----------------------------------------------------------------------------------------------
+        return f"ProxProp(tau_theta={self.tau_theta:g}, layers={list(self.layers)}, {state})"
 
     def attach(self, optimizer: Optimizer) -> Self:
         """Register hooks on the layers and the optimizer, and return ``self``."""
@@ -145,56 +139,65 @@ class ProxProp:
             )
         if not isinstance(optimizer, Optimizer):
             raise CapabilityError(f"attach takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        if any(isinstance(hook, Hook) for hook in optimizer._optimizer_step_pre_hooks.values()):
+        if any(
+            isinstance(getattr(h, "__self__", None), ProxProp) for h in optimizer._optimizer_step_pre_hooks.values()
+        ):
             raise OptionError(
                 "this optimizer has a ProxProp already, and its checkpoint can hold the state of only one; pass one "
                 "ProxProp a model with all layers, or detach the other first"
             )
-        self._layers = discover(self._model, self.options.skip_last)
-        require_owned(self._layers.preconditioned, optimizer)
-        self._shared.distributed = self._processes() > 1
-        self._caches = {path: self._caches.get(path, GramCache()) for path in self._layers.preconditioned}
-        for path, (module, known) in self._layers.preconditioned.items():
-            self._hooked[path] = LayerHooks(path, module, known, self._shared, self._caches[path])
+        shared, self._layers = self._shared, discover(self._model, self._shared.options)
+        found, shared.distributed = self._layers.preconditioned, self._processes() > 1
+        if shared.distributed and shared.options.fused:
+            raise OptionError("fused=True works in one process only; use fused=False, which sums the Gram matrices")
+        self._require_owned(optimizer)
+        shared.optimizer = optimizer
+        self._caches = {path: self._caches.get(path, GramCache()) for path in found}
+        self._hooked = {path: LayerHooks(path, *found[path], shared, self._caches[path]) for path in found}
         self._handles = [
-            self._model.register_forward_pre_hook(Hook(self._begin_pass)),
-            self._model.register_forward_hook(Hook(self._end_pass), always_call=True),
-            optimizer.register_step_pre_hook(Hook(self._before_step)),
-            optimizer.register_step_post_hook(Hook(self._after_step)),
-            optimizer.register_state_dict_post_hook(Hook(self._save_with)),
-            optimizer.register_load_state_dict_pre_hook(Hook(self._load_with)),
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_post_hook(self._save_with),
+            optimizer.register_load_state_dict_pre_hook(self._load_with),
         ]
         if not self.layers:
-            frozen = ", ".join(map(_named, self._layers.preconditioned))
+            frozen = ", ".join(map(_named, found))
             _log.warning("ProxProp: no gradient is preconditioned until one is unfrozen: %s", frozen)
-        if self._layers.plain:
-            named = ", ".join(f"{path or 'the model'} ({kind})" for path, kind in self._layers.plain.items())
+        plain = {path: kind for path, kind in self.plain.items() if kind != "the last layer"}
+        if plain:
+            named = ", ".join(f"{path or 'the model'} ({kind})" for path, kind in plain.items())
             _log.warning("ProxProp: plain gradients for %s", named)
         return self
 
+    def _require_owned(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that lacks a trained parameter of a preconditioned layer, or has a wrong τθ."""
+        for group in optimizer.param_groups:
+            require_positive("tau_theta of a parameter group", group.get("tau_theta", 1.0))
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        missing = [
+            f"{path}.{name}" if path else name
+            for path, (module, _) in self._layers.preconditioned.items()
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.requires_grad and id(parameter) not in owned
+        ]
+        if missing:
+            raise OptionError(
+                f"the optimizer does not own {', '.join(missing)}, so their directions would never be used; build it "
+                f"from the model's parameters, or pass ProxProp the submodule that it trains"
+            )
+
     def detach(self) -> None:
-        """Remove all hooks. A direction in ``.grad`` is replaced by the plain gradient."""
+        """Remove all hooks. In fused mode ``.grad`` keeps a direction that it holds."""
         for layer in self._hooked.values():
             layer.remove()
         for handle in self._handles:
             handle.remove()
-        self._hooked, self._handles, self._skipped_grads = {}, [], []
-        self._shared.called = None
+        self._hooked, self._handles, self._skipped_grads, self._shared.optimizer = {}, [], [], None
 
     def _processes(self) -> int:
         if self._group is None or not dist.is_available() or not dist.is_initialized():
             return 1
         return dist.get_world_size(None if self._group == "auto" else self._group)
-
-    # --- the model's forward pass -------------------------------------------------------------------------------
-
-    def _begin_pass(self, *_: Any) -> None:
-        self._shared.called = set()
-
-    def _end_pass(self, *_: Any) -> None:
-        self._shared.called = None
-
-    # --- the optimizer's step -----------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
@@ -223,11 +226,12 @@ class ProxProp:
     def _precondition(self, optimizer: Optimizer) -> None:
         active = [layer for layer in self._hooked.values() if any(p.grad is not None for p in layer.trained.values())]
         for layer in active:
-            layer.refresh()
+            layer.drop_stale()
             if self._shared.distributed:
-                layer.reduce(None if self._group in ("auto", None) else self._group)  # type: ignore[arg-type]
-        self._warn_uncalled([layer for layer in active if layer.accumulator.empty])
-        active = [layer for layer in active if not layer.accumulator.empty]
+                layer.rows = layer.rows or layer.new_rows()
+                group = None if isinstance(self._group, str) else self._group
+                layer.rows.reduce(layer.module.weight.device, group)
+        self._warn_uncalled([layer for layer in active if layer.rows is None])
         origin = self._find_nonfinite(active, optimizer)
         for layer in active if origin is None else []:
             try:
@@ -244,9 +248,9 @@ class ProxProp:
         bad = {id(p) for p in owned if p.grad is not None and not _finite(p.grad)}
         if not bad:
             return None
-        entered = next((layer.path for layer in active if layer.accumulator.has_nonfinite_input()), None)
-        if entered is not None:
-            return f"the input of {_named(entered)}"
+        for layer in active:
+            if layer.rows is not None and not math.isfinite(layer.rows.inputs):
+                return f"the input of {_named(layer.path)}"
         paths = [name.rpartition(".")[0] for name, p in self._model.named_parameters() if id(p) in bad]
         return f"the gradient of {_named(paths[-1]) if paths else 'a parameter outside of the model'}"
 
@@ -282,18 +286,16 @@ class ProxProp:
         taken = not self._skipped_grads
         self._restore()
         for layer in self._hooked.values():
-            if taken:
-                layer.accumulator.commit()
+            if taken and layer.rows is not None:
+                layer.rows.commit()
             layer.forget()
         self._shared.steps += taken
-
-    # --- state --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Steps taken, τθ, cached Gram matrices, layers that need float64; without rows accumulated since the step."""
         grams = {path: (cache.mean, cache.rows) for path, cache in self._caches.items() if cache.mean is not None}
         wide = [path for path, cache in self._caches.items() if cache.wide]
-        kept = {"turn": self._shared.steps, "tau_theta": self.options.tau_theta, "grams": grams, "wide": wide}
+        kept = {"turn": self._shared.steps, "tau_theta": self.tau_theta, "grams": grams, "wide": wide}
         return kept | {"layers": self._shapes()}
 
     def _shapes(self) -> dict[str, list[int]]:
@@ -327,7 +329,7 @@ class ProxProp:
             raise ShapeError(
                 f"the saved state is from another network: its weights are {state['layers']}, this model's are {layers}"
             )
-        self._shared.options = dataclasses.replace(self.options, tau_theta=float(state["tau_theta"]))
+        self.tau_theta = float(state["tau_theta"])
         self._shared.steps = int(state["turn"])
         for path, cache in self._caches.items():
             mean, rows = state["grams"].get(path, (None, 0))
