@@ -50,9 +50,9 @@ def test_a_checkpoint_of_the_optimizer_continues_to_the_bit():
     fresh.load_state_dict(torch.optim.Adam(other.parameters()).state_dict())
     state = again.state_dict()
     wider = nn.Sequential(nn.Conv2d(2, 4, 5), nn.Flatten(), nn.Linear(16, 3))
-    with pytest.raises(ValueError, match=r"saved Gram matrix of '0' is \(1, 19, 19\)"):
+    with pytest.raises(ValueError, match=r"another network: its weights are \{'0': \[4, 2, 3, 3\]\}"):
         ProxProp(wider).load_state_dict(state)
-    with pytest.raises(ValueError, match="does not have"):
+    with pytest.raises(ValueError, match="another network"):
         ProxProp(_convnet()).load_state_dict({**state, "grams": {"body.0": state["grams"]["0"]}})
 
 

@@ -138,8 +138,8 @@ def _held(prox):
     for path, layer in prox._hooked.items():
         rows = layer.rows
         mine = [] if rows is None else [rows.gram, None if rows.metric is None else rows.metric.gram]
-        if rows is not None and rows.rows is not None:
-            mine += [rows.rows.a, rows.rows.delta]
+        if rows is not None and rows.stored is not None:
+            mine += [rows.stored.a, rows.stored.delta]
         found[path] = sum(t.numel() for t in {id(t): t for t in mine if t is not None}.values())
     return found
 
@@ -154,5 +154,5 @@ def test_what_is_held_between_backward_and_step(fused):
     assert _held(prox) == ({"0": 0, "2": 0} if fused else {"0": 7 * 7, "2": 10 * (21 + 30)})
     assert all(layer.rows.metric is None for layer in prox._hooked.values())
     optimizer.step()
-    assert all(layer.rows is None and not layer._tasks for layer in prox._hooked.values())
+    assert all(layer.rows is None and not layer._pending for layer in prox._hooked.values())
     prox.detach()

@@ -114,7 +114,7 @@ def test_bad_options_are_refused():
     net = _net()
     for options in (
         {"tau_theta": 0.0}, {"tau_theta": -1.0}, {"tau_theta": float("nan")}, {"method": "newton"}, {"cg_iters": 0},
-        {"gram": "guess"}, {"gram": [1]}, {"include": 3}, {"fused": "no"}, {"skip_last": None}, {"process_group": "x"}, {"cg_tol": 0.0},
+        {"gram": "guess"}, {"gram": [1]}, {"fused": "no"}, {"skip_last": None}, {"process_group": "x"}, {"cg_tol": 0.0},
     ):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(options))) as caught:
             ProxProp(net, **options)

@@ -1,25 +1,29 @@
-r"""The direction :math:`G(A^\top A + I/\tau_\theta)^{-1}` of one layer, by a linear solve with the smaller Gram matrix.
+r"""The rows that a layer accumulates, and the direction :math:`G(A^\top A + I/\tau_\theta)^{-1}` of its gradient.
 
 :math:`A` has one row per sample and position, with a column of ones for a trained bias; :math:`\delta` holds the
 gradients at the layer's outputs. A gradient that nobody edited is :math:`G = \delta^\top A`. With fewer rows than
 columns the equal dual form :math:`[(AA^\top + I/\tau_\theta)^{-1}\delta]^\top A` needs only the smaller Gram matrix.
+Gradients and directions are lists: the weight's part as outputs × columns, the bias's as outputs × 1, if trained.
 Source: [Frerix2018], Proposition 2, eqs. 13–16 and 44.
 """
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ...errors import NonFiniteError
 from ...linalg import gram
 from ...solvers.linear import RidgeFactor, conjugate_gradient, gram_factor
-from .options import ProxPropOptions
+from .grams import WeightMap, row_gram
+from .options import CachedGram, ProxPropOptions
 
-__all__ = ["LayerRows", "Metric", "fingerprint"]
+__all__ = ["Attachment", "GramCache", "RowAccumulator", "fingerprint", "to_working_precision"]
 
 # A system whose estimated rounding error exceeds this is formed and factored in float64: directions keep three digits.
 _ROUNDING = 1e-3
@@ -31,14 +35,23 @@ _UNITS = 256
 _EQUAL = 32
 
 
-def fingerprint(gradient: Tensor) -> Tensor:
-    """The product of a gradient, outputs × columns, with a fixed random vector: one number per output unit."""
-    generator = torch.Generator().manual_seed(0)
-    return gradient @ torch.randn(gradient.shape[1], generator=generator).to(gradient)
+def to_working_precision(tensor: Tensor) -> Tensor:
+    """The tensor in float32 or float64."""
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
-def _accurate(factor: RidgeFactor) -> bool:
-    return factor.factor.dtype == torch.float64 or (factor.damping == 0 and factor.rounding() <= _ROUNDING)
+def fingerprint(gradient: list[Tensor]) -> Tensor:
+    """The product of a gradient with a fixed random vector: one number per output unit."""
+    sizes = [part.shape[1] for part in gradient]
+    vector = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(0)).to(gradient[0])
+    return torch.stack([part @ v for part, v in zip(gradient, vector.split(sizes), strict=True)]).sum(0)
+
+
+def _factor(matrix: Callable[[bool], Tensor], shift: float) -> RidgeFactor:
+    """The factor of ``matrix(False)``, or of ``matrix(True)``, in float64, if float32 is too imprecise."""
+    factor = gram_factor(matrix(False), shift)
+    single = factor.factor.dtype == torch.float32
+    return gram_factor(matrix(True), shift) if single and (factor.damping or factor.rounding() > _ROUNDING) else factor
 
 
 def _conjugate(apply: Callable[[Tensor], Tensor], target: Tensor, options: ProxPropOptions, **how: Any) -> Tensor:
@@ -46,49 +59,50 @@ def _conjugate(apply: Callable[[Tensor], Tensor], target: Tensor, options: ProxP
 
 
 @dataclass(frozen=True)
-class LayerRows:
-    """Fewer rows ``a`` (rows × columns) than columns, with their output gradients ``delta`` (rows × outputs).
-
-    ``mark`` is the fingerprint of the gradient that these rows added to ``.grad``; None if there was no gradient.
-    """
+class _StoredRows:
+    """Fewer rows ``a`` than columns, their output gradients ``delta`` (rows × outputs), the fingerprint of δᵀA."""
 
     a: Tensor
     delta: Tensor
-    mark: Tensor | None = None
+    mark: Tensor | None
+    sizes: list[int]
 
-    def then(self, other: "LayerRows") -> "LayerRows":
+    def then(self, other: "_StoredRows") -> "_StoredRows":
         """The rows of both, stacked."""
         mark = None if self.mark is None or other.mark is None else self.mark + other.mark
-        return LayerRows(torch.cat([self.a, other.a]), torch.cat([self.delta, other.delta]), mark)
+        return replace(self, a=torch.cat([self.a, other.a]), delta=torch.cat([self.delta, other.delta]), mark=mark)
 
-    def direction(self, options: ProxPropOptions) -> Tensor:
-        """The direction of the gradient δᵀA, solved from δ."""
-        return (self._conjugate(options) if options.method == "cg" else self._solve(self.delta.mT, options)) @ self.a
+    def direction(self, options: ProxPropOptions, into: list[Tensor] | None = None) -> list[Tensor]:
+        """The direction of the gradient δᵀA, solved from δ; written ``into`` given tensors."""
+        c = self._conjugate(options) if options.method == "cg" else self._solve(self.delta.mT, options)
+        return [torch.mm(c, a, out=into[i] if into else None) for i, a in enumerate(self.a.split(self.sizes, 1))]
 
-    def direction_of(self, gradient: Tensor, options: ProxPropOptions) -> Tensor:
-        r"""The direction of the gradient that the optimizer receives.
+    def direction_of(self, gradient: list[Tensor], options: ProxPropOptions) -> list[Tensor]:
+        r"""The direction of the gradient that the optimizer receives; it may overwrite the gradient.
 
-        It is :math:`c\,\delta^\top A + E` for a scalar c (unscaling, clipping). The first part is solved from δ, without
-        cancellation. Equal fingerprints show that E is rounding. Otherwise (a penalty, other edits) the Woodbury
-        identity :math:`\tau_\theta(E - EA^\top(AA^\top + I/\tau_\theta)^{-1}A)` gives its direction.
+        The gradient is :math:`c\,\delta^\top A + E` for a scalar c (unscaling, clipping). The first part is solved from
+        δ, without cancellation. Equal fingerprints show that E is rounding. Otherwise (a penalty, other edits) the
+        Woodbury identity :math:`\tau_\theta(E - EA^\top(AA^\top + I/\tau_\theta)^{-1}A)` gives its direction.
         """
         assert self.mark is not None
         found, own = fingerprint(gradient), self.mark
         scale = torch.nan_to_num((found.double() @ own.double()) / own.double().square().sum()).to(found.dtype)
-        limit = _EQUAL * torch.finfo(found.dtype).eps * torch.linalg.vector_norm(gradient, dim=1)
-        rows = replace(self, delta=self.delta * scale)
-        if bool(((found - scale * own).abs() <= limit).all()):
-            return rows.direction(options)
+        size = torch.linalg.vector_norm(gradient[0], dim=1) + found.abs()
+        rows = self if scale == 1 else replace(self, delta=self.delta * scale)
+        if bool(((found - scale * own).abs() <= _EQUAL * torch.finfo(found.dtype).eps * size).all()):
+            return rows.direction(options, gradient)
+        a, whole = self.a, torch.cat(gradient, 1)
         if options.method == "cg":
-            return _conjugate(lambda v: v @ self.a.mT @ self.a + options.shift * v, gradient, options)
-        rest = gradient - rows.delta.mT @ self.a
-        solved, moved = self._solve(torch.cat([rows.delta.mT, rest @ self.a.mT]), options).chunk(2)
-        return solved @ self.a + (rest - moved @ self.a) / options.shift
+            made = _conjugate(lambda v: v @ a.mT @ a + options.shift * v, whole, options)
+        else:
+            rest = whole - rows.delta.mT @ a
+            solved, moved = self._solve(torch.cat([rows.delta.mT, rest @ a.mT]), options).chunk(2)
+            made = solved @ a + (rest - moved @ a) / options.shift
+        return list(made.split(self.sizes, 1))
 
     def _solve(self, target: Tensor, options: ProxPropOptions) -> Tensor:
         """Multiply by (AAᵀ + I/τθ)⁻¹ from the right."""
-        factor = gram_factor(gram(self.a, half=True), options.shift)
-        factor = factor if _accurate(factor) else gram_factor(gram(self.a.double(), half=True), options.shift)
+        factor = _factor(lambda double: gram(self.a.double() if double else self.a, half=True), options.shift)
         # With many rows one product with the inverse is faster than two triangular solves.
         many = target.shape[-2] >= 1.5 * target.shape[-1]
         return target @ factor.inverse().to(target.dtype) if many else factor.solve(target)
@@ -111,39 +125,31 @@ class LayerRows:
         def inner(u: Tensor, v: Tensor) -> Tensor:
             return (u[:, 0] * v[:, 1]).sum(-1)[:, None, None]
 
-        def some(units: Tensor) -> Tensor:
-            pairs = torch.stack([units, units @ kernel], -2)
-            return _conjugate(apply, pairs, options, sample_dims=2, inner=inner)[:, 0]
-
-        return torch.cat([some(units) for units in self.delta.mT.split(_UNITS)])
+        pairs = (torch.stack([units, units @ kernel], -2) for units in self.delta.mT.split(_UNITS))
+        return torch.cat([_conjugate(apply, some, options, sample_dims=2, inner=inner)[:, 0] for some in pairs])
 
 
 @dataclass(frozen=True)
-class Metric:
+class _Metric:
     """A Gram matrix (groups × n × n) plus a ridge; factored once, on the first use."""
 
     gram: Tensor
     shift: float
 
     @functools.cached_property
-    def _first(self) -> RidgeFactor:
-        return gram_factor(self.gram, self.shift)
-
-    @functools.cached_property
-    def accurate(self) -> bool:
-        """Whether the Gram matrix is precise enough for a solve; True if it is not finite."""
-        try:
-            return _accurate(self._first)
-        except NonFiniteError:
-            return True
-
-    @functools.cached_property
     def _factor(self) -> RidgeFactor:
-        return self._first if self.accurate else gram_factor(self.gram.double(), self.shift)
+        return _factor(lambda double: self.gram.double() if double else self.gram, self.shift)
 
     @functools.cached_property
     def _inverse(self) -> Tensor:
         return self._factor.inverse()
+
+    def accurate(self) -> bool:
+        """Whether the Gram matrix is precise enough for a solve; True if it is not finite."""
+        try:
+            return self._factor.factor.dtype == self.gram.dtype
+        except NonFiniteError:
+            return True
 
     def direction(self, gradient: Tensor, options: ProxPropOptions) -> Tensor:
         """The direction of a gradient, groups × outputs × n."""
@@ -153,3 +159,134 @@ class Metric:
         if gradient.shape[-2] < 1.5 * gradient.shape[-1]:
             return self._factor.solve(gradient)
         return (gradient.to(self._inverse.dtype) @ self._inverse).to(gradient.dtype)
+
+
+@dataclass
+class Attachment:
+    """State that all layers of one ProxProp share; ``distributed``: Gram matrices are summed over processes."""
+
+    options: ProxPropOptions
+    steps: int = 0
+    optimizer: Optimizer | None = None
+    distributed: bool = False
+
+
+@dataclass
+class GramCache:
+    """A running mean of Gram matrices per row, the last metric computed from it, and the rows of that metric.
+
+    ``wide`` is set once float32 was too imprecise for this layer's Gram matrix; later products are then in float64.
+    """
+
+    mean: Tensor | None = None
+    metric: _Metric | None = None
+    rows: int = 0
+    wide: bool = False
+
+
+@dataclass
+class RowAccumulator:
+    """The rows that contributed to ``.grad`` since the last step or ``zero_grad``.
+
+    While there are fewer rows than columns, the rows and their output gradients are stored, for the dual form;
+    otherwise their Gram matrix is summed. ``inputs`` is the sum of all inputs, which shows whether all are finite.
+    """
+
+    map: WeightMap
+    shared: Attachment
+    cache: GramCache
+    trains_weight: bool
+    ones: bool
+    stored: _StoredRows | None = None
+    gram: Tensor | None = None
+    count: int = 0
+    inputs: Tensor | float = 0.0
+    metric: _Metric | None = None
+    renewed: tuple[Tensor, _Metric] | None = None
+    sizes: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sizes = [self.map.columns] * self.trains_weight + [1] * self.ones
+        rule = self.shared.options.gram
+        self._cached = rule if isinstance(rule, CachedGram) and self.trains_weight and self.map.geometry else None
+
+    def stores(self, count: int) -> bool:
+        """Whether with ``count`` more rows there are fewer than columns, so that they are stored."""
+        many = self.gram is not None or self.map.groups > 1 or self.shared.distributed
+        return self.trains_weight and not many and 0 < self.count + count < sum(self.sizes)
+
+    def updates(self) -> bool:
+        """Whether the rule needs a new Gram matrix at this step."""
+        return self._cached is None or self.shared.steps % self._cached.every == 0 or self.cache.mean is None
+
+    def add(self, x: Tensor, delta: Tensor, mark: Tensor | None, options: ProxPropOptions) -> None:
+        """Add the rows of one call; ``mark`` is the fingerprint of their gradient."""
+        count = delta.numel() // self.map.outputs
+        if count == 0:
+            return
+        stores, earlier, self.stored = self.stores(count), self.stored, None
+        self.count, self.inputs = self.count + count, self.inputs + x.sum(dtype=torch.float64)
+        if stores:
+            a = to_working_precision(self.map.rows(x))
+            a = torch.cat([a, a.new_ones(count, 1)], 1) if self.ones else a
+            fresh = _StoredRows(a, to_working_precision(self.map.deltas(delta)), mark, self.sizes)
+            self.stored = fresh if earlier is None else earlier.then(fresh)
+        elif self.updates():
+            self.metric = self._sum(x, count, earlier, options)
+            if options.method != "cg" and self.trains_weight and not self.metric.accurate():
+                self.cache.wide = True
+                self.metric = self._sum(x, count, earlier, options)
+            self.gram = self.metric.gram
+
+    def _sum(self, x: Tensor, count: int, earlier: _StoredRows | None, options: ProxPropOptions) -> _Metric:
+        """The metric of all rows so far."""
+        x, wide = to_working_precision(x), self.cache.wide
+        if self.trains_weight:
+            total = self.map.gram(x, self.ones, options.gram, self.shared.steps, wide)
+        else:
+            total = x.new_full((self.map.groups, 1, 1), float(count))
+        total = total if earlier is None else total + row_gram(earlier.a, False, wide)
+        double = wide or torch.float64 in (x.dtype, None if self.gram is None else self.gram.dtype)
+        total = total if self.gram is None else total + self.gram
+        return _Metric(total.to(torch.float64 if double else torch.float32), options.shift)
+
+    def _step_metric(self, options: ProxPropOptions) -> _Metric:
+        """The metric of this step: of its rows, or from the cache."""
+        rule, cache, metric = self._cached, self.cache, self.metric
+        if rule is None:
+            assert self.gram is not None
+            return metric if metric is not None and metric.shift == options.shift else _Metric(self.gram, options.shift)
+        metric, mean = cache.metric, cache.mean
+        if self.gram is not None:
+            fresh = self.gram / max(self.count, 1)
+            metric, mean = None, fresh if mean is None else rule.decay * mean + (1 - rule.decay) * fresh
+        assert mean is not None
+        if metric is None or cache.rows != self.count or metric.shift != options.shift:
+            metric = _Metric(mean * self.count, options.shift)
+        self.renewed = mean, metric
+        return metric
+
+    def commit(self) -> None:
+        """Store the new mean in the cache after the step was taken."""
+        if self.renewed is not None:
+            (self.cache.mean, self.cache.metric), self.cache.rows = self.renewed, self.count
+
+    def direction(self, gradient: list[Tensor] | None, options: ProxPropOptions) -> list[Tensor]:
+        """The direction of a gradient; None is the gradient of stored rows. It may overwrite the gradient."""
+        if self.stored is not None:
+            return self.stored.direction(options) if gradient is None else self.stored.direction_of(gradient, options)
+        assert gradient is not None
+        whole = torch.cat(gradient, 1) if len(gradient) > 1 else gradient[0]
+        made = self._step_metric(options).direction(whole.unflatten(0, (self.map.groups, -1)), options)
+        return list(made.flatten(0, 1).split(self.sizes, 1))
+
+    def reduce(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        """Sum the number of rows and the Gram matrix over the processes. All processes call this in the same order."""
+        count = torch.tensor(float(self.count), dtype=torch.float64, device=device)
+        dist.all_reduce(count, group=group)
+        if self.updates():
+            # Processes may differ in whether they needed float64.
+            zero = torch.zeros(self.map.groups, sum(self.sizes), sum(self.sizes), dtype=torch.float64, device=device)
+            self.gram, self.metric = zero if self.gram is None else self.gram.double(), None
+            dist.all_reduce(self.gram, group=group)
+        self.count = int(count)

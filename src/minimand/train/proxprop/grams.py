@@ -32,14 +32,8 @@ _BLOCK = 1 << 22
 _SHORT = 1024
 
 
-def _blocks(x: Tensor, per_sample: int) -> Iterator[Tensor]:
-    return iter(x.split(max(1, _BLOCK // max(1, per_sample))))
-
-
 def row_gram(rows: Tensor, ones: bool, wide: bool) -> Tensor:
-    """The Gram matrix of the rows, with a column of ones appended if ``ones``: n × n.
-
-    ``wide`` computes every product in float64.
+    """The Gram matrix of the rows, with a column of ones appended if ``ones``; ``wide``: all products in float64.
 
     >>> row_gram(torch.tensor([[1.0, 2.0]]), True, False)
     tensor([[1., 2., 1.],
@@ -58,22 +52,17 @@ def row_gram(rows: Tensor, ones: bool, wide: bool) -> Tensor:
 
 
 def patch_gram(x: Tensor, geometry: ConvGeometry, ones: bool, wide: bool = False) -> Tensor:
-    """The Gram matrix of all patches, with a column of ones appended if ``ones``: groups × n × n.
-
-    Patches are unfolded for one block of samples at a time. ``wide`` computes every product in float64; otherwise only
-    the sums of products are float64.
-    """
+    """The Gram matrix of all patches, groups × n × n. Patches are unfolded for one block of samples at a time."""
     output = geometry.with_size(tuple(x.shape[2:])).output()
     columns = x.shape[1] // geometry.groups * math.prod(geometry.kernel)
-    n = columns + ones
-    total = x.new_zeros((geometry.groups, n, n), dtype=torch.float64)
+    total = x.new_zeros((geometry.groups, columns + ones, columns + ones), dtype=torch.float64)
     if geometry.stride[0] == 1:
         height = x.shape[2] + sum(geometry.padding[0])
         per_sample = x.shape[1] * height * math.prod(output[1:]) * math.prod(geometry.kernel[1:])
-        for block in _blocks(x, per_sample):
+        for block in x.split(max(1, _BLOCK // max(1, per_sample))):
             total += _by_lines(block.double() if wide else block, geometry, ones)
         return total
-    for block in _blocks(x, columns * geometry.groups * math.prod(output)):
+    for block in x.split(max(1, _BLOCK // max(1, columns * geometry.groups * math.prod(output)))):
         total += torch.stack([row_gram(part, ones, wide) for part in patches(block, geometry)])
     return total
 
@@ -186,10 +175,7 @@ class WeightMap:
         return delta.reshape(-1, self.outputs) if self.geometry is None else positions_as_rows(delta)
 
     def gram(self, x: Tensor, ones: bool, rule: GramRule, steps: int, wide: bool) -> Tensor:
-        """The Gram matrix of the rows, groups × n × n; ``wide`` computes products in float64.
-
-        ``steps`` is the number of steps taken, by which subsampling rotates.
-        """
+        """The Gram matrix of the rows, groups × n × n. The subsample rotates with the number of ``steps`` taken."""
         if self.geometry is None:
             return row_gram(self.rows(x), ones, wide)[None]
         rule = rule.of if isinstance(rule, CachedGram) else rule

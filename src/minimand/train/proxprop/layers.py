@@ -1,173 +1,119 @@
-"""The layers under ProxProp: their forward and backward passes, and the rows they accumulate until the step.
+"""The layers of a model under ProxProp: which they are, and their forward and backward passes.
 
 A call of a layer runs through an autograd function. Its backward pass records the layer's input and the output's
 gradient. They count only once ``.grad`` was accumulated. So a ``torch.autograd.grad`` with respect to other tensors, or
 a forward pass that is never differentiated, adds no rows.
 """
 
+import fnmatch
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.nn.parameter import UninitializedParameter
 
-from ...errors import CapabilityError, NonFiniteError, require_fitting
-from .directions import LayerRows, Metric, fingerprint
-from .grams import WeightMap, row_gram
-from .options import CachedGram, ProxPropOptions
+from ...errors import CapabilityError, NonFiniteError, OptionError, require_fitting
+from ...network import read, role
+from ...nn.layers import SolverLayer
+from .directions import Attachment, GramCache, RowAccumulator, fingerprint, to_working_precision
+from .grams import WeightMap, weight_map
+from .options import ProxPropOptions
 
-__all__ = ["Attachment", "Forward", "GramCache", "LayerHooks"]
-
-
-@dataclass
-class Attachment:
-    """State that all layers of one ProxProp share."""
-
-    options: ProxPropOptions
-    steps: int = 0
-    optimizer: Optimizer | None = None
-    # Whether Gram matrices are summed over several processes.
-    distributed: bool = False
-
-    def options_of(self, parameter: Tensor) -> ProxPropOptions:
-        """The options for a parameter; the ``tau_theta`` of its parameter group wins."""
-        for group in () if self.optimizer is None else self.optimizer.param_groups:
-            if "tau_theta" in group and any(p is parameter for p in group["params"]):
-                return replace(self.options, tau_theta=group["tau_theta"])
-        return self.options
+__all__ = ["LayerHooks", "discover", "is_trained"]
 
 
-@dataclass
-class GramCache:
-    """A running mean of Gram matrices per row, the last metric computed from it, and the rows of that metric.
+def discover(model: nn.Module, options: ProxPropOptions) -> tuple[dict[str, tuple[nn.Module, WeightMap]], str | None]:
+    """The layers to precondition, and the last layer if it stays explicit; an error lists all unusable layers.
 
-    ``wide`` is set once float32 was too imprecise for this layer's Gram matrix; later products are then in float64.
+    The last layer is the last one that the forward pass calls, on made-up inputs (:func:`minimand.network.read`). Where
+    no made-up input runs through the model, it is the last in ``model.named_modules()``. A layer whose weight is used
+    by other code than its own forward, such as the output projection of ``nn.MultiheadAttention``, keeps plain
+    gradients: its inputs are not seen there.
     """
-
-    mean: Tensor | None = None
-    metric: Metric | None = None
-    rows: int = 0
-    wide: bool = False
-
-
-def _working(tensor: Tensor) -> Tensor:
-    """The tensor in float32 or float64."""
-    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
-
-
-@dataclass
-class RowAccumulator:
-    """The rows that contributed to ``.grad`` since the last step or ``zero_grad``.
-
-    While there are fewer rows than columns, the rows and their output gradients are stored, for the dual form;
-    otherwise their Gram matrix is summed.
-    """
-
-    map: WeightMap
-    shared: Attachment
-    cache: GramCache
-    trains_weight: bool
-    ones: bool
-    rows: LayerRows | None = None
-    gram: Tensor | None = None
-    count: int = 0
-    # The sum of all inputs, which is not finite if one of them is not.
-    inputs: Tensor | float = 0.0
-    # In fused mode the metric of the only call; the mean and the metric for the cache.
-    metric: Metric | None = None
-    renewed: tuple[Tensor, Metric] | None = None
-
-    def __post_init__(self) -> None:
-        self.width = self.map.columns * self.trains_weight + self.ones
-        rule = self.shared.options.rule
-        self._rule = rule if isinstance(rule, CachedGram) and self.trains_weight and self.map.geometry else None
-
-    def stores(self, count: int) -> bool:
-        """Whether with ``count`` more rows there are fewer than columns, so that they are stored."""
-        many = self.gram is not None or self.map.groups > 1 or self.shared.distributed
-        return self.trains_weight and not many and 0 < self.count + count < self.width
-
-    def updates(self) -> bool:
-        """Whether the rule needs a new Gram matrix at this step."""
-        return self._rule is None or self.shared.steps % self._rule.every == 0 or self.cache.mean is None
-
-    def add(self, x: Tensor, delta: Tensor, mark: Tensor | None, options: ProxPropOptions) -> None:
-        """Add the rows of one call; ``mark`` is the fingerprint of their gradient."""
-        count = delta.numel() // self.map.outputs
-        if count == 0:
-            return
-        stores, earlier, self.rows = self.stores(count), self.rows, None
-        self.count, self.inputs = self.count + count, self.inputs + x.sum(dtype=torch.float64)
-        if stores:
-            a = _working(self.map.rows(x))
-            a = torch.cat([a, a.new_ones(count, 1)], 1) if self.ones else a
-            rows = LayerRows(a, _working(self.map.deltas(delta)), mark)
-            self.rows = rows if earlier is None else earlier.then(rows)
-        elif self.updates():
-            self.metric = self._sum(x, count, earlier, options)
-            if options.method != "cg" and self.trains_weight and not self.metric.accurate:
-                self.cache.wide = True
-                self.metric = self._sum(x, count, earlier, options)
-            self.gram = self.metric.gram
-
-    def _sum(self, x: Tensor, count: int, earlier: LayerRows | None, options: ProxPropOptions) -> Metric:
-        """The metric of all rows so far."""
-        x, wide = _working(x), self.cache.wide
-        if self.trains_weight:
-            total = self.map.gram(x, self.ones, options.rule, self.shared.steps, wide)
-        else:
-            total = x.new_full((self.map.groups, 1, 1), float(count))
-        total = total if earlier is None else total + row_gram(earlier.a, False, wide)
-        double = wide or torch.float64 in (x.dtype, None if self.gram is None else self.gram.dtype)
-        total = total if self.gram is None else total + self.gram
-        return Metric(total.to(torch.float64 if double else torch.float32), options.shift)
-
-    def _step_metric(self, options: ProxPropOptions) -> Metric:
-        """The metric of this step: of its rows, or from the cache."""
-        rule, cache, metric = self._rule, self.cache, self.metric
-        if rule is None:
-            assert self.gram is not None
-            return metric if metric is not None and metric.shift == options.shift else Metric(self.gram, options.shift)
-        metric, mean = cache.metric, cache.mean
-        if self.gram is not None:
-            fresh = self.gram / max(self.count, 1)
-            metric, mean = None, fresh if mean is None else rule.decay * mean + (1 - rule.decay) * fresh
-        assert mean is not None
-        if metric is None or cache.rows != self.count or metric.shift != options.shift:
-            metric = Metric(mean * self.count, options.shift)
-        self.renewed = mean, metric
-        return metric
-
-    def commit(self) -> None:
-        """Store the new mean in the cache after the step was taken."""
-        if self.renewed is not None:
-            (self.cache.mean, self.cache.metric), self.cache.rows = self.renewed, self.count
-
-    def direction(self, gradient: Tensor | None, options: ProxPropOptions) -> Tensor:
-        """The direction of a gradient, outputs × width. Stored rows need no gradient if nobody edited it."""
-        if self.rows is not None:
-            return self.rows.direction(options) if gradient is None else self.rows.direction_of(gradient, options)
-        assert gradient is not None
-        grouped = gradient.unflatten(0, (self.map.groups, -1))
-        return self._step_metric(options).direction(grouped, options).flatten(0, 1)
-
-    def reduce(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        """Sum the number of rows and the Gram matrix over the processes. All processes call this in the same order."""
-        count = torch.tensor(float(self.count), dtype=torch.float64, device=device)
-        dist.all_reduce(count, group=group)
-        if self.updates():
-            # Processes may differ in whether they needed float64.
-            zero = torch.zeros(self.map.groups, self.width, self.width, dtype=torch.float64, device=device)
-            self.gram, self.metric = zero if self.gram is None else self.gram.double(), None
-            dist.all_reduce(self.gram, group=group)
-        self.count = int(count)
+    maps = {path: (m, known) for path, m in model.named_modules() if (known := weight_map(m)) is not None}
+    order, elsewhere = _forward_pass(model, {path: module for path, (module, _) in maps.items()})
+    # A parametrisation computes weight or bias from other parameters.
+    own = [
+        path for path, (m, _) in maps.items() if {"weight", "bias"} <= m._parameters.keys() and path not in elsewhere
+    ]
+    chosen = _selected(own, options)
+    last = order[-1] if options.skip_last and order and order[-1] in chosen else None
+    found = {path: maps[path] for path in chosen if path != last}
+    problems = [f"layer '{path}' {problem}" for path, (m, _) in found.items() for problem in _problems(model, m)]
+    if problems:
+        raise CapabilityError("ProxProp cannot take this model: " + "; ".join(problems))
+    if not found:
+        why = "there is none" if last is None else f"'{last}' is the only one and skip_last keeps it explicit"
+        solvers = [path for path, module in model.named_modules() if isinstance(module, SolverLayer)]
+        also = f" (of solver layers, here {', '.join(solvers)}, it takes none)" if solvers else ""
+        raise OptionError(f"ProxProp needs an nn.Linear or nn.Conv1d to nn.Conv3d layer in the model, but {why}{also}")
+    return found, last
 
 
-class Forward:
+def is_trained(module: nn.Module) -> bool:
+    """Whether a parameter of the module itself requires a gradient."""
+    return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+
+
+def _forward_pass(model: nn.Module, layers: dict[str, nn.Module]) -> tuple[list[str], set[str]]:
+    """The layers in the order of their last calls, and those whose weight other modules use as well or instead."""
+    # Running a layer that another ProxProp has replaced the forward of would count as a pass of that one.
+    attached = any(isinstance(module.__dict__.get("forward"), _Forward) for module in layers.values())
+    network = None if attached else read(model)
+    if network is None or not network.complete:
+        return list(layers), set()
+    calls = [call.path for call in network.live if call.path in layers and role(call) in ("linear", "conv")]
+    tied = {name for shared in network.shared() if len(shared.names) > 1 for name in shared.names}
+    weights = {f"{path}.weight" if path else "weight": path for path in layers}
+    elsewhere = {
+        weights[value.name]
+        for value in network.values
+        if value.source == "parameter" and value.name in weights.keys() - tied
+        for call in network.readers(value)
+        if network.is_live(call) and layers.get(call.path) is not layers[weights[value.name]]
+    }
+    return list(dict.fromkeys(reversed(calls)))[::-1] or list(layers), elsewhere
+
+
+def _selected(paths: list[str], options: ProxPropOptions) -> list[str]:
+    """The paths that match a pattern of ``include``, if there are any, and none of ``exclude``."""
+    given = (["*"] if options.include is None else options.include, options.exclude or [])
+    include, exclude = ([some] if isinstance(some, str) else list(some) for some in given)
+    unknown = [pattern for pattern in include + exclude if not fnmatch.filter(paths, pattern)]
+    if unknown and paths:
+        raise OptionError(f"no layer matches {', '.join(unknown)}; available: {', '.join(map(repr, paths))}")
+    dropped = {path for pattern in exclude for path in fnmatch.filter(paths, pattern)}
+    return [path for path in paths if any(fnmatch.fnmatchcase(path, p) for p in include) and path not in dropped]
+
+
+def _problems(model: nn.Module, module: nn.Module) -> list[str]:
+    """What keeps a layer from proximal steps: shared or missing parameters, several devices, another forward."""
+    problems = []
+    parameters = {name: p for name, p in module._parameters.items() if p is not None}
+    devices = {p.device.type for p in parameters.values()}
+    for name, parameter in parameters.items():
+        holders = [
+            f"{path}.{n}" for path, m in model.named_modules() for n, p in m._parameters.items() if p is parameter
+        ]
+        if len(holders) > 1:
+            problems.append(f"shares its {name} ({', '.join(holders)}); give each layer its own parameters")
+    if any(isinstance(p, UninitializedParameter) for p in parameters.values()):
+        problems.append("is lazy and has no weight yet (run one forward pass first)")
+    elif "meta" in devices:
+        problems.append("is on the meta device and has no data (load or initialise it first)")
+    elif len(devices) > 1:
+        problems.append(f"is spread over the devices {', '.join(sorted(devices))} (move it to one)")
+    if isinstance(module.__dict__.get("forward"), _Forward):
+        problems.append("is attached to another ProxProp (detach that first)")
+    elif "forward" in module.__dict__:
+        problems.append("has a forward of its own (remove it, or pass a submodule without it)")
+    return problems
+
+
+class _Forward:
     """The layer's forward pass while attached. Copies and pickles of the model have the plain forward pass."""
 
     def __init__(self, hooks: "LayerHooks") -> None:
@@ -176,7 +122,6 @@ class Forward:
     # A compiled graph cannot contain the accumulation, which is a side effect: the graph breaks at the layer.
     @torch.compiler.disable
     def __call__(self, input: Tensor) -> Tensor:
-        """The layer's output."""
         try:
             return self.hooks.forward(input)
         except (RuntimeError, TypeError) as error:
@@ -210,17 +155,8 @@ class _HookedLayer(torch.autograd.Function):
         return (*(None if g is None else g.to(dtype) for g, dtype in zip(found, like, strict=True)), None)
 
 
-@dataclass
-class _Task:
-    """The calls of one layer in one run of the autograd engine, until their gradient is accumulated."""
-
-    calls: list[tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=list)
-    # In fused mode: the rows of the only call.
-    made: RowAccumulator | None = None
-
-
 class LayerHooks:
-    """The hooks of one layer and the rows that they accumulate; ``rows`` is None if none contributed to ``.grad``."""
+    """The hooks of one layer, and the rows in its ``.grad``; None if there are none."""
 
     def __init__(self, path: str, module: nn.Module, map: WeightMap, shared: Attachment, cache: GramCache) -> None:
         self.path, self.map, self.shared, self.cache = path, map, shared, cache
@@ -228,7 +164,7 @@ class LayerHooks:
         self.called = False
         self._handles: dict[str, tuple[Tensor, Any]] = {}
         self.forget()
-        module.forward = Forward(self)
+        module.forward = _Forward(self)
 
     def remove(self) -> None:
         """Restore the module's forward pass and remove all hooks."""
@@ -240,7 +176,8 @@ class LayerHooks:
     def forget(self) -> None:
         """Discard the accumulated rows."""
         self.rows: RowAccumulator | None = None
-        self._tasks: dict[int, _Task] = {}
+        # By run of the autograd engine: the calls whose gradient is not yet accumulated.
+        self._pending: dict[int, list[Any]] = {}
         self._stamps: list[tuple[int, int]] = []
 
     def without_autocast(self) -> torch.autocast:
@@ -259,8 +196,12 @@ class LayerHooks:
 
     @property
     def options(self) -> ProxPropOptions:
-        """The options for this layer's parameters."""
-        return self.shared.options_of(next(iter(self.trained.values())))
+        """The options for this layer; the ``tau_theta`` of its parameter group wins."""
+        mine = next(iter(self.trained.values()))
+        for group in self.shared.optimizer.param_groups if self.shared.optimizer else ():
+            if "tau_theta" in group and any(p is mine for p in group["params"]):
+                return replace(self.shared.options, tau_theta=group["tau_theta"])
+        return self.shared.options
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output, through the autograd function if a gradient may follow."""
@@ -271,7 +212,7 @@ class LayerHooks:
             return out
         self.called = True
         for name, parameter in trained.items():
-            # A frozen parameter may be unfrozen, or replaced, after attaching.
+            # A parameter may be unfrozen or replaced after attaching.
             known, handle = self._handles.get(name, (None, None))
             if known is not parameter:
                 if handle is not None:
@@ -285,73 +226,63 @@ class LayerHooks:
         self, x: Tensor, weight: Tensor, delta: Tensor, needed: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, ...]:
         """Gradients for input, weight and bias; in fused mode, directions for weight and bias."""
-        key = torch._C._current_graph_task_id()
-        if key not in self._tasks:
+        run = torch._C._current_graph_task_id()
+        if run not in self._pending:
             self.drop_stale()
-            self._tasks[key] = _Task()
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(key))
-        task, held = self._tasks[key], (x.detach(), delta.detach())
+            self._pending[run] = []
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(run))
+        pending, rows = self._pending[run], self.new_rows()
+        few = rows.stores(delta.numel() // self.map.outputs)
+        call = x.detach(), delta.detach()
         if not self.shared.options.fused:
             found = self.map.gradients(x, weight, delta, needed)
-            few = self.new_rows().stores(delta.numel() // self.map.outputs)
-            mark = fingerprint(_working(self._joined(*found[1:]).detach().to(weight.dtype))) if few else None
-            task.calls.append((*held, mark))
+            given = [None if g is None else g.detach().to(weight.dtype) for g in found[1:]]
+            pending.append((*call, fingerprint(self._matrices(*given)) if few else None))
             return found
-        if torch.is_grad_enabled() or task.calls:
-            why = "a gradient that is differentiated again" if torch.is_grad_enabled() else "a second call of it"
+        if torch.is_grad_enabled() or pending:
+            why = "a second call of it" if pending else "a gradient that is differentiated again"
             raise CapabilityError(f"layer '{self.path}': fused=True does not take {why}; use fused=False")
-        task.calls.append((*held, None))
-        task.made = self.new_rows()
-        few = task.made.stores(delta.numel() // self.map.outputs)
-        ahead, *own = self.map.gradients(x, weight, delta, (needed[0], needed[1] and not few, needed[2] and not few))
-        task.made.add(*task.calls[0], self.options)
-        if task.made.count == 0:
+        pending.append(rows)
+        needed = (needed[0], needed[1] and not few, needed[2] and not few)
+        ahead, *own = self.map.gradients(x, weight, delta, needed)
+        rows.add(*call, None, self.options)
+        if rows.count == 0:
             return ahead, *own
         try:
-            made = task.made.direction(None if few else self._joined(*own), self.options)
+            made = rows.direction(None if few else self._matrices(*own), self.options)
         except NonFiniteError:
             # The step will be skipped.
-            made = weight.new_full((self.map.outputs, task.made.width), torch.nan)
-        # Only the sum of the inputs, and the mean for a cached rule, are needed at the step.
-        task.made.rows = task.made.gram = task.made.metric = None
-        made_of = self._split(made)
-        return ahead, made_of.get("weight"), made_of.get("bias")
+            made = [weight.new_full((self.map.outputs, size), torch.nan) for size in rows.sizes]
+        rows.stored = rows.gram = rows.metric = None
+        named = {n: m.reshape(p.shape) for (n, p), m in zip(self.trained.items(), made, strict=True)}
+        return ahead, named.get("weight"), named.get("bias")
 
-    def _end(self, key: int) -> None:
-        self._tasks.pop(key, None)
+    def _end(self, run: int) -> None:
+        self._pending.pop(run, None)
 
-    def _joined(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """The trained ones of weight and bias as outputs × width."""
-        parts = [part.reshape(self.map.outputs, -1) for part in (weight, bias) if part is not None]
-        return _working(torch.cat(parts, 1) if len(parts) > 1 else parts[0])
-
-    def _split(self, matrix: Tensor) -> dict[str, Tensor]:
-        """The inverse of :meth:`_joined`."""
-        trained, columns = self.trained, self.map.columns
-        parts = {"weight": matrix[:, :columns], "bias": matrix[:, -1]}
-        return {name: parts[name].reshape(parameter.shape) for name, parameter in trained.items()}
+    def _matrices(self, *parts: Tensor | None) -> list[Tensor]:
+        """The parts of weight and bias that are trained, as outputs × columns."""
+        return [to_working_precision(part.reshape(self.map.outputs, -1)) for part in parts if part is not None]
 
     def _accumulated(self, parameter: Tensor) -> None:
         """Add the rows, now that their gradient is in ``.grad``."""
-        task = self._tasks.get(torch._C._current_graph_task_id())
-        if task is None:
-            return
-        calls, task.calls = task.calls, []
-        if calls and task.made is not None:
-            if self.rows is not None:
-                raise CapabilityError(
-                    f"layer '{self.path}': fused=True takes one backward pass per step, and .grad already holds the "
-                    f"direction of another; call zero_grad() or step() in between, or use fused=False"
-                )
-            self.rows = task.made
-        elif calls:
-            self.rows = self.new_rows() if self.rows is None else self.rows
+        run = torch._C._current_graph_task_id()
+        calls, fused = self._pending.get(run, []), self.shared.options.fused
+        if calls and fused and self.rows is not None:
+            raise CapabilityError(
+                f"layer '{self.path}': fused=True takes one backward pass per step, and .grad already holds the "
+                f"direction of another; call zero_grad() or step() in between, or use fused=False"
+            )
+        if calls:
+            self.rows = calls[0] if fused else self.rows or self.new_rows()
             with self.without_autocast():
-                for call in calls:
+                for call in () if fused else calls:
                     self.rows.add(*call, self.options)
             # The factor is computed again at the step.
             self.rows.metric = None
-        self._stamps = self._seen()
+            calls.clear()
+        if run in self._pending:
+            self._stamps = self._seen()
 
     def _seen(self) -> list[tuple[int, int]]:
         return [(p.grad.data_ptr(), p.grad._version) for p in self.trained.values() if p.grad is not None]
@@ -359,7 +290,7 @@ class LayerHooks:
     def drop_stale(self) -> None:
         """Discard the rows if ``.grad`` was removed or zeroed since they contributed to it."""
         grads = [p.grad for p in self.trained.values() if p.grad is not None]
-        # A gradient that is zero since its accumulation was not zeroed by anybody.
+        # A gradient that was zero when it was accumulated has rows.
         if not grads or (self._seen() != self._stamps and not any(bool(grad.any()) for grad in grads)):
             self.rows = None
 
@@ -367,10 +298,10 @@ class LayerHooks:
         """Replace ``.grad`` by its direction. Raises NonFiniteError."""
         if self.rows is None or self.rows.count == 0 or self.shared.options.fused:
             return
-        trained = self.trained
-        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
+        trained = self.trained.values()
+        grads = self._matrices(*(torch.zeros_like(p) if p.grad is None else p.grad for p in trained))
         with self.without_autocast():
-            made = self._split(self.rows.direction(self._joined(grads.get("weight"), grads.get("bias")), self.options))
-        for name, parameter in trained.items():
-            if parameter.grad is not None:
-                parameter.grad.copy_(made[name])
+            made = self.rows.direction(grads, self.options)
+        for parameter, part in zip(trained, made, strict=True):
+            if parameter.grad is not None and part.data_ptr() != parameter.grad.data_ptr():
+                parameter.grad.copy_(part.reshape(parameter.shape))

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from ...errors import OptionError, require_positive
 
@@ -66,7 +66,7 @@ class ProxPropOptions:
     method: Literal["auto", "exact", "cg"]
     cg_iters: int
     cg_tol: float | None
-    gram: str | GramRule
+    gram: Any
     skip_last: bool
     include: str | Sequence[str] | None
     exclude: str | Sequence[str] | None
@@ -74,23 +74,20 @@ class ProxPropOptions:
 
     def __post_init__(self) -> None:
         require_positive("tau_theta", self.tau_theta)
+        require_positive("cg_tol", 1.0 if self.cg_tol is None else self.cg_tol)
         if self.method not in ("auto", "exact", "cg"):
             raise OptionError(f"method must be one of auto, exact, cg, got {self.method!r}")
         if isinstance(self.cg_iters, bool) or not isinstance(self.cg_iters, int) or self.cg_iters < 1:
             raise OptionError(f"cg_iters must be a whole number ≥ 1, got {self.cg_iters!r}")
-        if self.cg_tol is not None:
-            require_positive("cg_tol", self.cg_tol)
         for name in ("skip_last", "fused"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if not isinstance(self.gram, GramRule) and not (isinstance(self.gram, str) and self.gram in _NAMED):
-            known = ", ".join(_NAMED)
-            raise OptionError(f"gram must be one of {known}, or a rule such as CachedGram(every=20), got {self.gram!r}")
-
-    @property
-    def rule(self) -> GramRule:
-        """How a convolution's Gram matrix is computed."""
-        return _NAMED[self.gram] if isinstance(self.gram, str) else self.gram
+        if isinstance(self.gram, str):
+            object.__setattr__(self, "gram", _NAMED.get(self.gram, self.gram))
+        if not isinstance(self.gram, GramRule):
+            raise OptionError(
+                f"gram must be one of {', '.join(_NAMED)} or a rule such as CachedGram(), got {self.gram!r}"
+            )
 
     @property
     def shift(self) -> float:
@@ -104,10 +101,10 @@ def paper_tau_theta(
     r"""Convert the paper's :math:`\tau_\theta` for batches of ``paper_rows`` to batches of ``rows`` and a reduction.
 
     Returns ``(tau_theta, factor)``. With this ``tau_theta``, ``factor`` times the paper's learning rate gives the
-    paper's step. The metric :math:`A^\top A + I/\tau_\theta` grows with the number of rows and does not depend on the
-    loss's reduction. So :math:`\tau_\theta` scales with ``paper_rows / rows``. The direction of a mean loss then
-    shrinks by the same factor, for which the learning rate compensates. The gradient of a summed loss is ``rows`` times
-    as large, so the learning rate is divided by ``rows``. For convolutions the ratio is that of the numbers of images.
+    paper's step. The metric :math:`A^\top A + I/\tau_\theta` grows with the number of rows, for every reduction of the
+    loss. So :math:`\tau_\theta` scales with ``paper_rows / rows``, and so does the direction of a mean loss, for which
+    the learning rate compensates. The gradient of a summed loss is ``rows`` times as large. For convolutions the ratio
+    is that of the numbers of images.
 
     >>> paper_tau_theta(0.05)
     (0.05, 1.0)
@@ -117,9 +114,8 @@ def paper_tau_theta(
     (0.05, 0.002)
     """
     rows = paper_rows if rows is None else rows
-    require_positive("tau_theta", tau_theta)
-    require_positive("paper_rows", paper_rows)
-    require_positive("rows", rows)
+    for name, value in {"tau_theta": tau_theta, "paper_rows": paper_rows, "rows": rows}.items():
+        require_positive(name, value)
     if reduction not in ("mean", "sum"):
         raise OptionError(f"reduction must be mean or sum, got {reduction!r}")
     ratio = paper_rows / rows

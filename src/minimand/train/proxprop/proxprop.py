@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, Self
 
 import torch
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...errors import CapabilityError, NonFiniteError, OptionError, ShapeError, require_positive
-from .discover import discover, is_trained
-from .layers import Attachment, GramCache, LayerHooks
+from .directions import Attachment, GramCache
+from .layers import LayerHooks, discover, is_trained
 from .options import GramRule, ProxPropOptions
 
 __all__ = ["ProxProp"]
@@ -39,13 +39,12 @@ class ProxProp:
     contributed to ``.grad`` since the last step or ``zero_grad``, over micro-batches and processes.
 
     Args:
-        model: A network with Linear or Conv1d to Conv3d layers. Other modules keep plain gradients; the log lists them
-            once. A parameter shared between layers raises an error; a layer called several times stacks its rows.
+        model: A network with Linear or Conv1d to Conv3d layers. Other modules keep plain gradients; the log lists them.
+            A parameter shared between layers raises an error; a layer that is called several times stacks its rows.
         tau_theta: :math:`\tau_\theta > 0`. Small values give nearly :math:`\tau_\theta` times the plain gradient.
             The attribute ``tau_theta`` can be set while training. The key ``tau_theta`` of a parameter group wins.
         method: ``"exact"`` or ``"auto"``: a Cholesky factor of the Gram matrix of rows or columns, whichever are fewer.
-            ``"cg"``: conjugate gradients from zero for every output unit. Every iterate is a descent direction
-            (Proposition 5).
+            ``"cg"``: conjugate gradients from zero for every output unit; every iterate descends (Proposition 5).
         cg_iters: The largest number of iterations of ``"cg"``.
         cg_tol: ``"cg"`` stops early once every unit's residual is at most this fraction of its gradient.
         gram: How a convolution's Gram matrix is computed: ``"exact"``, ``"subsampled"``, ``"cached"``, or a rule such
@@ -55,9 +54,9 @@ class ProxProp:
             runs through the model, the last layer is the last one in ``model.named_modules()``.
         include: Patterns such as ``"blocks.*.fc"``: only layers whose path matches one are preconditioned.
         exclude: Patterns of layers that keep plain gradients.
-        fused: Compute the direction in the backward pass, without forming the gradient if there are fewer rows than
-            columns. ``.grad`` holds the direction right after ``backward``; clipping then clips the direction, and a
-            penalty on a weight is added to it. A second backward pass before the step raises an error.
+        fused: Compute the direction in the backward pass, without the gradient if there are fewer rows than columns.
+            ``.grad`` holds the direction right after ``backward``; clipping then clips the direction, and a penalty on
+            a weight is added to it. A second backward pass before the step raises an error.
         process_group: The processes whose rows are summed. ``"auto"``: all, if torch.distributed runs with more than
             one; None: this process alone.
 
@@ -92,17 +91,13 @@ class ProxProp:
         process_group: dist.ProcessGroup | Literal["auto"] | None = "auto",
     ) -> None:
         options = ProxPropOptions(tau_theta, method, cg_iters, cg_tol, gram, skip_last, include, exclude, fused)
-        known = dist.is_available() and isinstance(process_group, dist.ProcessGroup)
-        if process_group not in ("auto", None) and not known:
-            raise OptionError(
-                f'process_group must be "auto", None or a torch.distributed process group, got {process_group!r}'
-            )
+        if isinstance(process_group, str) and process_group != "auto":
+            raise OptionError(f'process_group must be "auto", None or a process group, got {process_group!r}')
         if not isinstance(model, nn.Module):
             raise CapabilityError(f"ProxProp takes an nn.Module, got {type(model).__name__}")
-        self._model, self._group = model, process_group
-        self._shared = Attachment(options)
-        self._layers = discover(model, options)
-        self._caches = {path: GramCache() for path in self._layers.preconditioned}
+        self._model, self._group, self._shared = model, process_group, Attachment(options)
+        self._layers, self._last = discover(model, options)
+        self._caches = {path: GramCache() for path in self._layers}
         self._hooked: dict[str, LayerHooks] = {}
         self._handles: list[Any] = []
         self._skipped_grads: list[tuple[Tensor, Tensor]] = []
@@ -120,12 +115,14 @@ class ProxProp:
     @property
     def layers(self) -> tuple[str, ...]:
         """The paths of the layers with proximal steps, without frozen ones."""
-        return tuple(path for path, (module, _) in self._layers.preconditioned.items() if is_trained(module))
+        return tuple(path for path, (module, _) in self._layers.items() if is_trained(module))
 
     @property
     def plain(self) -> dict[str, str]:
         """The modules with plain gradients, by path, with their types; includes the last layer."""
-        return self._layers.plain
+        rest = {path: module for path, module in self._model.named_modules() if path not in self._layers}
+        kinds = {path: type(module).__name__ for path, module in rest.items() if is_trained(module)}
+        return kinds | ({} if self._last is None else {self._last: "the last layer"})
 
     def __repr__(self) -> str:
         state = "attached" if self._hooked else "not attached"
@@ -133,10 +130,9 @@ class ProxProp:
 
     def attach(self, optimizer: Optimizer) -> Self:
         """Register hooks on the layers and the optimizer, and return ``self``."""
+        shared = self._shared
         if self._hooked:
-            raise OptionError(
-                "this ProxProp is attached already; call detach() before attaching it to another optimizer"
-            )
+            raise OptionError("this ProxProp is attached already; call detach() before attaching it again")
         if not isinstance(optimizer, Optimizer):
             raise CapabilityError(f"attach takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
         if any(
@@ -146,14 +142,16 @@ class ProxProp:
                 "this optimizer has a ProxProp already, and its checkpoint can hold the state of only one; pass one "
                 "ProxProp a model with all layers, or detach the other first"
             )
-        shared, self._layers = self._shared, discover(self._model, self._shared.options)
-        found, shared.distributed = self._layers.preconditioned, self._processes() > 1
+        self._layers, self._last = discover(self._model, shared.options)
+        self._require_owned(optimizer)
+        several = self._group is not None and dist.is_available() and dist.is_initialized()
+        shared.distributed = several and dist.get_world_size(self._process_group) > 1
         if shared.distributed and shared.options.fused:
             raise OptionError("fused=True works in one process only; use fused=False, which sums the Gram matrices")
-        self._require_owned(optimizer)
         shared.optimizer = optimizer
-        self._caches = {path: self._caches.get(path, GramCache()) for path in found}
-        self._hooked = {path: LayerHooks(path, *found[path], shared, self._caches[path]) for path in found}
+        self._caches = {path: self._caches.get(path, GramCache()) for path in self._layers}
+        for path, (module, known) in self._layers.items():
+            self._hooked[path] = LayerHooks(path, module, known, shared, self._caches[path])
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -161,12 +159,11 @@ class ProxProp:
             optimizer.register_load_state_dict_pre_hook(self._load_with),
         ]
         if not self.layers:
-            frozen = ", ".join(map(_named, found))
+            frozen = ", ".join(map(_named, self._layers))
             _log.warning("ProxProp: no gradient is preconditioned until one is unfrozen: %s", frozen)
-        plain = {path: kind for path, kind in self.plain.items() if kind != "the last layer"}
+        plain = [f"{path or 'the model'} ({kind})" for path, kind in self.plain.items() if path != self._last]
         if plain:
-            named = ", ".join(f"{path or 'the model'} ({kind})" for path, kind in plain.items())
-            _log.warning("ProxProp: plain gradients for %s", named)
+            _log.warning("ProxProp: plain gradients for %s", ", ".join(plain))
         return self
 
     def _require_owned(self, optimizer: Optimizer) -> None:
@@ -174,12 +171,10 @@ class ProxProp:
         for group in optimizer.param_groups:
             require_positive("tau_theta of a parameter group", group.get("tau_theta", 1.0))
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        missing = [
-            f"{path}.{name}" if path else name
-            for path, (module, _) in self._layers.preconditioned.items()
-            for name, parameter in module.named_parameters(recurse=False)
-            if parameter.requires_grad and id(parameter) not in owned
-        ]
+        named = (
+            (f"{path}.{n}", p) for path, (m, _) in self._layers.items() for n, p in m.named_parameters(recurse=False)
+        )
+        missing = [name.lstrip(".") for name, p in named if p.requires_grad and id(p) not in owned]
         if missing:
             raise OptionError(
                 f"the optimizer does not own {', '.join(missing)}, so their directions would never be used; build it "
@@ -194,33 +189,24 @@ class ProxProp:
             handle.remove()
         self._hooked, self._handles, self._skipped_grads, self._shared.optimizer = {}, [], [], None
 
-    def _processes(self) -> int:
-        if self._group is None or not dist.is_available() or not dist.is_initialized():
-            return 1
-        return dist.get_world_size(None if self._group == "auto" else self._group)
+    @property
+    def _process_group(self) -> dist.ProcessGroup | None:
+        return None if isinstance(self._group, str) else self._group
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._precondition(optimizer)
             return None
-        again = self._evaluated(optimizer, closure)
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": again}
-        return (args[0], again, *args[2:]), kwargs
 
-    def _evaluated(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, extended to leave directions in ``.grad``. It may be called several times per step."""
-
-        def call() -> Any:
-            self._restore()
-            for layer in self._hooked.values():
-                layer.forget()
+        def evaluate() -> Any:
+            """Evaluate the closure, and leave directions in ``.grad``; several times per step for LBFGS."""
+            self._end_step(taken=False)
             loss = closure()
             self._precondition(optimizer)
             return loss
 
-        return call
+        return args[:1], {**kwargs, "closure": evaluate}
 
     @torch.no_grad()
     def _precondition(self, optimizer: Optimizer) -> None:
@@ -229,18 +215,29 @@ class ProxProp:
             layer.drop_stale()
             if self._shared.distributed:
                 layer.rows = layer.rows or layer.new_rows()
-                group = None if isinstance(self._group, str) else self._group
-                layer.rows.reduce(layer.module.weight.device, group)
-        self._warn_uncalled([layer for layer in active if layer.rows is None])
+                layer.rows.reduce(layer.module.weight.device, self._process_group)
+        unseen = {layer.path for layer in active if layer.rows is None and not layer.called} - self._warned
+        self._warned |= unseen
+        if unseen:
+            paths = ", ".join(path or "the model" for path in sorted(unseen))
+            why = "whose forward is never called (attention uses weights directly)"
+            _log.warning("ProxProp: plain gradients for %s, %s", paths, why)
         origin = self._find_nonfinite(active, optimizer)
-        for layer in active if origin is None else []:
+        for layer in active if origin is None else ():
             try:
                 layer.precondition()
             except NonFiniteError:
                 origin = f"the input of {_named(layer.path)}"
                 break
         if origin is not None:
-            self._skip_step(optimizer, origin)
+            remedy = "lower the learning rate or clean the data"
+            warnings.warn(
+                f"ProxProp skips this step: {origin} holds NaN or Inf; {remedy}", RuntimeWarning, stacklevel=2
+            )
+            # Without gradients the optimizer changes neither parameters nor its state.
+            for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+                self._skipped_grads.append((parameter, parameter.grad))
+                parameter.grad = None
 
     def _find_nonfinite(self, active: list[LayerHooks], optimizer: Optimizer) -> str | None:
         """The origin of NaN or Inf: the first layer with such an input, else the last layer with such a gradient."""
@@ -254,37 +251,14 @@ class ProxProp:
         paths = [name.rpartition(".")[0] for name, p in self._model.named_parameters() if id(p) in bad]
         return f"the gradient of {_named(paths[-1]) if paths else 'a parameter outside of the model'}"
 
-    def _warn_uncalled(self, layers: list[LayerHooks]) -> None:
-        new = [layer for layer in layers if not layer.called and layer.path not in self._warned]
-        self._warned |= {layer.path for layer in new}
-        if new:
-            paths = ", ".join(layer.path or "the model" for layer in new)
-            _log.warning(
-                "ProxProp: plain gradients for %s, whose forward is never called (attention uses weights directly)",
-                paths,
-            )
-
-    def _skip_step(self, optimizer: Optimizer, origin: str) -> None:
-        """Skip the step by removing all gradients; the optimizer then changes neither parameters nor its state."""
-        warnings.warn(
-            f"ProxProp skips this step: {origin} holds NaN or Inf; lower the learning rate or clean the data",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if parameter.grad is not None:
-                self._skipped_grads.append((parameter, parameter.grad))
-                parameter.grad = None
-
-    def _restore(self) -> None:
-        for parameter, grad in self._skipped_grads:
-            if parameter.grad is None:
-                parameter.grad = grad
-        self._skipped_grads = []
-
     def _after_step(self, *_: Any) -> None:
-        taken = not self._skipped_grads
-        self._restore()
+        self._end_step(taken=not self._skipped_grads)
+
+    def _end_step(self, taken: bool) -> None:
+        """Put the gradients of a skipped step back, and discard all rows."""
+        for parameter, grad in self._skipped_grads:
+            parameter.grad = grad if parameter.grad is None else parameter.grad
+        self._skipped_grads = []
         for layer in self._hooked.values():
             if taken and layer.rows is not None:
                 layer.rows.commit()
@@ -300,8 +274,7 @@ class ProxProp:
 
     def _shapes(self) -> dict[str, list[int]]:
         """The shapes of the layers' weights, by which a saved state is matched to its network."""
-        weights = {path: module.get_parameter("weight") for path, (module, _) in self._layers.preconditioned.items()}
-        return {path: list(weight.shape) for path, weight in weights.items()}
+        return {path: list(module.get_parameter("weight").shape) for path, (module, _) in self._layers.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state from :meth:`state_dict`, including τθ."""
@@ -311,35 +284,20 @@ class ProxProp:
                 f"the saved state lacks {', '.join(missing)}; pass the result of ProxProp.state_dict(), or load the "
                 f"optimizer's checkpoint into the optimizer"
             )
-        unknown = sorted(set(state["grams"]) - set(self._caches))
-        if unknown:
+        saved, own = state.get("layers", self._shapes()), self._shapes()
+        if saved != own or not state["grams"].keys() <= own.keys():
             raise ShapeError(
-                f"the saved state has Gram matrices of {', '.join(unknown)}, which this model does not have"
+                f"the saved state is from another network: its weights are {saved}, this model's are {own}"
             )
-        for path, (mean, _) in state["grams"].items():
-            module, known = self._layers.preconditioned[path]
-            ones = isinstance(module.bias, Tensor) and module.bias.requires_grad
-            expected = (known.groups, known.columns + ones, known.columns + ones)
-            if mean.shape != expected:
-                raise ShapeError(
-                    f"the saved Gram matrix of '{path}' is {tuple(mean.shape)}, the layer needs {expected}"
-                )
-        layers = self._shapes()
-        if state.get("layers", layers) != layers:
-            raise ShapeError(
-                f"the saved state is from another network: its weights are {state['layers']}, this model's are {layers}"
-            )
-        self.tau_theta = float(state["tau_theta"])
-        self._shared.steps = int(state["turn"])
+        self.tau_theta, self._shared.steps = float(state["tau_theta"]), int(state["turn"])
         for path, cache in self._caches.items():
-            mean, rows = state["grams"].get(path, (None, 0))
-            device = next(self._layers.preconditioned[path][0].parameters()).device
+            mean, cache.rows = state["grams"].get(path, (None, 0))
+            device = next(self._layers[path][0].parameters()).device
             cache.mean = None if mean is None else mean.detach().clone().to(device)
-            cache.metric, cache.rows, cache.wide = None, rows, path in state.get("wide", ())
+            cache.metric, cache.wide = None, path in state.get("wide", ())
 
     def _save_with(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        state[_KEY] = self.state_dict()
-        return state
+        return state | {_KEY: self.state_dict()}
 
     def _load_with(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         if _KEY in state:
