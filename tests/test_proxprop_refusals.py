@@ -152,7 +152,7 @@ def test_bad_attachments_are_refused():
         prox.attach(net)
     assert not any("forward" in module.__dict__ for module in net.modules())
     net[0].bias = nn.Parameter(net[0].bias.to("meta"))
-    with pytest.raises(TypeError, match="layer '0' is on the meta device"):
+    with pytest.raises(TypeError, match="layer '0' has no data: it is lazy or on the meta device"):
         ProxProp(net)
     with pytest.raises(TypeError, match="lazy"):
         ProxProp(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3)))

@@ -8,8 +8,8 @@ Source: [Frerix2018], Proposition 2, eqs. 13–16 and 44.
 """
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Container
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,77 +56,6 @@ def _factor(matrix: Callable[[bool], Tensor], shift: float) -> RidgeFactor:
 
 def _conjugate(apply: Callable[[Tensor], Tensor], target: Tensor, options: ProxPropOptions, **how: Any) -> Tensor:
     return conjugate_gradient(apply, target, options.cg_iters, tol=options.cg_tol, **how)
-
-
-@dataclass(frozen=True)
-class _StoredRows:
-    """Fewer rows ``a`` than columns, their output gradients ``delta`` (rows × outputs), the fingerprint of δᵀA."""
-
-    a: Tensor
-    delta: Tensor
-    mark: Tensor | None
-    sizes: list[int]
-
-    def then(self, other: "_StoredRows") -> "_StoredRows":
-        """The rows of both, stacked."""
-        mark = None if self.mark is None or other.mark is None else self.mark + other.mark
-        return replace(self, a=torch.cat([self.a, other.a]), delta=torch.cat([self.delta, other.delta]), mark=mark)
-
-    def direction(self, options: ProxPropOptions, into: list[Tensor] | None = None) -> list[Tensor]:
-        """The direction of the gradient δᵀA, solved from δ; written ``into`` given tensors."""
-        c = self._conjugate(options) if options.method == "cg" else self._solve(self.delta.mT, options)
-        return [torch.mm(c, a, out=into[i] if into else None) for i, a in enumerate(self.a.split(self.sizes, 1))]
-
-    def direction_of(self, gradient: list[Tensor], options: ProxPropOptions) -> list[Tensor]:
-        r"""The direction of the gradient that the optimizer receives; it may overwrite the gradient.
-
-        The gradient is :math:`c\,\delta^\top A + E` for a scalar c (unscaling, clipping). The first part is solved from
-        δ, without cancellation. Equal fingerprints show that E is rounding. Otherwise (a penalty, other edits) the
-        Woodbury identity :math:`\tau_\theta(E - EA^\top(AA^\top + I/\tau_\theta)^{-1}A)` gives its direction.
-        """
-        assert self.mark is not None
-        found, own = fingerprint(gradient), self.mark
-        scale = torch.nan_to_num((found.double() @ own.double()) / own.double().square().sum()).to(found.dtype)
-        size = torch.linalg.vector_norm(gradient[0], dim=1) + found.abs()
-        rows = self if scale == 1 else replace(self, delta=self.delta * scale)
-        if bool(((found - scale * own).abs() <= _EQUAL * torch.finfo(found.dtype).eps * size).all()):
-            return rows.direction(options, gradient)
-        a, whole = self.a, torch.cat(gradient, 1)
-        if options.method == "cg":
-            made = _conjugate(lambda v: v @ a.mT @ a + options.shift * v, whole, options)
-        else:
-            rest = whole - rows.delta.mT @ a
-            solved, moved = self._solve(torch.cat([rows.delta.mT, rest @ a.mT]), options).chunk(2)
-            made = solved @ a + (rest - moved @ a) / options.shift
-        return list(made.split(self.sizes, 1))
-
-    def _solve(self, target: Tensor, options: ProxPropOptions) -> Tensor:
-        """Multiply by (AAᵀ + I/τθ)⁻¹ from the right."""
-        factor = _factor(lambda double: gram(self.a.double() if double else self.a, half=True), options.shift)
-        # With many rows one product with the inverse is faster than two triangular solves.
-        many = target.shape[-2] >= 1.5 * target.shape[-1]
-        return target @ factor.inverse().to(target.dtype) if many else factor.solve(target)
-
-    def _conjugate(self, options: ProxPropOptions) -> Tensor:
-        """Coefficients c, outputs × rows, of the last conjugate gradient iterate cA.
-
-        A vector cA is stored as (c, cK) with K = AAᵀ. Its inner product with dA is ⟨c, dK⟩, so an iteration costs one
-        product with K. The iterates equal those of conjugate gradients in the weights.
-        """
-        kernel = gram(self.a)
-
-        def apply(v: Tensor) -> Tensor:
-            c, image = v.unbind(-2)
-            out = torch.empty_like(v)
-            torch.add(image, c, alpha=options.shift, out=out[:, 0])
-            torch.addmm(image, image, kernel, beta=options.shift, out=out[:, 1])
-            return out
-
-        def inner(u: Tensor, v: Tensor) -> Tensor:
-            return (u[:, 0] * v[:, 1]).sum(-1)[:, None, None]
-
-        pairs = (torch.stack([units, units @ kernel], -2) for units in self.delta.mT.split(_UNITS))
-        return torch.cat([_conjugate(apply, some, options, sample_dims=2, inner=inner)[:, 0] for some in pairs])
 
 
 @dataclass(frozen=True)
@@ -184,36 +113,32 @@ class GramCache:
     wide: bool = False
 
 
-@dataclass
 class RowAccumulator:
     """The rows that contributed to ``.grad`` since the last step or ``zero_grad``.
 
-    While there are fewer rows than columns, the rows and their output gradients are stored, for the dual form;
-    otherwise their Gram matrix is summed. ``inputs`` is the sum of all inputs, which shows whether all are finite.
+    While there are fewer rows than columns, the rows ``a``, their output gradients ``delta`` (rows × outputs) and the
+    fingerprint ``mark`` of δᵀA are stored, for the dual form; otherwise the Gram matrix is summed. ``inputs`` is the sum
+    of all inputs, which shows whether all are finite.
     """
 
-    map: WeightMap
-    shared: Attachment
-    cache: GramCache
-    trains_weight: bool
-    ones: bool
-    stored: _StoredRows | None = None
-    gram: Tensor | None = None
-    count: int = 0
-    inputs: Tensor | float = 0.0
-    metric: _Metric | None = None
-    renewed: tuple[Tensor, _Metric] | None = None
-    sizes: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.sizes = [self.map.columns] * self.trains_weight + [1] * self.ones
-        rule = self.shared.options.gram
-        self._cached = rule if isinstance(rule, CachedGram) and self.trains_weight and self.map.geometry else None
+    def __init__(self, map: WeightMap, shared: Attachment, cache: GramCache, trained: Container[str]) -> None:
+        self.map, self.shared, self.cache = map, shared, cache
+        self.trains_weight, self.ones = "weight" in trained, "bias" in trained
+        self.sizes = [map.columns] * self.trains_weight + [1] * self.ones
+        rule = shared.options.gram
+        self._cached = rule if isinstance(rule, CachedGram) and self.trains_weight and map.geometry else None
+        self.count, self.inputs = 0, torch.zeros((), dtype=torch.float64)
+        self.a: Any = None
+        self.delta: Any = None
+        self.mark: Any = None
+        self.gram: Any = None
+        self.metric: _Metric | None = None
+        self.renewed: tuple[Tensor, _Metric] | None = None
 
     def stores(self, count: int) -> bool:
         """Whether with ``count`` more rows there are fewer than columns, so that they are stored."""
-        many = self.gram is not None or self.map.groups > 1 or self.shared.distributed
-        return self.trains_weight and not many and 0 < self.count + count < sum(self.sizes)
+        dual = self.trains_weight and self.gram is None and self.map.groups == 1 and not self.shared.distributed
+        return dual and 0 < self.count + count < sum(self.sizes)
 
     def updates(self) -> bool:
         """Whether the rule needs a new Gram matrix at this step."""
@@ -224,38 +149,100 @@ class RowAccumulator:
         count = delta.numel() // self.map.outputs
         if count == 0:
             return
-        stores, earlier, self.stored = self.stores(count), self.stored, None
-        self.count, self.inputs = self.count + count, self.inputs + x.sum(dtype=torch.float64)
+        stores = self.stores(count)
+        self.count, self.inputs = self.count + count, self.inputs + x.sum(dtype=torch.float64).cpu()
         if stores:
-            a = to_working_precision(self.map.rows(x))
+            a, delta = to_working_precision(self.map.rows(x)), to_working_precision(self.map.deltas(delta))
             a = torch.cat([a, a.new_ones(count, 1)], 1) if self.ones else a
-            fresh = _StoredRows(a, to_working_precision(self.map.deltas(delta)), mark, self.sizes)
-            self.stored = fresh if earlier is None else earlier.then(fresh)
+            if self.a is not None:
+                a, delta, mark = torch.cat([self.a, a]), torch.cat([self.delta, delta]), self.mark + mark
+            self.a, self.delta, self.mark = a, delta, mark
         elif self.updates():
-            self.metric = self._sum(x, count, earlier, options)
+            self.metric = self._sum(x, count, options)
             if options.method != "cg" and self.trains_weight and not self.metric.accurate():
                 self.cache.wide = True
-                self.metric = self._sum(x, count, earlier, options)
-            self.gram = self.metric.gram
+                self.metric = self._sum(x, count, options)
+            self.gram, self.a = self.metric.gram, None
 
-    def _sum(self, x: Tensor, count: int, earlier: _StoredRows | None, options: ProxPropOptions) -> _Metric:
+    def _sum(self, x: Tensor, count: int, options: ProxPropOptions) -> _Metric:
         """The metric of all rows so far."""
         x, wide = to_working_precision(x), self.cache.wide
         if self.trains_weight:
             total = self.map.gram(x, self.ones, options.gram, self.shared.steps, wide)
         else:
             total = x.new_full((self.map.groups, 1, 1), float(count))
-        total = total if earlier is None else total + row_gram(earlier.a, False, wide)
-        double = wide or torch.float64 in (x.dtype, None if self.gram is None else self.gram.dtype)
-        total = total if self.gram is None else total + self.gram
+        total = total if self.a is None else total + row_gram(self.a, False, wide)
+        double = wide or x.dtype == torch.float64
+        if self.gram is not None:
+            total, double = total + self.gram, double or self.gram.dtype == torch.float64
         return _Metric(total.to(torch.float64 if double else torch.float32), options.shift)
+
+    def direction(self, gradient: list[Tensor] | None, options: ProxPropOptions) -> list[Tensor]:
+        """The direction of a gradient; None is the gradient δᵀA of stored rows. It may overwrite the gradient."""
+        if self.a is not None:
+            return self._dual(1.0, options) if gradient is None else self._received(gradient, options)
+        assert gradient is not None
+        whole = torch.cat(gradient, 1) if len(gradient) > 1 else gradient[0]
+        made = self._step_metric(options).direction(whole.unflatten(0, (self.map.groups, -1)), options)
+        return list(made.flatten(0, 1).split(self.sizes, 1))
+
+    def _received(self, gradient: list[Tensor], options: ProxPropOptions) -> list[Tensor]:
+        r"""The direction of the gradient that the optimizer receives, from stored rows.
+
+        The gradient is :math:`c\,\delta^\top A + E` for a scalar c (unscaling, clipping). The first part is solved from
+        δ, without cancellation. Equal fingerprints show that E is rounding. Otherwise (a penalty, other edits) the
+        Woodbury identity :math:`\tau_\theta(E - EA^\top(AA^\top + I/\tau_\theta)^{-1}A)` gives its direction.
+        """
+        found, own, a = fingerprint(gradient), self.mark, self.a
+        scale = float(torch.nan_to_num((found.double() @ own.double()) / own.double().square().sum()))
+        size = torch.linalg.vector_norm(gradient[0], dim=1) + found.abs()
+        if bool(((found - scale * own).abs() <= _EQUAL * torch.finfo(found.dtype).eps * size).all()):
+            return self._dual(scale, options, gradient)
+        whole = torch.cat(gradient, 1)
+        if options.method == "cg":
+            made = _conjugate(lambda v: v @ a.mT @ a + options.shift * v, whole, options)
+        else:
+            rest = whole - scale * self.delta.mT @ a
+            solved, moved = self._solve(torch.cat([scale * self.delta.mT, rest @ a.mT]), options).chunk(2)
+            made = solved @ a + (rest - moved @ a) / options.shift
+        return list(made.split(self.sizes, 1))
+
+    def _dual(self, scale: float, options: ProxPropOptions, into: list[Tensor] | None = None) -> list[Tensor]:
+        """The direction of the gradient δᵀA times a scale, solved from δ; written ``into`` given tensors."""
+        delta = (self.delta if scale == 1 else self.delta * scale).mT
+        c = self._dual_conjugate(delta, options) if options.method == "cg" else self._solve(delta, options)
+        return [torch.mm(c, a, out=into[i] if into else None) for i, a in enumerate(self.a.split(self.sizes, 1))]
+
+    def _solve(self, target: Tensor, options: ProxPropOptions) -> Tensor:
+        """Multiply by (AAᵀ + I/τθ)⁻¹ from the right."""
+        factor = _factor(lambda double: gram(self.a.double() if double else self.a, half=True), options.shift)
+        # With many rows one product with the inverse is faster than two triangular solves.
+        many = target.shape[-2] >= 1.5 * target.shape[-1]
+        return target @ factor.inverse().to(target.dtype) if many else factor.solve(target)
+
+    def _dual_conjugate(self, target: Tensor, options: ProxPropOptions) -> Tensor:
+        """Coefficients c, outputs × rows, of the last conjugate gradient iterate cA.
+
+        A vector cA is stored as (c, cK) with K = AAᵀ. Its inner product with dA is ⟨c, dK⟩, so an iteration costs one
+        product with K. The iterates equal those of conjugate gradients in the weights.
+        """
+        kernel, shift = gram(self.a), options.shift
+
+        def apply(v: Tensor) -> Tensor:
+            c, image = v.unbind(-2)
+            return torch.stack([image + shift * c, torch.addmm(image, image, kernel, beta=shift)], -2)
+
+        def inner(u: Tensor, v: Tensor) -> Tensor:
+            return (u[:, 0] * v[:, 1]).sum(-1)[:, None, None]
+
+        pairs = (torch.stack([units, units @ kernel], -2) for units in target.split(_UNITS))
+        return torch.cat([_conjugate(apply, some, options, sample_dims=2, inner=inner)[:, 0] for some in pairs])
 
     def _step_metric(self, options: ProxPropOptions) -> _Metric:
         """The metric of this step: of its rows, or from the cache."""
         rule, cache, metric = self._cached, self.cache, self.metric
         if rule is None:
-            assert self.gram is not None
-            return metric if metric is not None and metric.shift == options.shift else _Metric(self.gram, options.shift)
+            return metric if metric and metric.shift == options.shift else _Metric(self.gram, options.shift)
         metric, mean = cache.metric, cache.mean
         if self.gram is not None:
             fresh = self.gram / max(self.count, 1)
@@ -270,15 +257,6 @@ class RowAccumulator:
         """Store the new mean in the cache after the step was taken."""
         if self.renewed is not None:
             (self.cache.mean, self.cache.metric), self.cache.rows = self.renewed, self.count
-
-    def direction(self, gradient: list[Tensor] | None, options: ProxPropOptions) -> list[Tensor]:
-        """The direction of a gradient; None is the gradient of stored rows. It may overwrite the gradient."""
-        if self.stored is not None:
-            return self.stored.direction(options) if gradient is None else self.stored.direction_of(gradient, options)
-        assert gradient is not None
-        whole = torch.cat(gradient, 1) if len(gradient) > 1 else gradient[0]
-        made = self._step_metric(options).direction(whole.unflatten(0, (self.map.groups, -1)), options)
-        return list(made.flatten(0, 1).split(self.sizes, 1))
 
     def reduce(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
         """Sum the number of rows and the Gram matrix over the processes. All processes call this in the same order."""

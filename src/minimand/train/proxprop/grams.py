@@ -33,13 +33,7 @@ _SHORT = 1024
 
 
 def row_gram(rows: Tensor, ones: bool, wide: bool) -> Tensor:
-    """The Gram matrix of the rows, with a column of ones appended if ``ones``; ``wide``: all products in float64.
-
-    >>> row_gram(torch.tensor([[1.0, 2.0]]), True, False)
-    tensor([[1., 2., 1.],
-            [2., 4., 2.],
-            [1., 2., 1.]])
-    """
+    """The Gram matrix of the rows, with a column of ones appended if ``ones``; ``wide``: all products in float64."""
     n = rows.shape[1]
     parts = rows.split(_SHORT)
     sums = rows.dtype if len(parts) == 1 and not wide else torch.float64

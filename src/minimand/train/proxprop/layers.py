@@ -28,10 +28,8 @@ __all__ = ["LayerHooks", "discover", "is_trained"]
 def discover(model: nn.Module, options: ProxPropOptions) -> tuple[dict[str, tuple[nn.Module, WeightMap]], str | None]:
     """The layers to precondition, and the last layer if it stays explicit; an error lists all unusable layers.
 
-    The last layer is the last one that the forward pass calls, on made-up inputs (:func:`minimand.network.read`). Where
-    no made-up input runs through the model, it is the last in ``model.named_modules()``. A layer whose weight is used
-    by other code than its own forward, such as the output projection of ``nn.MultiheadAttention``, keeps plain
-    gradients: its inputs are not seen there.
+    A layer whose weight is used by other code than its own forward, such as the output projection of
+    ``nn.MultiheadAttention``, keeps plain gradients: its inputs are not seen there.
     """
     maps = {path: (m, known) for path, m in model.named_modules() if (known := weight_map(m)) is not None}
     order, elsewhere = _forward_pass(model, {path: module for path, (module, _) in maps.items()})
@@ -100,10 +98,8 @@ def _problems(model: nn.Module, module: nn.Module) -> list[str]:
         ]
         if len(holders) > 1:
             problems.append(f"shares its {name} ({', '.join(holders)}); give each layer its own parameters")
-    if any(isinstance(p, UninitializedParameter) for p in parameters.values()):
-        problems.append("is lazy and has no weight yet (run one forward pass first)")
-    elif "meta" in devices:
-        problems.append("is on the meta device and has no data (load or initialise it first)")
+    if "meta" in devices or any(isinstance(p, UninitializedParameter) for p in parameters.values()):
+        problems.append("has no data: it is lazy or on the meta device (initialise it first)")
     elif len(devices) > 1:
         problems.append(f"is spread over the devices {', '.join(sorted(devices))} (move it to one)")
     if isinstance(module.__dict__.get("forward"), _Forward):
@@ -162,14 +158,14 @@ class LayerHooks:
         self.path, self.map, self.shared, self.cache = path, map, shared, cache
         self.module: Any = module
         self.called = False
-        self._handles: dict[str, tuple[Tensor, Any]] = {}
+        self._handles: dict[int, Any] = {}
         self.forget()
         module.forward = _Forward(self)
 
     def remove(self) -> None:
         """Restore the module's forward pass and remove all hooks."""
         del self.module.__dict__["forward"]
-        for _, handle in self._handles.values():
+        for handle in self._handles.values():
             handle.remove()
         self.forget()
 
@@ -186,7 +182,7 @@ class LayerHooks:
 
     def new_rows(self) -> RowAccumulator:
         """An empty accumulator for the parameters that are trained now."""
-        return RowAccumulator(self.map, self.shared, self.cache, "weight" in self.trained, "bias" in self.trained)
+        return RowAccumulator(self.map, self.shared, self.cache, self.trained)
 
     @property
     def trained(self) -> dict[str, Tensor]:
@@ -211,13 +207,10 @@ class LayerHooks:
             out: Tensor = _plain_forward(self.module)(x)
             return out
         self.called = True
-        for name, parameter in trained.items():
+        for parameter in trained.values():
             # A parameter may be unfrozen or replaced after attaching.
-            known, handle = self._handles.get(name, (None, None))
-            if known is not parameter:
-                if handle is not None:
-                    handle.remove()
-                self._handles[name] = parameter, parameter.register_post_accumulate_grad_hook(self._accumulated)
+            if id(parameter) not in self._handles:
+                self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._accumulated)
         prepared = self.map.prepare(x)
         out = _HookedLayer.apply(prepared, self.module.weight, self.module.bias, self)
         return out.squeeze(0) if self.map.geometry is not None and prepared.dim() > x.dim() else out
@@ -230,7 +223,7 @@ class LayerHooks:
         if run not in self._pending:
             self.drop_stale()
             self._pending[run] = []
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(run))
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._pending.__delitem__(run))
         pending, rows = self._pending[run], self.new_rows()
         few = rows.stores(delta.numel() // self.map.outputs)
         call = x.detach(), delta.detach()
@@ -251,14 +244,10 @@ class LayerHooks:
         try:
             made = rows.direction(None if few else self._matrices(*own), self.options)
         except NonFiniteError:
-            # The step will be skipped.
             made = [weight.new_full((self.map.outputs, size), torch.nan) for size in rows.sizes]
-        rows.stored = rows.gram = rows.metric = None
-        named = {n: m.reshape(p.shape) for (n, p), m in zip(self.trained.items(), made, strict=True)}
-        return ahead, named.get("weight"), named.get("bias")
-
-    def _end(self, run: int) -> None:
-        self._pending.pop(run, None)
+        rows.a = rows.delta = rows.gram = rows.metric = None
+        parts = {n: m.reshape(p.shape) for (n, p), m in zip(self.trained.items(), made, strict=True)}
+        return ahead, parts.get("weight"), parts.get("bias")
 
     def _matrices(self, *parts: Tensor | None) -> list[Tensor]:
         """The parts of weight and bias that are trained, as outputs × columns."""
@@ -267,20 +256,20 @@ class LayerHooks:
     def _accumulated(self, parameter: Tensor) -> None:
         """Add the rows, now that their gradient is in ``.grad``."""
         run = torch._C._current_graph_task_id()
-        calls, fused = self._pending.get(run, []), self.shared.options.fused
-        if calls and fused and self.rows is not None:
-            raise CapabilityError(
-                f"layer '{self.path}': fused=True takes one backward pass per step, and .grad already holds the "
-                f"direction of another; call zero_grad() or step() in between, or use fused=False"
-            )
-        if calls:
-            self.rows = calls[0] if fused else self.rows or self.new_rows()
+        calls = self._pending.get(run, [])
+        if calls and self.shared.options.fused:
+            if self.rows is not None:
+                why = ".grad already holds a direction; call zero_grad() or step() in between, or use fused=False"
+                raise CapabilityError(f"layer '{self.path}': fused=True takes one backward pass per step: {why}")
+            self.rows = calls[0]
+        elif calls:
+            self.rows = self.rows or self.new_rows()
             with self.without_autocast():
-                for call in () if fused else calls:
+                for call in calls:
                     self.rows.add(*call, self.options)
             # The factor is computed again at the step.
             self.rows.metric = None
-            calls.clear()
+        calls.clear()
         if run in self._pending:
             self._stamps = self._seen()
 

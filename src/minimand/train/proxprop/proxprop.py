@@ -95,7 +95,8 @@ class ProxProp:
             raise OptionError(f'process_group must be "auto", None or a process group, got {process_group!r}')
         if not isinstance(model, nn.Module):
             raise CapabilityError(f"ProxProp takes an nn.Module, got {type(model).__name__}")
-        self._model, self._group, self._shared = model, process_group, Attachment(options)
+        self._model, self._alone, self._shared = model, process_group is None, Attachment(options)
+        self._group = None if isinstance(process_group, str) else process_group
         self._layers, self._last = discover(model, options)
         self._caches = {path: GramCache() for path in self._layers}
         self._hooked: dict[str, LayerHooks] = {}
@@ -139,13 +140,12 @@ class ProxProp:
             isinstance(getattr(h, "__self__", None), ProxProp) for h in optimizer._optimizer_step_pre_hooks.values()
         ):
             raise OptionError(
-                "this optimizer has a ProxProp already, and its checkpoint can hold the state of only one; pass one "
-                "ProxProp a model with all layers, or detach the other first"
+                "this optimizer has a ProxProp already; detach it first, or pass one a model with all layers"
             )
         self._layers, self._last = discover(self._model, shared.options)
         self._require_owned(optimizer)
-        several = self._group is not None and dist.is_available() and dist.is_initialized()
-        shared.distributed = several and dist.get_world_size(self._process_group) > 1
+        several = not self._alone and dist.is_available() and dist.is_initialized()
+        shared.distributed = several and dist.get_world_size(self._group) > 1
         if shared.distributed and shared.options.fused:
             raise OptionError("fused=True works in one process only; use fused=False, which sums the Gram matrices")
         shared.optimizer = optimizer
@@ -176,10 +176,8 @@ class ProxProp:
         )
         missing = [name.lstrip(".") for name, p in named if p.requires_grad and id(p) not in owned]
         if missing:
-            raise OptionError(
-                f"the optimizer does not own {', '.join(missing)}, so their directions would never be used; build it "
-                f"from the model's parameters, or pass ProxProp the submodule that it trains"
-            )
+            remedy = "build it from the model's parameters, or pass ProxProp the submodule that it trains"
+            raise OptionError(f"the optimizer does not own {', '.join(missing)}; {remedy}")
 
     def detach(self) -> None:
         """Remove all hooks. In fused mode ``.grad`` keeps a direction that it holds."""
@@ -189,10 +187,6 @@ class ProxProp:
             handle.remove()
         self._hooked, self._handles, self._skipped_grads, self._shared.optimizer = {}, [], [], None
 
-    @property
-    def _process_group(self) -> dist.ProcessGroup | None:
-        return None if isinstance(self._group, str) else self._group
-
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -201,7 +195,7 @@ class ProxProp:
 
         def evaluate() -> Any:
             """Evaluate the closure, and leave directions in ``.grad``; several times per step for LBFGS."""
-            self._end_step(taken=False)
+            self._after_step(evaluated=True)
             loss = closure()
             self._precondition(optimizer)
             return loss
@@ -215,13 +209,12 @@ class ProxProp:
             layer.drop_stale()
             if self._shared.distributed:
                 layer.rows = layer.rows or layer.new_rows()
-                layer.rows.reduce(layer.module.weight.device, self._process_group)
+                layer.rows.reduce(layer.module.weight.device, self._group)
         unseen = {layer.path for layer in active if layer.rows is None and not layer.called} - self._warned
         self._warned |= unseen
         if unseen:
             paths = ", ".join(path or "the model" for path in sorted(unseen))
-            why = "whose forward is never called (attention uses weights directly)"
-            _log.warning("ProxProp: plain gradients for %s, %s", paths, why)
+            _log.warning("ProxProp: plain gradients for %s, whose forward is never called", paths)
         origin = self._find_nonfinite(active, optimizer)
         for layer in active if origin is None else ():
             try:
@@ -242,7 +235,9 @@ class ProxProp:
     def _find_nonfinite(self, active: list[LayerHooks], optimizer: Optimizer) -> str | None:
         """The origin of NaN or Inf: the first layer with such an input, else the last layer with such a gradient."""
         owned = [p for group in optimizer.param_groups for p in group["params"]]
-        bad = {id(p) for p in owned if p.grad is not None and not _finite(p.grad)}
+        # A sum is cheaper than a test of all entries, but it may overflow: then test the entries.
+        doubtful = [p for p in owned if p.grad is not None and not torch.isfinite(p.grad.sum())]
+        bad = {id(p) for p in doubtful if not torch.isfinite(p.grad.to_dense()).all()}
         if not bad:
             return None
         for layer in active:
@@ -251,11 +246,9 @@ class ProxProp:
         paths = [name.rpartition(".")[0] for name, p in self._model.named_parameters() if id(p) in bad]
         return f"the gradient of {_named(paths[-1]) if paths else 'a parameter outside of the model'}"
 
-    def _after_step(self, *_: Any) -> None:
-        self._end_step(taken=not self._skipped_grads)
-
-    def _end_step(self, taken: bool) -> None:
+    def _after_step(self, *_: Any, evaluated: bool = False) -> None:
         """Put the gradients of a skipped step back, and discard all rows."""
+        taken = not self._skipped_grads and not evaluated
         for parameter, grad in self._skipped_grads:
             parameter.grad = grad if parameter.grad is None else parameter.grad
         self._skipped_grads = []
@@ -269,8 +262,8 @@ class ProxProp:
         """Steps taken, τθ, cached Gram matrices, layers that need float64; without rows accumulated since the step."""
         grams = {path: (cache.mean, cache.rows) for path, cache in self._caches.items() if cache.mean is not None}
         wide = [path for path, cache in self._caches.items() if cache.wide]
-        kept = {"turn": self._shared.steps, "tau_theta": self.tau_theta, "grams": grams, "wide": wide}
-        return kept | {"layers": self._shapes()}
+        kept = {"turn": self._shared.steps, "tau_theta": self.tau_theta, "layers": self._shapes()}
+        return kept | {"grams": grams, "wide": wide}
 
     def _shapes(self) -> dict[str, list[int]]:
         """The shapes of the layers' weights, by which a saved state is matched to its network."""
@@ -280,10 +273,7 @@ class ProxProp:
         """Restore a state from :meth:`state_dict`, including τθ."""
         missing = sorted({"turn", "tau_theta", "grams"} - set(state if isinstance(state, dict) else ()))
         if missing:
-            raise OptionError(
-                f"the saved state lacks {', '.join(missing)}; pass the result of ProxProp.state_dict(), or load the "
-                f"optimizer's checkpoint into the optimizer"
-            )
+            raise OptionError(f"the saved state lacks {', '.join(missing)}; pass the result of ProxProp.state_dict()")
         saved, own = state.get("layers", self._shapes()), self._shapes()
         if saved != own or not state["grams"].keys() <= own.keys():
             raise ShapeError(
@@ -307,9 +297,3 @@ class ProxProp:
 
 def _named(path: str) -> str:
     return f"layer '{path}'" if path else "the model"
-
-
-def _finite(grad: Tensor) -> bool:
-    values = grad._values() if grad.is_sparse else grad
-    # A sum is cheaper than a test of all entries, but it may overflow: then test the entries.
-    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
