@@ -10,7 +10,7 @@ Source: [Frerix2018], Proposition 2, eqs. 13–16 and 44.
 import functools
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,8 @@ __all__ = ["Attachment", "GramCache", "RowAccumulator", "fingerprint", "to_worki
 
 # A system whose estimated rounding error exceeds this is formed and factored in float64: directions keep three digits.
 _ROUNDING = 1e-3
-
 # Output units whose conjugate gradients run together; few enough that their vectors stay in the processor's cache.
 _UNITS = 256
-
 # Fingerprints that differ by fewer rounding units belong to equal gradients.
 _EQUAL = 32
 
@@ -117,8 +115,7 @@ class RowAccumulator:
     """The rows that contributed to ``.grad`` since the last step or ``zero_grad``.
 
     While there are fewer rows than columns, the rows ``a``, their output gradients ``delta`` (rows × outputs) and the
-    fingerprint ``mark`` of δᵀA are stored, for the dual form; otherwise the Gram matrix is summed. ``inputs`` is the sum
-    of all inputs, which shows whether all are finite.
+    fingerprint ``mark`` of δᵀA are stored; otherwise the Gram matrix is summed. ``inputs`` is the sum of all inputs.
     """
 
     def __init__(self, map: WeightMap, shared: Attachment, cache: GramCache, trained: Container[str]) -> None:
@@ -127,13 +124,8 @@ class RowAccumulator:
         self.sizes = [map.columns] * self.trains_weight + [1] * self.ones
         rule = shared.options.gram
         self._cached = rule if isinstance(rule, CachedGram) and self.trains_weight and map.geometry else None
-        self.count, self.inputs = 0, torch.zeros((), dtype=torch.float64)
-        self.a: Any = None
-        self.delta: Any = None
-        self.mark: Any = None
-        self.gram: Any = None
-        self.metric: _Metric | None = None
-        self.renewed: tuple[Tensor, _Metric] | None = None
+        self.count, self.inputs = 0, 0.0
+        self.a = self.delta = self.mark = self.gram = self.metric = self.renewed = cast(Any, None)
 
     def stores(self, count: int) -> bool:
         """Whether with ``count`` more rows there are fewer than columns, so that they are stored."""
@@ -150,7 +142,7 @@ class RowAccumulator:
         if count == 0:
             return
         stores = self.stores(count)
-        self.count, self.inputs = self.count + count, self.inputs + x.sum(dtype=torch.float64).cpu()
+        self.count, self.inputs = self.count + count, self.inputs + x.sum(dtype=torch.float64)
         if stores:
             a, delta = to_working_precision(self.map.rows(x)), to_working_precision(self.map.deltas(delta))
             a = torch.cat([a, a.new_ones(count, 1)], 1) if self.ones else a

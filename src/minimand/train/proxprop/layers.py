@@ -59,7 +59,7 @@ def is_trained(module: nn.Module) -> bool:
 def _forward_pass(model: nn.Module, layers: dict[str, nn.Module]) -> tuple[list[str], set[str]]:
     """The layers in the order of their last calls, and those whose weight other modules use as well or instead."""
     # Running a layer that another ProxProp has replaced the forward of would count as a pass of that one.
-    attached = any(isinstance(module.__dict__.get("forward"), _Forward) for module in layers.values())
+    attached = any(isinstance(module.__dict__.get("forward"), LayerHooks) for module in layers.values())
     network = None if attached else read(model)
     if network is None or not network.complete:
         return list(layers), set()
@@ -93,43 +93,22 @@ def _problems(model: nn.Module, module: nn.Module) -> list[str]:
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
     devices = {p.device.type for p in parameters.values()}
     for name, parameter in parameters.items():
-        holders = [
-            f"{path}.{n}" for path, m in model.named_modules() for n, p in m._parameters.items() if p is parameter
-        ]
+        modules = model.named_modules()
+        holders = [f"{path}.{n}" for path, m in modules for n, p in m._parameters.items() if p is parameter]
         if len(holders) > 1:
             problems.append(f"shares its {name} ({', '.join(holders)}); give each layer its own parameters")
     if "meta" in devices or any(isinstance(p, UninitializedParameter) for p in parameters.values()):
         problems.append("has no data: it is lazy or on the meta device (initialise it first)")
     elif len(devices) > 1:
         problems.append(f"is spread over the devices {', '.join(sorted(devices))} (move it to one)")
-    if isinstance(module.__dict__.get("forward"), _Forward):
+    if isinstance(module.__dict__.get("forward"), LayerHooks):
         problems.append("is attached to another ProxProp (detach that first)")
     elif "forward" in module.__dict__:
         problems.append("has a forward of its own (remove it, or pass a submodule without it)")
     return problems
 
 
-class _Forward:
-    """The layer's forward pass while attached. Copies and pickles of the model have the plain forward pass."""
-
-    def __init__(self, hooks: "LayerHooks") -> None:
-        self.hooks = hooks
-
-    # A compiled graph cannot contain the accumulation, which is a side effect: the graph breaks at the layer.
-    @torch.compiler.disable
-    def __call__(self, input: Tensor) -> Tensor:
-        try:
-            return self.hooks.forward(input)
-        except (RuntimeError, TypeError) as error:
-            module = self.hooks.module
-            require_fitting(self.hooks.path or type(module).__name__, input, module.weight, error)
-            raise
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _plain_forward, (self.hooks.module,)
-
-
-def _plain_forward(module: nn.Module) -> Callable[..., Any]:
+def _plain_forward(module: nn.Module) -> Callable[..., Tensor]:
     return types.MethodType(type(module).forward, module)
 
 
@@ -152,7 +131,10 @@ class _HookedLayer(torch.autograd.Function):
 
 
 class LayerHooks:
-    """The hooks of one layer, and the rows in its ``.grad``; None if there are none."""
+    """The forward pass of an attached layer, and the rows in its ``.grad``; None if there are none.
+
+    Copies and pickles of the model have the plain forward pass.
+    """
 
     def __init__(self, path: str, module: nn.Module, map: WeightMap, shared: Attachment, cache: GramCache) -> None:
         self.path, self.map, self.shared, self.cache = path, map, shared, cache
@@ -160,7 +142,7 @@ class LayerHooks:
         self.called = False
         self._handles: dict[int, Any] = {}
         self.forget()
-        module.forward = _Forward(self)
+        module.forward = self
 
     def remove(self) -> None:
         """Restore the module's forward pass and remove all hooks."""
@@ -199,20 +181,31 @@ class LayerHooks:
                 return replace(self.shared.options, tau_theta=group["tau_theta"])
         return self.shared.options
 
+    # A compiled graph cannot contain the accumulation, which is a side effect: the graph breaks at the layer.
+    @torch.compiler.disable
+    def __call__(self, input: Tensor) -> Tensor:
+        try:
+            return self.forward(input)
+        except (RuntimeError, TypeError) as error:
+            require_fitting(self.path or type(self.module).__name__, input, self.module.weight, error)
+            raise
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _plain_forward, (self.module,)
+
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output, through the autograd function if a gradient may follow."""
         trained = self.trained
         plain = not torch.is_grad_enabled() or not trained or any(not p.is_leaf for p in trained.values())
         if plain or torch._C._functorch.is_functorch_wrapped_tensor(x):
-            out: Tensor = _plain_forward(self.module)(x)
-            return out
+            return _plain_forward(self.module)(x)
         self.called = True
         for parameter in trained.values():
             # A parameter may be unfrozen or replaced after attaching.
             if id(parameter) not in self._handles:
                 self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._accumulated)
         prepared = self.map.prepare(x)
-        out = _HookedLayer.apply(prepared, self.module.weight, self.module.bias, self)
+        out: Tensor = _HookedLayer.apply(prepared, self.module.weight, self.module.bias, self)
         return out.squeeze(0) if self.map.geometry is not None and prepared.dim() > x.dim() else out
 
     def backward(
@@ -223,10 +216,9 @@ class LayerHooks:
         if run not in self._pending:
             self.drop_stale()
             self._pending[run] = []
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._pending.__delitem__(run))
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(run))
         pending, rows = self._pending[run], self.new_rows()
-        few = rows.stores(delta.numel() // self.map.outputs)
-        call = x.detach(), delta.detach()
+        few, call = rows.stores(delta.numel() // self.map.outputs), (x.detach(), delta.detach())
         if not self.shared.options.fused:
             found = self.map.gradients(x, weight, delta, needed)
             given = [None if g is None else g.detach().to(weight.dtype) for g in found[1:]]
@@ -236,9 +228,8 @@ class LayerHooks:
             why = "a second call of it" if pending else "a gradient that is differentiated again"
             raise CapabilityError(f"layer '{self.path}': fused=True does not take {why}; use fused=False")
         pending.append(rows)
-        needed = (needed[0], needed[1] and not few, needed[2] and not few)
-        ahead, *own = self.map.gradients(x, weight, delta, needed)
-        rows.add(*call, None, self.options)
+        ahead, *own = self.map.gradients(x, weight, delta, (needed[0], False, False) if few else needed)
+        rows.add(x.detach(), delta.detach(), None, self.options)
         if rows.count == 0:
             return ahead, *own
         try:
@@ -248,6 +239,9 @@ class LayerHooks:
         rows.a = rows.delta = rows.gram = rows.metric = None
         parts = {n: m.reshape(p.shape) for (n, p), m in zip(self.trained.items(), made, strict=True)}
         return ahead, parts.get("weight"), parts.get("bias")
+
+    def _end(self, run: int) -> None:
+        self._pending.pop(run, None)
 
     def _matrices(self, *parts: Tensor | None) -> list[Tensor]:
         """The parts of weight and bias that are trained, as outputs × columns."""

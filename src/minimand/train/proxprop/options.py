@@ -100,14 +100,10 @@ def paper_tau_theta(
 ) -> tuple[float, float]:
     r"""Convert the paper's :math:`\tau_\theta` for batches of ``paper_rows`` to batches of ``rows`` and a reduction.
 
-    Returns ``(tau_theta, factor)``. With this ``tau_theta``, ``factor`` times the paper's learning rate gives the
-    paper's step. The metric :math:`A^\top A + I/\tau_\theta` grows with the number of rows, for every reduction of the
-    loss. So :math:`\tau_\theta` scales with ``paper_rows / rows``, and so does the direction of a mean loss, for which
-    the learning rate compensates. The gradient of a summed loss is ``rows`` times as large. For convolutions the ratio
-    is that of the numbers of images.
+    Returns ``(tau_theta, factor)``: with this ``tau_theta``, ``factor`` times the paper's learning rate gives the paper's
+    step. The metric :math:`A^\top A + I/\tau_\theta` grows with the number of rows, for every reduction of the loss. For
+    convolutions the ratio is that of the numbers of images.
 
-    >>> paper_tau_theta(0.05)
-    (0.05, 1.0)
     >>> paper_tau_theta(0.05, rows=1000)
     (0.025, 2.0)
     >>> paper_tau_theta(0.05, reduction="sum")

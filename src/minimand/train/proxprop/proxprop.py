@@ -50,8 +50,8 @@ class ProxProp:
         gram: How a convolution's Gram matrix is computed: ``"exact"``, ``"subsampled"``, ``"cached"``, or a rule such
             as ``CachedGram(every=20)``. Linear layers always use the exact one.
         skip_last: Keep plain gradients for the last layer, as in the paper: the one that the forward pass calls last.
-            To find it, the model runs on made-up inputs and is then put back into its state. Where no made-up input
-            runs through the model, the last layer is the last one in ``model.named_modules()``.
+            To find it, the model runs on made-up inputs (:func:`minimand.network.read`) and is put back into its state.
+            Where no made-up input runs, it is the last one in ``model.named_modules()``.
         include: Patterns such as ``"blocks.*.fc"``: only layers whose path matches one are preconditioned.
         exclude: Patterns of layers that keep plain gradients.
         fused: Compute the direction in the backward pass, without the gradient if there are fewer rows than columns.
@@ -62,8 +62,6 @@ class ProxProp:
 
     Source: [Frerix2018], Algorithm 2, eqs. 7–16.
 
-    >>> torch.manual_seed(0)
-    <torch._C.Generator object at ...>
     >>> model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.ReLU(), nn.Linear(4, 2))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     >>> prox = ProxProp(model, tau_theta=2.0).attach(optimizer)
