@@ -124,7 +124,7 @@ class RowAccumulator:
         self.sizes = [map.columns] * self.trains_weight + [1] * self.ones
         rule = shared.options.gram
         self._cached = rule if isinstance(rule, CachedGram) and self.trains_weight and map.geometry else None
-        self.count, self.inputs = 0, 0.0
+        self.count, self.inputs = 0, cast(Any, 0.0)
         self.a = self.delta = self.mark = self.gram = self.metric = self.renewed = cast(Any, None)
 
     def stores(self, count: int) -> bool:

@@ -184,6 +184,7 @@ class LayerHooks:
     # A compiled graph cannot contain the accumulation, which is a side effect: the graph breaks at the layer.
     @torch.compiler.disable
     def __call__(self, input: Tensor) -> Tensor:
+        """The layer's output."""
         try:
             return self.forward(input)
         except (RuntimeError, TypeError) as error:
@@ -216,7 +217,7 @@ class LayerHooks:
         if run not in self._pending:
             self.drop_stale()
             self._pending[run] = []
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(run))
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._pending.pop(run, None))  # type: ignore[arg-type]
         pending, rows = self._pending[run], self.new_rows()
         few, call = rows.stores(delta.numel() // self.map.outputs), (x.detach(), delta.detach())
         if not self.shared.options.fused:
@@ -240,9 +241,6 @@ class LayerHooks:
         parts = {n: m.reshape(p.shape) for (n, p), m in zip(self.trained.items(), made, strict=True)}
         return ahead, parts.get("weight"), parts.get("bias")
 
-    def _end(self, run: int) -> None:
-        self._pending.pop(run, None)
-
     def _matrices(self, *parts: Tensor | None) -> list[Tensor]:
         """The parts of weight and bias that are trained, as outputs × columns."""
         return [to_working_precision(part.reshape(self.map.outputs, -1)) for part in parts if part is not None]
@@ -259,8 +257,8 @@ class LayerHooks:
         elif calls:
             self.rows = self.rows or self.new_rows()
             with self.without_autocast():
-                for call in calls:
-                    self.rows.add(*call, self.options)
+                for x, delta, mark in calls:
+                    self.rows.add(x, delta, mark, self.options)
             # The factor is computed again at the step.
             self.rows.metric = None
         calls.clear()

@@ -16,11 +16,7 @@ class ExactGram:
 
 @dataclasses.dataclass(frozen=True)
 class SubsampledGram:
-    """The Gram matrix of a fraction of the batch, scaled up: every k-th image, with an offset that rotates per step.
-
-    >>> SubsampledGram(fraction=0.25).every
-    4
-    """
+    """The Gram matrix of a fraction of the batch, scaled up: every k-th image, with an offset that rotates per step."""
 
     fraction: float = 0.125
 
@@ -100,9 +96,9 @@ def paper_tau_theta(
 ) -> tuple[float, float]:
     r"""Convert the paper's :math:`\tau_\theta` for batches of ``paper_rows`` to batches of ``rows`` and a reduction.
 
-    Returns ``(tau_theta, factor)``: with this ``tau_theta``, ``factor`` times the paper's learning rate gives the paper's
-    step. The metric :math:`A^\top A + I/\tau_\theta` grows with the number of rows, for every reduction of the loss. For
-    convolutions the ratio is that of the numbers of images.
+    Returns ``(tau_theta, factor)``: with this ``tau_theta``, ``factor`` times the paper's learning rate is the paper's
+    step. The metric :math:`A^\top A + I/\tau_\theta` grows with the number of rows, for every reduction of the loss.
+    For convolutions the ratio is that of the numbers of images.
 
     >>> paper_tau_theta(0.05, rows=1000)
     (0.025, 2.0)

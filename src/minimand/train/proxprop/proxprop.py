@@ -57,8 +57,7 @@ class ProxProp:
         fused: Compute the direction in the backward pass, without the gradient if there are fewer rows than columns.
             ``.grad`` holds the direction right after ``backward``; clipping then clips the direction, and a penalty on
             a weight is added to it. A second backward pass before the step raises an error.
-        process_group: The processes whose rows are summed. ``"auto"``: all, if torch.distributed runs with more than
-            one; None: this process alone.
+        process_group: The processes whose rows are summed. ``"auto"``: all; None: this process alone.
 
     Source: [Frerix2018], Algorithm 2, eqs. 7–16.
 
@@ -153,7 +152,7 @@ class ProxProp:
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_post_hook(self._save_with),
+            optimizer.register_state_dict_post_hook(lambda _, state: state | {_KEY: self.state_dict()}),
             optimizer.register_load_state_dict_pre_hook(self._load_with),
         ]
         if not self.layers:
@@ -283,9 +282,6 @@ class ProxProp:
             device = next(self._layers[path][0].parameters()).device
             cache.mean = None if mean is None else mean.detach().clone().to(device)
             cache.metric, cache.wide = None, path in state.get("wide", ())
-
-    def _save_with(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        return state | {_KEY: self.state_dict()}
 
     def _load_with(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         if _KEY in state:
