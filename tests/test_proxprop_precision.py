@@ -137,7 +137,9 @@ def _held(prox):
     found = {}
     for path, layer in prox._hooked.items():
         rows = layer.rows
-        mine = [] if rows is None else [rows.gram, rows.a, rows.delta, None if rows.metric is None else rows.metric.gram]
+        mine = (
+            [] if rows is None else [rows.gram, rows.a, rows.delta, None if rows.metric is None else rows.metric.gram]
+        )
         found[path] = sum(t.numel() for t in {id(t): t for t in mine if t is not None}.values())
     return found
 

@@ -15,7 +15,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ...errors import NonFiniteError
 from ...linalg import gram
@@ -94,7 +93,7 @@ class Attachment:
 
     options: ProxPropOptions
     steps: int = 0
-    optimizer: Optimizer | None = None
+    optimizer: Any = None
     distributed: bool = False
 
 

@@ -6,7 +6,6 @@ block of the Gram matrix for the kernel lines i and i + d,
 .. math:: G_{i,i+d} = \sum_{r=i}^{i+H_o-1} U_r^\top U_{r+d},
 
 is one product for all i, up to a few lines at the edges (:math:`U_r` holds the patches' entries in line r of the map).
-
 Long sums of positive products lose digits in float32. Products are therefore short and are summed in float64.
 """
 
@@ -27,7 +26,6 @@ __all__ = ["WeightMap", "patch_gram", "row_gram", "weight_map"]
 
 # Entries unfolded at a time.
 _BLOCK = 1 << 22
-
 # Rows per product. Longer float32 products lose digits, shorter ones cost time.
 _SHORT = 1024
 
@@ -96,10 +94,7 @@ def _by_lines(x: Tensor, geometry: ConvGeometry, ones: bool) -> Tensor:
 
 
 def _line_products(lines: Tensor, count: int, step: int, height: int, offset: int) -> Iterator[Tensor]:
-    """For every i < ``count`` the sum of Uᵣᵀ U₍ᵣ₊offset₎ over the ``height`` lines r that start at i·step.
-
-    Lines common to all sums are multiplied once. Each sum adds its own lines at the edges, so nothing is subtracted.
-    """
+    """For every i < ``count`` the sum of Uᵣᵀ U₍ᵣ₊offset₎ over the ``height`` lines r that start at i·step."""
 
     def product(start: int, end: int) -> Tensor:
         left, right = lines[:, start:end].split(some, 1), lines[:, start + offset : end + offset].split(some, 1)
@@ -107,7 +102,7 @@ def _line_products(lines: Tensor, count: int, step: int, height: int, offset: in
         return sum(parts[1:], parts[0])
 
     some = max(1, _BLOCK // (lines.shape[0] * lines.shape[-1] ** 2))
-
+    # Lines common to all sums are multiplied once. Each sum adds its own lines at the edges.
     low, high = (count - 1) * step, height
     if low >= high:
         yield from (product(i * step, i * step + height) for i in range(count))

@@ -37,7 +37,13 @@ def discover(model: nn.Module, options: ProxPropOptions) -> tuple[dict[str, tupl
     own = [
         path for path, (m, _) in maps.items() if {"weight", "bias"} <= m._parameters.keys() and path not in elsewhere
     ]
-    chosen = _selected(own, options)
+    given = (["*"] if options.include is None else options.include, options.exclude or [])
+    include, exclude = ([some] if isinstance(some, str) else list(some) for some in given)
+    unknown = [pattern for pattern in include + exclude if own and not fnmatch.filter(own, pattern)]
+    if unknown:
+        raise OptionError(f"no layer matches {', '.join(unknown)}; available: {', '.join(map(repr, own))}")
+    kept, dropped = ({path for p in some for path in fnmatch.filter(own, p)} for some in (include, exclude))
+    chosen = [path for path in own if path in kept - dropped]
     last = order[-1] if options.skip_last and order and order[-1] in chosen else None
     found = {path: maps[path] for path in chosen if path != last}
     problems = [f"layer '{path}' {problem}" for path, (m, _) in found.items() for problem in _problems(model, m)]
@@ -74,17 +80,6 @@ def _forward_pass(model: nn.Module, layers: dict[str, nn.Module]) -> tuple[list[
         if network.is_live(call) and layers.get(call.path) is not layers[weights[value.name]]
     }
     return list(dict.fromkeys(reversed(calls)))[::-1] or list(layers), elsewhere
-
-
-def _selected(paths: list[str], options: ProxPropOptions) -> list[str]:
-    """The paths that match a pattern of ``include``, if there are any, and none of ``exclude``."""
-    given = (["*"] if options.include is None else options.include, options.exclude or [])
-    include, exclude = ([some] if isinstance(some, str) else list(some) for some in given)
-    unknown = [pattern for pattern in include + exclude if not fnmatch.filter(paths, pattern)]
-    if unknown and paths:
-        raise OptionError(f"no layer matches {', '.join(unknown)}; available: {', '.join(map(repr, paths))}")
-    dropped = {path for pattern in exclude for path in fnmatch.filter(paths, pattern)}
-    return [path for path in paths if any(fnmatch.fnmatchcase(path, p) for p in include) and path not in dropped]
 
 
 def _problems(model: nn.Module, module: nn.Module) -> list[str]:
@@ -175,11 +170,9 @@ class LayerHooks:
     @property
     def options(self) -> ProxPropOptions:
         """The options for this layer; the ``tau_theta`` of its parameter group wins."""
-        mine = next(iter(self.trained.values()))
-        for group in self.shared.optimizer.param_groups if self.shared.optimizer else ():
-            if "tau_theta" in group and any(p is mine for p in group["params"]):
-                return replace(self.shared.options, tau_theta=group["tau_theta"])
-        return self.shared.options
+        mine, groups = next(iter(self.trained.values())), self.shared.optimizer.param_groups
+        own = [g["tau_theta"] for g in groups if "tau_theta" in g and any(p is mine for p in g["params"])]
+        return replace(self.shared.options, tau_theta=own[0]) if own else self.shared.options
 
     # A compiled graph cannot contain the accumulation, which is a side effect: the graph breaks at the layer.
     @torch.compiler.disable

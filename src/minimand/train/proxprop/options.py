@@ -71,19 +71,18 @@ class ProxPropOptions:
     def __post_init__(self) -> None:
         require_positive("tau_theta", self.tau_theta)
         require_positive("cg_tol", 1.0 if self.cg_tol is None else self.cg_tol)
-        if self.method not in ("auto", "exact", "cg"):
-            raise OptionError(f"method must be one of auto, exact, cg, got {self.method!r}")
-        if isinstance(self.cg_iters, bool) or not isinstance(self.cg_iters, int) or self.cg_iters < 1:
-            raise OptionError(f"cg_iters must be a whole number ≥ 1, got {self.cg_iters!r}")
-        for name in ("skip_last", "fused"):
-            if not isinstance(getattr(self, name), bool):
-                raise OptionError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if isinstance(self.gram, str):
             object.__setattr__(self, "gram", _NAMED.get(self.gram, self.gram))
-        if not isinstance(self.gram, GramRule):
-            raise OptionError(
-                f"gram must be one of {', '.join(_NAMED)} or a rule such as CachedGram(), got {self.gram!r}"
-            )
+        checks = {
+            "method": (self.method in ("auto", "exact", "cg"), "one of auto, exact, cg"),
+            "cg_iters": (type(self.cg_iters) is int and self.cg_iters > 0, "a whole number ≥ 1"),
+            "gram": (isinstance(self.gram, GramRule), f"one of {', '.join(_NAMED)} or a rule such as CachedGram()"),
+            "skip_last": (isinstance(self.skip_last, bool), "True or False"),
+            "fused": (isinstance(self.fused, bool), "True or False"),
+        }
+        for name, (good, kind) in checks.items():
+            if not good:
+                raise OptionError(f"{name} must be {kind}, got {getattr(self, name)!r}")
 
     @property
     def shift(self) -> float:

@@ -140,7 +140,15 @@ class ProxProp:
                 "this optimizer has a ProxProp already; detach it first, or pass one a model with all layers"
             )
         self._layers, self._last = discover(self._model, shared.options)
-        self._require_owned(optimizer)
+        groups = optimizer.param_groups
+        for group in groups:
+            require_positive("tau_theta of a parameter group", group.get("tau_theta", 1.0))
+        owned = {id(p) for group in groups for p in group["params"]}
+        named = [(f"{path}.{n}", p) for path, (m, _) in self._layers.items() for n, p in m._parameters.items()]
+        missing = [name.lstrip(".") for name, p in named if p is not None and p.requires_grad and id(p) not in owned]
+        if missing:
+            remedy = "build it from the model's parameters, or pass ProxProp the submodule that it trains"
+            raise OptionError(f"the optimizer does not own {', '.join(missing)}; {remedy}")
         several = not self._alone and dist.is_available() and dist.is_initialized()
         shared.distributed = several and dist.get_world_size(self._group) > 1
         if shared.distributed and shared.options.fused:
@@ -162,19 +170,6 @@ class ProxProp:
         if plain:
             _log.warning("ProxProp: plain gradients for %s", ", ".join(plain))
         return self
-
-    def _require_owned(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that lacks a trained parameter of a preconditioned layer, or has a wrong τθ."""
-        for group in optimizer.param_groups:
-            require_positive("tau_theta of a parameter group", group.get("tau_theta", 1.0))
-        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        named = (
-            (f"{path}.{n}", p) for path, (m, _) in self._layers.items() for n, p in m.named_parameters(recurse=False)
-        )
-        missing = [name.lstrip(".") for name, p in named if p.requires_grad and id(p) not in owned]
-        if missing:
-            remedy = "build it from the model's parameters, or pass ProxProp the submodule that it trains"
-            raise OptionError(f"the optimizer does not own {', '.join(missing)}; {remedy}")
 
     def detach(self) -> None:
         """Remove all hooks. In fused mode ``.grad`` keeps a direction that it holds."""
@@ -220,10 +215,8 @@ class ProxProp:
                 origin = f"the input of {_named(layer.path)}"
                 break
         if origin is not None:
-            remedy = "lower the learning rate or clean the data"
-            warnings.warn(
-                f"ProxProp skips this step: {origin} holds NaN or Inf; {remedy}", RuntimeWarning, stacklevel=2
-            )
+            why = f"{origin} holds NaN or Inf; lower the learning rate or clean the data"
+            warnings.warn(f"ProxProp skips this step: {why}", RuntimeWarning, stacklevel=2)
             # Without gradients the optimizer changes neither parameters nor its state.
             for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
                 self._skipped_grads.append((parameter, parameter.grad))
@@ -273,9 +266,7 @@ class ProxProp:
             raise OptionError(f"the saved state lacks {', '.join(missing)}; pass the result of ProxProp.state_dict()")
         saved, own = state.get("layers", self._shapes()), self._shapes()
         if saved != own or not state["grams"].keys() <= own.keys():
-            raise ShapeError(
-                f"the saved state is from another network: its weights are {saved}, this model's are {own}"
-            )
+            raise ShapeError(f"the saved state is from another network: its weights are {saved}, here they are {own}")
         self.tau_theta, self._shared.steps = float(state["tau_theta"]), int(state["turn"])
         for path, cache in self._caches.items():
             mean, cache.rows = state["grams"].get(path, (None, 0))
