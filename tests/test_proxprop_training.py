@@ -254,6 +254,16 @@ def test_detach_restores_plain_gradients_to_the_bit(fused):
 
 
 @BOTH
+def test_a_graph_from_before_detach_gives_plain_gradients(fused):
+    net, (x, y) = _net(), _batch()
+    prox, _ = _start(net, fused=fused)
+    loss = _loss(net, x, y)
+    prox.detach()
+    loss.backward()
+    torch.testing.assert_close(_grads(net), _plain(net, x, y))
+
+
+@BOTH
 def test_bf16_autocast(fused):
     net, (x, y) = _net(dtype=torch.float32), _batch(40, dtype=torch.float32)
     prox, optimizer = _start(net, fused=fused)

@@ -80,8 +80,7 @@ class _Metric:
     def direction(self, gradient: Tensor, options: ProxPropOptions) -> Tensor:
         """The direction of a gradient, groups × outputs × n."""
         if options.method == "cg":
-            matrix = self.gram.to(gradient.dtype)
-            return _conjugate(lambda v: v @ matrix + self.shift * v, gradient, options)
+            return _conjugate(lambda v: v @ self.gram.to(v.dtype) + self.shift * v, gradient, options)
         if gradient.shape[-2] < 1.5 * gradient.shape[-1]:
             return self._factor.solve(gradient)
         return (gradient.to(self._inverse.dtype) @ self._inverse).to(gradient.dtype)
@@ -99,14 +98,12 @@ class Attachment:
 
 @dataclass
 class GramCache:
-    """A running mean of Gram matrices per row, the last metric computed from it, and the rows of that metric.
-
-    ``wide`` is set once float32 was too imprecise for this layer's Gram matrix; later products are then in float64.
-    """
+    """A running mean of Gram matrices per row, the last metric computed from it, and the rows of that metric."""
 
     mean: Tensor | None = None
     metric: _Metric | None = None
     rows: int = 0
+    # Whether float32 was once too imprecise for this layer's Gram matrix; products are then in float64.
     wide: bool = False
 
 
@@ -124,7 +121,8 @@ class RowAccumulator:
         rule = shared.options.gram
         self._cached = rule if isinstance(rule, CachedGram) and self.trains_weight and map.geometry else None
         self.count, self.inputs = 0, cast(Any, 0.0)
-        self.a = self.delta = self.mark = self.gram = self.metric = self.renewed = cast(Any, None)
+        self.a = self.delta = self.mark = self.gram = self.metric = cast(Any, None)
+        self.renewed: dict[str, Any] = {}
 
     def stores(self, count: int) -> bool:
         """Whether with ``count`` more rows there are fewer than columns, so that they are stored."""
@@ -212,22 +210,17 @@ class RowAccumulator:
         return target @ factor.inverse().to(target.dtype) if many else factor.solve(target)
 
     def _dual_conjugate(self, target: Tensor, options: ProxPropOptions) -> Tensor:
-        """Coefficients c, outputs × rows, of the last conjugate gradient iterate cA.
-
-        A vector cA is stored as (c, cK) with K = AAᵀ. Its inner product with dA is ⟨c, dK⟩, so an iteration costs one
-        product with K. The iterates equal those of conjugate gradients in the weights.
-        """
+        """Coefficients c of the last conjugate gradient iterate cA, outputs × rows."""
         kernel, shift = gram(self.a), options.shift
 
+        # A vector cA is stored as (c, cK) with K = AAᵀ. Its inner product with dA is ⟨c, dK⟩.
         def apply(v: Tensor) -> Tensor:
             c, image = v.unbind(-2)
             return torch.stack([image + shift * c, torch.addmm(image, image, kernel, beta=shift)], -2)
 
-        def inner(u: Tensor, v: Tensor) -> Tensor:
-            return (u[:, 0] * v[:, 1]).sum(-1)[:, None, None]
-
+        how: Any = {"sample_dims": 2, "inner": lambda u, v: (u[:, 0] * v[:, 1]).sum(-1)[:, None, None]}
         pairs = (torch.stack([units, units @ kernel], -2) for units in target.split(_UNITS))
-        return torch.cat([_conjugate(apply, some, options, sample_dims=2, inner=inner)[:, 0] for some in pairs])
+        return torch.cat([_conjugate(apply, some, options, **how)[:, 0] for some in pairs])
 
     def _step_metric(self, options: ProxPropOptions) -> _Metric:
         """The metric of this step: of its rows, or from the cache."""
@@ -241,13 +234,8 @@ class RowAccumulator:
         assert mean is not None
         if metric is None or cache.rows != self.count or metric.shift != options.shift:
             metric = _Metric(mean * self.count, options.shift)
-        self.renewed = mean, metric
+        self.renewed = {"mean": mean, "metric": metric, "rows": self.count}
         return metric
-
-    def commit(self) -> None:
-        """Store the new mean in the cache after the step was taken."""
-        if self.renewed is not None:
-            (self.cache.mean, self.cache.metric), self.cache.rows = self.renewed, self.count
 
     def reduce(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
         """Sum the number of rows and the Gram matrix over the processes. All processes call this in the same order."""

@@ -1,11 +1,8 @@
 r"""Linear and Conv1d to Conv3d as linear maps of their weight and bias, and the Gram matrices of their rows.
 
 Two patches that lie one step apart in the first spatial dimension share all their lines but one. So at stride 1 the
-block of the Gram matrix for the kernel lines i and i + d,
-
-.. math:: G_{i,i+d} = \sum_{r=i}^{i+H_o-1} U_r^\top U_{r+d},
-
-is one product for all i, up to a few lines at the edges (:math:`U_r` holds the patches' entries in line r of the map).
+blocks :math:`\sum_{r=i}^{i+H_o-1} U_r^\top U_{r+d}` of the Gram matrix, for the kernel lines i and i + d, are one
+product for all i, up to a few lines at the edges (:math:`U_r` holds the patches' entries in line r of the map).
 Long sums of positive products lose digits in float32. Products are therefore short and are summed in float64.
 """
 
@@ -32,8 +29,7 @@ _SHORT = 1024
 
 def row_gram(rows: Tensor, ones: bool, wide: bool) -> Tensor:
     """The Gram matrix of the rows, with a column of ones appended if ``ones``; ``wide``: all products in float64."""
-    n = rows.shape[1]
-    parts = rows.split(_SHORT)
+    n, parts = rows.shape[1], rows.split(_SHORT)
     sums = rows.dtype if len(parts) == 1 and not wide else torch.float64
     total = rows.new_zeros((n + ones, n + ones), dtype=sums)
     for part in (part.double() if wide else part for part in parts):

@@ -1,8 +1,7 @@
 """The layers of a model under ProxProp: which they are, and their forward and backward passes.
 
-A call of a layer runs through an autograd function. Its backward pass records the layer's input and the output's
-gradient. They count only once ``.grad`` was accumulated. So a ``torch.autograd.grad`` with respect to other tensors, or
-a forward pass that is never differentiated, adds no rows.
+A call of a layer runs through an autograd function. Its backward pass records the input and the output's gradient. They
+count only once ``.grad`` was accumulated: ``torch.autograd.grad`` with respect to other tensors adds no rows.
 """
 
 import fnmatch
@@ -34,18 +33,15 @@ def discover(model: nn.Module, options: ProxPropOptions) -> tuple[dict[str, tupl
     maps = {path: (m, known) for path, m in model.named_modules() if (known := weight_map(m)) is not None}
     order, elsewhere = _forward_pass(model, {path: module for path, (module, _) in maps.items()})
     # A parametrisation computes weight or bias from other parameters.
-    own = [
-        path for path, (m, _) in maps.items() if {"weight", "bias"} <= m._parameters.keys() and path not in elsewhere
-    ]
+    own = [p for p, (m, _) in maps.items() if p not in elsewhere and {"weight", "bias"} <= m._parameters.keys()]
     given = (["*"] if options.include is None else options.include, options.exclude or [])
     include, exclude = ([some] if isinstance(some, str) else list(some) for some in given)
     unknown = [pattern for pattern in include + exclude if own and not fnmatch.filter(own, pattern)]
     if unknown:
         raise OptionError(f"no layer matches {', '.join(unknown)}; available: {', '.join(map(repr, own))}")
     kept, dropped = ({path for p in some for path in fnmatch.filter(own, p)} for some in (include, exclude))
-    chosen = [path for path in own if path in kept - dropped]
-    last = order[-1] if options.skip_last and order and order[-1] in chosen else None
-    found = {path: maps[path] for path in chosen if path != last}
+    last = order[-1] if options.skip_last and order and order[-1] in kept - dropped else None
+    found = {path: maps[path] for path in own if path in kept - dropped - {last}}
     problems = [f"layer '{path}' {problem}" for path, (m, _) in found.items() for problem in _problems(model, m)]
     if problems:
         raise CapabilityError("ProxProp cannot take this model: " + "; ".join(problems))
@@ -96,10 +92,9 @@ def _problems(model: nn.Module, module: nn.Module) -> list[str]:
         problems.append("has no data: it is lazy or on the meta device (initialise it first)")
     elif len(devices) > 1:
         problems.append(f"is spread over the devices {', '.join(sorted(devices))} (move it to one)")
-    if isinstance(module.__dict__.get("forward"), LayerHooks):
-        problems.append("is attached to another ProxProp (detach that first)")
-    elif "forward" in module.__dict__:
-        problems.append("has a forward of its own (remove it, or pass a submodule without it)")
+    if "forward" in module.__dict__:
+        other, own = "is attached to another ProxProp (detach that first)", "has a forward of its own (remove it)"
+        problems.append(other if isinstance(module.__dict__["forward"], LayerHooks) else own)
     return problems
 
 
@@ -121,21 +116,16 @@ class _HookedLayer(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         with ctx.hooks.without_autocast():
             found = ctx.hooks.backward(x, weight, delta, tuple(ctx.needs_input_grad[:3]))
-        like = (x.dtype, weight.dtype, weight.dtype)
-        return (*(None if g is None else g.to(dtype) for g, dtype in zip(found, like, strict=True)), None)
+        return (*(None if g is None else g.to(t.dtype) for g, t in zip(found, (x, weight, weight), strict=True)), None)
 
 
 class LayerHooks:
-    """The forward pass of an attached layer, and the rows in its ``.grad``; None if there are none.
-
-    Copies and pickles of the model have the plain forward pass.
-    """
+    """The forward pass of an attached layer, and the rows in its ``.grad``. Copies of the model have the plain pass."""
 
     def __init__(self, path: str, module: nn.Module, map: WeightMap, shared: Attachment, cache: GramCache) -> None:
         self.path, self.map, self.shared, self.cache = path, map, shared, cache
         self.module: Any = module
-        self.called = False
-        self._handles: dict[int, Any] = {}
+        self.called, self._handles = False, dict[int, Any]()
         self.forget()
         module.forward = self
 
@@ -174,33 +164,28 @@ class LayerHooks:
         own = [g["tau_theta"] for g in groups if "tau_theta" in g and any(p is mine for p in g["params"])]
         return replace(self.shared.options, tau_theta=own[0]) if own else self.shared.options
 
-    # A compiled graph cannot contain the accumulation, which is a side effect: the graph breaks at the layer.
-    @torch.compiler.disable
-    def __call__(self, input: Tensor) -> Tensor:
-        """The layer's output."""
-        try:
-            return self.forward(input)
-        except (RuntimeError, TypeError) as error:
-            require_fitting(self.path or type(self.module).__name__, input, self.module.weight, error)
-            raise
-
     def __reduce__(self) -> tuple[Any, ...]:
         return _plain_forward, (self.module,)
 
-    def forward(self, x: Tensor) -> Tensor:
+    # A compiled graph cannot contain the accumulation, which is a side effect: the graph breaks at the layer.
+    @torch.compiler.disable
+    def __call__(self, input: Tensor) -> Tensor:
         """The layer's output, through the autograd function if a gradient may follow."""
-        trained = self.trained
-        plain = not torch.is_grad_enabled() or not trained or any(not p.is_leaf for p in trained.values())
-        if plain or torch._C._functorch.is_functorch_wrapped_tensor(x):
-            return _plain_forward(self.module)(x)
-        self.called = True
-        for parameter in trained.values():
-            # A parameter may be unfrozen or replaced after attaching.
-            if id(parameter) not in self._handles:
+        trained, module = self.trained.values(), self.module
+        plain = not torch.is_grad_enabled() or not trained or any(not p.is_leaf for p in trained)
+        try:
+            if plain or torch._C._functorch.is_functorch_wrapped_tensor(input):
+                return _plain_forward(module)(input)
+            self.called = True
+            for parameter in (p for p in trained if id(p) not in self._handles):
+                # A parameter may be unfrozen or replaced after attaching.
                 self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._accumulated)
-        prepared = self.map.prepare(x)
-        out: Tensor = _HookedLayer.apply(prepared, self.module.weight, self.module.bias, self)
-        return out.squeeze(0) if self.map.geometry is not None and prepared.dim() > x.dim() else out
+            x = self.map.prepare(input)
+            out: Tensor = _HookedLayer.apply(x, module.weight, module.bias, self)
+            return out.squeeze(0) if self.map.geometry is not None and x.dim() > input.dim() else out
+        except (RuntimeError, TypeError) as error:
+            require_fitting(self.path or type(module).__name__, input, module.weight, error)
+            raise
 
     def backward(
         self, x: Tensor, weight: Tensor, delta: Tensor, needed: tuple[bool, bool, bool]
@@ -213,7 +198,7 @@ class LayerHooks:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._pending.pop(run, None))  # type: ignore[arg-type]
         pending, rows = self._pending[run], self.new_rows()
         few, call = rows.stores(delta.numel() // self.map.outputs), (x.detach(), delta.detach())
-        if not self.shared.options.fused:
+        if not self.shared.options.fused or self.shared.optimizer is None:
             found = self.map.gradients(x, weight, delta, needed)
             given = [None if g is None else g.detach().to(weight.dtype) for g in found[1:]]
             pending.append((*call, fingerprint(self._matrices(*given)) if few else None))
@@ -270,10 +255,9 @@ class LayerHooks:
 
     def precondition(self) -> None:
         """Replace ``.grad`` by its direction. Raises NonFiniteError."""
-        if self.rows is None or self.rows.count == 0 or self.shared.options.fused:
-            return
         trained = self.trained.values()
         grads = self._matrices(*(torch.zeros_like(p) if p.grad is None else p.grad for p in trained))
+        assert self.rows is not None
         with self.without_autocast():
             made = self.rows.direction(grads, self.options)
         for parameter, part in zip(trained, made, strict=True):

@@ -34,8 +34,8 @@ class SubsampledGram:
 class CachedGram:
     """A Gram matrix that is updated every ``every`` steps by an exponential average, and whose factor is kept.
 
-    The average is per row and is multiplied by the number of rows of the step, so that batches of unequal size keep
-    their scale. ``decay`` is the weight of the old average; 0 discards it. ``of`` is the rule for new Gram matrices.
+    The average is per row and is multiplied by the number of rows of the step. ``decay`` is the weight of the old
+    average; 0 discards it. ``of`` is the rule for new Gram matrices.
     """
 
     every: int = 10

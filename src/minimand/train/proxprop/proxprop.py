@@ -50,8 +50,7 @@ class ProxProp:
         gram: How a convolution's Gram matrix is computed: ``"exact"``, ``"subsampled"``, ``"cached"``, or a rule such
             as ``CachedGram(every=20)``. Linear layers always use the exact one.
         skip_last: Keep plain gradients for the last layer, as in the paper: the one that the forward pass calls last.
-            To find it, the model runs on made-up inputs (:func:`minimand.network.read`) and is put back into its state.
-            Where no made-up input runs, it is the last one in ``model.named_modules()``.
+            It is found by a run on made-up inputs; if none runs, it is the last one in ``model.named_modules()``.
         include: Patterns such as ``"blocks.*.fc"``: only layers whose path matches one are preconditioned.
         exclude: Patterns of layers that keep plain gradients.
         fused: Compute the direction in the backward pass, without the gradient if there are fewer rows than columns.
@@ -88,7 +87,7 @@ class ProxProp:
         process_group: dist.ProcessGroup | Literal["auto"] | None = "auto",
     ) -> None:
         options = ProxPropOptions(tau_theta, method, cg_iters, cg_tol, gram, skip_last, include, exclude, fused)
-        if isinstance(process_group, str) and process_group != "auto":
+        if process_group not in ("auto", None) and not isinstance(process_group, dist.ProcessGroup):
             raise OptionError(f'process_group must be "auto", None or a process group, got {process_group!r}')
         if not isinstance(model, nn.Module):
             raise CapabilityError(f"ProxProp takes an nn.Module, got {type(model).__name__}")
@@ -97,9 +96,8 @@ class ProxProp:
         self._layers, self._last = discover(model, options)
         self._caches = {path: GramCache() for path in self._layers}
         self._hooked: dict[str, LayerHooks] = {}
-        self._handles: list[Any] = []
         self._skipped_grads: list[tuple[Tensor, Tensor]] = []
-        self._warned: set[str] = set()
+        self._handles, self._warned = list[Any](), set[str]()
 
     @property
     def tau_theta(self) -> float:
@@ -133,17 +131,13 @@ class ProxProp:
             raise OptionError("this ProxProp is attached already; call detach() before attaching it again")
         if not isinstance(optimizer, Optimizer):
             raise CapabilityError(f"attach takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        if any(
-            isinstance(getattr(h, "__self__", None), ProxProp) for h in optimizer._optimizer_step_pre_hooks.values()
-        ):
-            raise OptionError(
-                "this optimizer has a ProxProp already; detach it first, or pass one a model with all layers"
-            )
+        hooks = optimizer._optimizer_step_pre_hooks.values()
+        if any(isinstance(getattr(hook, "__self__", None), ProxProp) for hook in hooks):
+            raise OptionError("this optimizer has a ProxProp already; detach it, or give one ProxProp all layers")
         self._layers, self._last = discover(self._model, shared.options)
-        groups = optimizer.param_groups
-        for group in groups:
+        for group in optimizer.param_groups:
             require_positive("tau_theta of a parameter group", group.get("tau_theta", 1.0))
-        owned = {id(p) for group in groups for p in group["params"]}
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
         named = [(f"{path}.{n}", p) for path, (m, _) in self._layers.items() for n, p in m._parameters.items()]
         missing = [name.lstrip(".") for name, p in named if p is not None and p.requires_grad and id(p) not in owned]
         if missing:
@@ -164,8 +158,9 @@ class ProxProp:
             optimizer.register_load_state_dict_pre_hook(self._load_with),
         ]
         if not self.layers:
-            frozen = ", ".join(map(_named, self._layers))
-            _log.warning("ProxProp: no gradient is preconditioned until one is unfrozen: %s", frozen)
+            _log.warning(
+                "ProxProp: no step is implicit until one is unfrozen: %s", ", ".join(map(_named, self._layers))
+            )
         plain = [f"{path or 'the model'} ({kind})" for path, kind in self.plain.items() if path != self._last]
         if plain:
             _log.warning("ProxProp: plain gradients for %s", ", ".join(plain))
@@ -173,10 +168,8 @@ class ProxProp:
 
     def detach(self) -> None:
         """Remove all hooks. In fused mode ``.grad`` keeps a direction that it holds."""
-        for layer in self._hooked.values():
-            layer.remove()
-        for handle in self._handles:
-            handle.remove()
+        for hook in (*self._hooked.values(), *self._handles):
+            hook.remove()
         self._hooked, self._handles, self._skipped_grads, self._shared.optimizer = {}, [], [], None
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -185,8 +178,7 @@ class ProxProp:
             self._precondition(optimizer)
             return None
 
-        def evaluate() -> Any:
-            """Evaluate the closure, and leave directions in ``.grad``; several times per step for LBFGS."""
+        def evaluate() -> Any:  # LBFGS evaluates several times per step.
             self._after_step(evaluated=True)
             loss = closure()
             self._precondition(optimizer)
@@ -205,36 +197,31 @@ class ProxProp:
         unseen = {layer.path for layer in active if layer.rows is None and not layer.called} - self._warned
         self._warned |= unseen
         if unseen:
-            paths = ", ".join(path or "the model" for path in sorted(unseen))
-            _log.warning("ProxProp: plain gradients for %s, whose forward is never called", paths)
-        origin = self._find_nonfinite(active, optimizer)
-        for layer in active if origin is None else ():
+            named = ", ".join(path or "the model" for path in sorted(unseen))
+            _log.warning("ProxProp: plain gradients for %s, whose forward is never called", named)
+        # A sum is cheaper than a test of all entries, but it may overflow: then test the entries.
+        owned = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        doubtful = [p for p in owned if not torch.isfinite(p.grad.sum())]
+        bad = {id(p) for p in doubtful if not torch.isfinite(p.grad.to_dense()).all()}
+        origin = ""
+        if bad:
+            paths = [name.rpartition(".")[0] for name, p in self._model.named_parameters() if id(p) in bad]
+            entered = [layer.path for layer in active if layer.rows and not math.isfinite(layer.rows.inputs)]
+            origin = f"the gradient of {_named(paths[-1]) if paths else 'a parameter outside of the model'}"
+            origin = f"the input of {_named(entered[0])}" if entered else origin
+        for layer in active:
             try:
-                layer.precondition()
+                if not origin and not self._shared.options.fused and layer.rows and layer.rows.count:
+                    layer.precondition()
             except NonFiniteError:
                 origin = f"the input of {_named(layer.path)}"
-                break
-        if origin is not None:
+        if origin:
             why = f"{origin} holds NaN or Inf; lower the learning rate or clean the data"
             warnings.warn(f"ProxProp skips this step: {why}", RuntimeWarning, stacklevel=2)
             # Without gradients the optimizer changes neither parameters nor its state.
-            for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            for parameter in owned:
                 self._skipped_grads.append((parameter, parameter.grad))
                 parameter.grad = None
-
-    def _find_nonfinite(self, active: list[LayerHooks], optimizer: Optimizer) -> str | None:
-        """The origin of NaN or Inf: the first layer with such an input, else the last layer with such a gradient."""
-        owned = [p for group in optimizer.param_groups for p in group["params"]]
-        # A sum is cheaper than a test of all entries, but it may overflow: then test the entries.
-        doubtful = [p for p in owned if p.grad is not None and not torch.isfinite(p.grad.sum())]
-        bad = {id(p) for p in doubtful if not torch.isfinite(p.grad.to_dense()).all()}
-        if not bad:
-            return None
-        for layer in active:
-            if layer.rows is not None and not math.isfinite(layer.rows.inputs):
-                return f"the input of {_named(layer.path)}"
-        paths = [name.rpartition(".")[0] for name, p in self._model.named_parameters() if id(p) in bad]
-        return f"the gradient of {_named(paths[-1]) if paths else 'a parameter outside of the model'}"
 
     def _after_step(self, *_: Any, evaluated: bool = False) -> None:
         """Put the gradients of a skipped step back, and discard all rows."""
@@ -244,16 +231,15 @@ class ProxProp:
         self._skipped_grads = []
         for layer in self._hooked.values():
             if taken and layer.rows is not None:
-                layer.rows.commit()
+                vars(layer.cache).update(layer.rows.renewed)
             layer.forget()
         self._shared.steps += taken
 
     def state_dict(self) -> dict[str, Any]:
         """Steps taken, τθ, cached Gram matrices, layers that need float64; without rows accumulated since the step."""
         grams = {path: (cache.mean, cache.rows) for path, cache in self._caches.items() if cache.mean is not None}
-        wide = [path for path, cache in self._caches.items() if cache.wide]
-        kept = {"turn": self._shared.steps, "tau_theta": self.tau_theta, "layers": self._shapes()}
-        return kept | {"grams": grams, "wide": wide}
+        kept = {"turn": self._shared.steps, "tau_theta": self.tau_theta, "layers": self._shapes(), "grams": grams}
+        return kept | {"wide": [path for path, cache in self._caches.items() if cache.wide]}
 
     def _shapes(self) -> dict[str, list[int]]:
         """The shapes of the layers' weights, by which a saved state is matched to its network."""
@@ -270,8 +256,7 @@ class ProxProp:
         self.tau_theta, self._shared.steps = float(state["tau_theta"]), int(state["turn"])
         for path, cache in self._caches.items():
             mean, cache.rows = state["grams"].get(path, (None, 0))
-            device = next(self._layers[path][0].parameters()).device
-            cache.mean = None if mean is None else mean.detach().clone().to(device)
+            cache.mean = None if mean is None else mean.clone().to(self._layers[path][0].get_parameter("weight").device)
             cache.metric, cache.wide = None, path in state.get("wide", ())
 
     def _load_with(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
