@@ -45,25 +45,24 @@ def _group(
 
 def _perceptron() -> list[Row]:
     cases = [
-        ("MLP, N = 500, exact, fused", {}, 1.3, 1.15),
-        ("MLP, N = 500, exact, unfused", {"fused": False}, 1.7, 1.5),
-        ("MLP, N = 500, CG3", {"method": "cg", "cg_iters": 3}, 1.8, 0),
+        ("MLP, N = 500, exact, fused", {"fused": True}, 1.3, 1.15),
+        ("MLP, N = 500, exact, unfused", {}, 1.7, 1.5),
+        ("MLP, N = 500, CG3", {"method": "cg", "cg_iters": 3, "fused": True}, 1.8, 0),
     ]
     return _group(ProxPropMLP(), torch.randn(500, 3, 32, 32), cases, 5)
 
 
 def _square() -> list[Row]:
     model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
-    return _group(model, torch.randn(1024, 1024), [("1024→1024, N = 1024, exact", {}, 2, 1.6)], 9)
+    return _group(model, torch.randn(1024, 1024), [("1024→1024, N = 1024, exact", {"fused": True}, 2, 1.6)], 9)
 
 
 def _convolutions() -> list[Row]:
     cases = [
-        ("conv net, N = 500, exact", {}, 4.4, 2.5),
-        ("conv net, N = 500, subsampled Gram 1/8", {"gram": "subsampled"}, 1.5, 1.2),
-        ("conv net, N = 500, autocorrelation", {"gram": "autocorrelation"}, 4.4, 2.5),
-        ("conv net, N = 500, cached, every 10 steps", {"gram": CachedGram()}, 1.5, 1.2),
-        ("conv net, N = 500, CG3", {"method": "cg", "cg_iters": 3}, 2.8, 0),
+        ("conv net, N = 500, exact", {"fused": True}, 4.4, 2.5),
+        ("conv net, N = 500, subsampled Gram 1/8", {"gram": "subsampled", "fused": True}, 1.5, 1.2),
+        ("conv net, N = 500, cached, every 10 steps", {"gram": CachedGram(), "fused": True}, 1.5, 1.2),
+        ("conv net, N = 500, CG3", {"method": "cg", "cg_iters": 3, "fused": True}, 2.8, 0),
     ]
     return _group(ProxPropConvNet(), torch.randn(500, 3, 32, 32), cases, 10)
 
@@ -93,9 +92,8 @@ def _held(name: str, model: nn.Module, x: Tensor, options: dict[str, Any]) -> Ro
     prox = ProxProp(model, **options).attach(torch.optim.SGD(model.parameters(), lr=0.0))
     F.cross_entropy(model(x), torch.randint(10, (len(x),))).backward()
     parts: dict[int, int] = {}
-    for record in (layer.accumulator for layer in prox._hooked.values()):
-        rows = () if record.rows is None else (record.rows.a, record.rows.delta)
-        for tensor in (t for t in (*rows, record.gram, record.plain) if t is not None):
+    for rows in (layer.rows for layer in prox._hooked.values() if layer.rows is not None):
+        for tensor in (t for t in (rows.a, rows.delta, rows.gram) if t is not None):
             parts[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
     prox.detach()
     own = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -105,15 +103,13 @@ def _held(name: str, model: nn.Module, x: Tensor, options: dict[str, Any]) -> Ro
 def _memory() -> list[Row]:
     images = torch.randn(500, 3, 32, 32)
     return [
-        _held("MLP, N = 500, fused", ProxPropMLP(), images, {}),
-        _held("conv net, N = 500, fused", ProxPropConvNet(), images, {}),
-        _held("conv net, N = 500, unfused", ProxPropConvNet(), images, {"fused": False}),
+        _held("MLP, N = 500", ProxPropMLP(), images, {}),
+        _held("conv net, N = 500", ProxPropConvNet(), images, {}),
     ]
 
 
 _RULES: dict[str, dict[str, Any]] = {
     "exact": {},
-    "autocorrelation": {"gram": "autocorrelation"},
     "subsampled": {"gram": "subsampled"},
     "cached": {"gram": "cached"},
     "cached exact": {"gram": CachedGram(of=ExactGram())},

@@ -42,7 +42,7 @@ def test_a_checkpoint_of_the_optimizer_continues_to_the_bit():
     other, again, fresh = build(1)
     other.load_state_dict(saved["model"])
     fresh.load_state_dict(saved["optimizer"])
-    assert again.options.tau_theta == 0.3
+    assert again.tau_theta == 0.3
     torch.testing.assert_close(_train(other, again, fresh, 3, start=4), straight, rtol=0, atol=0)
     # A plain optimizer reads the same file, and a plain file leaves the state alone.
     plain = _convnet()
@@ -50,9 +50,9 @@ def test_a_checkpoint_of_the_optimizer_continues_to_the_bit():
     fresh.load_state_dict(torch.optim.Adam(other.parameters()).state_dict())
     state = again.state_dict()
     wider = nn.Sequential(nn.Conv2d(2, 4, 5), nn.Flatten(), nn.Linear(16, 3))
-    with pytest.raises(ValueError, match=r"saved Gram matrix of '0' is \(1, 19, 19\)"):
+    with pytest.raises(ValueError, match=r"another network: its weights are \{'0': \[4, 2, 3, 3\]\}"):
         ProxProp(wider).load_state_dict(state)
-    with pytest.raises(ValueError, match="does not have"):
+    with pytest.raises(ValueError, match="another network"):
         ProxProp(_convnet()).load_state_dict({**state, "grams": {"body.0": state["grams"]["0"]}})
 
 
@@ -70,7 +70,7 @@ def _share(rank, options, bucket):
 
 CASES = [
     ("exact", {}, False),
-    ("bucket view", {"fused": False}, True),
+    ("bucket view", {}, True),
     ("cg", {"method": "cg", "cg_iters": 2}, False),
     ("cached", {"gram": CachedGram(every=2, of=ExactGram())}, False),
 ]

@@ -72,7 +72,7 @@ def test_autocast_around_the_backward_pass_and_the_step_changes_nothing(rows, me
     for inside in (False, True):
         net, (x, y) = _net(dtype=torch.float32), _batch(rows, dtype=torch.float32)
         prox, optimizer = _start(net, fused=fused, method=method)
-        for parts in (1, 2):
+        for parts in (1,) if fused else (1, 2):
             optimizer.zero_grad()
             for i in range(parts):
                 with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -82,21 +82,25 @@ def test_autocast_around_the_backward_pass_and_the_step_changes_nothing(rows, me
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
                 optimizer.step()
             found.append(_grads(net))
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+        prox.detach()
+    torch.testing.assert_close(found[: len(found) // 2], found[len(found) // 2 :], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("edit", [1.0, 0.3])
+def test_under_autocast_rounded_gradients_do_not_spoil_the_direction(edit):
+    """With few rows τθ would amplify the gradient's bfloat16 rounding. The direction is solved from δ instead."""
+    found = []
+    for fused in (True, False):
+        net, (x, y) = _net(dtype=torch.float32), _batch(4, dtype=torch.float32)
+        prox, optimizer = _start(net, fused=fused, tau_theta=1e4)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
             _loss(net, x, y).backward()
-            prox.detach()
-    torch.testing.assert_close(found[:2], found[2:], rtol=0, atol=0)
-
-
-def test_under_autocast_a_gradient_is_still_its_layers_own():
-    """Unfused with few rows, the direction is computed from δ unless something was added to the gradient."""
-    net, (x, y) = _net(dtype=torch.float32), _batch(4, dtype=torch.float32)
-    prox, optimizer = _start(net, fused=False)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        _loss(net, x, y).backward()
-    assert not any(layer.accumulator.foreign or layer._changed() for layer in prox._hooked.values())
-    optimizer.step()
-    prox.detach()
+        for parameter in net.parameters():
+            parameter.grad *= edit
+        optimizer.step()
+        found.append(_grads(net))
+        prox.detach()
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 class _Largest(TorchDispatchMode):
@@ -113,7 +117,7 @@ class _Largest(TorchDispatchMode):
 
 
 @BOTH
-@pytest.mark.parametrize("gram", ["exact", "autocorrelation", "subsampled"])
+@pytest.mark.parametrize("gram", ["exact", "subsampled"])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_the_unfolded_batch_never_stands_in_memory_whole(monkeypatch, stride, gram, fused):
     monkeypatch.setattr(grams, "_BLOCK", 1 << 14)
@@ -129,26 +133,26 @@ def test_the_unfolded_batch_never_stands_in_memory_whole(monkeypatch, stride, gr
 
 
 def _held(prox):
-    """The number of entries that each layer's accumulator stores."""
+    """The number of entries that each layer stores."""
     found = {}
     for path, layer in prox._hooked.items():
-        record = layer.accumulator
-        mine = [record.gram, record.plain, None if record._metric is None else record._metric.gram]
-        if record.rows is not None:
-            mine += [record.rows.a, record.rows.delta]
+        rows = layer.rows
+        mine = (
+            [] if rows is None else [rows.gram, rows.a, rows.delta, None if rows.metric is None else rows.metric.gram]
+        )
         found[path] = sum(t.numel() for t in {id(t): t for t in mine if t is not None}.values())
     return found
 
 
 @BOTH
 def test_what_is_held_between_backward_and_step(fused):
-    """Many rows: the Gram matrix, and if fused the plain gradient. Few rows: input and δ. Nothing after the step."""
+    """Many rows: the Gram matrix. Few rows: input, with ones, and δ. Nothing if fused, and nothing after the step."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 2))
     prox, optimizer = _start(net, fused=fused)
     net(torch.rand(10, 6)).square().sum().backward()
-    assert _held(prox) == {"0": 7 * 7 + fused * 20 * 7, "2": 10 * (20 + 30)}
-    assert all(layer.accumulator._metric is None for layer in prox._hooked.values())
+    assert _held(prox) == ({"0": 0, "2": 0} if fused else {"0": 7 * 7, "2": 10 * (21 + 30)})
+    assert all(layer.rows.metric is None for layer in prox._hooked.values())
     optimizer.step()
-    assert set(_held(prox).values()) == {0}
+    assert all(layer.rows is None and not layer._pending for layer in prox._hooked.values())
     prox.detach()

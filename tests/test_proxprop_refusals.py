@@ -96,29 +96,18 @@ class _Tied(nn.Module):
         return self.head(self.second(self.first(x)))
 
 
-class _Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.cell, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.head(self.cell(self.cell(x).tanh()))
-
-
 def test_shared_weights_are_refused():
-    with pytest.raises(MinimandError, match=r"weight of layer 'first' is shared \(first.weight, second.weight\)"):
+    with pytest.raises(MinimandError, match=r"layer 'first' shares its weight \(first.weight, second.weight\)"):
         ProxProp(_Tied())
-    twice = nn.Linear(4, 4)
-    with pytest.raises(MinimandError, match="layer '0' stands at 2 places"):
-        ProxProp(nn.Sequential(twice, nn.ReLU(), twice, nn.Linear(4, 2)))
-    net = _Recurrent()
-    prox, _ = _start(net)
-    with pytest.raises(MinimandError, match="layer 'cell' is called twice"):
-        net(torch.randn(3, 4))
-    with torch.no_grad():
-        net(torch.randn(3, 4))
-    prox.detach()
-    net(torch.randn(3, 4)).sum().backward()
+
+
+def test_patterns_choose_layers():
+    net = _net()
+    assert ProxProp(net, include="2").layers == ("2",)
+    assert ProxProp(net, exclude=["[1-9]"], skip_last=False).layers == ("0",)
+    assert "2" in ProxProp(net, exclude="2").plain
+    with pytest.raises(ValueError, match="no layer matches fc; available: '0', '2', '4'"):
+        ProxProp(net, include=["0", "fc"])
 
 
 def test_bad_options_are_refused():
@@ -163,7 +152,7 @@ def test_bad_attachments_are_refused():
         prox.attach(net)
     assert not any("forward" in module.__dict__ for module in net.modules())
     net[0].bias = nn.Parameter(net[0].bias.to("meta"))
-    with pytest.raises(TypeError, match="layer '0' is on the meta device"):
+    with pytest.raises(TypeError, match="layer '0' has no data: it is lazy or on the meta device"):
         ProxProp(net)
     with pytest.raises(TypeError, match="lazy"):
         ProxProp(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3)))

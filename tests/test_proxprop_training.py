@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from minimand.errors import CapabilityError
 from minimand.train import ProxProp
 
 TAU = 0.5
@@ -98,11 +99,10 @@ def test_skipped_steps_leave_nothing(fused, to_none, whose):
     prox.detach()
 
 
-@BOTH
-def test_rows_of_a_dead_gradient_still_count(fused):
+def test_rows_of_a_dead_gradient_still_count():
     """A first micro-batch whose gradient is zero is not a zero_grad."""
     net, (x, y), (other, _) = _net(), _batch(), _batch(4, seed=5)
-    prox, optimizer = _start(net, fused=fused)
+    prox, optimizer = _start(net)
     (0.0 * net(other)).sum().backward()
     _loss(net, x, y).backward()
     optimizer.step()
@@ -247,8 +247,20 @@ def test_detach_restores_plain_gradients_to_the_bit(fused):
         prox.attach(optimizer)
     net.zero_grad()
     _loss(net, x, y).backward()
+    held = _grads(net)
     prox.detach()
-    torch.testing.assert_close(_grads(net), plain, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(held, _expected(net, x, y) if fused else plain, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(_grads(net), held, rtol=0, atol=0)
+
+
+@BOTH
+def test_a_graph_from_before_detach_gives_plain_gradients(fused):
+    net, (x, y) = _net(), _batch()
+    prox, _ = _start(net, fused=fused)
+    loss = _loss(net, x, y)
+    prox.detach()
+    loss.backward()
+    torch.testing.assert_close(_grads(net), _plain(net, x, y))
 
 
 @BOTH
@@ -319,6 +331,11 @@ def test_gradient_penalties_differentiate_twice(fused):
     plain = copy.deepcopy(net)
     loss(plain).backward()
     prox, optimizer = _start(net, fused=fused)
+    if fused:
+        with pytest.raises(CapabilityError, match="layer '0': fused=True does not take"):
+            loss(net).backward()
+        prox.detach()
+        return
     loss(net).backward()
     optimizer.step()
     A = torch.cat([x, torch.ones(20, 1)], 1)
@@ -328,11 +345,10 @@ def test_gradient_penalties_differentiate_twice(fused):
     prox.detach()
 
 
-@BOTH
-def test_backward_twice(fused):
+def test_backward_twice():
     """A second backward raises torch's error; with retain_graph the rows count twice, like the gradient."""
     net, (x, y) = _net(), _batch()
-    prox, optimizer = _start(net, fused=fused)
+    prox, optimizer = _start(net)
     loss = _loss(net, x, y)
     loss.backward(retain_graph=True)
     loss.backward()
@@ -344,3 +360,91 @@ def test_backward_twice(fused):
     D = torch.linalg.solve(2 * A.T @ A + torch.eye(7) / TAU, 2 * torch.cat([G[0], G[1][:, None]], 1).T).T
     torch.testing.assert_close(net[0].weight.grad, D[:, :-1])
     prox.detach()
+
+
+# --- fused ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_fused_takes_one_backward_pass_per_step(to_none):
+    net, (x, y) = _net(), _batch()
+    prox, optimizer = _start(net, fused=True)
+    for step in (True, False):
+        optimizer.zero_grad(set_to_none=to_none)
+        _loss(net, x, y).backward()
+        with pytest.raises(CapabilityError, match="layer '2': fused=True takes one backward pass per step"):
+            _loss(net, x, y).backward()
+        optimizer.zero_grad(set_to_none=to_none)
+        _loss(net, x, y).backward()
+        if step:
+            optimizer.step()
+        torch.testing.assert_close(_grads(net), _expected(net, x, y))
+    needs = x.clone().requires_grad_()
+    torch.autograd.grad(net(needs).sum(), needs)
+    optimizer.step()
+    torch.testing.assert_close(_grads(net), _expected(net, x, y))
+    prox.detach()
+
+
+def test_fused_takes_one_call_per_layer():
+    net, (x, _) = _net(), _batch()
+    prox, _ = _start(net, fused=True)
+    with pytest.raises(CapabilityError, match="layer '2': fused=True does not take a second call"):
+        (net(x).sum() + net(x).square().sum()).backward()
+    prox.detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("method", ["exact", "cg"])
+@pytest.mark.parametrize("rows", [4, 8, 40])
+def test_default_and_fused_give_the_same_direction(rows, method, dtype):
+    found = []
+    for fused in (True, False):
+        net, (x, y) = _net(dtype=dtype), _batch(rows, dtype=dtype)
+        prox, optimizer = _start(net, fused=fused, method=method)
+        _loss(net, x, y).backward()
+        optimizer.step()
+        found.append(_grads(net))
+        prox.detach()
+    torch.testing.assert_close(*found, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=1e-8)
+
+
+# --- tau_theta ------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("rows", [4, 40])
+def test_tau_theta_can_be_set_while_training(fused, rows):
+    net, (x, y) = _net(), _batch(rows)
+    prox, optimizer = _start(net, fused=fused)
+    for tau in (0.5, 0.1, 3.0):
+        optimizer.zero_grad()
+        if fused:
+            prox.tau_theta = tau
+        _loss(net, x, y).backward()
+        prox.tau_theta = tau
+        optimizer.step()
+        torch.testing.assert_close(_grads(net), _expected(net, x, y, tau))
+    assert prox.tau_theta == 3.0
+    for wrong in (0.0, -1.0, float("nan"), "1"):
+        with pytest.raises(ValueError, match="tau_theta"):
+            prox.tau_theta = wrong
+    prox.detach()
+
+
+@BOTH
+def test_the_tau_theta_of_a_parameter_group_wins(fused):
+    net, (x, y) = _net(), _batch()
+    groups = [{"params": net[0].parameters(), "tau_theta": 0.1}, {"params": net[1:].parameters()}]
+    prox, optimizer = _start(net, optimizer=torch.optim.SGD(groups, lr=0.0), fused=fused)
+    for tau in (0.1, 2.0):
+        optimizer.param_groups[0]["tau_theta"] = tau
+        optimizer.zero_grad()
+        _loss(net, x, y).backward()
+        optimizer.step()
+        expected = _expected(net, x, y, tau)[:2] + _expected(net, x, y)[2:]
+        torch.testing.assert_close(_grads(net), expected)
+    prox.detach()
+    optimizer.param_groups[0]["tau_theta"] = -1.0
+    with pytest.raises(ValueError, match="tau_theta of a parameter group"):
+        prox.attach(optimizer)

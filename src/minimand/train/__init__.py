@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .lifted import LPOM, MAC, BlockPenalty, LiftedReLU, SplitADMM
-    from .proxprop import AutocorrelationGram, CachedGram, ExactGram, ProxProp, SubsampledGram, paper_tau_theta
+    from .proxprop import CachedGram, ExactGram, ProxProp, SubsampledGram, paper_tau_theta
 
 __all__ = [
     "LPOM",
     "MAC",
-    "AutocorrelationGram",
     "BlockPenalty",
     "CachedGram",
     "ExactGram",

@@ -1,47 +1,35 @@
-r"""The direction :math:`G(A^\top A + I/\tau_\theta)^{-1}` of one layer, by a linear solve with the smaller Gram matrix.
+r"""The rows that a layer accumulates, and the direction :math:`G(A^\top A + I/\tau_\theta)^{-1}` of its gradient.
 
-:math:`A` has one row per sample and position, :math:`\delta` holds the gradients at the layer's outputs, and
-:math:`G = \delta^\top A`. With fewer rows than columns the equal dual form
-:math:`[(AA^\top + I/\tau_\theta)^{-1}\delta]^\top A` needs only the smaller Gram matrix.
+:math:`A` has one row per sample and position, with a column of ones for a trained bias; :math:`\delta` holds the
+gradients at the layer's outputs. A gradient that nobody edited is :math:`G = \delta^\top A`. With fewer rows than
+columns the equal dual form :math:`[(AA^\top + I/\tau_\theta)^{-1}\delta]^\top A` needs only the smaller Gram matrix.
+Gradients and directions are lists: the weight's part as outputs × columns, the bias's as outputs × 1, if trained.
 Source: [Frerix2018], Proposition 2, eqs. 13–16 and 44.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ...errors import NonFiniteError
 from ...linalg import gram
 from ...solvers.linear import RidgeFactor, conjugate_gradient, gram_factor
-from .options import ProxPropOptions
+from .grams import WeightMap, row_gram
+from .options import CachedGram, ProxPropOptions
 
-__all__ = [
-    "LayerRows",
-    "Metric",
-    "WeightBias",
-    "added",
-    "as_multiple",
-    "direction_of_changed_gradient",
-    "dual_direction",
-    "scaled",
-    "to_working_precision",
-]
+__all__ = ["Attachment", "GramCache", "RowAccumulator", "fingerprint", "to_working_precision"]
 
 # A system whose estimated rounding error exceeds this is formed and factored in float64: directions keep three digits.
 _ROUNDING = 1e-3
-
 # Output units whose conjugate gradients run together; few enough that their vectors stay in the processor's cache.
 _UNITS = 256
-
-
-class WeightBias(NamedTuple):
-    """A gradient or direction: the weight's part as outputs × columns, and the bias's. None if not trained."""
-
-    weight: Tensor | None
-    bias: Tensor | None
+# Fingerprints that differ by fewer rounding units belong to equal gradients.
+_EQUAL = 32
 
 
 def to_working_precision(tensor: Tensor) -> Tensor:
@@ -49,191 +37,213 @@ def to_working_precision(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
-@dataclass(frozen=True)
-class LayerRows:
-    """Inputs ``a`` (rows × columns) and output gradients ``delta`` (rows × outputs); ``ones``: A has a ones column."""
-
-    a: Tensor
-    delta: Tensor
-    ones: bool
-
-    def gradient(self) -> WeightBias:
-        """The plain gradient δᵀA."""
-        return WeightBias(self.delta.mT @ self.a, self.delta.sum(0) if self.ones else None)
-
-    def kernel(self, double: bool = False, half: bool = False) -> Tensor:
-        """AAᵀ; with ``half`` only the lower triangle is valid."""
-        product = gram(self.a.double() if double else self.a, half=half)
-        return product.add_(1.0) if self.ones else product
-
-    def apply(self, v: WeightBias) -> Tensor:
-        """v Aᵀ."""
-        assert v.weight is not None
-        image = v.weight @ self.a.mT
-        return image if v.bias is None else image + v.bias[:, None]
-
-    def adjoint(self, c: Tensor, into: Tensor | None = None) -> WeightBias:
-        """c A for c of outputs × rows. The weight's part is written ``into`` a given tensor of the right shape."""
-        fits = into is not None and into.dtype == c.dtype and into.shape == (len(c), self.a.shape[1])
-        weight = torch.mm(c, self.a, out=into) if fits else c @ self.a
-        return WeightBias(weight, c.sum(1) if self.ones else None)
-
-    def then(self, other: "LayerRows") -> "LayerRows":
-        """The rows of both, stacked."""
-        return LayerRows(torch.cat([self.a, other.a]), torch.cat([self.delta, other.delta]), self.ones)
+def fingerprint(gradient: list[Tensor]) -> Tensor:
+    """The product of a gradient with a fixed random vector: one number per output unit."""
+    sizes = [part.shape[1] for part in gradient]
+    vector = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(0)).to(gradient[0])
+    return torch.stack([part @ v for part, v in zip(gradient, vector.split(sizes), strict=True)]).sum(0)
 
 
-def _accurate(factor: RidgeFactor) -> bool:
-    return factor.factor.dtype == torch.float64 or (factor.damping == 0 and factor.rounding() <= _ROUNDING)
-
-
-def _kernel_factor(rows: LayerRows, shift: float) -> RidgeFactor:
-    factor = gram_factor(rows.kernel(half=True), shift)
-    return factor if _accurate(factor) else gram_factor(rows.kernel(double=True, half=True), shift)
-
-
-def _solve(factor: RidgeFactor, rows: Tensor) -> Tensor:
-    # With many rows one product with the inverse is faster than two triangular solves.
-    if rows.shape[-2] < 1.5 * rows.shape[-1]:
-        return factor.solve(rows)
-    return rows @ factor.inverse().to(rows.dtype)
-
-
-def dual_direction(rows: LayerRows, options: ProxPropOptions, into: Tensor | None = None) -> WeightBias:
-    """The direction of the gradient δᵀA, solved from δ; written ``into`` a given tensor."""
-    if options.method == "cg":
-        return rows.adjoint(_dual_conjugate(rows, options), into)
-    return rows.adjoint(_solve(_kernel_factor(rows, options.shift), rows.delta.mT), into)
+def _factor(matrix: Callable[[bool], Tensor], shift: float) -> RidgeFactor:
+    """The factor of ``matrix(False)``, or of ``matrix(True)``, in float64, if float32 is too imprecise."""
+    factor = gram_factor(matrix(False), shift)
+    single = factor.factor.dtype == torch.float32
+    return gram_factor(matrix(True), shift) if single and (factor.damping or factor.rounding() > _ROUNDING) else factor
 
 
 def _conjugate(apply: Callable[[Tensor], Tensor], target: Tensor, options: ProxPropOptions, **how: Any) -> Tensor:
     return conjugate_gradient(apply, target, options.cg_iters, tol=options.cg_tol, **how)
 
 
-def _dual_conjugate(rows: LayerRows, options: ProxPropOptions) -> Tensor:
-    """Coefficients c, outputs × rows, of the last conjugate gradient iterate cA.
-
-    A vector cA is stored as (c, cK) with K = AAᵀ. Its inner product with dA is ⟨c, dK⟩, so an iteration costs one
-    product with K. The iterates equal those of conjugate gradients in the weights.
-    """
-    kernel = rows.kernel()
-    start = rows.delta.mT
-
-    def apply(v: Tensor) -> Tensor:
-        c, image = v.unbind(-2)
-        out = torch.empty_like(v)
-        torch.add(image, c, alpha=options.shift, out=out[:, 0])
-        torch.addmm(image, image, kernel, beta=options.shift, out=out[:, 1])
-        return out
-
-    def inner(u: Tensor, v: Tensor) -> Tensor:
-        return (u[:, 0] * v[:, 1]).sum(-1)[:, None, None]
-
-    def some(units: Tensor) -> Tensor:
-        pairs = torch.stack([units, units @ kernel], -2)
-        return _conjugate(apply, pairs, options, sample_dims=2, inner=inner)[:, 0]
-
-    return torch.cat([some(units) for units in start.split(_UNITS)])
-
-
-def direction_of_changed_gradient(rows: LayerRows, received: WeightBias, options: ProxPropOptions) -> WeightBias:
-    r"""The direction of a gradient that was changed after its accumulation (unscaled, clipped, decayed …).
-
-    The gradient is written as :math:`c\,\delta^\top A + E` with a scalar c. The first part is solved from δ, without
-    cancellation. The remainder E is small; the Woodbury identity
-    :math:`\tau_\theta(E - EA^\top(AA^\top + I/\tau_\theta)^{-1}A)` gives its direction.
-    """
-    scale, rest = as_multiple(received, rows.gradient())
-    if rest is None:
-        return scaled(dual_direction(rows, options), scale)
-    if options.method == "cg":
-        return _free_conjugate(rows, received, options)
-    factor = _kernel_factor(rows, options.shift)
-    solved = rows.adjoint(_solve(factor, rows.delta.mT))
-    projected = rows.adjoint(_solve(factor, rows.apply(rest)))
-    return added(scaled(solved, scale), _map(lambda e, p: (e - p) / options.shift, rest, projected))
-
-
-def _free_conjugate(rows: LayerRows, received: WeightBias, options: ProxPropOptions) -> WeightBias:
-    """Conjugate gradients in the weights, with two products by A per iteration and no Gram matrix."""
-    assert received.weight is not None
-    target = received.weight if received.bias is None else torch.cat([received.weight, received.bias[:, None]], 1)
-
-    def apply(v: Tensor) -> Tensor:
-        pair = WeightBias(v[:, :-1], v[:, -1]) if rows.ones else WeightBias(v, None)
-        back = rows.adjoint(rows.apply(pair))
-        assert back.weight is not None
-        image = back.weight if back.bias is None else torch.cat([back.weight, back.bias[:, None]], 1)
-        return image + options.shift * v
-
-    x = _conjugate(apply, target, options)
-    return WeightBias(x[:, :-1], x[:, -1]) if rows.ones else WeightBias(x, None)
-
-
 @dataclass(frozen=True)
-class Metric:
-    """A Gram matrix (groups × n × n) plus a ridge; factored once, on the first call of :meth:`direction`."""
+class _Metric:
+    """A Gram matrix (groups × n × n) plus a ridge; factored once, on the first use."""
 
     gram: Tensor
     shift: float
 
     @functools.cached_property
-    def _first(self) -> RidgeFactor:
-        return gram_factor(self.gram, self.shift)
-
-    @functools.cached_property
-    def accurate(self) -> bool:
-        """Whether the Gram matrix is precise enough for a solve."""
-        return _accurate(self._first)
-
-    @functools.cached_property
     def _factor(self) -> RidgeFactor:
-        return self._first if self.accurate else gram_factor(self.gram.double(), self.shift)
+        return _factor(lambda double: self.gram.double() if double else self.gram, self.shift)
 
     @functools.cached_property
     def _inverse(self) -> Tensor:
         return self._factor.inverse()
 
+    def accurate(self) -> bool:
+        """Whether the Gram matrix is precise enough for a solve; True if it is not finite."""
+        try:
+            return self._factor.factor.dtype == self.gram.dtype
+        except NonFiniteError:
+            return True
+
     def direction(self, gradient: Tensor, options: ProxPropOptions) -> Tensor:
         """The direction of a gradient, groups × outputs × n."""
         if options.method == "cg":
-            return _conjugate(lambda v: v @ self.gram + self.shift * v, gradient, options)
+            return _conjugate(lambda v: v @ self.gram.to(v.dtype) + self.shift * v, gradient, options)
         if gradient.shape[-2] < 1.5 * gradient.shape[-1]:
             return self._factor.solve(gradient)
         return (gradient.to(self._inverse.dtype) @ self._inverse).to(gradient.dtype)
 
-    def gradient(self, direction: Tensor) -> Tensor:
-        """The gradient whose exact direction this is: the inverse of :meth:`direction`."""
-        return (direction.to(self.gram.dtype) @ self.gram).to(direction.dtype) + self.shift * direction
+
+@dataclass
+class Attachment:
+    """State that all layers of one ProxProp share; ``distributed``: Gram matrices are summed over processes."""
+
+    options: ProxPropOptions
+    steps: int = 0
+    optimizer: Any = None
+    distributed: bool = False
 
 
-def as_multiple(changed: WeightBias, made: WeightBias) -> tuple[Tensor, WeightBias | None]:
-    """Write ``changed`` as c · ``made`` + E with a scalar c; E is None if it is at rounding level.
+@dataclass
+class GramCache:
+    """A running mean of Gram matrices per row, the last metric computed from it, and the rows of that metric."""
 
-    c is the ratio at the largest entry of ``made``, which is exact to rounding if ``changed`` is a multiple of it.
+    mean: Tensor | None = None
+    metric: _Metric | None = None
+    rows: int = 0
+    # Whether float32 was once too imprecise for this layer's Gram matrix; products are then in float64.
+    wide: bool = False
+
+
+class RowAccumulator:
+    """The rows that contributed to ``.grad`` since the last step or ``zero_grad``.
+
+    While there are fewer rows than columns, the rows ``a``, their output gradients ``delta`` (rows × outputs) and the
+    fingerprint ``mark`` of δᵀA are stored; otherwise the Gram matrix is summed. ``inputs`` is the sum of all inputs.
     """
-    known = [(c, m) for c, m in zip(changed, made, strict=True) if c is not None and m is not None]
-    first, second = known[0]
-    place = second.abs().argmax()
-    whole, part = first.flatten()[place].double(), second.flatten()[place].double()
-    scale = torch.where(part != 0, whole / part, torch.zeros_like(part))
-    rest = _map(lambda g, m: g - (scale * m).to(g.dtype), changed, made)
-    close = 4 * torch.finfo(second.dtype).eps
-    pairs = [(r, g) for r, g in zip(rest, changed, strict=True) if r is not None and g is not None]
-    return scale, None if all(bool((r.abs() <= close * g.abs()).all()) for r, g in pairs) else rest
 
+    def __init__(self, map: WeightMap, shared: Attachment, cache: GramCache, trained: Container[str]) -> None:
+        self.map, self.shared, self.cache = map, shared, cache
+        self.trains_weight, self.ones = "weight" in trained, "bias" in trained
+        self.sizes = [map.columns] * self.trains_weight + [1] * self.ones
+        rule = shared.options.gram
+        self._cached = rule if isinstance(rule, CachedGram) and self.trains_weight and map.geometry else None
+        self.count, self.inputs = 0, cast(Any, 0.0)
+        self.a = self.delta = self.mark = self.gram = self.metric = cast(Any, None)
+        self.renewed: dict[str, Any] = {}
 
-def scaled(pair: WeightBias, scale: Tensor) -> WeightBias:
-    """Weight and bias times a scalar."""
-    return _map(lambda t: t * scale.to(t.dtype), pair)
+    def stores(self, count: int) -> bool:
+        """Whether with ``count`` more rows there are fewer than columns, so that they are stored."""
+        dual = self.trains_weight and self.gram is None and self.map.groups == 1 and not self.shared.distributed
+        return dual and 0 < self.count + count < sum(self.sizes)
 
+    def updates(self) -> bool:
+        """Whether the rule needs a new Gram matrix at this step."""
+        return self._cached is None or self.shared.steps % self._cached.every == 0 or self.cache.mean is None
 
-def added(first: WeightBias, second: WeightBias) -> WeightBias:
-    """The sum of two pairs."""
-    return _map(torch.add, first, second)
+    def add(self, x: Tensor, delta: Tensor, mark: Tensor | None, options: ProxPropOptions) -> None:
+        """Add the rows of one call; ``mark`` is the fingerprint of their gradient."""
+        count = delta.numel() // self.map.outputs
+        if count == 0:
+            return
+        stores = self.stores(count)
+        self.count, self.inputs = self.count + count, self.inputs + x.sum(dtype=torch.float64)
+        if stores:
+            a, delta = to_working_precision(self.map.rows(x)), to_working_precision(self.map.deltas(delta))
+            a = torch.cat([a, a.new_ones(count, 1)], 1) if self.ones else a
+            if self.a is not None:
+                a, delta, mark = torch.cat([self.a, a]), torch.cat([self.delta, delta]), self.mark + mark
+            self.a, self.delta, self.mark = a, delta, mark
+        elif self.updates():
+            self.metric = self._sum(x, count, options)
+            if options.method != "cg" and self.trains_weight and not self.metric.accurate():
+                self.cache.wide = True
+                self.metric = self._sum(x, count, options)
+            self.gram, self.a = self.metric.gram, None
 
+    def _sum(self, x: Tensor, count: int, options: ProxPropOptions) -> _Metric:
+        """The metric of all rows so far."""
+        x, wide = to_working_precision(x), self.cache.wide
+        if self.trains_weight:
+            total = self.map.gram(x, self.ones, options.gram, self.shared.steps, wide)
+        else:
+            total = x.new_full((self.map.groups, 1, 1), float(count))
+        total = total if self.a is None else total + row_gram(self.a, False, wide)
+        double = wide or x.dtype == torch.float64
+        if self.gram is not None:
+            total, double = total + self.gram, double or self.gram.dtype == torch.float64
+        return _Metric(total.to(torch.float64 if double else torch.float32), options.shift)
 
-def _map(function, *pairs: WeightBias) -> WeightBias:  # type: ignore[no-untyped-def]
-    weights, biases = zip(*pairs, strict=True)
-    weight = None if any(w is None for w in weights) else function(*weights)
-    return WeightBias(weight, None if any(b is None for b in biases) else function(*biases))
+    def direction(self, gradient: list[Tensor] | None, options: ProxPropOptions) -> list[Tensor]:
+        """The direction of a gradient; None is the gradient δᵀA of stored rows. It may overwrite the gradient."""
+        if self.a is not None:
+            return self._dual(1.0, options) if gradient is None else self._received(gradient, options)
+        assert gradient is not None
+        whole = torch.cat(gradient, 1) if len(gradient) > 1 else gradient[0]
+        made = self._step_metric(options).direction(whole.unflatten(0, (self.map.groups, -1)), options)
+        return list(made.flatten(0, 1).split(self.sizes, 1))
+
+    def _received(self, gradient: list[Tensor], options: ProxPropOptions) -> list[Tensor]:
+        r"""The direction of the gradient that the optimizer receives, from stored rows.
+
+        The gradient is :math:`c\,\delta^\top A + E` for a scalar c (unscaling, clipping). The first part is solved from
+        δ, without cancellation. Equal fingerprints show that E is rounding. Otherwise (a penalty, other edits) the
+        Woodbury identity :math:`\tau_\theta(E - EA^\top(AA^\top + I/\tau_\theta)^{-1}A)` gives its direction.
+        """
+        found, own, a = fingerprint(gradient), self.mark, self.a
+        scale = float(torch.nan_to_num((found.double() @ own.double()) / own.double().square().sum()))
+        size = torch.linalg.vector_norm(gradient[0], dim=1) + found.abs()
+        if bool(((found - scale * own).abs() <= _EQUAL * torch.finfo(found.dtype).eps * size).all()):
+            return self._dual(scale, options, gradient)
+        whole = torch.cat(gradient, 1)
+        if options.method == "cg":
+            made = _conjugate(lambda v: v @ a.mT @ a + options.shift * v, whole, options)
+        else:
+            rest = whole - scale * self.delta.mT @ a
+            solved, moved = self._solve(torch.cat([scale * self.delta.mT, rest @ a.mT]), options).chunk(2)
+            made = solved @ a + (rest - moved @ a) / options.shift
+        return list(made.split(self.sizes, 1))
+
+    def _dual(self, scale: float, options: ProxPropOptions, into: list[Tensor] | None = None) -> list[Tensor]:
+        """The direction of the gradient δᵀA times a scale, solved from δ; written ``into`` given tensors."""
+        delta = (self.delta if scale == 1 else self.delta * scale).mT
+        c = self._dual_conjugate(delta, options) if options.method == "cg" else self._solve(delta, options)
+        return [torch.mm(c, a, out=into[i] if into else None) for i, a in enumerate(self.a.split(self.sizes, 1))]
+
+    def _solve(self, target: Tensor, options: ProxPropOptions) -> Tensor:
+        """Multiply by (AAᵀ + I/τθ)⁻¹ from the right."""
+        factor = _factor(lambda double: gram(self.a.double() if double else self.a, half=True), options.shift)
+        # With many rows one product with the inverse is faster than two triangular solves.
+        many = target.shape[-2] >= 1.5 * target.shape[-1]
+        return target @ factor.inverse().to(target.dtype) if many else factor.solve(target)
+
+    def _dual_conjugate(self, target: Tensor, options: ProxPropOptions) -> Tensor:
+        """Coefficients c of the last conjugate gradient iterate cA, outputs × rows."""
+        kernel, shift = gram(self.a), options.shift
+
+        # A vector cA is stored as (c, cK) with K = AAᵀ. Its inner product with dA is ⟨c, dK⟩.
+        def apply(v: Tensor) -> Tensor:
+            c, image = v.unbind(-2)
+            return torch.stack([image + shift * c, torch.addmm(image, image, kernel, beta=shift)], -2)
+
+        how: Any = {"sample_dims": 2, "inner": lambda u, v: (u[:, 0] * v[:, 1]).sum(-1)[:, None, None]}
+        pairs = (torch.stack([units, units @ kernel], -2) for units in target.split(_UNITS))
+        return torch.cat([_conjugate(apply, some, options, **how)[:, 0] for some in pairs])
+
+    def _step_metric(self, options: ProxPropOptions) -> _Metric:
+        """The metric of this step: of its rows, or from the cache."""
+        rule, cache, metric = self._cached, self.cache, self.metric
+        if rule is None:
+            return metric if metric and metric.shift == options.shift else _Metric(self.gram, options.shift)
+        metric, mean = cache.metric, cache.mean
+        if self.gram is not None:
+            fresh = self.gram / max(self.count, 1)
+            metric, mean = None, fresh if mean is None else rule.decay * mean + (1 - rule.decay) * fresh
+        assert mean is not None
+        if metric is None or cache.rows != self.count or metric.shift != options.shift:
+            metric = _Metric(mean * self.count, options.shift)
+        self.renewed = {"mean": mean, "metric": metric, "rows": self.count}
+        return metric
+
+    def reduce(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        """Sum the number of rows and the Gram matrix over the processes. All processes call this in the same order."""
+        count = torch.tensor(float(self.count), dtype=torch.float64, device=device)
+        dist.all_reduce(count, group=group)
+        if self.updates():
+            # Processes may differ in whether they needed float64.
+            zero = torch.zeros(self.map.groups, sum(self.sizes), sum(self.sizes), dtype=torch.float64, device=device)
+            self.gram, self.metric = zero if self.gram is None else self.gram.double(), None
+            dist.all_reduce(self.gram, group=group)
+        self.count = int(count)

@@ -1,50 +1,35 @@
-r"""Gram matrices of a layer's rows: of given rows, and of a convolution's patches without forming all patches.
+r"""Linear and Conv1d to Conv3d as linear maps of their weight and bias, and the Gram matrices of their rows.
 
 Two patches that lie one step apart in the first spatial dimension share all their lines but one. So at stride 1 the
-block of the Gram matrix for the kernel lines i and i + d,
-
-.. math:: G_{i,i+d} = \sum_{r=i}^{i+H_o-1} U_r^\top U_{r+d},
-
-is one product for all i, up to a few lines at the edges (:math:`U_r` holds the patches' entries in line r of the map).
-
+blocks :math:`\sum_{r=i}^{i+H_o-1} U_r^\top U_{r+d}` of the Gram matrix, for the kernel lines i and i + d, are one
+product for all i, up to a few lines at the edges (:math:`U_r` holds the patches' entries in line r of the map).
 Long sums of positive products lose digits in float32. Products are therefore short and are summed in float64.
 """
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ...geometry import ConvGeometry
 from ...linalg import gram
-from ...operators.patches import padded_groups, patches, windows
+from ...operators.patches import padded_groups, patches, positions_as_rows, windows
+from .options import CachedGram, GramRule, SubsampledGram
 
-__all__ = ["autocorrelation_gram", "patch_gram", "row_gram"]
+__all__ = ["WeightMap", "patch_gram", "row_gram", "weight_map"]
 
 # Entries unfolded at a time.
 _BLOCK = 1 << 22
-
 # Rows per product. Longer float32 products lose digits, shorter ones cost time.
 _SHORT = 1024
 
 
-def _blocks(x: Tensor, per_sample: int) -> Iterator[Tensor]:
-    return iter(x.split(max(1, _BLOCK // max(1, per_sample))))
-
-
 def row_gram(rows: Tensor, ones: bool, wide: bool) -> Tensor:
-    """The Gram matrix of the rows, with a column of ones appended if ``ones``: n × n.
-
-    ``wide`` computes every product in float64.
-
-    >>> row_gram(torch.tensor([[1.0, 2.0]]), True, False)
-    tensor([[1., 2., 1.],
-            [2., 4., 2.],
-            [1., 2., 1.]])
-    """
-    n = rows.shape[1]
-    parts = rows.split(_SHORT)
+    """The Gram matrix of the rows, with a column of ones appended if ``ones``; ``wide``: all products in float64."""
+    n, parts = rows.shape[1], rows.split(_SHORT)
     sums = rows.dtype if len(parts) == 1 and not wide else torch.float64
     total = rows.new_zeros((n + ones, n + ones), dtype=sums)
     for part in (part.double() if wide else part for part in parts):
@@ -55,22 +40,17 @@ def row_gram(rows: Tensor, ones: bool, wide: bool) -> Tensor:
 
 
 def patch_gram(x: Tensor, geometry: ConvGeometry, ones: bool, wide: bool = False) -> Tensor:
-    """The Gram matrix of all patches, with a column of ones appended if ``ones``: groups × n × n.
-
-    Patches are unfolded for one block of samples at a time. ``wide`` computes every product in float64; otherwise only
-    the sums of products are float64.
-    """
+    """The Gram matrix of all patches, groups × n × n. Patches are unfolded for one block of samples at a time."""
     output = geometry.with_size(tuple(x.shape[2:])).output()
     columns = x.shape[1] // geometry.groups * math.prod(geometry.kernel)
-    n = columns + ones
-    total = x.new_zeros((geometry.groups, n, n), dtype=torch.float64)
+    total = x.new_zeros((geometry.groups, columns + ones, columns + ones), dtype=torch.float64)
     if geometry.stride[0] == 1:
         height = x.shape[2] + sum(geometry.padding[0])
         per_sample = x.shape[1] * height * math.prod(output[1:]) * math.prod(geometry.kernel[1:])
-        for block in _blocks(x, per_sample):
+        for block in x.split(max(1, _BLOCK // max(1, per_sample))):
             total += _by_lines(block.double() if wide else block, geometry, ones)
         return total
-    for block in _blocks(x, columns * geometry.groups * math.prod(output)):
+    for block in x.split(max(1, _BLOCK // max(1, columns * geometry.groups * math.prod(output)))):
         total += torch.stack([row_gram(part, ones, wide) for part in patches(block, geometry)])
     return total
 
@@ -110,10 +90,7 @@ def _by_lines(x: Tensor, geometry: ConvGeometry, ones: bool) -> Tensor:
 
 
 def _line_products(lines: Tensor, count: int, step: int, height: int, offset: int) -> Iterator[Tensor]:
-    """For every i < ``count`` the sum of Uᵣᵀ U₍ᵣ₊offset₎ over the ``height`` lines r that start at i·step.
-
-    Lines common to all sums are multiplied once. Each sum adds its own lines at the edges, so nothing is subtracted.
-    """
+    """For every i < ``count`` the sum of Uᵣᵀ U₍ᵣ₊offset₎ over the ``height`` lines r that start at i·step."""
 
     def product(start: int, end: int) -> Tensor:
         left, right = lines[:, start:end].split(some, 1), lines[:, start + offset : end + offset].split(some, 1)
@@ -121,7 +98,7 @@ def _line_products(lines: Tensor, count: int, step: int, height: int, offset: in
         return sum(parts[1:], parts[0])
 
     some = max(1, _BLOCK // (lines.shape[0] * lines.shape[-1] ** 2))
-
+    # Lines common to all sums are multiplied once. Each sum adds its own lines at the edges.
     low, high = (count - 1) * step, height
     if low >= high:
         yield from (product(i * step, i * step + height) for i in range(count))
@@ -132,39 +109,70 @@ def _line_products(lines: Tensor, count: int, step: int, height: int, offset: in
         yield sum((product(*edge) for edge in edges if edge[0] < edge[1]), core)
 
 
-def autocorrelation_gram(x: Tensor, geometry: ConvGeometry, ones: bool, wide: bool = False) -> Tensor:
-    """The Gram matrix of all patches that touch the map, from its channels' autocorrelation, computed by FFT."""
-    d = len(geometry.kernel)
-    x = x.unflatten(1, (geometry.groups, -1))
-    sizes = tuple(x.shape[3:])
-    # Room for the largest shift keeps the circular correlation from wrapping.
-    grid = tuple(size + r for size, r in zip(sizes, geometry.reach, strict=True))
-    dims = tuple(range(3, 3 + d))
-    spectrum: Tensor | float = 0.0
-    for block in _blocks(x, 2 * x.shape[1] * x.shape[2] * math.prod(grid)):
-        block = block.double() if wide else block
-        freq = torch.fft.rfftn(block, s=grid, dim=dims).flatten(3).permute(1, 3, 2, 0)
-        spectrum = spectrum + freq.conj() @ freq.mT
-    assert isinstance(spectrum, Tensor)
-    channels = x.shape[2]
-    half = (*grid[:-1], grid[-1] // 2 + 1)
-    spectrum = spectrum.permute(0, 2, 3, 1).reshape(geometry.groups, channels, channels, *half)
-    correlation = torch.fft.irfftn(spectrum, s=grid, dim=dims)
-    table = correlation
-    for dim, (k, step, size) in enumerate(zip(geometry.kernel, geometry.dilation, grid, strict=True)):
-        shift = _shifts(k, step, x.device)
-        table = table.index_select(3 + 2 * dim, shift.flatten() % size).unflatten(3 + 2 * dim, tuple(shift.shape))
-    columns = channels * math.prod(geometry.kernel)
-    order = (0, 1, *range(3, 3 + 2 * d, 2), 2, *range(4, 4 + 2 * d, 2))
-    out = table.new_zeros(geometry.groups, columns + ones, columns + ones)
-    out[:, :columns, :columns] = table.permute(order).reshape(-1, columns, columns)
-    if ones:
-        sums = x.sum((0, *dims)).repeat_interleave(math.prod(geometry.kernel), dim=1)
-        _border(out, sums, len(x) * math.prod(grid))
-    return out
+class WeightMap:
+    """The linear map from the weight and bias of a Linear or convolution to its output, its input held fixed."""
+
+    def __init__(self, module: Any) -> None:
+        self.geometry: ConvGeometry | None = None
+        self.groups, self._outer = 1, list[int]()
+        if isinstance(module, nn.Linear):
+            self.outputs, self.columns = module.out_features, module.in_features
+            return
+        self.groups, self.outputs, geometry = module.groups, module.out_channels, ConvGeometry.of(module)
+        self.columns = module.in_channels // module.groups * math.prod(module.kernel_size)
+        self._mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        # Torch applies other modes, and uneven padding, in a separate step before the convolution.
+        if module.padding_mode != "zeros" or any(before != after for before, after in geometry.padding):
+            self._outer, geometry = geometry.pads, geometry.without_padding()
+        self.geometry = geometry
+
+    def prepare(self, x: Tensor) -> Tensor:
+        """Add a batch dimension, and the padding that torch applies before the convolution; differentiable."""
+        if self.geometry is None:
+            return x
+        x = x if x.dim() == len(self.geometry.kernel) + 2 else x.unsqueeze(0)
+        return F.pad(x, self._outer, mode=self._mode) if any(self._outer) else x
+
+    def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The layer's output, bit-identical to torch's."""
+        return F.linear(x, weight, bias) if self.geometry is None else self.geometry.convolve(x, weight, bias)
+
+    def gradients(
+        self, x: Tensor, weight: Tensor, delta: Tensor, needed: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients with respect to input, weight and bias, in the dtype of ``delta``."""
+        x, weight, g = x.to(delta.dtype), weight.to(delta.dtype), self.geometry
+        if g is None:
+            rows = self.deltas(delta)
+            ahead = delta @ weight if needed[0] else None
+            return ahead, rows.mT @ self.rows(x) if needed[1] else None, rows.sum(0) if needed[2] else None
+        padding = [before for before, _ in g.padding]
+        shape = (g.stride, padding, g.dilation, False, [0] * len(g.kernel), g.groups)
+        found: Any = torch.ops.aten.convolution_backward(delta, x, weight, [self.outputs], *shape, needed)
+        return tuple(found)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The rows that multiply the weight, rows × columns. Requires ``groups == 1``."""
+        return x.reshape(-1, self.columns) if self.geometry is None else patches(x, self.geometry).squeeze(0)
+
+    def deltas(self, delta: Tensor) -> Tensor:
+        """Output gradients as rows × outputs."""
+        return delta.reshape(-1, self.outputs) if self.geometry is None else positions_as_rows(delta)
+
+    def gram(self, x: Tensor, ones: bool, rule: GramRule, steps: int, wide: bool) -> Tensor:
+        """The Gram matrix of the rows, groups × n × n. The subsample rotates with the number of ``steps`` taken."""
+        if self.geometry is None:
+            return row_gram(self.rows(x), ones, wide)[None]
+        rule = rule.of if isinstance(rule, CachedGram) else rule
+        every = min(rule.every, len(x)) if isinstance(rule, SubsampledGram) else 1
+        some = x[steps % every :: rule.every] if isinstance(rule, SubsampledGram) and every > 1 else x
+        return patch_gram(some, self.geometry, ones, wide) * (len(x) / len(some))
 
 
-def _shifts(kernel: int, step: int, device: torch.device) -> Tensor:
-    """The table of distances from kernel offset i to kernel offset j."""
-    place = torch.arange(kernel, device=device) * step
-    return place[None, :] - place[:, None]
+def weight_map(module: nn.Module) -> WeightMap | None:
+    """The map of a Linear or convolution whose class does not override torch's forward; None for other modules."""
+    for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d):
+        own = getattr(type(module), "_conv_forward", None) is getattr(kind, "_conv_forward", None)
+        if isinstance(module, kind) and own and type(module).forward is kind.forward:
+            return WeightMap(module)
+    return None

@@ -1,20 +1,12 @@
 """Options of ProxProp: the step size in the weights, the linear solver, and the Gram matrix of a convolution."""
 
 import dataclasses
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from ...errors import OptionError, require_positive
 
-__all__ = [
-    "AutocorrelationGram",
-    "CachedGram",
-    "ExactGram",
-    "GramRule",
-    "ProxPropOptions",
-    "SubsampledGram",
-    "as_gram_rule",
-    "paper_tau_theta",
-]
+__all__ = ["CachedGram", "ExactGram", "GramRule", "ProxPropOptions", "SubsampledGram", "paper_tau_theta"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +16,7 @@ class ExactGram:
 
 @dataclasses.dataclass(frozen=True)
 class SubsampledGram:
-    """The Gram matrix of a fraction of the batch, scaled up: every k-th image, with an offset that rotates per step.
-
-    >>> SubsampledGram(fraction=0.25).every
-    4
-    """
+    """The Gram matrix of a fraction of the batch, scaled up: every k-th image, with an offset that rotates per step."""
 
     fraction: float = 0.125
 
@@ -43,25 +31,16 @@ class SubsampledGram:
 
 
 @dataclasses.dataclass(frozen=True)
-class AutocorrelationGram:
-    r"""The Gram matrix of all patches that touch the map, from the maps' autocorrelation, computed by FFT.
-
-    It requires stride 1; a layer with another stride uses the exact Gram matrix. With padding :math:`d(k-1)` (dilation
-    d) it equals the exact one. With less padding it also counts patches beyond the edge that the layer does not use.
-    """
-
-
-@dataclasses.dataclass(frozen=True)
 class CachedGram:
     """A Gram matrix that is updated every ``every`` steps by an exponential average, and whose factor is kept.
 
-    The average is per row and is multiplied by the number of rows of the step, so that batches of unequal size keep
-    their scale. ``decay`` is the weight of the old average; 0 discards it. ``of`` is the rule for new Gram matrices.
+    The average is per row and is multiplied by the number of rows of the step. ``decay`` is the weight of the old
+    average; 0 discards it. ``of`` is the rule for new Gram matrices.
     """
 
     every: int = 10
     decay: float = 0.5
-    of: ExactGram | SubsampledGram | AutocorrelationGram = SubsampledGram()
+    of: ExactGram | SubsampledGram = SubsampledGram()
 
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
@@ -70,25 +49,9 @@ class CachedGram:
             raise OptionError(f"the decay of a CachedGram must lie in [0, 1), got {self.decay}")
 
 
-GramRule = ExactGram | SubsampledGram | AutocorrelationGram | CachedGram
+GramRule = ExactGram | SubsampledGram | CachedGram
 
-_NAMED: dict[str, GramRule] = {
-    "exact": ExactGram(),
-    "subsampled": SubsampledGram(),
-    "autocorrelation": AutocorrelationGram(),
-    "cached": CachedGram(),
-}
-
-
-def as_gram_rule(gram: str | GramRule) -> GramRule:
-    """The rule with this name; a rule is returned unchanged."""
-    if isinstance(gram, GramRule):
-        return gram
-    if not isinstance(gram, str) or gram not in _NAMED:
-        raise OptionError(
-            f"gram must be one of {', '.join(_NAMED)}, or a rule such as CachedGram(every=20), got {gram!r}"
-        )
-    return _NAMED[gram]
+_NAMED: dict[str, GramRule] = {"exact": ExactGram(), "subsampled": SubsampledGram(), "cached": CachedGram()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,21 +62,27 @@ class ProxPropOptions:
     method: Literal["auto", "exact", "cg"]
     cg_iters: int
     cg_tol: float | None
-    gram: GramRule
+    gram: Any
     skip_last: bool
+    include: str | Sequence[str] | None
+    exclude: str | Sequence[str] | None
     fused: bool
 
     def __post_init__(self) -> None:
         require_positive("tau_theta", self.tau_theta)
-        if self.method not in ("auto", "exact", "cg"):
-            raise OptionError(f"method must be one of auto, exact, cg, got {self.method!r}")
-        if isinstance(self.cg_iters, bool) or not isinstance(self.cg_iters, int) or self.cg_iters < 1:
-            raise OptionError(f"cg_iters must be a whole number ≥ 1, got {self.cg_iters!r}")
-        if self.cg_tol is not None:
-            require_positive("cg_tol", self.cg_tol)
-        for name in ("skip_last", "fused"):
-            if not isinstance(getattr(self, name), bool):
-                raise OptionError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        require_positive("cg_tol", 1.0 if self.cg_tol is None else self.cg_tol)
+        if isinstance(self.gram, str):
+            object.__setattr__(self, "gram", _NAMED.get(self.gram, self.gram))
+        checks = {
+            "method": (self.method in ("auto", "exact", "cg"), "one of auto, exact, cg"),
+            "cg_iters": (type(self.cg_iters) is int and self.cg_iters > 0, "a whole number ≥ 1"),
+            "gram": (isinstance(self.gram, GramRule), f"one of {', '.join(_NAMED)} or a rule such as CachedGram()"),
+            "skip_last": (isinstance(self.skip_last, bool), "True or False"),
+            "fused": (isinstance(self.fused, bool), "True or False"),
+        }
+        for name, (good, kind) in checks.items():
+            if not good:
+                raise OptionError(f"{name} must be {kind}, got {getattr(self, name)!r}")
 
     @property
     def shift(self) -> float:
@@ -126,23 +95,18 @@ def paper_tau_theta(
 ) -> tuple[float, float]:
     r"""Convert the paper's :math:`\tau_\theta` for batches of ``paper_rows`` to batches of ``rows`` and a reduction.
 
-    Returns ``(tau_theta, factor)``. With this ``tau_theta``, ``factor`` times the paper's learning rate gives the
-    paper's step. The metric :math:`A^\top A + I/\tau_\theta` grows with the number of rows and does not depend on the
-    loss's reduction. So :math:`\tau_\theta` scales with ``paper_rows / rows``. The direction of a mean loss then
-    shrinks by the same factor, for which the learning rate compensates. The gradient of a summed loss is ``rows`` times
-    as large, so the learning rate is divided by ``rows``. For convolutions the ratio is that of the numbers of images.
+    Returns ``(tau_theta, factor)``: with this ``tau_theta``, ``factor`` times the paper's learning rate is the paper's
+    step. The metric :math:`A^\top A + I/\tau_\theta` grows with the number of rows, for every reduction of the loss.
+    For convolutions the ratio is that of the numbers of images.
 
-    >>> paper_tau_theta(0.05)
-    (0.05, 1.0)
     >>> paper_tau_theta(0.05, rows=1000)
     (0.025, 2.0)
     >>> paper_tau_theta(0.05, reduction="sum")
     (0.05, 0.002)
     """
     rows = paper_rows if rows is None else rows
-    require_positive("tau_theta", tau_theta)
-    require_positive("paper_rows", paper_rows)
-    require_positive("rows", rows)
+    for name, value in {"tau_theta": tau_theta, "paper_rows": paper_rows, "rows": rows}.items():
+        require_positive(name, value)
     if reduction not in ("mean", "sum"):
         raise OptionError(f"reduction must be mean or sum, got {reduction!r}")
     ratio = paper_rows / rows

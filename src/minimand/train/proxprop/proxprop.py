@@ -2,8 +2,9 @@
 
 import dataclasses
 import logging
+import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, Literal, Self
 
 import torch
@@ -11,12 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...errors import CapabilityError, NonFiniteError, OptionError, ShapeError
-from .accumulator import AttachmentState, GramCache
-from .discover import discover, require_owned
-from .hooks import Hook
-from .layer_hooks import LayerHooks
-from .options import GramRule, ProxPropOptions, as_gram_rule
+from ...errors import CapabilityError, NonFiniteError, OptionError, ShapeError, require_positive
+from .directions import Attachment, GramCache
+from .layers import LayerHooks, discover, is_trained
+from .options import GramRule, ProxPropOptions
 
 __all__ = ["ProxProp"]
 
@@ -31,55 +30,44 @@ class ProxProp:
     for a trained bias) takes the proximal step
 
     .. math::
-        \theta^+ = \arg\min_\theta \tfrac12\|A\theta^\top - z^{+}\|^2
+        \theta^+ = \operatorname*{argmin}_\theta \tfrac12\|A\theta^\top - z^{+}\|^2
         + \tfrac{1}{2\tau_\theta}\|\theta - \theta^k\|^2,
 
-    whose direction is the preconditioned gradient :math:`G(A^\top A + I/\tau_\theta)^{-1}`. The optimizer finds it in
-    ``.grad`` in place of the gradient :math:`G`; nothing else changes. :math:`A^\top A` is the *sum* over all rows that
-    contributed to :math:`G` since the last step or ``zero_grad``, over micro-batches and processes. :math:`G` is the
-    gradient that the optimizer receives: accumulated, averaged over processes, unscaled. Each layer needs one linear
-    solve per step.
+    whose direction is the preconditioned gradient :math:`G(A^\top A + I/\tau_\theta)^{-1}`. ``optimizer.step()`` writes
+    it to ``.grad`` in place of the gradient :math:`G`, before the optimizer reads it. :math:`G` is ``.grad`` at that
+    moment: accumulated, averaged over processes, unscaled, clipped. :math:`A^\top A` is the *sum* over all rows that
+    contributed to ``.grad`` since the last step or ``zero_grad``, over micro-batches and processes.
 
     Args:
-        model: A network with Linear or Conv1d to Conv3d layers. Other modules keep plain gradients; the log lists them
-            once. A parameter shared between layers raises an error.
+        model: A network with Linear or Conv1d to Conv3d layers. Other modules keep plain gradients; the log lists them.
+            A parameter shared between layers raises an error; a layer that is called several times stacks its rows.
         tau_theta: :math:`\tau_\theta > 0`. Small values give nearly :math:`\tau_\theta` times the plain gradient.
+            The attribute ``tau_theta`` can be set while training. The key ``tau_theta`` of a parameter group wins.
         method: ``"exact"`` or ``"auto"``: a Cholesky factor of the Gram matrix of rows or columns, whichever are fewer.
-            ``"cg"``: conjugate gradients from zero for every output unit. Every iterate is a descent direction
-            (Proposition 5).
+            ``"cg"``: conjugate gradients from zero for every output unit; every iterate descends (Proposition 5).
         cg_iters: The largest number of iterations of ``"cg"``.
         cg_tol: ``"cg"`` stops early once every unit's residual is at most this fraction of its gradient.
-        gram: How a convolution's Gram matrix is computed: ``"exact"``, ``"subsampled"``, ``"autocorrelation"``,
-            ``"cached"``, or a rule such as ``CachedGram(every=20)``. Linear layers always use the exact one.
+        gram: How a convolution's Gram matrix is computed: ``"exact"``, ``"subsampled"``, ``"cached"``, or a rule such
+            as ``CachedGram(every=20)``. Linear layers always use the exact one.
         skip_last: Keep plain gradients for the last layer, as in the paper: the one that the forward pass calls last.
-            To find it, the model runs on made-up inputs and is then put back into its state. Where no made-up input
-            runs through the model, the last layer is the last one in ``model.named_modules()``.
-        fused: True: compute the direction in the backward pass, at little more than the gradient's cost. ``.grad``
-            holds it right after ``backward``, and clipping acts on directions. A second backward pass before the step
-            puts the plain gradient back. False: ``.grad`` holds the plain gradient until the step, and clipping acts on
-            the gradient.
-        process_group: The processes whose rows are summed. ``"auto"``: all, if torch.distributed runs with more than
-            one; None: this process alone.
+            It is found by a run on made-up inputs; if none runs, it is the last one in ``model.named_modules()``.
+        include: Patterns such as ``"blocks.*.fc"``: only layers whose path matches one are preconditioned.
+        exclude: Patterns of layers that keep plain gradients.
+        fused: Compute the direction in the backward pass, without the gradient if there are fewer rows than columns.
+            ``.grad`` holds the direction right after ``backward``; clipping then clips the direction, and a penalty on
+            a weight is added to it. A second backward pass before the step raises an error.
+        process_group: The processes whose rows are summed. ``"auto"``: all; None: this process alone.
 
     Source: [Frerix2018], Algorithm 2, eqs. 7–16.
 
-    >>> torch.manual_seed(0)
-    <torch._C.Generator object at ...>
     >>> model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.ReLU(), nn.Linear(4, 2))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     >>> prox = ProxProp(model, tau_theta=2.0).attach(optimizer)
     >>> A = torch.randn(8, 3)
     >>> model(A).square().sum().backward()
-    >>> direction = model[0].weight.grad.clone()
+    >>> G = model[0].weight.grad.clone()
     >>> optimizer.step()
-    >>> prox.detach()
-    >>> model[0].weight.data += 0.5 * direction  # back to where the step began
-    >>> model[2].weight.data += 0.5 * model[2].weight.grad
-    >>> model[2].bias.data += 0.5 * model[2].bias.grad
-    >>> model.zero_grad()
-    >>> model(A).square().sum().backward()
-    >>> G = model[0].weight.grad
-    >>> torch.allclose(direction @ (A.T @ A + torch.eye(3) / 2.0), G, rtol=1e-3)
+    >>> torch.allclose(model[0].weight.grad @ (A.T @ A + torch.eye(3) / 2.0), G, rtol=1e-3)
     True
     """
 
@@ -93,251 +81,183 @@ class ProxProp:
         cg_tol: float | None = None,
         gram: str | GramRule = "exact",
         skip_last: bool = True,
-        fused: bool = True,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        fused: bool = False,
         process_group: dist.ProcessGroup | Literal["auto"] | None = "auto",
     ) -> None:
-        options = ProxPropOptions(tau_theta, method, cg_iters, cg_tol, as_gram_rule(gram), skip_last, fused)
-        if process_group not in ("auto", None) and not (
-            dist.is_available() and isinstance(process_group, dist.ProcessGroup)
-        ):
-            raise OptionError(
-                f'process_group must be "auto", None or a torch.distributed process group, got {process_group!r}'
-            )
+        options = ProxPropOptions(tau_theta, method, cg_iters, cg_tol, gram, skip_last, include, exclude, fused)
+        if process_group not in ("auto", None) and not isinstance(process_group, dist.ProcessGroup):
+            raise OptionError(f'process_group must be "auto", None or a process group, got {process_group!r}')
         if not isinstance(model, nn.Module):
             raise CapabilityError(f"ProxProp takes an nn.Module, got {type(model).__name__}")
-        self._model = model
-        self._group = process_group
-        self._shared = AttachmentState(options)
-        self._layers = discover(model, skip_last)
-        self._caches = {path: GramCache() for path in self._layers.preconditioned}
+        self._model, self._alone, self._shared = model, process_group is None, Attachment(options)
+        self._group = None if isinstance(process_group, str) else process_group
+        self._layers, self._last = discover(model, options)
+        self._caches = {path: GramCache() for path in self._layers}
         self._hooked: dict[str, LayerHooks] = {}
-        self._handles: list[Any] = []
         self._skipped_grads: list[tuple[Tensor, Tensor]] = []
-        self._warned: set[str] = set()
+        self._handles, self._warned = list[Any](), set[str]()
 
     @property
-    def options(self) -> ProxPropOptions:
-        """The present options."""
-        return self._shared.options
+    def tau_theta(self) -> float:
+        r"""The present :math:`\tau_\theta`; a new value takes effect at the next step."""
+        return self._shared.options.tau_theta
+
+    @tau_theta.setter
+    def tau_theta(self, value: float) -> None:
+        self._shared.options = dataclasses.replace(self._shared.options, tau_theta=value)
 
     @property
     def layers(self) -> tuple[str, ...]:
         """The paths of the layers with proximal steps, without frozen ones."""
-        return self._layers.trained
+        return tuple(path for path, (module, _) in self._layers.items() if is_trained(module))
 
     @property
     def plain(self) -> dict[str, str]:
         """The modules with plain gradients, by path, with their types; includes the last layer."""
-        last = self._layers.last
-        return self._layers.plain | ({} if last is None else {last: "the last layer"})
+        rest = {path: module for path, module in self._model.named_modules() if path not in self._layers}
+        kinds = {path: type(module).__name__ for path, module in rest.items() if is_trained(module)}
+        return kinds | ({} if self._last is None else {self._last: "the last layer"})
 
     def __repr__(self) -> str:
         state = "attached" if self._hooked else "not attached"
-        return f"ProxProp(tau_theta={self.options.tau_theta:g}, layers={list(self.layers)}, {state})"
-
-    # --- attaching ----------------------------------------------------------------------------------------------
+        return f"ProxProp(tau_theta={self.tau_theta:g}, layers={list(self.layers)}, {state})"
 
     def attach(self, optimizer: Optimizer) -> Self:
         """Register hooks on the layers and the optimizer, and return ``self``."""
+        shared = self._shared
         if self._hooked:
-            raise OptionError(
-                "this ProxProp is attached already; call detach() before attaching it to another optimizer"
-            )
+            raise OptionError("this ProxProp is attached already; call detach() before attaching it again")
         if not isinstance(optimizer, Optimizer):
             raise CapabilityError(f"attach takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        if any(isinstance(hook, Hook) for hook in optimizer._optimizer_step_pre_hooks.values()):
-            raise OptionError(
-                "this optimizer has a ProxProp already, and its checkpoint can hold the state of only one; pass one "
-                "ProxProp a model with all layers, or detach the other first"
-            )
-        self._layers = discover(self._model, self.options.skip_last)
-        require_owned(self._layers.preconditioned, optimizer)
-        self._shared.distributed = self._processes() > 1
-        self._caches = {path: self._caches.get(path, GramCache()) for path in self._layers.preconditioned}
-        for path, (module, known) in self._layers.preconditioned.items():
-            self._hooked[path] = LayerHooks(path, module, known, self._shared, self._caches[path])
+        hooks = optimizer._optimizer_step_pre_hooks.values()
+        if any(isinstance(getattr(hook, "__self__", None), ProxProp) for hook in hooks):
+            raise OptionError("this optimizer has a ProxProp already; detach it, or give one ProxProp all layers")
+        self._layers, self._last = discover(self._model, shared.options)
+        for group in optimizer.param_groups:
+            require_positive("tau_theta of a parameter group", group.get("tau_theta", 1.0))
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        named = [(f"{path}.{n}", p) for path, (m, _) in self._layers.items() for n, p in m._parameters.items()]
+        missing = [name.lstrip(".") for name, p in named if p is not None and p.requires_grad and id(p) not in owned]
+        if missing:
+            remedy = "build it from the model's parameters, or pass ProxProp the submodule that it trains"
+            raise OptionError(f"the optimizer does not own {', '.join(missing)}; {remedy}")
+        several = not self._alone and dist.is_available() and dist.is_initialized()
+        shared.distributed = several and dist.get_world_size(self._group) > 1
+        if shared.distributed and shared.options.fused:
+            raise OptionError("fused=True works in one process only; use fused=False, which sums the Gram matrices")
+        shared.optimizer = optimizer
+        self._caches = {path: self._caches.get(path, GramCache()) for path in self._layers}
+        for path, (module, known) in self._layers.items():
+            self._hooked[path] = LayerHooks(path, module, known, shared, self._caches[path])
         self._handles = [
-            self._model.register_forward_pre_hook(Hook(self._begin_pass)),
-            self._model.register_forward_hook(Hook(self._end_pass), always_call=True),
-            optimizer.register_step_pre_hook(Hook(self._before_step)),
-            optimizer.register_step_post_hook(Hook(self._after_step)),
-            optimizer.register_state_dict_post_hook(Hook(self._save_with)),
-            optimizer.register_load_state_dict_pre_hook(Hook(self._load_with)),
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_post_hook(lambda _, state: state | {_KEY: self.state_dict()}),
+            optimizer.register_load_state_dict_pre_hook(self._load_with),
         ]
         if not self.layers:
-            frozen = ", ".join(map(_named, self._layers.preconditioned))
-            _log.warning("ProxProp: no gradient is preconditioned until one is unfrozen: %s", frozen)
-        if self._layers.plain:
-            named = ", ".join(f"{path or 'the model'} ({kind})" for path, kind in self._layers.plain.items())
-            _log.warning("ProxProp: plain gradients for %s", named)
+            _log.warning(
+                "ProxProp: no step is implicit until one is unfrozen: %s", ", ".join(map(_named, self._layers))
+            )
+        plain = [f"{path or 'the model'} ({kind})" for path, kind in self.plain.items() if path != self._last]
+        if plain:
+            _log.warning("ProxProp: plain gradients for %s", ", ".join(plain))
         return self
 
     def detach(self) -> None:
-        """Remove all hooks. A direction in ``.grad`` is replaced by the plain gradient."""
-        for layer in self._hooked.values():
-            layer.remove()
-        for handle in self._handles:
-            handle.remove()
-        self._hooked, self._handles, self._skipped_grads = {}, [], []
-        self._shared.called = None
-
-    def _processes(self) -> int:
-        if self._group is None or not dist.is_available() or not dist.is_initialized():
-            return 1
-        return dist.get_world_size(None if self._group == "auto" else self._group)
-
-    # --- the model's forward pass -------------------------------------------------------------------------------
-
-    def _begin_pass(self, *_: Any) -> None:
-        self._shared.called = set()
-
-    def _end_pass(self, *_: Any) -> None:
-        self._shared.called = None
-
-    # --- the optimizer's step -----------------------------------------------------------------------------------
+        """Remove all hooks. In fused mode ``.grad`` keeps a direction that it holds."""
+        for hook in (*self._hooked.values(), *self._handles):
+            hook.remove()
+        self._hooked, self._handles, self._skipped_grads, self._shared.optimizer = {}, [], [], None
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._precondition(optimizer)
             return None
-        again = self._evaluated(optimizer, closure)
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": again}
-        return (args[0], again, *args[2:]), kwargs
 
-    def _evaluated(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, extended to leave directions in ``.grad``. It may be called several times per step."""
-
-        def call() -> Any:
-            self._restore()
-            for layer in self._hooked.values():
-                layer.forget()
+        def evaluate() -> Any:  # LBFGS evaluates several times per step.
+            self._after_step(evaluated=True)
             loss = closure()
             self._precondition(optimizer)
             return loss
 
-        return call
+        return args[:1], {**kwargs, "closure": evaluate}
 
     @torch.no_grad()
     def _precondition(self, optimizer: Optimizer) -> None:
         active = [layer for layer in self._hooked.values() if any(p.grad is not None for p in layer.trained.values())]
         for layer in active:
-            layer.refresh()
+            layer.drop_stale()
             if self._shared.distributed:
-                layer.reduce(None if self._group in ("auto", None) else self._group)  # type: ignore[arg-type]
-        self._warn_uncalled([layer for layer in active if layer.accumulator.empty])
-        active = [layer for layer in active if not layer.accumulator.empty]
-        origin = self._find_nonfinite(active, optimizer)
-        for layer in active if origin is None else []:
+                layer.rows = layer.rows or layer.new_rows()
+                layer.rows.reduce(layer.module.weight.device, self._group)
+        unseen = {layer.path for layer in active if layer.rows is None and not layer.called} - self._warned
+        self._warned |= unseen
+        if unseen:
+            named = ", ".join(path or "the model" for path in sorted(unseen))
+            _log.warning("ProxProp: plain gradients for %s, whose forward is never called", named)
+        # A sum is cheaper than a test of all entries, but it may overflow: then test the entries.
+        owned = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        doubtful = [p for p in owned if not torch.isfinite(p.grad.sum())]
+        bad = {id(p) for p in doubtful if not torch.isfinite(p.grad.to_dense()).all()}
+        origin = ""
+        if bad:
+            paths = [name.rpartition(".")[0] for name, p in self._model.named_parameters() if id(p) in bad]
+            entered = [layer.path for layer in active if layer.rows and not math.isfinite(layer.rows.inputs)]
+            origin = f"the gradient of {_named(paths[-1]) if paths else 'a parameter outside of the model'}"
+            origin = f"the input of {_named(entered[0])}" if entered else origin
+        for layer in active:
             try:
-                layer.precondition()
+                if not origin and not self._shared.options.fused and layer.rows and layer.rows.count:
+                    layer.precondition()
             except NonFiniteError:
                 origin = f"the input of {_named(layer.path)}"
-                break
-        if origin is not None:
-            self._skip_step(optimizer, origin)
-
-    def _find_nonfinite(self, active: list[LayerHooks], optimizer: Optimizer) -> str | None:
-        """The origin of NaN or Inf: the first layer with such an input, else the last layer with such a gradient."""
-        owned = [p for group in optimizer.param_groups for p in group["params"]]
-        bad = {id(p) for p in owned if p.grad is not None and not _finite(p.grad)}
-        if not bad:
-            return None
-        entered = next((layer.path for layer in active if layer.accumulator.has_nonfinite_input()), None)
-        if entered is not None:
-            return f"the input of {_named(entered)}"
-        paths = [name.rpartition(".")[0] for name, p in self._model.named_parameters() if id(p) in bad]
-        return f"the gradient of {_named(paths[-1]) if paths else 'a parameter outside of the model'}"
-
-    def _warn_uncalled(self, layers: list[LayerHooks]) -> None:
-        new = [layer for layer in layers if not layer.called and layer.path not in self._warned]
-        self._warned |= {layer.path for layer in new}
-        if new:
-            paths = ", ".join(layer.path or "the model" for layer in new)
-            _log.warning(
-                "ProxProp: plain gradients for %s, whose forward is never called (attention uses weights directly)",
-                paths,
-            )
-
-    def _skip_step(self, optimizer: Optimizer, origin: str) -> None:
-        """Skip the step by removing all gradients; the optimizer then changes neither parameters nor its state."""
-        warnings.warn(
-            f"ProxProp skips this step: {origin} holds NaN or Inf; lower the learning rate or clean the data",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if parameter.grad is not None:
+        if origin:
+            why = f"{origin} holds NaN or Inf; lower the learning rate or clean the data"
+            warnings.warn(f"ProxProp skips this step: {why}", RuntimeWarning, stacklevel=2)
+            # Without gradients the optimizer changes neither parameters nor its state.
+            for parameter in owned:
                 self._skipped_grads.append((parameter, parameter.grad))
                 parameter.grad = None
 
-    def _restore(self) -> None:
+    def _after_step(self, *_: Any, evaluated: bool = False) -> None:
+        """Put the gradients of a skipped step back, and discard all rows."""
+        taken = not self._skipped_grads and not evaluated
         for parameter, grad in self._skipped_grads:
-            if parameter.grad is None:
-                parameter.grad = grad
+            parameter.grad = grad if parameter.grad is None else parameter.grad
         self._skipped_grads = []
-
-    def _after_step(self, *_: Any) -> None:
-        taken = not self._skipped_grads
-        self._restore()
         for layer in self._hooked.values():
-            if taken:
-                layer.accumulator.commit()
+            if taken and layer.rows is not None:
+                vars(layer.cache).update(layer.rows.renewed)
             layer.forget()
         self._shared.steps += taken
-
-    # --- state --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Steps taken, τθ, cached Gram matrices, layers that need float64; without rows accumulated since the step."""
         grams = {path: (cache.mean, cache.rows) for path, cache in self._caches.items() if cache.mean is not None}
-        wide = [path for path, cache in self._caches.items() if cache.wide]
-        kept = {"turn": self._shared.steps, "tau_theta": self.options.tau_theta, "grams": grams, "wide": wide}
-        return kept | {"layers": self._shapes()}
+        kept = {"turn": self._shared.steps, "tau_theta": self.tau_theta, "layers": self._shapes(), "grams": grams}
+        return kept | {"wide": [path for path, cache in self._caches.items() if cache.wide]}
 
     def _shapes(self) -> dict[str, list[int]]:
         """The shapes of the layers' weights, by which a saved state is matched to its network."""
-        weights = {path: module.get_parameter("weight") for path, (module, _) in self._layers.preconditioned.items()}
-        return {path: list(weight.shape) for path, weight in weights.items()}
+        return {path: list(module.get_parameter("weight").shape) for path, (module, _) in self._layers.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state from :meth:`state_dict`, including τθ."""
         missing = sorted({"turn", "tau_theta", "grams"} - set(state if isinstance(state, dict) else ()))
         if missing:
-            raise OptionError(
-                f"the saved state lacks {', '.join(missing)}; pass the result of ProxProp.state_dict(), or load the "
-                f"optimizer's checkpoint into the optimizer"
-            )
-        unknown = sorted(set(state["grams"]) - set(self._caches))
-        if unknown:
-            raise ShapeError(
-                f"the saved state has Gram matrices of {', '.join(unknown)}, which this model does not have"
-            )
-        for path, (mean, _) in state["grams"].items():
-            module, known = self._layers.preconditioned[path]
-            ones = isinstance(module.bias, Tensor) and module.bias.requires_grad
-            expected = (known.groups, known.columns + ones, known.columns + ones)
-            if mean.shape != expected:
-                raise ShapeError(
-                    f"the saved Gram matrix of '{path}' is {tuple(mean.shape)}, the layer needs {expected}"
-                )
-        layers = self._shapes()
-        if state.get("layers", layers) != layers:
-            raise ShapeError(
-                f"the saved state is from another network: its weights are {state['layers']}, this model's are {layers}"
-            )
-        self._shared.options = dataclasses.replace(self.options, tau_theta=float(state["tau_theta"]))
-        self._shared.steps = int(state["turn"])
+            raise OptionError(f"the saved state lacks {', '.join(missing)}; pass the result of ProxProp.state_dict()")
+        saved, own = state.get("layers", self._shapes()), self._shapes()
+        if saved != own or not state["grams"].keys() <= own.keys():
+            raise ShapeError(f"the saved state is from another network: its weights are {saved}, here they are {own}")
+        self.tau_theta, self._shared.steps = float(state["tau_theta"]), int(state["turn"])
         for path, cache in self._caches.items():
-            mean, rows = state["grams"].get(path, (None, 0))
-            device = next(self._layers.preconditioned[path][0].parameters()).device
-            cache.mean = None if mean is None else mean.detach().clone().to(device)
-            cache.metric, cache.rows, cache.wide = None, rows, path in state.get("wide", ())
-
-    def _save_with(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        state[_KEY] = self.state_dict()
-        return state
+            mean, cache.rows = state["grams"].get(path, (None, 0))
+            cache.mean = None if mean is None else mean.clone().to(self._layers[path][0].get_parameter("weight").device)
+            cache.metric, cache.wide = None, path in state.get("wide", ())
 
     def _load_with(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         if _KEY in state:
@@ -347,9 +267,3 @@ class ProxProp:
 
 def _named(path: str) -> str:
     return f"layer '{path}'" if path else "the model"
-
-
-def _finite(grad: Tensor) -> bool:
-    values = grad._values() if grad.is_sparse else grad
-    # A sum is cheaper than a test of all entries, but it may overflow: then test the entries.
-    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
