@@ -41,7 +41,7 @@ for name, gap in rows.items():
 # ----
 # Prox-GD is in both panels, for comparison: it is what the stochastic solvers would do with all inputs at once.
 
-colours = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"]  # Okabe–Ito
+colors = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"]  # Okabe–Ito
 markers = ["o", "s", "^", "D", "v"]
 figure, axes = plt.subplots(1, 2, figsize=(10.5, 4.6), sharey=True, layout="constrained")
 panels = [
@@ -51,8 +51,8 @@ panels = [
 for axis, (title, names) in zip(axes, panels, strict=True):
     k = torch.arange(1, 41)
     axis.semilogy(k, rows["Prox-GD"], color="black", linewidth=2, label="Prox-GD")
-    for shift, (name, colour, marker) in enumerate(zip(names, colours, markers, strict=False)):
-        axis.semilogy(k, rows[name], color=colour, marker=marker, markevery=(2 * shift, 10), markersize=6, label=name)
+    for shift, (name, color, marker) in enumerate(zip(names, colors, markers, strict=False)):
+        axis.semilogy(k, rows[name], color=color, marker=marker, markevery=(2 * shift, 10), markersize=6, label=name)
     axis.set(title=title, xlabel="iteration", xlim=(1, 40))
     axis.grid(alpha=0.3, which="both")
     axis.legend(frameon=False, loc="lower left")

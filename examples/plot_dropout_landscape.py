@@ -70,10 +70,10 @@ for start in ([1.25, 0.1], [-0.2, 1.2], [-0.1, -0.15]):
 figure, panel = plt.subplots(figsize=(5.4, 4.8), layout="constrained")
 surface = surface_of(p)
 panel.contourf(axis, axis, surface, levels=torch.linspace(0, 2, 21).tolist(), cmap="cividis", extend="max")
-for path, colour in zip(paths, ("#E69F00", "#CC79A7", "#56B4E9"), strict=True):
-    panel.plot(path[:, 0], path[:, 1], color=colour, linewidth=0.7)
-    panel.plot(*path[0], "o", color=colour, markeredgecolor="white")
-    panel.plot(*path[-500:].mean(0), "s", color=colour, markeredgecolor="white", markersize=9)
+for path, color in zip(paths, ("#E69F00", "#CC79A7", "#56B4E9"), strict=True):
+    panel.plot(path[:, 0], path[:, 1], color=color, linewidth=0.7)
+    panel.plot(*path[0], "o", color=color, markeredgecolor="white")
+    panel.plot(*path[-500:].mean(0), "s", color=color, markeredgecolor="white", markersize=9)
 panel.set(title="Dropout from three starts (circles) to equalised minima (squares)", xlabel="$w_1$", ylabel="$w_2$")
 panel.title.set_fontsize(10)
 plt.show()

@@ -45,17 +45,17 @@ axes.spines[["top", "right"]].set_visible(False)
 Y = torch.randn(24, 16, dtype=torch.float64).numpy()
 counts = np.unique(np.logspace(0, 3.2, 14).astype(int))
 figure, axes = plt.subplots(figsize=(6.5, 4), layout="constrained")
-for terms, colour in ((4, "#0072B2"), (16, "#D55E00")):
+for terms, color in ((4, "#0072B2"), (16, "#D55E00")):
     curves = []
     for count in counts:
         model = DropoutFactorization(terms, 0.5, method="dropout", max_iter=int(count), random_state=0)
         left = model.fit_transform(Y)
         curves.append(np.linalg.norm(left, axis=0) * np.linalg.norm(model.components_, axis=1))
-    axes.plot(counts, curves, color=colour, linewidth=0.9, alpha=0.8)
+    axes.plot(counts, curves, color=color, linewidth=0.9, alpha=0.8)
     best = DropoutFactorization(terms, 0.5)
     left = best.fit_transform(Y)
     level = np.linalg.norm(left[:, 0]) * np.linalg.norm(best.components_[0])
-    axes.axhline(level, color=colour, linestyle="--", label=f"{terms} terms")
+    axes.axhline(level, color=color, linestyle="--", label=f"{terms} terms")
 axes.set(xlabel="iterations", ylabel=r"$\|U_i\|\,\|V_i\|$", title="Dropout training", xscale="log")
 axes.legend(frameon=False)
 axes.spines[["top", "right"]].set_visible(False)

@@ -30,9 +30,9 @@ torch.set_num_threads(1)
 
 def photograph(name: str, side: int = 231) -> torch.Tensor:
     pixels = getattr(data, name)()
-    grey = color.rgb2gray(pixels[..., :3]) if pixels.ndim == 3 else pixels / 255.0
-    shorter = min(grey.shape)
-    square = grey[:shorter, :shorter]
+    gray = color.rgb2gray(pixels[..., :3]) if pixels.ndim == 3 else pixels / 255.0
+    shorter = min(gray.shape)
+    square = gray[:shorter, :shorter]
     return torch.tensor(transform.resize(square, (side, side), anti_aliasing=True), dtype=torch.float32)[None]
 
 

@@ -20,12 +20,12 @@ def only(calls):
 
 def test_neighbours_of_a_residual_block():
     net = read(architectures.ResNet(), torch.randn(2, 3, 16, 16))
-    first, second = net.neighbours(only(net.of("layer1.1.conv1"))), net.neighbours(only(net.of("layer1.1.conv2")))
+    first, second = net.neighbors(only(net.of("layer1.1.conv1"))), net.neighbors(only(net.of("layer1.1.conv2")))
     assert (first.norm.path, first.skip, first.activation.path) == ("layer1.1.bn1", None, "layer1.1.relu")
     assert (second.norm.path, second.skip.path, second.activation.path) == (
         "layer1.1.bn2", "layer1.1", "layer1.1.relu",
     )  # fmt: skip
-    around = net.neighbours(only(net.of("layer1.1.downsample.0")))
+    around = net.neighbors(only(net.of("layer1.1.downsample.0")))
     assert around.norm.path == "layer1.1.downsample.1"
     assert around.skip is second.skip
 
@@ -33,7 +33,7 @@ def test_neighbours_of_a_residual_block():
 @pytest.mark.parametrize("training", [True, False])
 def test_neighbours_do_not_depend_on_the_mode(training):
     net = read(NETWORKS["functional"][0]().train(training), torch.randn(NETWORKS["functional"][1]))
-    found = {path: net.neighbours(only(net.of(path))) for path in ("conv1", "conv2", "fc1", "fc2", "fc3")}
+    found = {path: net.neighbors(only(net.of(path))) for path in ("conv1", "conv2", "fc1", "fc2", "fc3")}
     assert [n.dropout is not None for n in found.values()] == [False, False, True, True, False]
     assert [n.activation.name if n.activation else None for n in found.values()] == [
         "relu", "leaky_relu", "tanh", "relu", None,
@@ -51,7 +51,7 @@ def test_an_output_that_others_read_has_no_neighbours():
             return torch.relu(h) + h
 
     net = read(Two())
-    assert net.neighbours(only(net.of("fc"))).activation is None
+    assert net.neighbors(only(net.of("fc"))).activation is None
 
 
 def test_residual_blocks_with_and_without_downsampling():
@@ -76,7 +76,7 @@ def test_skips_are_told_apart_in_evaluation():
     net = read(case.make(), case.example())
     adds = [call for call in net.calls if role(call) == "add"]
     assert [add.inputs[0].source for add in adds] == ["input", "call"]
-    assert all(net.neighbours(call).dropout is not None for call in net.calls if role(call) == "linear")
+    assert all(net.neighbors(call).dropout is not None for call in net.calls if role(call) == "linear")
     assert [block.shortcut for block in net.residuals()] == [(), ()]
 
 

@@ -21,10 +21,10 @@ from minimand.operators import (
     Wavelet,
     cartesian_mask,
     gaussian_blur,
-    is_orthonormal,
     orthonormal_gaussian,
     radial_mask,
 )
+from minimand.operators.sensing import is_orthonormal
 
 
 @given(st.integers(1, 12), st.integers(0, 12), st.integers(0, 100))

@@ -263,7 +263,7 @@ def test_device_follows_the_split_or_the_argument() -> None:
 def test_records_are_consistent() -> None:
     for name, record in registry.items():
         assert record.name == name
-        assert record.licence
+        assert record.license
         if hasattr(record.source, "remotes"):
             assert all(len(remote.md5) == 32 and remote.addresses for remote in record.source.remotes)
     assert dataclasses.replace(registry["mnist"], name="mine").title == "MNIST"

@@ -88,20 +88,20 @@ def bars(rows: Sequence[Comparison], *, title: str, y: str, groups: Mapping[str,
     """Bars of the measured means with their spread, and the source's numbers as lines."""
     drawn = figure(7.0, 0.42 * len(rows) + 1.4)
     axes = drawn.subplots()
-    said = []
+    sentences = []
     for number, row in enumerate(rows):
         if row.measured:
             mean, spread = mean_std(row.measured)
             color = COLORS[number % 2] if groups is None else groups.get(row.label, COLORS[7])
             axes.barh(number, mean, color=color, height=0.6, xerr=None if spread != spread else spread)
-            said.append(f"{row.label} {mean:.{row.digits}f}{row.unit}")
+            sentences.append(f"{row.label} {mean:.{row.digits}f}{row.unit}")
         if row.paper is not None:
             axes.plot([row.paper] * 2, [number - 0.42, number + 0.42], color="#CC79A7", linewidth=2.5)
     axes.set_yticks(range(len(rows)), [row.label for row in rows])
     axes.invert_yaxis()
     key = " (bars: measured; lines: the source)" if any(row.paper is not None for row in rows) else ""
     style(axes, f"{y}{key}", "", title)
-    return Plot(title, f"{y}: {', '.join(said) or 'nothing measured yet'}", drawn)
+    return Plot(title, f"{y}: {', '.join(sentences) or 'nothing measured yet'}", drawn)
 
 
 def dots(rows: Mapping[str, Mapping[str, Sequence[float]]], *, title: str, x: str, log: bool = False) -> Plot:
@@ -109,13 +109,13 @@ def dots(rows: Mapping[str, Mapping[str, Sequence[float]]], *, title: str, x: st
     drawn = figure(7.0, 0.42 * len(rows) + 1.6)
     axes = drawn.subplots()
     names = list(dict.fromkeys(name for row in rows.values() for name, values in row.items() if values))
-    said = []
+    sentences = []
     for name, color, marker in zip(names, COLORS, "osD^v<>pP*", strict=False):
         at = [(number, *mean_std(row[name])) for number, row in enumerate(rows.values()) if row.get(name)]
         places, means, spreads = zip(*at, strict=True)
         error = [0.0 if spread != spread else spread for spread in spreads]
         axes.errorbar(means, places, xerr=error, color=color, marker=marker, linestyle="", label=name, alpha=0.85)
-        said += [f"{list(rows)[number]}, {name}: {mean:.2f}" for number, mean, _ in at]
+        sentences += [f"{list(rows)[number]}, {name}: {mean:.2f}" for number, mean, _ in at]
     axes.set_yticks(range(len(rows)), list(rows))
     axes.invert_yaxis()
     if log:
@@ -123,4 +123,4 @@ def dots(rows: Mapping[str, Mapping[str, Sequence[float]]], *, title: str, x: st
     style(axes, x, "", title)
     if names:
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    return Plot(title, f"{x}: {', '.join(said) or 'nothing measured yet'}", drawn)
+    return Plot(title, f"{x}: {', '.join(sentences) or 'nothing measured yet'}", drawn)

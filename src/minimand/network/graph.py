@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Line",
-    "Neighbours",
+    "Neighbors",
     "ResidualBlock",
     "SharedParameter",
     "Step",
     "chain",
-    "neighbours",
+    "neighbors",
     "residuals",
     "shared",
 ]
@@ -29,7 +29,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 @dataclasses.dataclass(frozen=True)
-class Neighbours:
+class Neighbors:
     """The calls directly before and after a layer; None where there is none.
 
     ``skip`` is the addition of the layer's output, normalised or not, to another tensor.
@@ -114,8 +114,8 @@ def operand(network: "Network", call: Call) -> Value | None:
     return next((value for value in call.inputs if network.depends(value)), None)
 
 
-def neighbours(network: "Network", call: Call) -> Neighbours:
-    """See :meth:`Network.neighbours`."""
+def neighbors(network: "Network", call: Call) -> Neighbors:
+    """See :meth:`Network.neighbors`."""
     found: dict[str, Call] = {}
     value = call.outputs[0] if call.outputs else None
     while value is not None and (reader := sole_reader(network, value)) is not None:
@@ -130,7 +130,7 @@ def neighbours(network: "Network", call: Call) -> Neighbours:
         elif kind != "identity":
             break
         value = reader.outputs[0] if reader.outputs else None
-    return Neighbours(dropout=_dropout_before(network, call), **found)
+    return Neighbors(dropout=_dropout_before(network, call), **found)
 
 
 def _dropout_before(network: "Network", call: Call) -> Call | None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import graph, replay
-from .graph import Line, Neighbours, ResidualBlock, SharedParameter
+from .graph import Line, Neighbors, ResidualBlock, SharedParameter
 from .record import Call, ModuleFrame, Opaque, Value
 
 __all__ = ["Network"]
@@ -101,7 +101,7 @@ class Network:
 
     # -- structure ------------------------------------------------------------------------------------------------
 
-    def neighbours(self, call: Call) -> Neighbours:
+    def neighbors(self, call: Call) -> Neighbors:
         """What stands directly before and after a layer's call.
 
         The dropout may be separated from the layer by reshapings. Behind the layer come, each if there is one and it
@@ -109,11 +109,13 @@ class Network:
 
         >>> from minimand.network import read, role
         >>> net = read(nn.Sequential(nn.Dropout(), nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh()))
-        >>> found = net.neighbours(net.of("1")[0])
+        >>> found = net.neighbors(net.of("1")[0])
         >>> found.dropout.path, found.norm.path, found.skip, found.activation.path
         ('0', '2', None, '3')
         """
-        return graph.neighbours(self, call)
+        return graph.neighbors(self, call)
+
+    neighbours = neighbors
 
     def chain(self) -> Line:
         """The steps from the input to the output, if each takes exactly the output of the one before.

@@ -91,7 +91,7 @@ def lanczos(matvec: Callable[[Tensor], Tensor], start: Tensor, steps: int = 24) 
     """
     steps = max(1, min(steps, start.shape[-1]))
     basis = start.new_zeros(*start.shape[:-1], steps, start.shape[-1])
-    vector = _normalised(start)
+    vector = _normalized(start)
     alphas: list[Tensor] = []
     betas: list[Tensor] = []
     largest = vector.new_zeros(()).abs()
@@ -120,7 +120,7 @@ def lanczos(matvec: Callable[[Tensor], Tensor], start: Tensor, steps: int = 24) 
     return values[..., -1], (top @ basis).squeeze(-2)
 
 
-def _normalised(vector: Tensor) -> Tensor:
+def _normalized(vector: Tensor) -> Tensor:
     norm = torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
     return vector / torch.where(norm > 0, norm, torch.ones_like(norm))
 
@@ -160,22 +160,22 @@ def certified_top(gram: Tensor, *, rtol: float = 1e-3, floor: Tensor | float = 0
     batch, scale = _in_range(batch, 200)
     known = known / scale
     if n <= 4 or batch.shape[0] * n**3 <= 32**3:
-        return Top(torch.maximum(known, _spectrum_bound(batch)) * scale, _normalised(vector))
+        return Top(torch.maximum(known, _spectrum_bound(batch)) * scale, _normalized(vector))
     trace = batch.diagonal(dim1=-2, dim2=-1).abs().sum(-1).max()
     for tries, share in enumerate(STEPS if rtol > 0 else ()):
         if float(known) > 0:
-            batch = batch[~_factorises(batch, known)]
+            batch = batch[~_factorizes(batch, known)]
         if batch.shape[0] == 0:
             break
         if tries:  # the missed direction may be orthogonal to the Krylov space so far
-            vector = _normalised(vector) + FRESH * _normalised(start_vector((n,), batch, seed=tries))
+            vector = _normalized(vector) + FRESH * _normalized(start_vector((n,), batch, seed=tries))
         estimate, vector = _estimate(batch, vector, share * max(16, math.isqrt(n)))
         known = torch.maximum(known, estimate * (1 + rtol))
     if batch.shape[0] and float(known) > 0:
-        batch = batch[~_factorises(batch, known)]
+        batch = batch[~_factorizes(batch, known)]
     if batch.shape[0]:
         known = torch.maximum(known, _spectrum_bound(batch))
-    return Top((known + _factorisation_error(n, known, trace)) * scale, vector)
+    return Top((known + _factorization_error(n, known, trace)) * scale, vector)
 
 
 def certified_norm_sq(matrix: Tensor, *, rtol: float = 1e-3) -> Tensor:
@@ -223,9 +223,9 @@ def _warm_top(gram: Tensor, trace: Tensor, start: Tensor, rtol: float) -> Top | 
         return None
     # By the Cauchy–Schwarz inequality the ratio of norms is at most the largest eigenvalue.
     bound = trace.new_full((), sizes[1] / sizes[0] * (1 + rtol))
-    if not bool(_factorises(gram.unsqueeze(0), bound, overwrite=True)):
+    if not bool(_factorizes(gram.unsqueeze(0), bound, overwrite=True)):
         return None
-    return Top(bound + _factorisation_error(gram.shape[-1], bound, trace), vector / sizes[1])
+    return Top(bound + _factorization_error(gram.shape[-1], bound, trace), vector / sizes[1])
 
 
 def _estimate(batch: Tensor, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:
@@ -239,7 +239,7 @@ def _estimate(batch: Tensor, start: Tensor, steps: int) -> tuple[Tensor, Tensor]
     return values[best], vectors[best]
 
 
-def _factorises(batch: Tensor, shift: Tensor, *, overwrite: bool = False) -> Tensor:
+def _factorizes(batch: Tensor, shift: Tensor, *, overwrite: bool = False) -> Tensor:
     shifted = batch.neg_() if overwrite else -batch
     shifted.diagonal(dim1=-2, dim2=-1).add_(shift)
     if batch.device.type != "cpu":
@@ -251,7 +251,7 @@ def _factorises(batch: Tensor, shift: Tensor, *, overwrite: bool = False) -> Ten
     return info == 0
 
 
-def _factorisation_error(n: int, shift: Tensor, trace: Tensor) -> Tensor:
+def _factorization_error(n: int, shift: Tensor, trace: Tensor) -> Tensor:
     """The rounding error of a factorisation of ``shift·I − G``."""
     # The constant covers complex arithmetic and the rounding of the shifted diagonal.
     return 16 * (n + 8) * EPS * (n * shift.abs() + trace)

@@ -69,9 +69,9 @@ def _at_least_single(x: Tensor) -> Tensor:
 
 
 def cartesian_mask(
-    size: tuple[int, int], ratio: float, *, centre: float = 0.08, generator: torch.Generator | None = None
+    size: tuple[int, int], ratio: float, *, center: float = 0.08, generator: torch.Generator | None = None
 ) -> Tensor:
-    """A share ``ratio`` of all lines of frequencies: the share ``centre`` around zero, and random others.
+    """A share ``ratio`` of all lines of frequencies: the share ``center`` around zero, and random others.
 
     >>> mask = cartesian_mask((4, 50), 0.2, generator=torch.Generator().manual_seed(0))
     >>> round(float(mask.mean()), 2), float(mask[:, 0].min())
@@ -80,7 +80,7 @@ def cartesian_mask(
     _check_ratio(ratio)
     height, width = size
     lines = max(1, round(ratio * width))
-    inner = min(lines, max(1, round(centre * width)))
+    inner = min(lines, max(1, round(center * width)))
     near = torch.fft.fftfreq(width).abs().argsort(stable=True)
     drawn = torch.randperm(width - inner, generator=generator)[: lines - inner]
     line = torch.zeros(width)

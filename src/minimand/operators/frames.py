@@ -67,24 +67,24 @@ class Frame(LinearOperator):
         super().__init__((1, *input_size), (count, *self.padded))
 
     @abc.abstractmethod
-    def analysed(self, image: Tensor) -> Tensor:
+    def analyzed(self, image: Tensor) -> Tensor:
         """The orthonormal transform ``(B, H, W)`` of images of the padded size, without shifts."""
 
     @abc.abstractmethod
-    def _synthesise(self, coefficients: Tensor) -> Tensor:
+    def _synthesize(self, coefficients: Tensor) -> Tensor:
         """Its inverse."""
 
     def apply(self, y: Tensor) -> Tensor:
         """The coefficients in all positions."""
         (height, width), (tall, wide) = self.size, self.padded
         images = F.pad(y.reshape(-1, height, width), (0, wide - width, 0, tall - height)) / len(self.moves) ** 0.5
-        x = torch.stack([self.analysed(images.roll(move, (-2, -1))) for move in self.moves], dim=1)
+        x = torch.stack([self.analyzed(images.roll(move, (-2, -1))) for move in self.moves], dim=1)
         return x.reshape(*y.shape[:-3], *self.output_shape)
 
     def adjoint(self, x: Tensor) -> Tensor:
         """The image of coefficients; the inverse of :meth:`apply` on its range."""
         parts = [
-            self._synthesise(part).roll((-down, -across), (-2, -1))
+            self._synthesize(part).roll((-down, -across), (-2, -1))
             for part, (down, across) in zip(x.reshape(-1, *self.output_shape).unbind(1), self.moves, strict=True)
         ]
         height, width = self.size
@@ -137,12 +137,12 @@ class BlockDCT(Frame):
         down, across = (side // self.block for side in self.padded)
         return image.reshape(-1, down, self.block, across, self.block).transpose(2, 3)
 
-    def analysed(self, image: Tensor) -> Tensor:
+    def analyzed(self, image: Tensor) -> Tensor:
         """The cosine transform of every block."""
         squares = self.weight @ self._squares(image) @ self.weight.mT
         return squares.transpose(2, 3).reshape(-1, *self.padded)
 
-    def _synthesise(self, coefficients: Tensor) -> Tensor:
+    def _synthesize(self, coefficients: Tensor) -> Tensor:
         squares = self.weight.mT @ self._squares(coefficients) @ self.weight
         return squares.transpose(2, 3).reshape(-1, *self.padded)
 
@@ -202,7 +202,7 @@ class Wavelet(Frame):
             whole = whole + F.pad(long[:, length:], (0, length - (taps - 2)))
         return whole.reshape(rows.shape)
 
-    def analysed(self, image: Tensor) -> Tensor:
+    def analyzed(self, image: Tensor) -> Tensor:
         """The wavelet coefficients, the coarsest in the upper left corner."""
         height, width = self.padded
         result = image
@@ -211,7 +211,7 @@ class Wavelet(Frame):
             result = _with_corner(result, self._split(self._split(corner).mT).mT)
         return result
 
-    def _synthesise(self, coefficients: Tensor) -> Tensor:
+    def _synthesize(self, coefficients: Tensor) -> Tensor:
         height, width = self.padded
         result = coefficients
         for k in reversed(range(self.levels)):

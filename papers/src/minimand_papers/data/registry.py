@@ -69,7 +69,7 @@ class DatasetRecord:
     shape: tuple[int, int, int]
     train_size: int
     test_size: int
-    licence: str
+    license: str
 
 
 _DIGITS = tuple("0123456789")

@@ -353,20 +353,20 @@ def gallery(results: Results[Any], parts: Mapping[str, str], truth: str, title: 
     axes = drawn.subplots(2, len(shown) + 1, squeeze=False)
     axes[0, 0].imshow(crop.numpy(), cmap="gray", vmin=0, vmax=1)
     axes[0, 0].set_title("the image", fontsize=9)
-    said = []
+    sentences = []
     for column, (label, text) in enumerate(shown.items(), 1):
         image = torch.from_numpy(decoded(text))
         score = float(psnr(image, crop)) if not torch.equal(image, crop) else math.inf
         axes[0, column].imshow(image.numpy(), cmap="gray", vmin=0, vmax=1)
         axes[0, column].set_title(f"{label}\n{score:.2f} dB here", fontsize=9)
         axes[1, column].imshow((image - crop).numpy(), cmap="PuOr", vmin=-0.2, vmax=0.2)
-        said.append(f"{label} {score:.2f} dB")
+        sentences.append(f"{label} {score:.2f} dB")
     for texts in list(results.curve(truth, "whole").values())[:1]:
         _locate(axes[1, 0], decoded(texts[-1]), len(crop))
     axes[1, 0].set_title("errors: −0.2 … 0.2", fontsize=9)
     for axis in axes.flat:
         axis.set_axis_off()
-    return Plot(title, f"{title}: {', '.join(said)}", drawn)
+    return Plot(title, f"{title}: {', '.join(sentences)}", drawn)
 
 
 def _locate(axes: Any, whole: Any, window: int) -> None:

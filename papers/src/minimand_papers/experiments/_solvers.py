@@ -59,11 +59,11 @@ class ImageOptions:
         return numbers.get(self.dataset)
 
 
-def trials(results: Results[Any], part: str, *said: str) -> str:
+def trials(results: Results[Any], part: str, *sentences: str) -> str:
     """A note: other remarks, then the spread of a stochastic network over its trials for each seed."""
     spreads = results.final(part, "trials_std")
     shown = [f"± {', '.join(f'{spread:.2f}' for spread in spreads)} over trials"] if spreads else []
-    return "; ".join([*filter(None, said), *shown])
+    return "; ".join([*filter(None, sentences), *shown])
 
 
 def solved(model: nn.Module, rules: Mapping[str, Solver]) -> nn.Module:

@@ -38,7 +38,7 @@ class CycleSpinning(Function):
     def __init__(self, frame: Frame, weight: float) -> None:
         self.frame = frame
         self.shrink = L1(weight / len(frame.moves) ** 0.5)
-        flat = frame.analysed(torch.ones(1, *frame.padded).to(frame.weight))
+        flat = frame.analyzed(torch.ones(1, *frame.padded).to(frame.weight))
         # The tolerance covers the rounding errors of the frame.
         self.details = flat.abs() <= 1e-3 * flat.abs().max()
 

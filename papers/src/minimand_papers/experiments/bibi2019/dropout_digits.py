@@ -76,8 +76,8 @@ def plots(results: Results[DropoutDigitsOptions]) -> list[Plot]:
 
 def findings(results: Results[DropoutDigitsOptions]) -> Sequence[str | Difference]:
     """Differences between the methods."""
-    said = [difference(results, f"p = {p} solver", f"p = {p} dropout") for p in results.options.p]
-    return [*said, *(difference(results, f"p = {p} solver", CONTROL) for p in results.options.p)]
+    sentences = [difference(results, f"p = {p} solver", f"p = {p} dropout") for p in results.options.p]
+    return [*sentences, *(difference(results, f"p = {p} solver", CONTROL) for p in results.options.p)]
 
 
 def claims(results: Results[DropoutDigitsOptions]) -> list[Claim]:

@@ -141,12 +141,12 @@ def findings(results: Results[LayerConvergenceOptions]) -> Sequence[str]:
         return []
     best = min(ends, key=lambda part: ends[part])
     first = [values[0] for values in results.curve("Prox-GD", "gap").values() if values]
-    said = [
+    sentences = [
         f"{best} has the smallest gap after {results.options.iters} iterations: {100 * ends[best]:.2g} % of the first."
     ]
     if first:
-        said.append(f"After one Prox-GD step, the ordinary layer scaled by 1/L, it is {100 * first[0]:.0f} %.")
-    return said
+        sentences.append(f"After one Prox-GD step, the ordinary layer scaled by 1/L, it is {100 * first[0]:.0f} %.")
+    return sentences
 
 
 def claims(results: Results[LayerConvergenceOptions]) -> list[Claim]:

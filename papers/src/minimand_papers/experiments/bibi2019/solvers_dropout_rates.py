@@ -169,7 +169,7 @@ def plots(results: Results[SolversDropoutRatesOptions]) -> list[Plot]:
 def _over_rates(results: Results[SolversDropoutRatesOptions], network: str) -> Plot:
     canvas = figure()
     axes = canvas.subplots()
-    said = []
+    sentences = []
     for color, method in zip(COLORS, METHODS, strict=False):
         values = {p: results.final(f"{network} p = {p} {method}", "test") for p in results.options.p}
         measured = {p: mean_std(found) for p, found in values.items() if found}
@@ -177,16 +177,16 @@ def _over_rates(results: Results[SolversDropoutRatesOptions], network: str) -> P
             spread = [0.0 if std != std else std for _, std in measured.values()]
             means = [mean for mean, _ in measured.values()]
             axes.errorbar(list(measured), means, spread, color=color, marker="o", capsize=3, label=method)
-            said.append(f"{method}: " + ", ".join(f"{mean:.1f} at {p}" for p, (mean, _) in measured.items()))
+            sentences.append(f"{method}: " + ", ".join(f"{mean:.1f} at {p}" for p, (mean, _) in measured.items()))
     style(axes, "dropout rate p", "test accuracy, %", f"Table 5: {network}")
-    if said:
+    if sentences:
         axes.legend(frameon=False)
-    return Plot(f"Table 5: {network}", "; ".join(said) or "nothing measured yet", canvas)
+    return Plot(f"Table 5: {network}", "; ".join(sentences) or "nothing measured yet", canvas)
 
 
 def findings(results: Results[SolversDropoutRatesOptions]) -> Sequence[str | Difference]:
     """Prox-SG against the baseline and the control at each rate, and the number of rows with the paper's sign."""
-    said: list[str | Difference] = []
+    sentences: list[str | Difference] = []
     for network in results.options.networks:
         gaps = {p: results.paired(f"{network} p = {p} Prox-SG", f"{network} p = {p} baseline", "test") for p in PAPER}
         measured = {p: mean_std(gap)[0] for p, gap in gaps.items() if gap}
@@ -194,18 +194,18 @@ def findings(results: Results[SolversDropoutRatesOptions]) -> Sequence[str | Dif
         if measured and network == "vgg":
             rest = ", ".join(f"{p:g}" for p in measured if p not in alike)
             missed = f", not for p = {rest}" if rest else ""
-            said.append(
+            sentences.append(
                 f"{network}: the mean difference has the paper's sign in {len(alike)} of {len(measured)} rows{missed}."
             )
         for p in results.options.p:
-            said.append(difference(results, f"{network} p = {p} Prox-SG", f"{network} p = {p} baseline"))
+            sentences.append(difference(results, f"{network} p = {p} Prox-SG", f"{network} p = {p} baseline"))
         if 0.0 in results.options.p:
-            said += [
+            sentences += [
                 difference(results, f"{network} p = {p} Prox-SG", f"{network} p = 0.0 baseline")
                 for p in results.options.p
                 if p
             ]
-    return said
+    return sentences
 
 
 def claims(results: Results[SolversDropoutRatesOptions]) -> list[Claim]:

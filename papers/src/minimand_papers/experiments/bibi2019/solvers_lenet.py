@@ -100,10 +100,10 @@ def plots(results: Results[SolversLeNetOptions]) -> list[Plot]:
 
 def findings(results: Results[SolversLeNetOptions]) -> Sequence[str | Difference]:
     """Differences between the methods."""
-    said = [difference(results, f"{variant} Prox-SG", f"{variant} baseline") for variant in VARIANTS]
-    said += [difference(results, f"{variant} Prox-SG", CONTROL) for variant in VARIANTS]
-    said += [difference(results, f"{variant} Prox-SG", DETERMINISTIC) for variant in VARIANTS]
-    return [*said, difference(results, DETERMINISTIC, CONTROL)]
+    sentences = [difference(results, f"{variant} Prox-SG", f"{variant} baseline") for variant in VARIANTS]
+    sentences += [difference(results, f"{variant} Prox-SG", CONTROL) for variant in VARIANTS]
+    sentences += [difference(results, f"{variant} Prox-SG", DETERMINISTIC) for variant in VARIANTS]
+    return [*sentences, difference(results, DETERMINISTIC, CONTROL)]
 
 
 def claims(results: Results[SolversLeNetOptions]) -> list[Claim]:

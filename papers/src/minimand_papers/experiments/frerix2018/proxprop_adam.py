@@ -77,13 +77,13 @@ def plots(results: Results[ProxPropAdamOptions]) -> list[Plot]:
 
 def findings(results: Results[ProxPropAdamOptions]) -> Sequence[str | Difference]:
     """Loss, accuracy and time against BackProp, and what the cheap Gram matrix costs."""
-    said = []
+    sentences = []
     for method in VARIANTS[1:]:
-        said += [lower(results, method, BACKPROP), difference(results, method, BACKPROP, quantity="test accuracy")]
+        sentences += [lower(results, method, BACKPROP), difference(results, method, BACKPROP, quantity="test accuracy")]
         pair = method, BACKPROP
-        said.append(difference(results, *pair, "training", unit=" s", higher=False, quantity="training time"))
+        sentences.append(difference(results, *pair, "training", unit=" s", higher=False, quantity="training time"))
     exact, cheap = VARIANTS[3:]
-    return [*said, lower(results, cheap, exact)]
+    return [*sentences, lower(results, cheap, exact)]
 
 
 def claims(results: Results[ProxPropAdamOptions]) -> list[Claim]:

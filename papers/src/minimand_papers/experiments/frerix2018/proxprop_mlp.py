@@ -78,15 +78,15 @@ def plots(results: Results[ProxPropMLPOptions]) -> list[Plot]:
 
 def findings(results: Results[ProxPropMLPOptions]) -> Sequence[str | Difference]:
     """Loss, accuracy and time against BackProp."""
-    said = []
+    sentences = []
     for method in VARIANTS[1:]:
-        said += [lower(results, method, BACKPROP), difference(results, method, BACKPROP, quantity="test accuracy")]
+        sentences += [lower(results, method, BACKPROP), difference(results, method, BACKPROP, quantity="test accuracy")]
     exact, inexact = VARIANTS[1:3]
-    said.append(lower(results, exact, inexact))
+    sentences.append(lower(results, exact, inexact))
     for method in VARIANTS[1:] if results.options.timed_epochs else ():
         pair = method + WIDE, BACKPROP + WIDE
-        said.append(difference(results, *pair, "training", unit=" s", higher=False, quantity="training time"))
-    return said
+        sentences.append(difference(results, *pair, "training", unit=" s", higher=False, quantity="training time"))
+    return sentences
 
 
 def claims(results: Results[ProxPropMLPOptions]) -> list[Claim]:

@@ -222,35 +222,35 @@ def plots(results: Results[ProxPropPeersOptions]) -> list[Plot]:
 def findings(results: Results[ProxPropPeersOptions]) -> Sequence[str | Difference]:
     """ProxProp against each other method, the times to the target, and the methods that were not run."""
     methods = [method for method in results.options.methods if results.final(method, "test")]
-    said: list[str | Difference] = []
+    sentences: list[str | Difference] = []
     for ours in (method for method in PROXPROP if method in methods):
         others = [method for method in methods if method not in PROXPROP]
-        said += [difference(results, ours, other, quantity="test accuracy") for other in others]
+        sentences += [difference(results, ours, other, quantity="test accuracy") for other in others]
     times = {method: _times(results, method) for method in methods}
     ordered = sorted((method for method in methods if times[method]), key=lambda m: mean_std(times[m])[0])
     if ordered:
         order = ", ".join(f"{method} {mean_std(times[method])[0]:.3g} s" for method in ordered)
-        said.append(
+        sentences.append(
             f"Mean training time to {results.options.target:g} % validation accuracy (seeds that reached it): {order}."
         )
-    said += [f"{method} did not reach {results.options.target:g} %." for method in methods if not times[method]]
+    sentences += [f"{method} did not reach {results.options.target:g} %." for method in methods if not times[method]]
     grid = results.options.rates
     for method in methods:
         edge = {rate for rate in results.final(method, "rate") if rate in (max(grid), min(grid))}
-        said += [
+        sentences += [
             f"{method} chose a step size at the edge of the grid, {rate:g}; a wider grid may give a better one."
             for rate in edge
         ]
-    return [*said, *_left_out(results)]
+    return [*sentences, *_left_out(results)]
 
 
 def _left_out(results: Results[ProxPropPeersOptions]) -> list[str]:
     """The methods without a run, and why."""
-    said = []
+    sentences = []
     for method, package in PACKAGES.items():
         if results.records and method in results.options.methods and method not in results.records:
-            said.append(f"{method} was not run: the package {package} was not installed.")
-    return [*said, _NO_KFAC]
+            sentences.append(f"{method} was not run: the package {package} was not installed.")
+    return [*sentences, _NO_KFAC]
 
 
 experiment = Experiment(

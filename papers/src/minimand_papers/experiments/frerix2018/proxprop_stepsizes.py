@@ -134,11 +134,11 @@ def plots(results: Results[ProxPropStepSizesOptions]) -> list[Plot]:
     _cells(panels[0][0], table, options.rates, f"Full-batch loss after {options.epochs} epochs, measured")
     if with_paper:
         _cells(panels[1][0], PAPER, RATES, "The paper's, after 50 epochs at full width")
-    said = [
+    sentences = [
         f"{method} at {', '.join(f'{rate:g}' for rate in good) or 'none'}"
         for method, good in _ranges(table, options.rates, _guess(options)).items()
     ]
-    alt = f"Full-batch loss by method and step size. Ended below the loss of a guess: {'; '.join(said)}"
+    alt = f"Full-batch loss by method and step size. Ended below the loss of a guess: {'; '.join(sentences)}"
     return [Plot("Stable ranges of the step size", alt, drawn)]
 
 
@@ -146,7 +146,7 @@ def findings(results: Results[ProxPropStepSizesOptions]) -> Sequence[str]:
     """For every method the best step size, the width of the usable range, and the step sizes at which it diverges."""
     rates = results.options.rates
     table = _measured(results)
-    said = []
+    sentences = []
     for method, good in _ranges(table, rates, _guess(results.options)).items():
         pairs = [(loss, rate) for loss, rate in zip(table[method], rates, strict=True) if loss is not None]
         if not pairs:
@@ -156,15 +156,15 @@ def findings(results: Results[ProxPropStepSizesOptions]) -> Sequence[str]:
             f"diverged to NaN (in at least one seed) at τ = {', '.join(lost)}" if lost else "diverged to NaN nowhere"
         )
         if not good:
-            said.append(f"{method} ended below the loss of a guess at no step size; it {diverged}.")
+            sentences.append(f"{method} ended below the loss of a guess at no step size; it {diverged}.")
             continue
         loss, best = min((loss, rate) for loss, rate in pairs if math.isfinite(loss))
         decades = math.log10(max(good) / min(good))
-        said.append(
+        sentences.append(
             f"{method} is best at τ = {best:g} with a loss of {loss:.4g}; it ended below the loss of a guess at "
             f"{len(good)} of {len(pairs)} step sizes, over {decades:.1f} decades, and {diverged}."
         )
-    return said
+    return sentences
 
 
 def claims(results: Results[ProxPropStepSizesOptions]) -> list[Claim]:

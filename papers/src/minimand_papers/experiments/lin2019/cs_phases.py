@@ -111,34 +111,34 @@ def plots(results: Results[CSPhasesOptions]) -> list[Plot]:
     )
     drawn = figure()
     axes = drawn.subplots()
-    said = []
+    sentences = []
     for number, length in enumerate(results.options.lengths):
         for values in results.curve(name(length), "by_phase").values():
             if values:
                 axes.plot(range(length + 1), values[-1], "o-", color=COLORS[number], label=name(length))
-                said.append(f"{name(length)} ends at {values[-1][-1]:.2f}")
+                sentences.append(f"{name(length)} ends at {values[-1][-1]:.2f}")
     style(axes, "phase", "PSNR on validation images, dB", "Inside the networks")
-    if said:
+    if sentences:
         axes.legend(frameon=False)
     return [
         time,
-        Plot("Inside the networks", f"PSNR after each phase: {', '.join(said) or 'nothing measured yet'}", drawn),
+        Plot("Inside the networks", f"PSNR after each phase: {', '.join(sentences) or 'nothing measured yet'}", drawn),
     ]
 
 
 def findings(results: Results[CSPhasesOptions]) -> Sequence[str | Difference]:
     """Whether more phases are better, and whether each phase of a network helps."""
     lengths = results.options.lengths
-    said: list[str | Difference] = [
+    sentences: list[str | Difference] = [
         difference(results, name(longer), name(shorter), unit=" dB") for shorter, longer in itertools.pairwise(lengths)
     ]
     for values in results.curve(name(lengths[-1]), "by_phase").values():
         if values:
             rises = sum(after > before for before, after in itertools.pairwise(values[-1]))
-            said.append(
+            sentences.append(
                 f"In the longest network {rises} of {lengths[-1]} phases raise the PSNR; the loss sees only the last."
             )
-    return said
+    return sentences
 
 
 def claims(results: Results[CSPhasesOptions]) -> list[Claim]:

@@ -148,8 +148,8 @@ def _tuned(
         for weight, value in tuned(functools.partial(score, kind), options.weights).items()
     }
     kind, weight = max(scores, key=lambda key: scores[key])
-    said = {f"{some}, weight {candidate:g}": round(value, 3) for (some, candidate), value in scores.items()}
-    return f"{kind}, weight {weight:g}", control(kind, weight), said
+    sentences = {f"{some}, weight {candidate:g}": round(value, 3) for (some, candidate), value in scores.items()}
+    return f"{kind}, weight {weight:g}", control(kind, weight), sentences
 
 
 def _tested(
@@ -219,16 +219,16 @@ def _dots(results: Results[CSSet11Options], ratio: float) -> Plot:
 
 def findings(results: Results[CSSet11Options]) -> Sequence[str | Difference]:
     """Networks against the control, free against constrained, and which ones are convergent solvers."""
-    said: list[str | Difference] = [f"The networks: {sizes(results.options)}."]
+    sentences: list[str | Difference] = [f"The networks: {sizes(results.options)}."]
     for ratio in results.options.ratios:
         for net in results.options.nets:
             part = name(net, ratio)
-            said.append(difference(results, part, name(CLASSICAL, ratio), unit=" dB"))
+            sentences.append(difference(results, part, name(CLASSICAL, ratio), unit=" dB"))
             free = net.removesuffix(CONSTRAINED)
             if free != net and free in results.options.nets:
-                said.append(difference(results, part, name(free, ratio), unit=" dB"))
+                sentences.append(difference(results, part, name(free, ratio), unit=" dB"))
     parts = [name(net, ratio) for ratio in results.options.ratios for net in results.options.nets]
-    return [*said, *standing(results, parts)]
+    return [*sentences, *standing(results, parts)]
 
 
 def claims(results: Results[CSSet11Options]) -> list[Claim]:

@@ -122,12 +122,12 @@ def plots(results: Results[LiftedFamilyOptions]) -> list[Plot]:
 
 def findings(results: Results[LiftedFamilyOptions]) -> Sequence[str | Difference]:
     """Each relative against the control and against SGD, and LPOM against each relative."""
-    said = []
+    sentences = []
     for dataset in results.options.datasets:
         family = [f"{dataset} {method}" for method in LIFTED]
-        said += [difference(results, part, f"{dataset} {other}") for other in (CONTROL, "SGD") for part in family]
-        said += [difference(results, family[0], part) for part in family[1:]]
-    return said
+        sentences += [difference(results, part, f"{dataset} {other}") for other in (CONTROL, "SGD") for part in family]
+        sentences += [difference(results, family[0], part) for part in family[1:]]
+    return sentences
 
 
 def claims(results: Results[LiftedFamilyOptions]) -> list[Claim]:

@@ -132,10 +132,10 @@ def findings(results: Results[LPOMParallelOptions]) -> Sequence[str | Difference
     """Each mode against one process, in accuracy and in time."""
     several = [part.name for part in parts(results.options)[2:]]
     pairs = [*((part, JACOBI) for part in several), (JACOBI, SEIDEL)]
-    said: list[str | Difference] = [difference(results, *pair) for pair in pairs]
+    sentences: list[str | Difference] = [difference(results, *pair) for pair in pairs]
     for other in (JACOBI, SEIDEL):
-        said += [_speed_up(results, part, other) for part in several]
-    return said
+        sentences += [_speed_up(results, part, other) for part in several]
+    return sentences
 
 
 def claims(results: Results[LPOMParallelOptions]) -> list[Claim]:

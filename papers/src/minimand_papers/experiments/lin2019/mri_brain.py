@@ -145,10 +145,10 @@ def plots(results: Results[MRIBrainOptions]) -> list[Plot]:
 
 def findings(results: Results[MRIBrainOptions]) -> Sequence[str | Difference]:
     """Networks against the control, and which ones are convergent solvers."""
-    said: list[str | Difference] = []
+    sentences: list[str | Difference] = []
     for net in results.options.nets:
-        said.append(difference(results, net, CLASSICAL, unit=" dB"))
-    return [*said, *standing(results, results.options.nets)]
+        sentences.append(difference(results, net, CLASSICAL, unit=" dB"))
+    return [*sentences, *standing(results, results.options.nets)]
 
 
 def claims(results: Results[MRIBrainOptions]) -> list[Claim]:

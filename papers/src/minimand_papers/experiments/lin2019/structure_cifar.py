@@ -111,7 +111,7 @@ def plots(results: Results[StructureCIFAROptions]) -> list[Plot]:
 
 def findings(results: Results[StructureCIFAROptions]) -> Sequence[str | Difference]:
     """Each algorithm against the baseline that it contains."""
-    said = []
+    sentences = []
     for augmented in results.options.columns:
         rows = _rows(results.options)
         for label, (family, size) in rows.items():
@@ -119,8 +119,8 @@ def findings(results: Results[StructureCIFAROptions]) -> Sequence[str | Differen
                 if family == ours:
                     rival = next(name for name, kind in rows.items() if kind == (other, size))
                     pair = _part(label, augmented), _part(rival, augmented)
-                    said.append(difference(results, *pair, "error", higher=False))
-    return said
+                    sentences.append(difference(results, *pair, "error", higher=False))
+    return sentences
 
 
 def claims(results: Results[StructureCIFAROptions]) -> list[Claim]:

@@ -57,7 +57,7 @@ def plots(results: Results[StructureDepthOptions]) -> list[Plot]:
     """Error over depth, with the spread over seeds."""
     drawn = figure()
     axes = drawn.subplots()
-    said = []
+    sentences = []
     for family, color, marker in zip(FAMILIES, COLORS, "os^", strict=False):
         depths, means, spreads = [], [], []
         for n in results.options.blocks:
@@ -67,36 +67,38 @@ def plots(results: Results[StructureDepthOptions]) -> list[Plot]:
                 depths.append(6 * n + 2)
                 means.append(mean)
                 spreads.append(0.0 if spread != spread else spread)
-                said.append(f"{_part(family, n)} {mean:.2f}%")
+                sentences.append(f"{_part(family, n)} {mean:.2f}%")
         if depths:
             axes.errorbar(depths, means, spreads, color=color, marker=marker, capsize=3, label=family)
     axes.set_xticks([6 * n + 2 for n in results.options.blocks])
     style(axes, "layers", "test error, %", "Error over depth")
-    if said:
+    if sentences:
         axes.legend(frameon=False)
-    return [Plot("Error over depth", f"Test error over depth: {', '.join(said) or 'nothing measured yet'}", drawn)]
+    return [Plot("Error over depth", f"Test error over depth: {', '.join(sentences) or 'nothing measured yet'}", drawn)]
 
 
 def findings(results: Results[StructureDepthOptions]) -> Sequence[str | Difference]:
     """ResNets of different depth; algorithms against ResNet at equal depth, and against a deeper and better ResNet."""
-    said: list[str | Difference] = []
+    sentences: list[str | Difference] = []
     gained: dict[int, bool] = {}
     blocks = sorted(results.options.blocks)
     for n, deeper in itertools.pairwise(blocks):
         shallow, deep = (results.final(_part("ResNet", m), "error") for m in (n, deeper))
         if shallow and deep:
             gained[n] = mean_std(deep)[0] < mean_std(shallow)[0]
-        said.append(difference(results, _part("ResNet", deeper), _part("ResNet", n), "error", higher=False))
+        sentences.append(difference(results, _part("ResNet", deeper), _part("ResNet", n), "error", higher=False))
     if gained and not any(gained.values()):
-        said.append(
+        sentences.append(
             "No deeper ResNet has a lower mean error, so whether an algorithm saves layers cannot be seen here."
         )
     for family in FAMILIES[1:]:
         for n, following in zip(blocks, [*blocks[1:], None], strict=True):
-            said.append(difference(results, _part(family, n), _part("ResNet", n), "error", higher=False))
+            sentences.append(difference(results, _part(family, n), _part("ResNet", n), "error", higher=False))
             if following is not None and gained.get(n):
-                said.append(difference(results, _part(family, n), _part("ResNet", following), "error", higher=False))
-    return said
+                sentences.append(
+                    difference(results, _part(family, n), _part("ResNet", following), "error", higher=False)
+                )
+    return sentences
 
 
 def claims(results: Results[StructureDepthOptions]) -> list[Claim]:

@@ -146,7 +146,7 @@ def plots(results: Results[StructureRatesOptions]) -> list[Plot]:
     """Gaps with their bounds: solvers over iterations, networks over layers."""
     drawn = figure(10.0, 4.2)
     axes = drawn.subplots(1, 2)
-    said = []
+    sentences = []
     for panel, names, x in zip(axes, (SOLVERS, tuple(NETWORKS)), ("iteration", "layer"), strict=True):
         for name in names:
             color, mark = LOOKS[name]
@@ -160,31 +160,32 @@ def plots(results: Results[StructureRatesOptions]) -> list[Plot]:
                 limits = results.curve(name, "bound")[seed]
                 if limits:
                     panel.loglog(steps, limits, "--", color=color, linewidth=1)
-                said.append(f"{name} {values[-1]:.2g}")
+                sentences.append(f"{name} {values[-1]:.2g}")
         style(panel, x, "(f − f*) / ‖x₀ − x*‖²")
         panel.set_ylim(bottom=1e-12)
         if panel.get_legend_handles_labels()[0]:
             panel.legend(frameon=False)
     axes[0].set_title("Solvers on a quadratic")
     axes[1].set_title("Networks on the objective of Lemma 4")
-    alt = f"Gaps over steps, dashed: bounds of Theorems 1 to 3; at the end: {', '.join(said) or 'nothing measured yet'}"
+    end = ", ".join(sentences) or "nothing measured yet"
+    alt = f"Gaps over steps, dashed: bounds of Theorems 1 to 3; at the end: {end}"
     return [Plot("Rates", alt, drawn)]
 
 
 def findings(results: Results[StructureRatesOptions]) -> Sequence[str]:
     """Whether the bounds hold, and the order of the methods."""
-    said = []
+    sentences = []
     for part, number in THEOREM.items():
         shares = results.final(part, "share")
         if shares:
             holds = "holds" if max(shares) <= 1 else "is violated"
-            said.append(f"Theorem {number} {holds} for {part}: the gap is at most {max(shares):.3f} of the bound.")
+            sentences.append(f"Theorem {number} {holds} for {part}: the gap is at most {max(shares):.3f} of the bound.")
     for group in (SOLVERS, tuple(NETWORKS)):
         ends = {name: results.final(name, "final") for name in group}
         ranked = sorted((sum(v) / len(v), name) for name, v in ends.items() if v)
         if ranked:
-            said.append("Mean final gaps: " + ", ".join(f"{name} ({mean:.2g})" for mean, name in ranked) + ".")
-    return said
+            sentences.append("Mean final gaps: " + ", ".join(f"{name} ({mean:.2g})" for mean, name in ranked) + ".")
+    return sentences
 
 
 def claims(results: Results[StructureRatesOptions]) -> list[Claim]:

@@ -83,7 +83,7 @@ def norm_plot(results: Results[Any], parts: Sequence[str], title: str) -> Plot:
     """The least, mean and largest norm of the terms over the iterations, of the first seed."""
     drawn = figure()
     axes = drawn.subplots()
-    said = []
+    sentences = []
     for number, part in enumerate(parts):
         runs = {key: results.curve(part, key) for key in ("iteration", "low", "mean", "high")}
         seed = next((seed for seed, values in runs["mean"].items() if values), None)
@@ -93,9 +93,9 @@ def norm_plot(results: Results[Any], parts: Sequence[str], title: str) -> Plot:
         at = [max(k, 0.8) for k in runs["iteration"][seed][: len(mean)]]
         axes.plot(at, mean, color=COLORS[number], label=part)
         axes.fill_between(at, low, high, color=COLORS[number], alpha=0.2, linewidth=0)
-        said.append(f"{part}: from {low[-1]:.3g} to {high[-1]:.3g}")
+        sentences.append(f"{part}: from {low[-1]:.3g} to {high[-1]:.3g}")
     axes.set_xscale("log")
     style(axes, "iterations", "norm of a term: mean, least to largest", title)
-    if said:
+    if sentences:
         axes.legend(frameon=False)
-    return Plot(title, f"Norms of the terms; at the end {'; '.join(said) or 'nothing measured yet'}", drawn)
+    return Plot(title, f"Norms of the terms; at the end {'; '.join(sentences) or 'nothing measured yet'}", drawn)

@@ -85,7 +85,7 @@ def last(results: Results[Any], part: str, key: str) -> Any:
 
 def statuses(results: Results[Any], parts: Sequence[str]) -> list[str]:
     """A sentence for every part that has a certificate."""
-    said = []
+    sentences = []
     for part in parts:
         found = [values[-1] for values in results.curve(part, "status").values() if values]
         gaps = results.final(part, "gap")
@@ -93,8 +93,8 @@ def statuses(results: Results[Any], parts: Sequence[str]) -> list[str]:
             counts = {status: found.count(status) for status in sorted(set(found))}
             which = ", ".join(f"{name} in {n} of {len(found)} seeds" for name, n in counts.items())
             which = which if len(counts) > 1 else found[0]
-            said.append(f"{part}: {which}, at most {max(gaps):.3g} % of the objective above the global minimum.")
-    return said
+            sentences.append(f"{part}: {which}, at most {max(gaps):.3g} % of the objective above the global minimum.")
+    return sentences
 
 
 def certified_claim(results: Results[Any], text: str, parts: Sequence[str], *words: str) -> Claim:
@@ -121,19 +121,19 @@ def lines(
     """Lines of one seed with their labels; ``marks`` are matplotlib's styles by label."""
     page = figure()
     axes = page.subplots()
-    said = []
+    sentences = []
     for number, (label, (places, values)) in enumerate(drawn.items()):
         if not len(values):
             continue
         mark = (marks or {}).get(label, "o-")
         axes.plot(places, values, mark, color=COLORS[number % len(COLORS)], label=label, markersize=4)
-        said.append(f"{label} from {values[0]:.3g} to {values[-1]:.3g}")
+        sentences.append(f"{label} from {values[0]:.3g} to {values[-1]:.3g}")
     for axis in log:
         logarithmic(axes, axis)
     style(axes, x, y, title)
-    if said:
+    if sentences:
         axes.legend(frameon=False)
-    return Plot(title, f"{y} over {x}: {'; '.join(said) or 'nothing measured yet'}", page)
+    return Plot(title, f"{y} over {x}: {'; '.join(sentences) or 'nothing measured yet'}", page)
 
 
 def measured(rows: Sequence[Comparison]) -> list[Comparison]:

@@ -234,15 +234,15 @@ def plots(results: Results[CompletionOptions]) -> list[Plot]:
 
 def findings(results: Results[CompletionOptions]) -> Sequence[str | Difference]:
     """Completion against each control, and its certificate."""
-    said = []
+    sentences = []
     for task in tasks(results.options):
         for method in methods(task)[1:]:
             ours, control = name(task, OURS), name(task, method)
             if task.startswith(IMAGE):
-                said.append(difference(results, ours, control, "psnr", unit=" dB"))
+                sentences.append(difference(results, ours, control, "psnr", unit=" dB"))
             else:
-                said.append(difference(results, ours, control, "rmse", unit="", higher=False))
-    return [*said, *statuses(results, [name(task, OURS) for task in tasks(results.options)])]
+                sentences.append(difference(results, ours, control, "rmse", unit="", higher=False))
+    return [*sentences, *statuses(results, [name(task, OURS) for task in tasks(results.options)])]
 
 
 def claims(results: Results[CompletionOptions]) -> list[Claim]:

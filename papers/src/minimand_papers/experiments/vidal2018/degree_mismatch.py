@@ -97,13 +97,13 @@ def plots(results: Results[DegreeMismatchOptions]) -> list[Plot]:
 
 def findings(results: Results[DegreeMismatchOptions]) -> Sequence[str]:
     """Depth by depth."""
-    said = []
+    sentences = []
     for depth in results.options.depths:
         shares = {name: results.final(f"{name}, K = {depth}", "trapped") for name in REGULARIZERS}
         if all(shares.values()):
             listed = ", ".join(f"{name} {max(values):.0f}%" for name, values in shares.items())
-            said.append(f"With {depth} layers the share of runs that end at zero is: {listed}.")
-    return said
+            sentences.append(f"With {depth} layers the share of runs that end at zero is: {listed}.")
+    return sentences
 
 
 def claims(results: Results[DegreeMismatchOptions]) -> list[Claim]:

@@ -160,21 +160,21 @@ def plots(results: Results[DictionaryPatchesOptions]) -> list[Plot]:
 
 def findings(results: Results[DictionaryPatchesOptions]) -> Sequence[str]:
     """Sparsity over γ, whether both starts end at the same value, and the certificates."""
-    said = []
+    sentences = []
     for gamma in results.options.gammas:
         part = name(gamma)
         ranks, density = results.final(part, "rank"), results.final(part, "density")
         if ranks:
-            said.append(f"{part}: {ranks[0]:.0f} atoms; {density[0]:.0f} % of the codes' entries are not zero.")
+            sentences.append(f"{part}: {ranks[0]:.0f} atoms; {density[0]:.0f} % of the codes' entries are not zero.")
     final = name(results.options.gammas[-1])
     gaps, ours = results.paired(WARM, final, "objective"), results.final(final, "objective")
     if gaps:
         word = "above" if gaps[0] > 0 else "below"
-        said.append(
+        sentences.append(
             f"Started {WARM} the objective ends {100 * abs(gaps[0]) / ours[0]:.2g} % {word} that of the fit from its "
             "own start."
         )
-    return [*said, *statuses(results, [part.name for part in parts(results.options)])]
+    return [*sentences, *statuses(results, [part.name for part in parts(results.options)])]
 
 
 def claims(results: Results[DictionaryPatchesOptions]) -> list[Claim]:

@@ -64,7 +64,7 @@ def plots(results: Results[DropoutClosedFormOptions]) -> list[Plot]:
     )
     drawn = figure()
     axes = drawn.subplots()
-    said = []
+    sentences = []
     for number, part in enumerate(part.name for part in parts(results.options)):
         spectra = [v[-1] for v in results.curve(part, "values").values() if v]
         if spectra:
@@ -76,11 +76,14 @@ def plots(results: Results[DropoutClosedFormOptions]) -> list[Plot]:
                 color=COLORS[number],
                 label=part,
             )
-            said.append(f"{part} {kept[0]:.3g}")
+            sentences.append(f"{part} {kept[0]:.3g}")
     style(axes, "index", "singular value", "Spectrum of the product")
-    if said:
+    if sentences:
         axes.legend(frameon=False)
-    return [approach, Plot("Spectrum", f"Largest singular values: {', '.join(said) or 'nothing measured yet'}", drawn)]
+    return [
+        approach,
+        Plot("Spectrum", f"Largest singular values: {', '.join(sentences) or 'nothing measured yet'}", drawn),
+    ]
 
 
 def findings(results: Results[DropoutClosedFormOptions]) -> Sequence[str]:

@@ -71,20 +71,20 @@ def plots(results: Results[DropoutEqualizationOptions]) -> list[Plot]:
 
 def findings(results: Results[DropoutEqualizationOptions]) -> Sequence[str]:
     """The spread of the norms after each method, and whether sampling noise hides the effect."""
-    said = []
+    sentences = []
     for size in results.options.sizes:
         ours, expected, control = (
             results.final(f"{name}, r = {size}", "unequal") for name in (SAMPLED, EXPECTED, CONTROL)
         )
         if ours and expected and control:
-            said.append(
+            sentences.append(
                 f"With {size} terms the norms spread by at most {100 * max(ours):.1f}% of their mean after dropout "
                 f"and {100 * max(expected):.1g}% after descent on its expectation, by at least "
                 f"{100 * min(control):.1f}% without."
             )
             if max(ours) >= min(control):
-                said.append(f"With {size} terms the noise of sampling hides the effect.")
-    return said
+                sentences.append(f"With {size} terms the noise of sampling hides the effect.")
+    return sentences
 
 
 def claims(results: Results[DropoutEqualizationOptions]) -> list[Claim]:

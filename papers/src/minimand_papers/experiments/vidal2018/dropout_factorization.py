@@ -66,16 +66,16 @@ def plots(results: Results[DropoutFactorizationOptions]) -> list[Plot]:
 
 def findings(results: Results[DropoutFactorizationOptions]) -> Sequence[str]:
     """Where both methods end."""
-    said = []
+    sentences = []
     for p in results.options.rates:
         sampled, exact = (percent(results, f"{m}, p = {p:g}") for m in ("dropout", "gradient"))
         if sampled and exact:
-            said.append(
+            sentences.append(
                 f"At p = {p:g} dropout ends {max(sampled):.2f}% above the global minimum at worst, descent on the "
                 f"expectation "
                 f"{max(exact):.2f}%."
             )
-    return said
+    return sentences
 
 
 def claims(results: Results[DropoutFactorizationOptions]) -> list[Claim]:

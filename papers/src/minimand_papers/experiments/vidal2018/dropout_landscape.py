@@ -91,7 +91,7 @@ def plots(results: Results[DropoutLandscapeOptions]) -> list[Plot]:
     options = results.options
     panels = drawn.subplots(1, len(options.rates), squeeze=False)[0]
     axis = torch.linspace(-options.reach, options.reach, options.points).tolist()
-    said = []
+    sentences = []
     for panel, part in zip(panels, parts(options), strict=True):
         records = [record for seed in results.records.get(part.name, {}).values() for record in seed]
         panel.set(title=part.name, xlabel="first weight", ylabel="second weight", aspect="equal")
@@ -100,19 +100,21 @@ def plots(results: Results[DropoutLandscapeOptions]) -> list[Plot]:
         levels = torch.linspace(0, 2, 21).tolist()
         panel.contourf(axis, axis, records[0]["surface"], levels=levels, cmap="cividis", extend="max")
         panel.plot(*zip(*records[0]["ends"], strict=True), "x", color="white", markersize=8, mew=2.5)
-        said.append(f"{part.name}: minimum {records[0]['minimum']:.3f}")
-    return [Plot("Loss surfaces", f"Contours; {'; '.join(said) or 'nothing measured yet'}", drawn)]
+        sentences.append(f"{part.name}: minimum {records[0]['minimum']:.3f}")
+    return [Plot("Loss surfaces", f"Contours; {'; '.join(sentences) or 'nothing measured yet'}", drawn)]
 
 
 def findings(results: Results[DropoutLandscapeOptions]) -> Sequence[str]:
     """The minima that descent found."""
-    said = []
+    sentences = []
     for part in parts(results.options):
         worst, unequal = results.final(part.name, "worst"), results.final(part.name, "unequal")
         if worst:
             equal = "equal weights" if max(unequal) < 1e-3 else "weights that differ"
-            said.append(f"{part.name}: eight starts end within {max(worst):.1e} of the global minimum, at {equal}.")
-    return said
+            sentences.append(
+                f"{part.name}: eight starts end within {max(worst):.1e} of the global minimum, at {equal}."
+            )
+    return sentences
 
 
 def claims(results: Results[DropoutLandscapeOptions]) -> list[Claim]:

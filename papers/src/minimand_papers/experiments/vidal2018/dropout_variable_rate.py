@@ -107,24 +107,24 @@ def plots(results: Results[DropoutVariableRateOptions]) -> list[Plot]:
 
 def findings(results: Results[DropoutVariableRateOptions]) -> Sequence[str]:
     """The change of each curve from the smallest to the largest size, and the distance of sampling to the optimum."""
-    said = []
+    sentences = []
     for part in PARTS:
         runs = [values for values in results.curve(part, "nuclear").values() if len(values) > 1]
         ranks = results.final(part, "rank")
         if runs and ranks:
             change = 100 * (sum(v[-1] / v[0] for v in runs) / len(runs) - 1)
-            said.append(
+            sentences.append(
                 f"{part}: from the smallest to the largest size the nuclear norm changes by {change:+.1f}%, and the "
                 f"rank at the largest is {mean_std(ranks)[0]:.0f}."
             )
     for part in CLOSED:
         above = results.final(part, "excess")
         if above:
-            said.append(
+            sentences.append(
                 f"{part}: after {results.options.iterations} sampled steps the largest factorisation lies "
                 f"{100 * mean_std(above)[0]:.1f}% above its optimum."
             )
-    return said
+    return sentences
 
 
 def claims(results: Results[DropoutVariableRateOptions]) -> list[Claim]:

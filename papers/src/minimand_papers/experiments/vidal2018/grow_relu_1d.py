@@ -121,11 +121,11 @@ def plots(results: Results[GrowReLU1DOptions]) -> list[Plot]:
 
 def findings(results: Results[GrowReLU1DOptions]) -> Sequence[str]:
     """The certificate, and the objectives reached from random starts."""
-    said = []
+    sentences = []
     grown = excess(results, GROWN, "objective")
     if grown:
         certified = results.final(GROWN, "certified")
-        said.append(
+        sentences.append(
             f"The grown network is certified in {int(sum(certified))} of {len(certified)} seeds, at most "
             f"{max(grown):.2g}% above the "
             f"minimum over all widths."
@@ -134,8 +134,8 @@ def findings(results: Results[GrowReLU1DOptions]) -> Sequence[str]:
         median = excess(results, f"width {width}", "median")
         if median:
             ends = f"{min(median):.2g} to {max(median):.2g}%" if len(median) > 1 else f"{median[0]:.2g}%"
-            said.append(f"Width {width}: the median of the random starts ends {ends} above it.")
-    return said
+            sentences.append(f"Width {width}: the median of the random starts ends {ends} above it.")
+    return sentences
 
 
 def claims(results: Results[GrowReLU1DOptions]) -> list[Claim]:

@@ -117,17 +117,17 @@ def plots(results: Results[GrowReLUDigitsOptions]) -> list[Plot]:
 
 def findings(results: Results[GrowReLUDigitsOptions]) -> Sequence[str | Difference]:
     """Objective and accuracy against the controls, and the certificate's status."""
-    said: list[str | Difference] = [
+    sentences: list[str | Difference] = [
         difference(results, GROWN, FIXED, "objective", unit="", higher=False, quantity="objective")
     ]
-    said += [difference(results, GROWN, other, quantity="test accuracy") for other in (FIXED, RIDGE)]
+    sentences += [difference(results, GROWN, other, quantity="test accuracy") for other in (FIXED, RIDGE)]
     for values in results.curve(GROWN, "status").values():
         if values:
-            said.append(
+            sentences.append(
                 f"The certificate of the grown network is {values[-1]}: with many inputs the polar is only bounded."
             )
             break
-    return said
+    return sentences
 
 
 def claims(results: Results[GrowReLUDigitsOptions]) -> list[Claim]:

@@ -238,7 +238,7 @@ def plots(results: Results[HyperspectralUnmixingOptions]) -> list[Plot]:
     """Spectra and maps beside the truth."""
     names = _materials(results)
     drawn = figure(9.0, 3.2)
-    said = []
+    sentences = []
     for i, axes in enumerate(drawn.subplots(1, 3, sharey=True)):
         true = last(results, FIXED, "true")
         if true:
@@ -248,11 +248,11 @@ def plots(results: Results[HyperspectralUnmixingOptions]) -> list[Plot]:
             if spectra and i < len(spectra):
                 axes.plot(spectra[i], color=COLORS[number], linewidth=1.2, label=part)
                 if not i:
-                    said.append(f"{part} {results.final(part, 'angle')[0]:.1f}°")
+                    sentences.append(f"{part} {results.final(part, 'angle')[0]:.1f}°")
         style(axes, "band", "" if i else "reflectance, unit norm", names[i])
-    if said:
+    if sentences:
         drawn.legend(*drawn.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-    alt = f"Spectra of the three materials; mean angles to the truth: {', '.join(said) or 'nothing measured yet'}"
+    alt = f"Spectra of the three materials; mean angles to the truth: {', '.join(sentences) or 'nothing measured yet'}"
     grid = [{f"truth: {name}": last(results, FIXED, f"truth {i}") for i, name in enumerate(names)}]
     grid += [{f"{part}:\n{name}": last(results, part, f"map {i}") for i, name in enumerate(names)} for part in SHOWN]
     maps = pictures(grid, "Abundances")
@@ -261,16 +261,16 @@ def plots(results: Results[HyperspectralUnmixingOptions]) -> list[Plot]:
 
 def findings(results: Results[HyperspectralUnmixingOptions]) -> Sequence[str]:
     """The methods by spectral angle, the size found, and the certificates."""
-    said = []
+    sentences = []
     angles = {part: values[0] for part in COMPARED if (values := results.final(part, "angle"))}
     if angles:
         order = sorted(angles, key=lambda part: angles[part])
         listed = ", ".join(f"{part} {angles[part]:.1f}°" for part in order)
-        said.append(f"Mean spectral angle on {last(results, order[0], 'scene')}: {listed}.")
+        sentences.append(f"Mean spectral angle on {last(results, order[0], 'scene')}: {listed}.")
     ranks = results.final(GROWN, "rank")
     if ranks:
-        said.append(f"{GROWN}: {ranks[0]:.0f} components where the truth has three; the best three are compared.")
-    return [*said, *statuses(results, (GROWN, FIXED, STARTED, SKLEARN))]
+        sentences.append(f"{GROWN}: {ranks[0]:.0f} components where the truth has three; the best three are compared.")
+    return [*sentences, *statuses(results, (GROWN, FIXED, STARTED, SKLEARN))]
 
 
 def claims(results: Results[HyperspectralUnmixingOptions]) -> list[Claim]:

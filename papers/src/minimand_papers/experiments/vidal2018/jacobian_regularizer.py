@@ -139,7 +139,7 @@ def plots(results: Results[JacobianRegularizerOptions]) -> list[Plot]:
 def findings(results: Results[JacobianRegularizerOptions]) -> Sequence[str | Difference]:
     """LM against both others, cell by cell."""
     chosen = results.chosen(results.options.groups())
-    said: list[str | Difference] = [
+    sentences: list[str | Difference] = [
         difference(chosen, name_of(*cell[:3], "LM"), name_of(*cell))
         for cell in cells(results.options)
         if cell[3] != "LM"
@@ -152,8 +152,10 @@ def findings(results: Results[JacobianRegularizerOptions]) -> Sequence[str | Dif
     ]
     edge = sum(weight == max(results.options.jacobian) for weight in weights)
     if edge:
-        said.append(f"LM chooses its largest candidate in {edge} of {len(weights)} fits: a larger one may be better.")
-    return said
+        sentences.append(
+            f"LM chooses its largest candidate in {edge} of {len(weights)} fits: a larger one may be better."
+        )
+    return sentences
 
 
 def claims(results: Results[JacobianRegularizerOptions]) -> list[Claim]:

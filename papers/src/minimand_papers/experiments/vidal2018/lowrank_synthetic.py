@@ -133,15 +133,15 @@ def plots(results: Results[LowRankSyntheticOptions]) -> list[Plot]:
 
 def findings(results: Results[LowRankSyntheticOptions]) -> Sequence[str]:
     """Rank and objective of each factorisation, and its certificate."""
-    said = []
+    sentences = []
     for part in (GROWN, LARGE, SMALL):
         above, ranks, wanted = (results.final(part, key) for key in ("above", "rank", "wanted"))
         if above:
-            said.append(
+            sentences.append(
                 f"{part} ends at rank {ranks[0]:.0f} (closed form: {wanted[0]:.0f}), with an objective at most "
                 f"{max(max(above), 0):.2g} % above that of the closed form."
             )
-    return [*said, *statuses(results, (CLOSED, GROWN, LARGE, SMALL))]
+    return [*sentences, *statuses(results, (CLOSED, GROWN, LARGE, SMALL))]
 
 
 def claims(results: Results[LowRankSyntheticOptions]) -> list[Claim]:

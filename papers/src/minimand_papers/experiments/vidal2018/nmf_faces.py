@@ -224,11 +224,11 @@ def plots(results: Results[NMFFacesOptions]) -> list[Plot]:
 
 def findings(results: Results[NMFFacesOptions]) -> Sequence[str]:
     """The size found, the certificates, and scikit-learn's objectives."""
-    said = []
+    sentences = []
     source, ranks = last(results, OURS, "source"), results.final(OURS, "rank")
     if source and ranks:
         zeros = results.final(OURS, "zeros")[0]
-        said.append(
+        sentences.append(
             f"On {source} {ranks[0]:.0f} parts are found at the smallest λ; {zeros:.0f} % of their entries are zero."
         )
     for size in results.options.sizes:
@@ -237,8 +237,8 @@ def findings(results: Results[NMFFacesOptions]) -> Sequence[str]:
             word = "above" if above[0] > 0 else "below"
             stopped = results.final(other(size), "sweeps")[0] >= SWEEPS
             ending = f", stopped after {SWEEPS} sweeps" if stopped else ""
-            said.append(f"{other(size)} ends {abs(above[0]):.3g} % {word} our objective{ending}.")
-    return [*said, *statuses(results, [OURS, *(other(size) for size in results.options.sizes)])]
+            sentences.append(f"{other(size)} ends {abs(above[0]):.3g} % {word} our objective{ending}.")
+    return [*sentences, *statuses(results, [OURS, *(other(size) for size in results.options.sizes)])]
 
 
 def claims(results: Results[NMFFacesOptions]) -> list[Claim]:

@@ -160,19 +160,19 @@ def plots(results: Results[RPCAVideoOptions]) -> list[Plot]:
 
 def findings(results: Results[RPCAVideoOptions]) -> Sequence[str]:
     """Ranks, certificates, and distances to the ground truth."""
-    said = []
+    sentences = []
     name = last(results, PURSUIT, "video")
     for part in (PURSUIT, NOISY):
         ranks, moving = results.final(part, "rank"), results.final(part, "moving")
         if ranks and name:
-            said.append(
+            sentences.append(
                 f"{part} on {name}: a background of rank {ranks[0]:.0f}, and {moving[0]:.1f} % of the pixels move."
             )
         gains = results.paired(part, MEDIAN, "psnr")
         if gains:
             word = "above" if gains[0] > 0 else "below"
-            said.append(f"{part}: background {abs(gains[0]):.1f} dB {word} the {MEDIAN}, on the synthetic video.")
-    return [*said, *statuses(results, (PURSUIT, NOISY))]
+            sentences.append(f"{part}: background {abs(gains[0]):.1f} dB {word} the {MEDIAN}, on the synthetic video.")
+    return [*sentences, *statuses(results, (PURSUIT, NOISY))]
 
 
 def claims(results: Results[RPCAVideoOptions]) -> list[Claim]:
