@@ -82,7 +82,7 @@ def along(name: str, at: float, ratio: Ratio) -> Row:
 
 def skipped(name: str, module: str) -> Row:
     """A row that was not measured, because the peer is not installed."""
-    return Row(name, None, "", True, f"{module} is not installed: pip install -c constraints.txt '.[bench]'")
+    return Row(name, None, "", True, f"{module} is not installed: pip install -c constraints.txt . './papers[bench]'")
 
 
 def peer(module: str) -> Any | None:

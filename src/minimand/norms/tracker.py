@@ -152,17 +152,17 @@ class LipschitzTracker(nn.Module):
 
     def _renewed(self, kernel: Kernel, packed: Tensor, tolerance: float) -> Bounds:
         """The bounds, after a renewal if the weight has moved too far."""
-        weight, reference = kernel.weight, self._unpack(packed, kernel)
-        moved = _total_drift(kernel, reference.weight)
-        known = float(reference.roots.total)
+        weight, size = kernel.weight, kernel.weight.numel()
+        moved = _total_drift(kernel, packed[:size].view(weight.shape))
+        known = float(packed[size])
         # Written so that NaN renews, too: the certificate then raises an error that names the weight.
         if not moved <= tolerance * known:
-            packed = self._renew(kernel, reference.direction if tolerance > 0 and known > 0 else None)
-            reference, moved = self._unpack(packed, kernel), 0.0
-            known = float(reference.roots.total)
+            start = self._unpack(packed, kernel).direction if tolerance > 0 and known > 0 else None
+            packed, moved = self._renew(kernel, start), 0.0
+            known = float(packed[size])
         if self.inputs or self.outputs:
             trusted = weight.dtype == torch.float32 and TRUSTED[0] < moved < TRUSTED[1]
-            precision = torch.float32 if trusted else torch.float64
+            precision, reference = torch.float32 if trusted else torch.float64, self._unpack(packed, kernel)
             drift = _drift(kernel, reference.weight, self.inputs, self.outputs, precision) if moved else None
             return _squared(weight, reference.roots, drift, self.inputs, self.outputs)
         # Python numbers: ten operations on tensors of one entry would take longer than the drift.
