@@ -106,3 +106,19 @@ def test_every_call_of_a_layer_is_found(case):
     for path, expected in counts.items():
         found = [call for call in network.calls if call.path == path and role(call) in ("linear", "conv")]
         assert len(found) == expected, path
+
+
+@pytest.mark.parametrize("ending", [SystemExit("expects batches of 7"), GeneratorExit(), StopIteration()])
+def test_a_forward_that_ends_the_program_is_recorded_as_one_that_raises(ending: BaseException) -> None:
+    class Ending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.a(x)
+            raise ending
+
+    network = read(Ending(), torch.ones(2, 3))
+    assert not network.complete
+    assert type(ending).__name__ in " ".join(network.reasons)

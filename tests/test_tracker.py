@@ -324,3 +324,9 @@ def test_a_layers_tracker_bounds_the_weight_it_has_now(how: str) -> None:
 class _Scaled(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return 50 * weight
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(3, 3), nn.Linear(3, 3), None])
+def test_what_is_no_operator_is_refused_in_a_sentence(wrong: object) -> None:
+    with pytest.raises(CapabilityError, match=r"takes a Dense, Conv1d or Conv2d"):
+        LipschitzTracker(wrong)

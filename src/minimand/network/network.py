@@ -102,10 +102,10 @@ class Network:
     # -- structure ------------------------------------------------------------------------------------------------
 
     def neighbors(self, call: Call) -> Neighbors:
-        """What stands directly before and after a layer's call.
+        """The dropout directly before a layer's call, and the normalisation, addition and activation directly after it.
 
-        The dropout may be separated from the layer by reshapings. Behind the layer come, each if there is one and it
-        alone reads the value before it, a normalisation, an addition and an activation.
+        Reshapings may stand between the dropout and the layer. A call after the layer counts only if it alone reads
+        the value before it. What does not exist is None.
 
         >>> from minimand.network import read, role
         >>> net = read(nn.Sequential(nn.Dropout(), nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh()))
@@ -120,7 +120,7 @@ class Network:
     def chain(self) -> Line:
         """The steps from the input to the output, if each takes exactly the output of the one before.
 
-        A network with a part on the way that is opaque is no chain.
+        A network with an opaque part between input and output is not a chain.
 
         >>> from minimand.network import read
         >>> line = read(nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.ReLU())).chain()

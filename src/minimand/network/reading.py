@@ -122,7 +122,7 @@ def _record(model: nn.Module, inputs: Inputs, training: bool | None, grad: bool)
             with recorder, torch.set_grad_enabled(grad):
                 output = root(*args, **kwargs)
             run.outputs = tuple(recorder.value(tensor) for tensor in tensors(output))
-        except Exception as error:
+        except (Exception, SystemExit, GeneratorExit) as error:  # a forward may end the program; reading it must not
             first = (str(error).strip().splitlines() or [""])[0]
             run.error = f"the forward raises {type(error).__name__}: {first}"
         after = _generators()

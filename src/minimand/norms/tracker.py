@@ -94,11 +94,11 @@ class LipschitzTracker(nn.Module):
         super().__init__()
         if refresh not in POLICIES:
             raise OptionError(f"refresh must be one of {', '.join(POLICIES)}, got {refresh!r}")
-        kernel = operator.kernel
+        kernel = getattr(operator, "kernel", None)
         if kernel is None:
             raise CapabilityError(
                 f"LipschitzTracker takes a Dense, Conv1d or Conv2d, got a {type(operator).__name__}; "
-                f"call its norm_sq() whenever the operator changes"
+                f"wrap a weight in minimand.operators.Dense, or call norm_sq() of another operator whenever it changes"
             )
         if tolerance is not None:
             require_positive("tolerance", tolerance, zero=True)
