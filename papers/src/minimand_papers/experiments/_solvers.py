@@ -11,12 +11,13 @@ from minimand.nn import convert
 from minimand.solvers import Solver
 from minimand.solvers.base import require_count
 
+from ..claims import ACCURACY, judge_gain, not_run, scale, signed
 from ..context import Lab
 from ..data import Augmentation, CropFlip, registry
-from ..experiment import Results
+from ..experiment import Claim, Results
 from ..training import Loaders, loaders
 
-__all__ = ["ImageOptions", "solved", "trials"]
+__all__ = ["ImageOptions", "fine_tuning_claim", "solved", "trials"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,3 +70,14 @@ def trials(results: Results[Any], part: str, *sentences: str) -> str:
 def solved(model: nn.Module, rules: Mapping[str, Solver]) -> nn.Module:
     """The network with the named blocks replaced by solvers; unchanged without rules."""
     return convert(model, dict(rules), inplace=True) if rules else model
+
+
+def fine_tuning_claim(results: Results[Any], text: str, pair: tuple[str, str], dataset: str, size: float) -> Claim:
+    """The source's gain of ``size`` points on a dataset, beside our gain over equal fine-tuning without the solver."""
+    title, paper = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}[dataset], f"{size:+.2f} points"
+    if dataset != results.options.dataset:
+        return not_run(text, paper, f"no {title} data")
+    gains = results.paired(*pair, "test")
+    words = f"{results.options.epochs} of 300 epochs", f"width × {results.options.width:g}"
+    measured = f"{signed(gains)} over equal fine-tuning without the solver"
+    return Claim(text, paper, measured, scale(results, title, *words), judge_gain(gains, size, single=ACCURACY))

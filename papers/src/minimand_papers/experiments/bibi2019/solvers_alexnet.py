@@ -5,14 +5,13 @@ from collections.abc import Iterator, Sequence
 
 from minimand.solvers import ProxGD
 
-from ...claims import ACCURACY, judge_gain, not_run, scale, signed
 from ...comparing import Difference, difference
 from ...context import Lab
 from ...drawing import bars, curves
 from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...training import train
 from ...zoo import AlexNet
-from .._solvers import ImageOptions, solved
+from .._solvers import ImageOptions, fine_tuning_claim, solved
 
 PAPER = {"start": {"cifar10": 77.30, "cifar100": 44.20}, "Prox-GD": {"cifar10": 78.51, "cifar100": 45.53}}
 START, CONTROL, SOLVER = "AlexNet", "AlexNet fine-tuned", "AlexNet-Prox-GD"
@@ -91,15 +90,7 @@ def claims(results: Results[SolversAlexNetOptions]) -> list[Claim]:
     for dataset, title in (("cifar10", "CIFAR-10"), ("cifar100", "CIFAR-100")):
         text = f"Table 3, {title}: Prox-GD as AlexNet's first convolution raises its accuracy"
         size = PAPER["Prox-GD"][dataset] - PAPER["start"][dataset]
-        paper = f"{size:+.2f} points"
-        if dataset != results.options.dataset:
-            listed.append(not_run(text, paper, f"no {title} data"))
-            continue
-        gains = results.paired(SOLVER, CONTROL, "test")
-        verdict = judge_gain(gains, size, single=ACCURACY)
-        words = f"{results.options.epochs} of 300 epochs", f"width × {results.options.width:g}"
-        measured = f"{signed(gains)} over equal fine-tuning without the solver"
-        listed.append(Claim(text, paper, measured, scale(results, title, *words), verdict))
+        listed.append(fine_tuning_claim(results, text, (SOLVER, CONTROL), dataset, size))
     return listed
 
 

@@ -8,14 +8,13 @@ import torch
 from minimand.nn import convert
 from minimand.solvers import ProxGD, ProxSG, Solver
 
-from ...claims import ACCURACY, judge_gain, not_run, scale, signed
 from ...comparing import Difference, difference
 from ...context import Lab
 from ...drawing import bars, curves
 from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...training import train
 from ...zoo import VGG16
-from .._solvers import ImageOptions, trials
+from .._solvers import ImageOptions, fine_tuning_claim, trials
 
 START, CONTROL, PLAIN = "VGG16", "VGG16 fine-tuned", "VGG16 fine-tuned without dropout"
 BLOCKS = {"VGG16-Prox-SG-ND-D": (False, True), "VGG16-Prox-SG-D-D": (True, True), "VGG16-Prox-GD": (False, True)}
@@ -123,15 +122,7 @@ def claims(results: Results[SolversVGGOptions]) -> list[Claim]:
         sizes = {part: PAPER[part][dataset] - PAPER[START][dataset] for part in BLOCKS}
         best = max(sizes, key=lambda part: sizes[part])
         text = f"Table 4, {title}: {best.removeprefix('VGG16-')} raises VGG16's accuracy"
-        paper = f"{sizes[best]:+.2f} points"
-        if dataset != results.options.dataset:
-            listed.append(not_run(text, paper, f"no {title} data"))
-            continue
-        gains = results.paired(best, CONTROL, "test")
-        verdict = judge_gain(gains, sizes[best], single=ACCURACY)
-        words = f"{results.options.epochs} of 300 epochs", f"width × {results.options.width:g}"
-        measured = f"{signed(gains)} over equal fine-tuning without the solver"
-        listed.append(Claim(text, paper, measured, scale(results, title, *words), verdict))
+        listed.append(fine_tuning_claim(results, text, (best, CONTROL), dataset, sizes[best]))
     return listed
 
 
