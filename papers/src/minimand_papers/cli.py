@@ -268,6 +268,11 @@ def _run(given: list[str]) -> None:
         console.print(f"Result: {path}", soft_wrap=True)
         more = f" --experiment {given[0]}" if given[0].endswith(".py") else ""
         console.print(f"Page:   minimand report --out {setting.out}{more}", soft_wrap=True)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # All is written. A process that ends the ordinary way after closing a process group can be aborted by torch.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _summary(path: Path, console: Any, own: Sequence[Experiment[Any]] = ()) -> None:

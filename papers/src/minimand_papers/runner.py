@@ -142,6 +142,9 @@ def _processes() -> Iterator[tuple[int, int]]:
         dist.init_process_group()
     try:
         yield dist.get_rank(), dist.get_world_size()
+        if own:
+            # A process that closes its connections while another still uses them can abort both.
+            dist.barrier()
     finally:
         if own:
             dist.destroy_process_group()
