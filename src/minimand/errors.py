@@ -6,6 +6,7 @@ Every exception is a :class:`MinimandError` and also a builtin exception (``Valu
 
 import re
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,6 +100,8 @@ def require_finite(name: str, tensor: Tensor) -> None:
 
 def require_real(name: str, tensor: Tensor) -> None:
     """Raise :class:`CapabilityError` unless ``tensor`` is a tensor of real floating-point numbers."""
+    if isinstance(tensor, Tensor) and tensor.layout is not torch.strided:
+        raise CapabilityError(f"{name} is a sparse tensor of layout {tensor.layout}; call to_dense() first")
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         kind = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
         raise CapabilityError(f"{name} must be a tensor of real floating-point numbers, got {kind}; convert it first")
@@ -132,8 +135,8 @@ def require_positive(name: str, value: float, *, zero: bool = False) -> None:
     """Raise :class:`OptionError` unless ``value`` is a finite number > 0 (≥ 0 with ``zero``)."""
     if isinstance(value, Tensor) and value.numel() != 1:
         raise OptionError(f"{name} must be one number, got a tensor of {tuple(value.shape)}")
-    if value is None or isinstance(value, bool | str | complex):
-        raise OptionError(f"{name} must be a number, got {value!r}")
+    if not isinstance(value, int | float | np.number | Tensor) or isinstance(value, bool | np.complexfloating):
+        raise OptionError(f"{name} must be a number, got {value!r:.60}")
     if not (value > 0 or (zero and value == 0)) or value == float("inf"):
         bound = "≥ 0" if zero else "> 0"
         raise OptionError(f"{name} must be a finite number {bound}, got {value}")

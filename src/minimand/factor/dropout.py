@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import CapabilityError, OptionError, ShapeError, require_finite, require_real
 from ..functions.base import widened
 from ..norms.tracker import LipschitzTracker
@@ -104,6 +105,7 @@ def block_smoothness(V: Tensor, weight: float, tracker: LipschitzTracker) -> Ten
 # -- the global minimum ------------------------------------------------------------------------------------------------
 
 
+@checked
 def dropout_optimum(Y: Any, rank: int, p: float) -> tuple[Any, float, int]:
     r"""The global minimum of matrix factorisation with dropout, for a fixed number r of terms.
 
@@ -165,6 +167,7 @@ def _shrink(values: Tensor, rank: int, weight: float, size: int) -> tuple[Tensor
     return values[:kept] - threshold, threshold
 
 
+@checked
 def nuclear_squared(X: Any) -> Any:
     r"""The squared nuclear norm :math:`\|X\|_*^2 = \bigl(\sum_i \sigma_i(X)\bigr)^2`.
 
@@ -187,6 +190,7 @@ def nuclear_squared(X: Any) -> Any:
 # -- equalisation ------------------------------------------------------------------------------------------------------
 
 
+@checked
 def equalize(U: Any, V: Any) -> tuple[Any, Any]:
     r"""Other factors of the same product, whose terms all have the same norm.
 

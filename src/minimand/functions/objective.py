@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..arguments import checked
 from ..errors import OptionError, ShapeError
 from . import curves
 from .activations import from_activation
@@ -16,6 +17,7 @@ from .monotone import Elementwise
 __all__ = ["LayerObjective"]
 
 
+@checked
 class LayerObjective:
     r"""The function for which the layer :math:`\varphi(Wx)` is a gradient step,
 

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import OptionError, ShapeError, require_finite, require_positive
 from ..factor.certificate import Certificate, judge
 from .polar import Polar, ascend, exact_polar, upper_bound
@@ -89,6 +90,7 @@ def judge_relu(X: Tensor, Y: Tensor, W: Tensor, V: Tensor, lam: float, polar: Po
     return judge_residual(Y, R, objective(X, Y, W, V, lam), lam=lam, polar=bounds, image=image, tol=tol)
 
 
+@checked
 def certify_relu(
     X: Any, y: Any, weights: Any, outputs: Any, *, lam: float, tol: float = 1e-3, polar: str = "auto", seed: int = 0
 ) -> Certificate:

@@ -5,6 +5,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from ..arguments import checked
 from ..errors import OptionError, ShapeError
 from ..norms.lipschitz import majorant
 from ..solvers.sampling import Importance, Nice, Request, Sampling, sample_size
@@ -40,6 +41,7 @@ class _SampledDropout(nn.Module):
         return f"p={self.p}, feature_dim={self.feature_dim}"
 
 
+@checked
 class AdditiveDropout(_SampledDropout):
     r"""Additive dropout: zero-mean noise added to the input, as in mS2GD ([Bibi2019], Proposition 2).
 
@@ -72,6 +74,7 @@ class AdditiveDropout(_SampledDropout):
         return y + (1 - self._weights(y, Nice())) * reconstruction
 
 
+@checked
 class ImportanceDropout(_SampledDropout):
     r"""Dropout that keeps an input with a probability proportional to its gradient norm ([Bibi2019], §5).
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, Self, cast, get_args
 import torch
 from torch import Tensor, nn
 
+from ..arguments import checked
 from ..errors import CapabilityError, MinimandError, OptionError, located, require_dtype, require_positive, require_real
 from ..functions import Function, from_activation
 from ..norms.lipschitz import Bounded, majorant
@@ -197,6 +198,7 @@ def _(target: SolverLayer, input_size: int | tuple[int, ...] | None) -> tuple[Bo
     return majorant(target.operator(), input_size)
 
 
+@checked
 class SolverLinear(SolverLayer):
     r"""A fully connected layer with activation that approximately solves its problem
 
@@ -257,6 +259,7 @@ class SolverLinear(SolverLayer):
         return Dense(self.weight)
 
 
+@checked
 class _SolverConv(SolverLayer):
     """The base class of convolutional solver layers."""
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import OptionError, ShapeError, require_finite
 from .spectral import certified_norm_sq, lanczos, to_float64
 
@@ -64,6 +65,7 @@ def lanczos_steps(n: int, factor: float = 1 + RTOL, failure: float = FAILURE, st
     return math.ceil((exponent / math.sqrt(1 - 1 / factor) + 1) / 2)
 
 
+@checked
 def randomized_norm_sq(
     apply: Map,
     adjoint: Map,

@@ -8,6 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from ..arguments import check_methods
 from ..errors import CapabilityError, ShapeError, require_finite
 from ..linalg import Weight, accumulate
 from ..norms import randomized_norm_sq
@@ -66,6 +67,9 @@ class LinearOperator(abc.ABC):
     ) -> None:
         self._shapes = _shape("input_shape", input_shape), _shape("output_shape", output_shape)
         self._type = dtype, None if device is None else torch.device(device)
+
+    def __init_subclass__(cls) -> None:
+        check_methods(cls, "apply", "adjoint")
 
     # The contract
 

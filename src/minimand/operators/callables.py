@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import CapabilityError, ShapeError, require_positive
 from ..norms import randomized_norm_sq
 from .base import LinearOperator
@@ -14,6 +15,7 @@ __all__ = ["CallableOperator", "operator"]
 Norm = float | Tensor | Callable[[], float | Tensor]
 
 
+@checked
 def operator(
     apply: Callable[[Tensor], Tensor],
     adjoint: Callable[[Tensor], Tensor],

@@ -5,6 +5,7 @@ from typing import Self
 
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import OptionError, ShapeError
 from ..norms.spectral import round_up
 from .base import LinearOperator
@@ -12,6 +13,7 @@ from .base import LinearOperator
 __all__ = ["Composed", "Transposed"]
 
 
+@checked
 class Transposed(LinearOperator):
     r"""The adjoint :math:`A^\top` of an operator.
 
@@ -82,6 +84,7 @@ class Transposed(LinearOperator):
         return self.operator.input_norms_sq()
 
 
+@checked
 class Composed(LinearOperator):
     r"""The product :math:`AB` of two operators on maps, with the bound :math:`\|AB\|^2 \le \|A\|^2\|B\|^2`.
 

@@ -9,6 +9,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import ShapeError, is_traced, require_real
 from ..geometry import ConvGeometry, Size
 from ..linalg import Weight
@@ -226,6 +227,7 @@ def _(target: Convolution, input_size: Size | None) -> tuple[Convolution, float]
     return (target if input_size is None else target.with_size(input_size)), 1.0
 
 
+@checked
 class Conv2d(Convolution):
     r"""The map of a two-dimensional convolution with zero padding, as torch computes it.
 
@@ -251,6 +253,7 @@ class Conv2d(Convolution):
     dimensions = 2
 
 
+@checked
 class Conv1d(Convolution):
     """The map of a one-dimensional convolution; everything else as in :class:`Conv2d`.
 

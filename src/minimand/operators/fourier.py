@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import OptionError, ShapeError
 from ..norms.spectral import round_up, to_float64
 from .base import LinearOperator
@@ -13,6 +14,7 @@ __all__ = ["SubsampledFourier", "cartesian_mask", "radial_mask"]
 _ROUNDING = 1e-5
 
 
+@checked
 class SubsampledFourier(LinearOperator):
     r"""The frequencies of a real image that a mask keeps,
 
@@ -68,6 +70,7 @@ def _at_least_single(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
+@checked
 def cartesian_mask(
     size: tuple[int, int], ratio: float, *, center: float = 0.08, generator: torch.Generator | None = None
 ) -> Tensor:
@@ -89,6 +92,7 @@ def cartesian_mask(
     return line.expand(height, width).clone()
 
 
+@checked
 def radial_mask(size: tuple[int, int], ratio: float) -> Tensor:
     """Lines through frequency zero at equal angles; the fewest lines that keep ``ratio`` of all frequencies.
 

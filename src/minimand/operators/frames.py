@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import OptionError, ShapeError
 from ..norms.spectral import round_up
 from .base import LinearOperator
@@ -116,6 +117,7 @@ def dct_matrix(size: int, *, dtype: torch.dtype | None = None) -> Tensor:
     return matrix.to(dtype or torch.get_default_dtype())
 
 
+@checked
 class BlockDCT(Frame):
     """The two-dimensional cosine transform of every ``block`` × ``block`` square, in ``count`` shifted positions.
 
@@ -147,6 +149,7 @@ class BlockDCT(Frame):
         return squares.transpose(2, 3).reshape(-1, *self.padded)
 
 
+@checked
 class Wavelet(Frame):
     """Daubechies' orthonormal wavelets on a periodic image, ``levels`` deep, in ``count`` shifted positions.
 

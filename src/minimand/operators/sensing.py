@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import OptionError, ShapeError, require_positive
 from ..norms.kernel import Kernel
 from ..norms.spectral import round_up, to_float64
@@ -14,6 +15,7 @@ from .conv import Conv2d
 __all__ = ["BlockSensing", "Inpainting", "gaussian_blur", "is_orthonormal", "orthonormal_gaussian"]
 
 
+@checked
 def orthonormal_gaussian(
     rows: int, columns: int, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -46,6 +48,7 @@ def is_orthonormal(matrix: Tensor, tolerance: float = 1e-3) -> bool:
     return bool(((wide @ wide.mT - identity).abs() <= tolerance).all())
 
 
+@checked
 class BlockSensing(LinearOperator):
     r"""Block compressive sensing: the same Φ measures every b × b block of an image,
 
@@ -111,6 +114,7 @@ class BlockSensing(LinearOperator):
         return Kernel(self.weight).norm_sq()
 
 
+@checked
 class Inpainting(LinearOperator):
     """Missing pixels: the image times a mask of zeros and ones, ``(H, W)`` or ``(C, H, W)``.
 
@@ -144,6 +148,7 @@ class Inpainting(LinearOperator):
         return round_up(largest * largest, self.weight.dtype)
 
 
+@checked
 def gaussian_blur(input_size: tuple[int, int], sigma: float, *, radius: int | None = None) -> Conv2d:
     """Blur by a Gaussian of ``sigma`` pixels with zeros around the image, as a :class:`Conv2d`.
 

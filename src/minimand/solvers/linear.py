@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import OptionError, is_traced, require_finite
 from ..linalg import gram
 from .iterate import iterate
@@ -150,6 +151,7 @@ class _Conjugate(NamedTuple):
     square: Tensor
 
 
+@checked
 def conjugate_gradient(
     apply: Callable[[Tensor], Tensor],
     target: Tensor,

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...arguments import checked
 from ...errors import CapabilityError, OptionError, ShapeError, require_fitting
 from ...solvers.iterate import iterate
 from .coefficients import Coefficients, Learning, parse_learnable
@@ -67,6 +68,7 @@ class Transition(nn.Module):
         self.shortcut = shortcut
 
 
+@checked
 class OptimizationNet(nn.Module):
     r"""A network as an algorithm: its blocks :math:`T_1, \dots, T_K` are gradient steps, its skip connections momentum.
 

@@ -5,6 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ...arguments import checked
 from ...errors import OptionError
 from ...functions import L1
 from ...functions.base import Function, Step
@@ -53,6 +54,7 @@ class CycleSpinning(Function):
         return self.frame.adjoint(torch.where(self.details, shrunk, coefficients))
 
 
+@checked
 def sparse_reconstruction(
     y: Tensor,
     phi: LinearOperator,

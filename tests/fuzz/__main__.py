@@ -1,0 +1,60 @@
+"""Run campaigns for longer than the tests do: ``python -m tests.fuzz --help``."""
+
+import argparse
+import json
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+from tests.fuzz.campaigns import CAMPAIGNS, Outcome, run
+
+CHUNK = 500  # cases a process tries at a time; progress and results are written after each
+
+
+def _chunk(name: str, number: int, seed: int) -> Outcome:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+    return run(CAMPAIGNS[name], number, seed)
+
+
+def _campaign(name: str, cases: int, seed: int, jobs: int) -> dict[str, object]:
+    """The totals over all chunks, printed as they grow."""
+    tried, seconds, failures, began = 0, 0.0, [], time.perf_counter()
+    with ProcessPoolExecutor(jobs) as pool:
+        chunks = [min(CHUNK, cases - done) for done in range(0, cases, CHUNK)]
+        futures = [pool.submit(_chunk, name, number, seed + k) for k, number in enumerate(chunks)]
+        for future in as_completed(futures):
+            outcome = future.result()
+            tried, seconds = tried + outcome.tried, seconds + outcome.seconds
+            failures += outcome.failures
+            print(f"\r{name}: {tried:,} of {cases:,} cases, {len(failures)} failures", end="", flush=True)
+    print(f", {time.perf_counter() - began:.0f} s")
+    for failure in dict.fromkeys(failures):
+        print(f"  {failure}")
+    return {"cases": tried, "failures": sorted(set(failures)), "processor_seconds": round(seconds), "seed": seed}
+
+
+def main() -> None:
+    """Run the chosen campaigns and write their totals."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("campaigns", nargs="*", choices=[[], *CAMPAIGNS], help=f"default: all ({', '.join(CAMPAIGNS)})")
+    parser.add_argument("--cases", type=int, help="cases per campaign; default: the number in docs/reliability.rst")
+    parser.add_argument("--seed", type=int, default=0, help="first seed; other seeds try other cases (default: 0)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one per core)")
+    parser.add_argument("--out", type=Path, help="a JSON file for the totals")
+    options = parser.parse_args()
+    found = {}
+    for name in options.campaigns or CAMPAIGNS:
+        found[name] = _campaign(name, options.cases or CAMPAIGNS[name].full, options.seed, options.jobs)
+        if options.out:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
+    if any(entry["failures"] for entry in found.values()):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
