@@ -88,8 +88,9 @@ def require_finite(name: str, tensor: Tensor) -> None:
 
     It does nothing while tracing, because a branch on data would break the graph.
     """
-    if is_traced(tensor):
+    if is_traced(tensor) or tensor.is_meta:
         return
+    require_strided(name, tensor)
     if not bool(torch.isfinite(tensor.detach()).all()):
         bad = int((~torch.isfinite(tensor.detach())).sum())
         raise NonFiniteError(
@@ -100,11 +101,16 @@ def require_finite(name: str, tensor: Tensor) -> None:
 
 def require_real(name: str, tensor: Tensor) -> None:
     """Raise :class:`CapabilityError` unless ``tensor`` is a tensor of real floating-point numbers."""
-    if isinstance(tensor, Tensor) and tensor.layout is not torch.strided:
-        raise CapabilityError(f"{name} is a sparse tensor of layout {tensor.layout}; call to_dense() first")
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         kind = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
         raise CapabilityError(f"{name} must be a tensor of real floating-point numbers, got {kind}; convert it first")
+    require_strided(name, tensor)
+
+
+def require_strided(name: str, tensor: Tensor) -> None:
+    """Raise :class:`CapabilityError` for a sparse tensor."""
+    if tensor.layout is not torch.strided:
+        raise CapabilityError(f"{name} is sparse ({tensor.layout}); call its to_dense() first")
 
 
 def require_dtype(name: str, tensor: Tensor, weight: Tensor) -> None:

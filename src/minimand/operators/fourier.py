@@ -41,7 +41,7 @@ class SubsampledFourier(LinearOperator):
         if mask.dim() != 2 or mask.numel() == 0:
             raise ShapeError(f"a Fourier mask has shape (H, W), got {tuple(mask.shape)}")
         super().__init__((1, *mask.shape), (2, *mask.shape))
-        self.weight = mask
+        self.weight = mask if mask.is_floating_point() else mask.to(torch.get_default_dtype())
 
     def apply(self, y: Tensor) -> Tensor:
         """The masked frequencies of images."""

@@ -127,6 +127,7 @@ class Inpainting(LinearOperator):
     def __init__(self, mask: Tensor) -> None:
         if mask.dim() not in (2, 3) or mask.numel() == 0:
             raise ShapeError(f"a mask has shape (H, W) or (C, H, W), got {tuple(mask.shape)}")
+        mask = mask if mask.is_floating_point() else mask.to(torch.get_default_dtype())
         self.weight = mask if mask.dim() == 3 else mask.unsqueeze(0)
         super().__init__(self.weight.shape, self.weight.shape)
 
