@@ -11,7 +11,7 @@ matrix of the data's size is formed.
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -24,6 +24,7 @@ from ..solvers import FISTA, Problem, solve
 from ..solvers.iterate import iterate
 from ..solvers.linear import ridge_factor
 from .descent import Components, LocalDescent
+from .inputs import shifted
 from .losses import DualValue, Loss, best_multiple
 from .matrices import DualMatrix, DualMoments, RowSharding, row_blocks
 
@@ -138,6 +139,15 @@ class Observed(Loss):
     rows: RowSharding = RowSharding()  # noqa: RUF009 -- frozen
     compact: bool = True
     curvature = 1.0
+    degree = 2
+
+    def largest(self) -> float:
+        """The largest absolute value of an observed entry, over all processes."""
+        return self.rows.largest(self.values)
+
+    def scaled(self, exponent: int) -> "Observed":
+        """The loss of the data times 2^exponent."""
+        return replace(self, values=shifted(self.values, exponent))
 
     def residual(self, U: Tensor, V: Tensor) -> Tensor:
         """Y − UVᵀ on the observed entries, in the factors' precision."""
