@@ -313,6 +313,7 @@ class ParallelNetwork(nn.Module):
         with torch.no_grad():
             R = Y - sum((net(X) for net in nets), torch.zeros_like(Y))
             penalty = sum(float(self._theta(net, X)) for net in nets)
+            sizes = sum(float(product_of_norms(net)) for net in nets)
             slope = float(self._slope(copy.deepcopy(found).double(), X, R))
         value = 0.5 * float(R.square().sum()) + self.lam * penalty
         upper, method = self._upper_bound(X, R, slope)
@@ -321,11 +322,9 @@ class ParallelNetwork(nn.Module):
         self._found = found, slope
         self.history_.append(value)
         # A bound on the rounding error of the outputs, for the networks that have a bound on the polar.
-        size = float(Y.norm()) + math.hypot(float(X.norm()), len(X) ** 0.5) * sum(
-            float(product_of_norms(n)) for n in nets
-        )
         widths = sum(parameter.shape[-1] for parameter in found.parameters())
-        error = 2 * (widths + len(nets) + 8) * torch.finfo(torch.float64).eps * size
+        error = float(Y.norm()) + math.hypot(float(X.norm()), len(X) ** 0.5) * sizes
+        error *= 2 * (widths + len(nets) + 8) * torch.finfo(torch.float64).eps
         self.certificate_ = judge_residual(
             Y, R, value, lam=self.lam, polar=(slope, upper, method), image=image, tol=self.tol, error=error
         )
