@@ -354,10 +354,10 @@ def stop_reason(
     """The reason for the end of a fit, from its certificate and what was left of its budget."""
     if certificate.status is Status.CERTIFIED:
         return Stop.CERTIFIED
-    if fixed:
-        return Stop.FIXED_SIZE
     if out_of_iterations:
         return Stop.MAX_ITER
+    if fixed:
+        return Stop.FIXED_SIZE
     if certificate.polar_lower <= lam * (1 + tol / 4):
         return Stop.NO_DIRECTION
     return Stop.R_MAX if full else Stop.SEARCH_ENDED

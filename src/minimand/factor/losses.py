@@ -13,7 +13,7 @@ import abc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -90,11 +90,11 @@ class Loss(abc.ABC):
         """The largest absolute value of the data."""
         return 0.0
 
-    def scaled(self, exponent: int) -> "Loss":
+    def scaled(self, exponent: int) -> Self:
         """The loss of the data times 2^exponent, for a loss with a degree."""
         raise NotImplementedError
 
-    def normalized(self, *factors: Tensor) -> tuple["Loss", Units]:
+    def normalized(self, *factors: Tensor) -> tuple[Self, Units]:
         """The loss with data in the middle of the floating-point range, and the units that it has there.
 
         Factors, vectors as columns, come into this range with the data.
@@ -165,7 +165,7 @@ class Squared(_DenseLoss):
     curvature = 1.0
     degree = 2
 
-    def scaled(self, exponent: int) -> "Squared":
+    def scaled(self, exponent: int) -> Self:
         """The loss of the data times 2^exponent."""
         return replace(self, Y=shifted(self.Y, exponent))
 
@@ -207,7 +207,7 @@ class Huber(_DenseLoss):
         if self.gamma is not None:
             require_positive("gamma", self.gamma)
 
-    def scaled(self, exponent: int) -> "Huber":
+    def scaled(self, exponent: int) -> Self:
         """The loss of the data times 2^exponent, whose gamma is that much smaller."""
         gamma = None if self.gamma is None else raised(self.gamma, -exponent)
         if gamma is not None and not 2.0**-FARTHEST < gamma < 2.0**FARTHEST:

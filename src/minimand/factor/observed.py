@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -145,7 +146,7 @@ class Observed(Loss):
         """The largest absolute value of an observed entry, over all processes."""
         return self.rows.largest(self.values)
 
-    def scaled(self, exponent: int) -> "Observed":
+    def scaled(self, exponent: int) -> Self:
         """The loss of the data times 2^exponent."""
         return replace(self, values=shifted(self.values, exponent))
 
