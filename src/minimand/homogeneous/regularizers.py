@@ -12,7 +12,7 @@ from torch.func import functional_call
 from ..arguments import checked
 from ..errors import CapabilityError
 
-__all__ = ["factor_norms", "layers_of", "path_norm", "product_of_norms", "smooth_surrogate", "weight_decay"]
+__all__ = ["balance", "factor_norms", "layers_of", "path_norm", "product_of_norms", "smooth_surrogate", "weight_decay"]
 
 
 def layers_of(module: nn.Module) -> dict[str, nn.Module]:
@@ -35,6 +35,16 @@ def factor_norms(module: nn.Module) -> Tensor:
     if not norms:
         raise CapabilityError(f"{type(module).__name__} has no parameters to regularise")
     return torch.stack(norms)
+
+
+@torch.no_grad()
+def balance(net: nn.Module) -> None:
+    """Scale all layers to the same norm; output and product of norms do not change."""
+    norms = factor_norms(net)
+    mean = norms.log().mean().exp()
+    for layer, norm in zip(layers_of(net).values(), norms, strict=True):
+        for parameter in layer.parameters(recurse=False):
+            parameter.mul_(mean / norm)
 
 
 @checked
