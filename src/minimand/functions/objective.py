@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import OptionError, ShapeError
+from ..errors import OptionError, Sealed, ShapeError
 from . import curves
 from .activations import from_activation
 from .base import widened
@@ -16,7 +16,7 @@ from .monotone import Elementwise
 __all__ = ["LayerObjective"]
 
 
-class LayerObjective:
+class LayerObjective(Sealed):
     r"""The function for which the layer :math:`\varphi(Wx)` is a gradient step,
 
     .. math:: f(z) = \tfrac12\|z\|^2 - \sum_i \tilde\varphi\bigl((Uz)_i\bigr), \qquad

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, ShapeError
+from ..errors import OptionError, Sealed, ShapeError
 from ..norms.spectral import round_up, to_float64
 from .base import LinearOperator
 
@@ -13,7 +13,7 @@ __all__ = ["SubsampledFourier", "cartesian_mask", "radial_mask"]
 _ROUNDING = 1e-5
 
 
-class SubsampledFourier(LinearOperator):
+class SubsampledFourier(Sealed, LinearOperator):
     r"""The frequencies of a real image that a mask keeps,
 
     .. math:: \Phi x = M \odot \mathcal{F}x , \qquad \mathcal{F} \text{ unitary},

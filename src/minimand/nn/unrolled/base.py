@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...errors import OptionError, ShapeError, is_traced, require_finite, require_real
+from ...errors import OptionError, Sealed, ShapeError, is_traced, require_finite, require_real
 from ...functions.separable import Zero
 from ...operators import BlockSensing, Dense, LinearOperator, Transposed
 from ...operators.sensing import is_orthonormal
@@ -51,7 +51,7 @@ class Measured(NamedTuple):
     rounds: int | None
 
 
-class UnrolledNet(nn.Module, abc.ABC):
+class UnrolledNet(Sealed, nn.Module, abc.ABC):
     r"""A solver with a fixed number of iterations for :math:`\min_x \tfrac12\|\Phi x - y\|^2 +
     \lambda\|\mathcal{F}(x)\|_1`, with learned transform, steps and thresholds. Use :class:`ISTANet`, :class:`FISTANet`
     or :class:`ADMMNet`.
@@ -257,7 +257,7 @@ class UnrolledNet(nn.Module, abc.ABC):
         for name in self._vectors():
             value = getattr(self, name).detach()
             assign(net, name, torch.cat([value, value[-1:].expand(extra)]))
-        net.phases = phases
+        vars(net)["phases"] = phases
         return net
 
     def _vectors(self) -> tuple[str, ...]:

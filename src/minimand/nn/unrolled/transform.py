@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...errors import OptionError, ShapeError, is_traced, require_positive
+from ...errors import OptionError, Sealed, ShapeError, is_traced, require_positive
 from ...functions import L1
 from ...functions.base import Function, Step, widened
 from ...norms import lipschitz
@@ -52,7 +52,7 @@ class Architecture:
             require_positive("scale", self.scale)
 
 
-class Transform(nn.Module):
+class Transform(Sealed, nn.Module):
     r"""A pair of convolutional maps :math:`\mathcal{F}, \tilde{\mathcal{F}}` with
     :math:`\tilde{\mathcal{F}}\mathcal{F} \approx I`.
 

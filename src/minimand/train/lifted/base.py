@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...errors import CapabilityError, MinimandError, NonFiniteError, OptionError, ShapeError, require_finite
+from ...errors import CapabilityError, MinimandError, NonFiniteError, OptionError, Sealed, ShapeError, require_finite
 from .chain import parse
 from .losses import LOSSES, Loss, encode_targets
 from .maps import AffineMap, update_running_statistics
@@ -42,7 +42,7 @@ class Variables:
 V = TypeVar("V", bound=Variables)
 
 
-class Lifted(abc.ABC, Generic[V]):
+class Lifted(Sealed, abc.ABC, Generic[V]):
     """Training by block-coordinate descent on an energy in which the activations are variables.
 
     A concrete method defines the start of the variables, the energy, one sweep over the auxiliary variables, and the
@@ -67,11 +67,16 @@ class Lifted(abc.ABC, Generic[V]):
         self.loss = loss
         self.recipe = Recipe() if recipe is None else recipe
         self._given_mu = None if mu is None else weights_per_layer(mu, len(self.chain))
-        self.mu = self._given_mu or (1.0,) * len(self.chain)
+        self._mu = self._given_mu or (1.0,) * len(self.chain)
         self._variables: V | None = None
         self._batch: tuple[weakref.ref[Tensor], int, weakref.ref[Tensor], int] | None = None
         self._weights: list[tuple[int, int]] = []
         self._check_layers()
+
+    @property
+    def mu(self) -> tuple[float, ...]:
+        """The penalty weights of the layers."""
+        return self._mu
 
     @abc.abstractmethod
     def _start(self, xs: list[Tensor], zs: list[Tensor], maps: list[AffineMap], loss: Loss) -> V:
@@ -273,12 +278,12 @@ class _MiniBatchRun:
     def batch(self, x: Tensor, y: Tensor, share: float) -> float:
         """Update the weights from one batch and return the loss before the update."""
         method = self.method
-        kept, method.mu = method.mu, method._minibatch_mu()
+        kept, method._mu = method.mu, method._minibatch_mu()
         try:
             with torch.no_grad():
                 return self._update(x, y, method.recipe.rate_at(share))
         finally:
-            method.mu = kept
+            method._mu = kept
 
     def _update(self, x: Tensor, y: Tensor, rate: float) -> float:
         method = self.method

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import CapabilityError, OptionError
+from ...errors import CapabilityError, OptionError, Sealed
 from .chain import LayerChain
 from .losses import LOSSES, SquaredError, encode_targets
 from .lpom import LPOM
@@ -47,7 +47,7 @@ def partition_layers(layers: Sequence[LiftedLayer], parts: int) -> list[tuple[in
     return list(itertools.pairwise(best[1]))
 
 
-class LayerParallel:
+class LayerParallel(Sealed):
     r"""Mini-batch training of an :class:`LPOM` with one or more layers per process of a torch.distributed group.
 
     Each process holds a range of consecutive layers and exchanges only tensors at its ends: the activation :math:`X_k`

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...errors import CapabilityError, NonFiniteError, OptionError, ShapeError, require_positive
+from ...errors import CapabilityError, NonFiniteError, OptionError, Sealed, ShapeError, require_positive
 from .directions import Attachment, GramCache
 from .layers import LayerHooks, discover, is_trained
 from .options import GramRule, ProxPropOptions
@@ -23,7 +23,7 @@ _KEY = "minimand.proxprop"
 _log = logging.getLogger("minimand")
 
 
-class ProxProp:
+class ProxProp(Sealed):
     r"""Implicit instead of explicit gradient steps on the weights of linear layers, for any torch optimizer.
 
     A layer with inputs :math:`A` (one row per sample and position, or per patch of a convolution, with a column of ones
