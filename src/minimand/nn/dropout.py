@@ -95,7 +95,7 @@ class AdditiveDropout(_SampledDropout):
                     "pass it, or name the layer that follows: AdditiveDropout(p, layer)"
                 )
             # The layer is affine: its pullback is Aᵀ.
-            z, pull = torch.func.vjp(layer, y)
+            z, pull, *_ = torch.func.vjp(layer, y)
             (reconstruction,) = pull(function.prox(z))
         if reconstruction.shape != y.shape:
             raise ShapeError(f"y has shape {tuple(y.shape)} but its reconstruction {tuple(reconstruction.shape)}")
