@@ -4,11 +4,16 @@ Every exception is a :class:`MinimandError` and also a builtin exception (``Valu
 ``except ValueError`` works. A message states the problem, its place, its cause and a remedy.
 """
 
+import dataclasses
+import functools
+import inspect
 import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = [
     "CapabilityError",
@@ -21,6 +26,7 @@ __all__ = [
     "NotProximal",
     "OperatorError",
     "OptionError",
+    "ReadOnlyError",
     "ShapeError",
 ]
 
@@ -63,6 +69,10 @@ class ConversionError(MinimandError, ValueError):
 
 class DataError(MinimandError, ValueError):
     """A data file is missing, damaged or of another format; the message names it and a remedy."""
+
+
+class ReadOnlyError(MinimandError, AttributeError):
+    """An attribute cannot be set, because the value would be ignored; the message names what can be set."""
 
 
 class MissingExtra(MinimandError, ImportError):
@@ -146,3 +156,71 @@ def require_positive(name: str, value: float, *, zero: bool = False) -> None:
     if not (value > 0 or (zero and value == 0)) or value == float("inf"):
         bound = "≥ 0" if zero else "> 0"
         raise OptionError(f"{name} must be a finite number {bound}, got {value}")
+
+
+class Sealed:
+    """A base of classes that refuse assignments which they would ignore.
+
+    After construction a public attribute can be set if it is a property with a setter, one of ``_settable``, or a
+    parameter, buffer or child of a module. Everything else raises :class:`ReadOnlyError`, except that modules take
+    names which are neither their own, nor arguments of their constructor, nor options of a record that they hold.
+    """
+
+    _settable: ClassVar[tuple[str, ...]] = ()
+    _arguments: ClassVar[frozenset[str]] = frozenset()
+    _sealed: frozenset[str] | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls._arguments = frozenset(inspect.signature(cls.__init__).parameters)
+            setattr(cls, "__init__", _sealing(cls.__init__))  # noqa: B010 -- mypy forbids the assignment
+
+    def _seal(self) -> None:
+        vars(self)["_sealed"] = self._arguments.union(vars(self))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._sealed is not None and name[0] != "_" and name != "training":
+            self._require_settable(name)
+        super().__setattr__(name, value)
+
+    def _require_settable(self, name: str) -> None:
+        """Raise unless an assignment to this attribute has an effect, or concerns a name of the caller's own."""
+        kind, known = type(self), self._sealed or frozenset()
+        member = inspect.getattr_static(kind, name, None)
+        if name in self._settable or _has_setter(member):
+            return
+        if isinstance(self, nn.Module) and not isinstance(member, property):
+            held = (self._parameters, self._buffers, self._modules)
+            if any(name in part for part in held) or name not in known.union(_options(vars(self).values())):
+                return
+        free = {*self._settable, *(n for n, member in inspect.getmembers_static(kind) if _has_setter(member))}
+        can = ", ".join(sorted(n for n in free if not n.startswith("_")))
+        raise ReadOnlyError(
+            f"{kind.__name__}.{name} cannot be set after construction; build another {kind.__name__}"
+            f"{can and ', or set one of: '}{can}"
+        )
+
+
+def _sealing(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def wrapped(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        if type(self).__init__ is wrapped:
+            self._seal()
+
+    return wrapped
+
+
+def _has_setter(member: object) -> bool:
+    if isinstance(member, property):
+        return member.fset is not None
+    return hasattr(type(member), "__set__") and not inspect.isgetsetdescriptor(member)
+
+
+def _options(values: Iterable[Any]) -> Iterator[str]:
+    """The names of the options of all records among the values, and inside of them."""
+    for value in values:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            yield from (*held, *_options(held.values()))

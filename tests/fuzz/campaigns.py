@@ -36,7 +36,9 @@ class Outcome:
 CAMPAIGNS: dict[str, Campaign] = {
     "norms": Campaign("no bound lies below the largest singular value", norms.cases, norms.check, 150, 100_000),
     "gradients": Campaign("gradients equal finite differences", gradients.cases, gradients.check, 25, 10_000),
-    "certificates": Campaign("no certificate claims more than is true", certificates.cases, certificates.check, 40, 10_000),
+    "certificates": Campaign(
+        "no certificate claims more than is true", certificates.cases, certificates.check, 40, 10_000
+    ),
     "hostile": Campaign("a wrong argument gets a sentence", hostile.cases, hostile.check, 250, 20_000),
 }
 

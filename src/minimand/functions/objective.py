@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..arguments import checked
-from ..errors import OptionError, ShapeError, require_real
+from ..errors import OptionError, Sealed, ShapeError, require_real
 from . import curves
 from .activations import from_activation
 from .base import widened
@@ -18,7 +18,7 @@ __all__ = ["LayerObjective"]
 
 
 @checked
-class LayerObjective:
+class LayerObjective(Sealed):
     r"""The function for which the layer :math:`\varphi(Wx)` is a gradient step,
 
     .. math:: f(z) = \tfrac12\|z\|^2 - \sum_i \tilde\varphi\bigl((Uz)_i\bigr), \qquad

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from ..arguments import checked
-from ..errors import CapabilityError, MinimandError, OptionError, located, require_dtype, require_positive, require_real
+from ..errors import (
+    CapabilityError,
+    MinimandError,
+    OptionError,
+    Sealed,
+    located,
+    require_dtype,
+    require_positive,
+    require_real,
+)
 from ..functions import Function, from_activation
 from ..norms.lipschitz import Bounded, majorant
 from ..operators import Conv1d, Conv2d, Dense, LinearOperator, LipschitzTracker
@@ -81,11 +90,11 @@ class _Option:
         return self if layer is None else getattr(layer.options, self.name)
 
     def __set__(self, layer: "SolverLayer", value: Any) -> None:
-        layer.options = dataclasses.replace(layer.options, **{self.name: value})
+        vars(layer)["options"] = dataclasses.replace(layer.options, **{self.name: value})
         layer._track()
 
 
-class SolverLayer(nn.Module, abc.ABC):
+class SolverLayer(Sealed, nn.Module, abc.ABC):
     """The base class of solver layers, whose forward pass runs a solver.
 
     ``weight`` and ``bias`` are the only entries of the ``state_dict``. The step is recomputed when the weight changes.
@@ -95,6 +104,7 @@ class SolverLayer(nn.Module, abc.ABC):
 
     #: The attributes that a layer shares with its plain form.
     _sizes: ClassVar[tuple[str, ...]]
+    _settable = ("generator", "path")
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -120,6 +130,7 @@ class SolverLayer(nn.Module, abc.ABC):
         self = cls.__new__(cls)
         SolverLayer.__init__(self, activation, options)
         self._take(plain)
+        self._seal()
         return self.train(plain.training)
 
     def _take(self, plain: nn.Module) -> None:

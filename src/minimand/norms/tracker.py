@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from ..errors import CapabilityError, OptionError, is_traced, require_finite, require_positive
+from ..errors import CapabilityError, OptionError, Sealed, is_traced, require_finite, require_positive
 from .kernel import Bounds, Kernel, decode, encode
 from .lipschitz import Bounded
 from .spectral import EPS, round_up, to_float64, top_singular
@@ -43,7 +43,7 @@ class CertifiedWeight(NamedTuple):
         return torch.cat([self.weight.reshape(-1), *(part.reshape(-1) for part in self.roots), self.direction])
 
 
-class LipschitzTracker(nn.Module):
+class LipschitzTracker(Sealed, nn.Module):
     r"""Bounds on :math:`\|A\|^2` and its parts that are never below the truth while the weight :math:`W` changes.
 
     The tracker keeps a certified bound :math:`L_0` and the weight :math:`W_0` that it belongs to. Since
@@ -80,6 +80,7 @@ class LipschitzTracker(nn.Module):
     (True, True)
     """
 
+    _settable = ("operator", "refreshes")
     reference: Tensor
 
     def __init__(

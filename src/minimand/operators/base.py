@@ -3,13 +3,13 @@
 import abc
 import copy
 from collections.abc import Sequence
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from ..arguments import check_methods
-from ..errors import CapabilityError, ShapeError, require_finite
+from ..errors import CapabilityError, ReadOnlyError, ShapeError, require_finite
 from ..linalg import Weight, accumulate
 from ..norms import randomized_norm_sq
 from ..norms.kernel import Bounds, Kernel
@@ -52,6 +52,7 @@ class LinearOperator(abc.ABC):
     (tensor([3., 2., 1.]), True)
     """
 
+    _derived: ClassVar[bool] = False
     _weight: Tensor | None = None
     _bounds: Bounds | None = None
     _type: tuple[torch.dtype | None, torch.device | None] = (None, None)
@@ -239,6 +240,8 @@ class LinearOperator(abc.ABC):
 
     @weight.setter
     def weight(self, weight: Tensor) -> None:
+        if self._derived:
+            raise ReadOnlyError(f"{type(self).__name__} has the weight of the operator inside; use with_weight")
         self._weight = weight
 
     def with_weight(self, weight: Tensor) -> "LinearOperator":
@@ -300,6 +303,8 @@ class Selected(LinearOperator):
     >>> Selected(whole, inputs=torch.tensor([1])).apply(torch.full((1, 1, 1), 5.0)).item()
     5.0
     """
+
+    _derived = True
 
     def __init__(self, operator: LinearOperator, inputs: Tensor | None = None, outputs: Tensor | None = None) -> None:
         shapes = zip((inputs, outputs), (operator.input_shape, operator.output_shape), strict=True)

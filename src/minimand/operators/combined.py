@@ -26,6 +26,8 @@ class Transposed(LinearOperator):
     tensor([3., 6.])
     """
 
+    _derived = True
+
     def __init__(self, operator: LinearOperator) -> None:
         self.operator = operator
         self._weight, self._type = operator._weight, operator._type
@@ -95,7 +97,7 @@ class Composed(LinearOperator):
     4.0
     """
 
-    sampled = True
+    sampled = _derived = True
 
     def __init__(self, outer: LinearOperator, inner: LinearOperator) -> None:
         if outer.feature_dim != -3 or inner.feature_dim != -3:

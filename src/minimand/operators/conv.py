@@ -3,6 +3,7 @@
 import abc
 import copy
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import ClassVar, Self
 
@@ -29,6 +30,11 @@ class Convolution(LinearOperator, abc.ABC):
 
     dimensions: ClassVar[int]
     sampled = True
+    # What the geometry fixed can be read and not set.
+    input_size, stride, padding, dilation, groups = (
+        property(operator.attrgetter(f"geometry.{name}"))
+        for name in ("size", "stride", "padding", "dilation", "groups")
+    )
 
     def __init__(
         self,

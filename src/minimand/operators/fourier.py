@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import checked
-from ..errors import OptionError, ShapeError
+from ..errors import OptionError, Sealed, ShapeError
 from ..norms.spectral import round_up, to_float64
 from .base import LinearOperator
 
@@ -15,7 +15,7 @@ _ROUNDING = 1e-5
 
 
 @checked
-class SubsampledFourier(LinearOperator):
+class SubsampledFourier(Sealed, LinearOperator):
     r"""The frequencies of a real image that a mask keeps,
 
     .. math:: \Phi x = M \odot \mathcal{F}x , \qquad \mathcal{F} \text{ unitary},

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..arguments import checked
-from ..errors import OptionError, ShapeError
+from ..errors import OptionError, Sealed, ShapeError
 from ..norms.spectral import round_up
 from .base import LinearOperator
 
@@ -54,7 +54,7 @@ def shifts(period: int, count: int) -> list[tuple[int, int]]:
     return [(down, across) for down in places for across in places]
 
 
-class Frame(LinearOperator):
+class Frame(Sealed, LinearOperator):
     """A Parseval frame on images of one channel: one channel of coefficients per shift."""
 
     sampled = True

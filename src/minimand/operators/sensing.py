@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import checked
-from ..errors import OptionError, ShapeError, require_positive
+from ..errors import OptionError, Sealed, ShapeError, require_positive
 from ..norms.kernel import Kernel
 from ..norms.spectral import round_up, to_float64
 from .base import LinearOperator
@@ -49,7 +49,7 @@ def is_orthonormal(matrix: Tensor, tolerance: float = 1e-3) -> bool:
 
 
 @checked
-class BlockSensing(LinearOperator):
+class BlockSensing(Sealed, LinearOperator):
     r"""Block compressive sensing: the same Φ measures every b × b block of an image,
 
     .. math:: y_{\cdot,i,j} = \Phi \operatorname{vec}(x_{\text{block } i,j}), \qquad \Phi \in \mathbb{R}^{m \times b^2}.
@@ -115,7 +115,7 @@ class BlockSensing(LinearOperator):
 
 
 @checked
-class Inpainting(LinearOperator):
+class Inpainting(Sealed, LinearOperator):
     """Missing pixels: the image times a mask of zeros and ones, ``(H, W)`` or ``(C, H, W)``.
 
     >>> Inpainting(torch.tensor([[1.0, 0.0]])).apply(torch.tensor([[[5.0, 7.0]]]))

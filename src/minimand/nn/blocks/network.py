@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...arguments import checked
-from ...errors import CapabilityError, OptionError, ShapeError, require_fitting
+from ...errors import CapabilityError, OptionError, Sealed, ShapeError, require_fitting
 from ...solvers.iterate import iterate
 from .coefficients import Coefficients, Learning, parse_learnable
 from .splitting import ADMMUpdate
@@ -69,7 +69,7 @@ class Transition(nn.Module):
 
 
 @checked
-class OptimizationNet(nn.Module):
+class OptimizationNet(Sealed, nn.Module):
     r"""A network as an algorithm: its blocks :math:`T_1, \dots, T_K` are gradient steps, its skip connections momentum.
 
     For a symmetric positive definite W and an activation φ the layer :math:`\varphi(Wx)` is a gradient step on
