@@ -19,7 +19,7 @@ from .progress import Display, Event
 from .registry import find
 from .results import RESULT, read_results, write_result
 from .setting import Job, RunSetting, default_jobs, directory_of, is_done, options_of
-from .store import read_json, slug, sweep, write_json
+from .store import read_json, slug, sweep, write_json, writing
 
 __all__ = ["RunSetting", "directory_of", "read_results", "run"]
 
@@ -111,7 +111,8 @@ def _prepare(experiment: Experiment[Any], setting: RunSetting, directory: Path) 
         _check(setting)
         setting = dataclasses.replace(setting, seeds=tuple(dict.fromkeys(setting.seeds or ())))
     elif any(file.is_file() and file != path for file in directory.rglob("*")):
-        directory.rename(_aside(directory))
+        with writing(directory):
+            directory.rename(_aside(directory))
     protocol = {"experiment": experiment.name, "preset": setting.preset, "options": options, "seeds": setting.seeds}
     write_json(path, protocol)
     return setting
@@ -135,7 +136,8 @@ def _undone(jobs: Iterable[Job], directory: Path, display: Display) -> Iterator[
 def _forget_unresumable(folder: Path) -> None:
     """Delete the records of a part without a checkpoint, because the part starts again."""
     if not (folder / "checkpoint.pt").is_file():
-        (folder / "metrics.jsonl").unlink(missing_ok=True)
+        with writing(folder):
+            (folder / "metrics.jsonl").unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
