@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import is_traced
+from .errors import forward_rule, is_traced
 
 __all__ = ["Weight", "accumulate", "gram", "is_zero"]
 
@@ -61,6 +61,12 @@ class _Gram(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @forward_rule
+    def jvp(ctx: Any, saved: list[Tensor], tangent: Tensor) -> Tensor:
+        half = tangent @ saved[0].mT
+        return half + half.mT
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:

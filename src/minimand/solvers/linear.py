@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, is_traced, require_finite
+from ..errors import OptionError, holds, is_traced, require_finite
+from ..functions.base import widened
 from ..linalg import gram
 from .iterate import iterate
 
@@ -173,12 +174,14 @@ def conjugate_gradient(
     True
     """
     dims = tuple(range(-sample_dims, 0))
+    dtype, rounding = target.dtype, torch.finfo(widened(target).dtype).eps
 
     def product(u: Tensor, v: Tensor) -> Tensor:
         return (u * v).sum(dims, keepdim=True) if inner is None else inner(u, v)
 
-    def square(v: Tensor) -> Tensor:
-        return v.square().sum(dims, keepdim=True) if inner is None else inner(v, v)
+    def image_of(v: Tensor) -> Tensor:
+        # The vectors are at least in float32; the map may be in half precision.
+        return apply(v.to(dtype)).to(v.dtype)
 
     def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
         # 0/0 belongs to a system that is already solved, which must not change.
@@ -187,18 +190,26 @@ def conjugate_gradient(
 
     def step(state: _Conjugate, k: int) -> _Conjugate:
         x, residual, direction, before = state
-        image = apply(direction)
+        image = image_of(direction)
         length = ratio(before, product(direction, image))
         x = torch.addcmul(x, length, direction)
         residual = torch.addcmul(residual, length, image, value=-1)
-        after = square(residual)
+        after = product(residual, residual)
+        # A residual below the rounding error of its target says that the system is solved.
+        after = after * (after > rounding**2 * goal)
         return _Conjugate(x, residual, torch.addcmul(residual, ratio(after, before), direction), after)
 
     def small(state: _Conjugate, done: int) -> bool:
         assert tol is not None
-        return bool((state.square <= tol**2 * scale).all())
+        return holds(state.square <= tol**2 * goal)
 
-    scale = square(target)
-    residual = target if x0 is None else target - apply(x0)
-    first = _Conjugate(torch.zeros_like(target) if x0 is None else x0, residual, residual, square(residual))
-    return iterate(step, first, iterations, until=None if tol is None else small)[0].x
+    goal = widened(target)
+    residual = goal if x0 is None else goal - image_of(widened(x0))
+    # Squares of numbers near one do not overflow or vanish.
+    within = dims if inner is None else tuple(range(target.dim()))
+    size = torch.maximum(*(each.abs().amax(within, keepdim=True) for each in (goal, residual)))
+    size = torch.where(size > 0, size, torch.ones_like(size))
+    goal, residual = product(goal / size, goal / size), residual / size
+    first = _Conjugate(torch.zeros_like(residual), residual, residual, product(residual, residual))
+    change = size * iterate(step, first, iterations, until=None if tol is None else small)[0].x
+    return (change if x0 is None else x0 + change).to(dtype)

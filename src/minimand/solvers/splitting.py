@@ -1,13 +1,17 @@
 """The alternating direction method of multipliers (ADMM)."""
 
 import dataclasses
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import require_positive
+from ..operators.base import LinearOperator
 from .base import Solver, require_count
+from .implicit import Equation, Parts, captures, constant, gradient_only, solution
 from .linear import RidgeFactor, conjugate_gradient, ridge_factor
 from .problem import Problem
 
@@ -22,6 +26,49 @@ class SplitState(NamedTuple):
     multiplier: Tensor | None
     linear: Tensor
     factor: RidgeFactor | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _RidgeSystem(Equation):
+    r"""The system :math:`r - (AA^\top + sI)z = 0` of an operator without a matrix, by conjugate gradients. Its parts
+    are A, s and r."""
+
+    parts: Parts
+    iterations: int
+
+    def residual(self, x: Tensor, *params: Tensor) -> Tensor:
+        _, _, target = self._at(params)
+        return target - self.product(x, False, x, *params)
+
+    def product(self, u: Tensor, transposed: bool, x: Tensor, *params: Tensor) -> Tensor:
+        operator, shift, _ = self._at(params)
+        return operator.onto(None, shift, *self.parts.wide(u), 1.0)
+
+    def inverse(self, b: Tensor, transposed: bool, x: Tensor, *params: Tensor) -> Tensor:
+        # No start is known here, so that more iterations are needed than for the solution itself.
+        return self._solved(b, None, params, 2 * self.iterations, 1e-12 if b.dtype == torch.float64 else 1e-6)
+
+    def from_start(self, start: Tensor | None) -> Tensor:
+        """The solution by conjugate gradients from a start, which counts as a constant."""
+        params, target = self.parts.tensors, self.parts.whole[2]
+        with torch.autocast(target.device.type, enabled=False):
+            if torch.compiler.is_exporting():
+                return self._solved(target, start, params, self.iterations).to(target.dtype)
+            with constant():
+                z = self._solved(target, start, params, self.iterations).to(target.dtype)
+            hidden = captures(self.parts, partial(self.residual, z))
+            return (gradient_only if hidden else solution)(self, z, *params)
+
+    def _at(self, params: Sequence[Tensor]) -> tuple[LinearOperator, float | Tensor, Tensor]:
+        return self.parts.build(self.parts.wide(*params))  # type: ignore[no-any-return]
+
+    def _solved(
+        self, b: Tensor, start: Tensor | None, params: Sequence[Tensor], iterations: int, tol: float | None = None
+    ) -> Tensor:
+        operator, shift, _ = self._at(params)
+        apply = lambda v: operator.onto(None, shift, v, 1.0)  # noqa: E731
+        dims = len(operator.output_shape)
+        return conjugate_gradient(apply, *self.parts.wide(b), iterations, x0=start, sample_dims=dims, tol=tol)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,14 +125,8 @@ class ADMM(Solver):
         if factor is not None:
             smooth = factor.solve(target)
         else:
-            shift = problem.ridge + self.rho
-            smooth = conjugate_gradient(
-                lambda v: problem.operator.onto(None, shift, v, 1.0),
-                target,
-                self.cg_iters,
-                x0=smooth,
-                sample_dims=len(problem.operator.output_shape),
-            )
+            parts = Parts.of((problem.operator.with_bounds(None), problem.ridge + self.rho, target))
+            smooth = _RidgeSystem(parts, self.cg_iters).from_start(smooth)
         pushed = smooth if multiplier is None else smooth + multiplier
         new = problem.prox(pushed, 1 / self.rho)
         return state._replace(x=new, smooth=smooth, multiplier=pushed - new)
