@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import CapabilityError, OptionError, holds, require_positive
 from .base import Solver, State, require_count
-from .implicit import Equation, Parts, captures, constant, gradient_only, pullback, solution, transformed
+from .implicit import Equation, Parts, attached, constant, pullback, transformed
 from .iterate import iterate
 from .linear import conjugate_gradient
 from .problem import Problem, as_number, reciprocal
@@ -216,10 +216,7 @@ class Implicit(Adjoint):
             step = _step(run.problem)
         plain = dataclasses.replace(run.problem, operator=run.problem.operator.with_bounds(None))
         parts = Parts.of((plain, step))
-        equation = _FixedPoint(parts, self)
-        if captures(parts, partial(equation.residual, x)):
-            return gradient_only(equation, x, *parts.tensors), done
-        return solution(equation, x, *parts.tensors), done
+        return attached(_FixedPoint(parts, self), x, parts), done
 
 
 @dataclasses.dataclass(frozen=True)

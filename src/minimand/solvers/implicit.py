@@ -9,6 +9,7 @@ import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from ..errors import CapabilityError, forward_rule
 from ..functions.base import Function
 from ..operators.base import LinearOperator
 
-__all__ = ["Equation", "Parts", "constant", "solution"]
+__all__ = ["Equation", "Parts", "attached", "constant", "pullback", "transformed"]
 
 
 @contextlib.contextmanager
@@ -80,7 +81,8 @@ def _replaced(node: Any, swap: Callable[[Tensor], Tensor], opaque: list[Any]) ->
         other = copy.copy(node)
         other.__dict__.update({name: _replaced(value, swap, opaque) for name, value in vars(node).items()})
         return other
-    if callable(node) and not (getattr(node, "__module__", None) or "torch").startswith(("minimand.", "torch")):
+    function = node.func if isinstance(node, partial) else node
+    if callable(function) and not (getattr(function, "__module__", None) or "torch").startswith(("minimand.", "torch")):
         opaque.append(node)
     return node
 
@@ -124,30 +126,44 @@ class _Linearized(Equation):
         return self.base.inverse(b, self.transposed != transposed, *params[1:])
 
 
+def attached(equation: Equation, x: Tensor, parts: Parts) -> Tensor:
+    """``x``, which was computed as a constant, with its derivatives in the tensors of its equation."""
+    if not torch.compiler.is_compiling():
+        if not parts.opaque or not _captures(equation, x, parts):
+            return solution(equation, x, *parts.tensors)
+        if transformed():
+            raise CapabilityError(f"a derivative by torch.func or in forward mode {_MISSED}")
+    # The gradient alone, which reaches every tensor that the residual depends on.
+    constants = (each.detach() for each in (x, *parts.tensors))
+    return x + _Correction.apply(equation, equation.residual(x, *parts.tensors), *constants)
+
+
 def solution(equation: Equation, x: Tensor, *params: Tensor) -> Tensor:
-    """``x``, which was computed as a constant, with its derivatives in ``params``."""
-    if torch.compiler.is_compiling():
-        return gradient_only(equation, x, *params)
+    """``x`` with its derivatives in ``params``."""
     return _Solution.apply(equation, x, *params) if any(map(_varies, params)) else x
 
 
-def gradient_only(equation: Equation, x: Tensor, *params: Tensor) -> Tensor:
-    """``x`` with its gradient, which reaches every tensor that the residual depends on. It has no other derivative."""
-    constants = (each.detach() for each in (x, *params))
-    return x + _Correction.apply(equation, equation.residual(x, *params), *constants)
+_MISSED = (
+    "would miss tensors that a callable of this problem captures; use ProxGD or FISTA with Unroll, or a LinearOperator "
+    "or Function that holds its tensors as attributes"
+)
 
 
-def captures(parts: Parts, evaluate: Callable[..., Tensor]) -> bool:
-    """Whether a result depends on a tensor that is not among the parts, for a gradient or a transform of torch.func."""
-    if not parts.opaque:
-        return False
+def _captures(equation: Equation, x: Tensor, parts: Parts) -> bool:
+    """Whether the residual depends on a tensor that is not among the parts."""
+    known = torch._C._functorch
     with constant():
-        bare = tuple(map(_bare, parts.tensors))
+        bare = [_bare(each) for each in (x, *parts.tensors)]
     with torch.enable_grad():
-        result = evaluate(*bare)
-    while torch._C._functorch.is_gradtrackingtensor(result) and not _varies_here(result):
-        result = torch._C._functorch.get_unwrapped(result)
-    return _varies(result)
+        result = equation.residual(*(each.detach() for each in bare))
+    batched = False
+    while known.is_functorch_wrapped_tensor(result):
+        batched = batched or known.is_batchedtensor(result)
+        if known.is_gradtrackingtensor(result) and _varies_here(result):
+            return True
+        result = known.get_unwrapped(result)
+    levels = {level.key() for level in known.get_interpreter_stack() or ()} - {known.TransformType.Vmap}
+    return _varies_here(result) or (batched and bool(levels or any(each.requires_grad for each in bare)))
 
 
 def _bare(tensor: Tensor) -> Tensor:
@@ -157,7 +173,7 @@ def _bare(tensor: Tensor) -> Tensor:
         dim = known.maybe_get_bdim(tensor)
         tensor = known.get_unwrapped(tensor)
         tensor = tensor if dim < 0 else tensor.select(dim, 0)
-    return tensor.detach()
+    return tensor
 
 
 def _varies(tensor: Tensor) -> bool:
@@ -186,10 +202,7 @@ class _Correction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise CapabilityError(
-                "a second derivative would miss tensors that a callable of this problem captures; use Unroll, or a "
-                "LinearOperator or Function that holds its tensors as attributes"
-            )
+            raise CapabilityError(f"a second derivative {_MISSED}")
         x, *params = ctx.saved_tensors
         with torch.autocast(x.device.type, enabled=False):
             u = ctx.equation.inverse(grad, True, x, *params)

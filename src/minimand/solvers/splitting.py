@@ -2,17 +2,16 @@
 
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import require_positive
+from ..errors import holds, require_positive
 from ..operators.base import LinearOperator
 from .base import Solver, require_count
-from .implicit import Equation, Parts, captures, constant, gradient_only, solution
-from .linear import RidgeFactor, conjugate_gradient, ridge_factor
+from .implicit import Equation, Parts, attached, constant
+from .linear import RidgeFactor, conjugate_gradient_and_residual, ridge_factor
 from .problem import Problem
 
 __all__ = ["ADMM"]
@@ -46,29 +45,38 @@ class _RidgeSystem(Equation):
 
     def inverse(self, b: Tensor, transposed: bool, x: Tensor, *params: Tensor) -> Tensor:
         # No start is known here, so that more iterations are needed than for the solution itself.
-        return self._solved(b, None, params, 2 * self.iterations, 1e-12 if b.dtype == torch.float64 else 1e-6)
+        return self._solved(b, None, params, 2 * self.iterations, 1e-12 if b.dtype == torch.float64 else 1e-6)[0]
 
     def from_start(self, start: Tensor | None) -> Tensor:
-        """The solution by conjugate gradients from a start, which counts as a constant."""
+        """The result of conjugate gradients.
+
+        Iterations that have not converged are differentiated themselves, as they are what is computed. A system that is
+        solved has the derivatives of its solution; those of its iterations would be wrong, or not finite.
+        """
         params, target = self.parts.tensors, self.parts.whole[2]
         with torch.autocast(target.device.type, enabled=False):
+            z, residual = self._solved(target, start, params, self.iterations)
+            z, solved = z.to(target.dtype), residual <= torch.finfo(z.dtype).eps ** (4 / 3)
             if torch.compiler.is_exporting():
-                return self._solved(target, start, params, self.iterations).to(target.dtype)
+                return z
             with constant():
-                z = self._solved(target, start, params, self.iterations).to(target.dtype)
-            hidden = captures(self.parts, partial(self.residual, z))
-            return (gradient_only if hidden else solution)(self, z, *params)
+                fixed = z.detach()
+            exact = attached(self, fixed, self.parts)
+            return exact if holds(solved) else torch.where(solved, exact, z)
 
     def _at(self, params: Sequence[Tensor]) -> tuple[LinearOperator, float | Tensor, Tensor]:
         return self.parts.build(self.parts.wide(*params))  # type: ignore[no-any-return]
 
     def _solved(
         self, b: Tensor, start: Tensor | None, params: Sequence[Tensor], iterations: int, tol: float | None = None
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         operator, shift, _ = self._at(params)
         apply = lambda v: operator.onto(None, shift, v, 1.0)  # noqa: E731
         dims = len(operator.output_shape)
-        return conjugate_gradient(apply, *self.parts.wide(b), iterations, x0=start, sample_dims=dims, tol=tol)
+        (b,) = self.parts.wide(b)
+        return conjugate_gradient_and_residual(
+            apply, b, iterations, x0=start, sample_dims=dims, tol=tol, orthogonal=True
+        )
 
 
 @dataclasses.dataclass(frozen=True)
