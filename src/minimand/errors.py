@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.autograd.forward_ad as forward_mode
 from torch import Tensor, nn
 
 __all__ = [
@@ -93,6 +94,41 @@ def is_traced(tensor: Tensor) -> bool:
     )
 
 
+def holds(condition: Tensor) -> bool:
+    """Whether a condition holds in every entry, those that ``vmap`` hides included; False where Python cannot know."""
+    known = torch._C._functorch
+    if torch.compiler.is_compiling() or known.is_legacy_batchedtensor(condition):
+        return False
+    while known.is_functorch_wrapped_tensor(condition):
+        condition = known.get_unwrapped(condition)
+    return bool(condition.all())
+
+
+def forward_rule(jvp: Callable[..., Tensor]) -> Any:
+    """The forward-mode rule ``jvp(ctx, saved, *tangents)`` of a custom function.
+
+    torch calls it with forward mode off, so that a second derivative in forward mode would be wrong without an error.
+    Here it is on, and the saved tensors have lost the tangents of the present level.
+    """
+
+    def rule(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        with forward_mode._set_fwd_grad_enabled(True):
+            return jvp(ctx, [_primal(each) for each in ctx.saved_tensors], *tangents)
+
+    return staticmethod(rule)
+
+
+def _primal(tensor: Tensor) -> Tensor:
+    known = torch._C._functorch
+    if known.is_legacy_batchedtensor(tensor):
+        return tensor
+    if known.is_batchedtensor(tensor):
+        # torch has no rule for a batch of dual numbers.
+        dim, level = known.maybe_get_bdim(tensor), known.maybe_get_level(tensor)
+        return known._add_batch_dim(_primal(known.get_unwrapped(tensor)), dim, level)
+    return forward_mode.unpack_dual(tensor).primal
+
+
 def require_finite(name: str, tensor: Tensor) -> None:
     """Raise :class:`NonFiniteError` when ``tensor`` holds NaN or Inf.
 
@@ -151,6 +187,8 @@ def require_positive(name: str, value: float, *, zero: bool = False) -> None:
     """Raise :class:`OptionError` unless ``value`` is a finite number > 0 (≥ 0 with ``zero``)."""
     if isinstance(value, Tensor) and value.numel() != 1:
         raise OptionError(f"{name} must be one number, got a tensor of {tuple(value.shape)}")
+    if isinstance(value, Tensor) and is_traced(value):
+        return
     if not isinstance(value, int | float | np.number | Tensor) or isinstance(value, bool | np.complexfloating):
         raise OptionError(f"{name} must be a number, got {value!r:.60}")
     if not (value > 0 or (zero and value == 0)) or value == float("inf"):

@@ -46,9 +46,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, help="cases per campaign; default: the number in docs/reliability.rst")
     parser.add_argument("--seed", type=int, default=0, help="first seed; other seeds try other cases (default: 0)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one per core)")
-    parser.add_argument(
-        "--record", type=Path, help="a JSON file to append the totals to, such as tests/fuzz/record.json"
-    )
+    parser.add_argument("--record", type=Path, help="append the totals to a JSON file, such as tests/fuzz/record.json")
     options = parser.parse_args()
     unknown = set(options.campaigns) - set(CAMPAIGNS)
     if unknown:

@@ -295,8 +295,14 @@ class _SoftThreshold(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, threshold: Tensor) -> Tensor:
         shrunk = F.softshrink(x, float(threshold.detach()))
         ctx.save_for_backward(shrunk)
+        ctx.save_for_forward(shrunk)
         ctx.threshold_shape = threshold.shape
         return shrunk
+
+    @staticmethod
+    def jvp(ctx: Any, x: Tensor | None, threshold: Tensor | None) -> Tensor:
+        sign = ctx.saved_tensors[0].sign()
+        return (0 if x is None else x * sign.abs()) - (0 if threshold is None else threshold * sign)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -269,7 +269,7 @@ class LinearOperator(abc.ABC):
         """Bounds on the squared norm of each row, or of the block of each output channel."""
         return self._certified("outputs")
 
-    def with_bounds(self, bounds: Bounds) -> Self:
+    def with_bounds(self, bounds: Bounds | None) -> Self:
         """The same operator with bounds that the caller is responsible for, such as a tracker's."""
         other = copy.copy(self)
         other._bounds = bounds
