@@ -165,7 +165,7 @@ class Sealed:
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
             cls._arguments = frozenset(inspect.signature(cls.__init__).parameters)
-            setattr(cls, "__init__", _sealing(cls.__init__))  # noqa: B010 -- mypy forbids the assignment
+            setattr(cls, "__init__", _sealing(cls, cls.__init__))  # noqa: B010 -- mypy forbids the assignment
 
     def _seal(self) -> None:
         vars(self)["_sealed"] = self._arguments.union(vars(self))
@@ -194,11 +194,12 @@ class Sealed:
         )
 
 
-def _sealing(init: Callable[..., None]) -> Callable[..., None]:
+def _sealing(owner: type, init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def wrapped(self: Any, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
-        if type(self).__init__ is wrapped:
+        # Only after the constructor of the object's own class, which may be decorated further.
+        if next(kind for kind in type(self).__mro__ if "__init__" in vars(kind)) is owner:
             self._seal()
 
     return wrapped
