@@ -212,7 +212,7 @@ class Sealed:
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
             cls._arguments = frozenset(inspect.signature(cls.__init__).parameters)
-            setattr(cls, "__init__", _sealing(cls.__init__))  # noqa: B010 -- mypy forbids the assignment
+            setattr(cls, "__init__", _sealing(cls, cls.__init__))  # noqa: B010 -- mypy forbids the assignment
 
     def _seal(self) -> None:
         vars(self)["_sealed"] = self._arguments.union(vars(self))
@@ -224,14 +224,15 @@ class Sealed:
 
     def _require_settable(self, name: str) -> None:
         """Raise unless an assignment to this attribute has an effect, or concerns a name of the caller's own."""
-        kind, known = type(self), self._sealed or frozenset()
-        member = inspect.getattr_static(kind, name, None)
-        if name in self._settable or _has_setter(member):
+        kind, module = type(self), self if isinstance(self, nn.Module) else None
+        if name in self._settable or (module and (name in module._parameters or name in module._buffers)):
             return
-        if isinstance(self, nn.Module) and not isinstance(member, property):
-            held = (self._parameters, self._buffers, self._modules)
-            if any(name in part for part in held) or name not in known.union(_options(vars(self).values())):
-                return
+        member = inspect.getattr_static(kind, name, None)
+        if _has_setter(member) or (module and name in module._modules):
+            return
+        known = (self._sealed or frozenset()).union(_options(vars(self).values()))
+        if module and name not in known and not isinstance(member, property):
+            return
         free = {*self._settable, *(n for n, member in inspect.getmembers_static(kind) if _has_setter(member))}
         can = ", ".join(sorted(n for n in free if not n.startswith("_")))
         raise ReadOnlyError(
@@ -240,11 +241,12 @@ class Sealed:
         )
 
 
-def _sealing(init: Callable[..., None]) -> Callable[..., None]:
+def _sealing(owner: type, init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def wrapped(self: Any, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
-        if type(self).__init__ is wrapped:
+        # Only after the constructor of the object's own class, which may be decorated further.
+        if next(kind for kind in type(self).__mro__ if "__init__" in vars(kind)) is owner:
             self._seal()
 
     return wrapped
