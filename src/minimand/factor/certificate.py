@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, ShapeError, require_finite, require_positive
+from ..errors import NonFiniteError, OptionError, ShapeError, require_finite, require_positive
 from .bounds import Bound
 from .inputs import Units, leveled, raised, real
 from .losses import Loss, Squared, loss_from, rounding
@@ -335,6 +335,11 @@ def judge(
     <Status.UNDECIDED: 'UNDECIDED'>
     """
     require_positive("tol", tol)
+    if math.isnan(gap) or not 0 <= objective < math.inf:
+        raise NonFiniteError(
+            f"the objective, {objective:g}, or its distance to the minimum, {gap:g}, leaves the range of float64: "
+            "scale the factors or weights to the size of the data"
+        )
     gap = 0.0 if gap <= 0 else gap
     relative = gap / objective if objective > 0 else (math.inf if gap > 0 else 0.0)
     otherwise = Status.IMPROVABLE if polar_lower > lam else Status.UNDECIDED

@@ -208,9 +208,10 @@ def leveled(*factors: Tensor) -> tuple[Tensor, ...]:
 
     Only powers of two move between the factors, and only in components where the sizes differ by more.
     """
-    _, powers = _magnitudes(factors)
+    sizes, powers = _magnitudes(factors)
     moves = np.where(np.ptp(powers, 0) > APART, powers.sum(0) // len(factors) - powers, 0)
     moves[0] -= moves.sum(0)
+    moves = np.where((sizes > 0).all(0), moves, -powers)  # a zero product needs no balance
     return tuple(_moved(x, move) if move.any() else x for x, move in zip(factors, moves, strict=True))
 
 
