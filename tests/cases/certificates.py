@@ -245,7 +245,7 @@ def _given(
         lambda case: _certify(data, left, right, case, **options),
         point=name,
         polar=_top(R) if tight and not clip else None,
-        certified=converged and tight and not extreme and value > 1e-4 * tol * size**2 + 1e-9 * size**2,
+        certified=converged and tight and not extreme and value > (1e-4 * tol + 1e-7) * size**2,
         tight=tight and not clip,
         extreme=extreme,
     )  # fmt: skip
@@ -394,7 +394,7 @@ def _tensor(rng: np.random.Generator, seed: int) -> CertificateCase:
         return certify_tensor(Y * scale, factors, lam=weight, tol=case.tol), value
 
     tol = _tol(rng)
-    certified = name == "optimum" and not extreme and value > 1e-4 * tol * size**2 + 1e-9 * size**2
+    certified = name == "optimum" and not extreme and value > (1e-4 * tol + 1e-7) * size**2
     return CertificateCase(
         "tensor", seed, lam, tol, scale, _nuclear(sizes, lam), value, size, run, point=name,
         polar=float(np.minimum(sizes, lam).max()) if name == "optimum" else None, certified=certified, extreme=extreme,
@@ -467,6 +467,7 @@ def _network(rng: np.random.Generator, seed: int) -> CertificateCase:
     y = rng.standard_normal((n, 1)) * 10.0 ** rng.uniform(-spread, 0, (n, 1))
     X = np.c_[x, np.ones(n)]
     lam = float(np.linalg.norm(X.T @ y)) * float(rng.uniform(0.02, 0.5))
+    scale = scale if 1e-300 < lam * scale < 1e300 else 1.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = ParallelReLU(lam, max_rounds=3, descent=60, random_state=0).fit(x, y)
@@ -500,7 +501,7 @@ def _fitted(rng: np.random.Generator, seed: int) -> CertificateCase:
     kind = str(rng.choice(["LowRank", "NMF", "MatrixCompletion", "RobustPCA", "CPTensor"]))
     model: Any
     if kind == "LowRank":
-        Y = _matrix(rng, 30)
+        Y = _matrix(rng, 140 if rng.random() < 0.1 else 30)
         s = np.linalg.svd(Y, compute_uv=False)
         lam = s[0] * float(rng.uniform(0.05, 1.2)) or 1.0
         model, minimum = LowRank(lam * scale, tol=tol, random_state=0), _nuclear(s, lam)

@@ -230,6 +230,8 @@ def certify(
     require_positive("effort", effort, zero=True)
     Y, mask = _unmasked(Y, mask)
     data, left, right = _matrix("Y", Y, finite=mask is None), _matrix("U", U), _matrix("V", V)
+    if not data.numel():
+        raise ShapeError(f"Y has no entries, only the shape {tuple(data.shape)}: there is nothing to certify")
     if (data.shape[0], left.shape[1]) != (left.shape[0], right.shape[1]) or data.shape[1] != right.shape[0]:
         raise ShapeError(
             f"Y is {tuple(data.shape)}, U {tuple(left.shape)} and V {tuple(right.shape)}; "
