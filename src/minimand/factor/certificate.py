@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import checked
-from ..errors import OptionError, ShapeError, require_finite, require_positive
+from ..errors import NonFiniteError, OptionError, ShapeError, require_finite, require_positive
 from .bounds import Bound
 from .inputs import Units, leveled, raised, real
 from .losses import Loss, Squared, loss_from, rounding
@@ -232,6 +232,8 @@ def certify(
     require_positive("effort", effort, zero=True)
     Y, mask = _unmasked(Y, mask)
     data, left, right = _matrix("Y", Y, finite=mask is None), _matrix("U", U), _matrix("V", V)
+    if not data.numel():
+        raise ShapeError(f"Y has no entries, only the shape {tuple(data.shape)}: there is nothing to certify")
     if (data.shape[0], left.shape[1]) != (left.shape[0], right.shape[1]) or data.shape[1] != right.shape[0]:
         raise ShapeError(
             f"Y is {tuple(data.shape)}, U {tuple(left.shape)} and V {tuple(right.shape)}; "
@@ -337,6 +339,11 @@ def judge(
     <Status.UNDECIDED: 'UNDECIDED'>
     """
     require_positive("tol", tol)
+    if math.isnan(gap) or not 0 <= objective < math.inf:
+        raise NonFiniteError(
+            f"the objective, {objective:g}, or its distance to the minimum, {gap:g}, leaves the range of float64: "
+            "scale the factors or weights to the size of the data"
+        )
     gap = 0.0 if gap <= 0 else gap
     relative = gap / objective if objective > 0 else (math.inf if gap > 0 else 0.0)
     otherwise = Status.IMPROVABLE if polar_lower > lam else Status.UNDECIDED

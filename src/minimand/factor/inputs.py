@@ -190,6 +190,17 @@ def raised(value: float, exponent: int) -> float:
         return math.copysign(math.inf, value)
 
 
+def warn_if_out_of_range(who: str, objective: float, level: int) -> None:
+    """Warn of an objective that :func:`raised` could not represent; ``level`` is the caller's on the stack."""
+    if objective in (5e-324, math.inf):
+        warnings.warn(
+            f"{who}: the objective lies outside of float64's range, because it scales with the data or their square; "
+            "factors, status and relative gap hold; scale the data to see it",
+            RuntimeWarning,
+            stacklevel=level + 1,
+        )
+
+
 def middle(largest: float, *factors: Tensor, limit: int = MIDDLE) -> int:
     """The exponent, a multiple of four, by which data are divided: zero unless the largest entry is far from one.
 
@@ -208,15 +219,16 @@ def leveled(*factors: Tensor) -> tuple[Tensor, ...]:
 
     Only powers of two move between the factors, and only in components where the sizes differ by more.
     """
-    _, powers = _magnitudes(factors)
+    sizes, powers = _magnitudes(factors)
     moves = np.where(np.ptp(powers, 0) > APART, powers.sum(0) // len(factors) - powers, 0)
     moves[0] -= moves.sum(0)
+    moves = np.where((sizes > 0).all(0), moves, -powers)  # a zero product needs no balance
     return tuple(_moved(x, move) if move.any() else x for x, move in zip(factors, moves, strict=True))
 
 
 def _magnitudes(factors: tuple[Tensor, ...]) -> tuple[np.ndarray, np.ndarray]:
     """The largest absolute value and its binary exponent, factors × components."""
-    sizes = np.stack([x.abs().amax(0).to(torch.float64).cpu().numpy() for x in factors])
+    sizes = np.stack([(x.abs().amax(0) if len(x) else x.sum(0)).to(torch.float64).cpu().numpy() for x in factors])
     return sizes, np.frexp(sizes)[1]
 
 

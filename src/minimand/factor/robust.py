@@ -146,7 +146,7 @@ class RobustPCA(Factorization):
         found = [certify_factors(problem, U, V, tol=self.tol, generator=generator).certificate for problem in problems]
         return min(found, key=lambda certificate: certificate.gap)
 
-    def _code(self, problem: Any, V: Tensor) -> Tensor:
+    def _code(self, problem: Any, V: Tensor) -> tuple[Tensor, bool]:
         """Each row solves min h(y − uVᵀ) + (λ/2)‖u‖² with the loss h, by ADMM with one small factorisation."""
         loss, Y = problem.loss, problem.loss.Y
         scale = float((Y - Y.mean()).abs().mean()) or 1.0
@@ -164,7 +164,7 @@ class RobustPCA(Factorization):
             return new, dual, U, still
 
         start = (torch.zeros_like(Y), torch.zeros_like(Y), Y @ V, False)
-        return iterate(step, start, CODE_ITERATIONS, until=lambda s, k: s[3])[0][2]
+        return iterate(step, start, CODE_ITERATIONS, until=lambda s, k: s[3])[0][2:]
 
 
 def _product(triples: Triples) -> Tensor:

@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from sklearn.base import BaseEstimator, MultiOutputMixin, RegressorMixin
 from sklearn.exceptions import ConvergenceWarning
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from ..errors import require_positive
+from ..factor.base import validated
 from ..factor.certificate import Certificate, Status
-from ..factor.inputs import Units, raised, require_entries, seeded_generator
+from ..factor.inputs import Units, raised, require_entries, seeded_generator, warn_if_out_of_range
 from ..solvers.base import require_count
 from ..solvers.iterate import iterate
 from .certificate import Regression, judge_relu, objective, polar_of
@@ -93,7 +94,7 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
     def fit(self, X: Any, y: Any) -> "ParallelReLU":
         """Grow the network on X, n_samples × n_features, and y, with one or several outputs."""
         self._check()
-        X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, multi_output=True, ensure_all_finite=False)
+        X, y = validated(self, X, y, dtype=np.float64, y_numeric=True, multi_output=True)
         self._require_entries(X)
         self._single = np.ndim(y) == 1
         target = torch.tensor(np.asarray(y, dtype=np.float64).reshape(len(X), -1))
@@ -113,6 +114,7 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
 
     def _warn(self, finished: bool) -> None:
         """Warn if a known neuron would lower the objective, or rounds ran out."""
+        warn_if_out_of_range("ParallelReLU", self.objective_, 3)
         status = self.certificate_.status
         if status is Status.CERTIFIED or (finished and status is Status.UNDECIDED):
             return
@@ -130,7 +132,7 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
     def predict(self, X: Any) -> np.ndarray:
         """The network's outputs, shaped like y."""
         check_is_fitted(self, "weights_")
-        X = validate_data(self, X, reset=False, dtype=np.float64, ensure_all_finite=False)
+        X = validated(self, X, reset=False, dtype=np.float64)
         self._require_entries(X)
         result = np.maximum(np.c_[X, np.ones(len(X))] @ self.weights_.T, 0) @ self.outputs_
         return result[:, 0] if self._single else result
