@@ -8,6 +8,11 @@ import re
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack as _modes
+from torch._C._functorch import is_functorch_wrapped_tensor as _is_wrapped
+from torch._C._functorch import is_legacy_batchedtensor as _is_batched
+from torch._subclasses import FakeTensor
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 __all__ = [
     "CapabilityError",
@@ -73,13 +78,17 @@ def located(error: MinimandError, where: str) -> MinimandError:
     return type(error)(f"{where}: {error}")
 
 
+def is_compiled(tensor: Tensor) -> bool:
+    """Whether the tensor belongs to a graph that is compiled or exported in this thread, or has no values at all."""
+    if is_dynamo_compiling():
+        return True
+    # The flag is one for all threads; the modes by which an exporter traces are the thread's own.
+    return tensor.is_meta or type(tensor) is FakeTensor or (_modes() > 0 and is_compiling())
+
+
 def is_traced(tensor: Tensor) -> bool:
-    """Whether Python cannot branch on the tensor's values: under a compiler, an exporter, torch.func or
-    ``is_grads_batched``."""
-    known = torch._C._functorch
-    return torch.compiler.is_compiling() or bool(
-        known.is_functorch_wrapped_tensor(tensor) or known.is_legacy_batchedtensor(tensor)
-    )
+    """Whether Python cannot branch on the tensor's values: :func:`is_compiled`, torch.func or ``is_grads_batched``."""
+    return is_compiled(tensor) or _is_wrapped(tensor) or _is_batched(tensor)
 
 
 def require_finite(name: str, tensor: Tensor) -> None:
