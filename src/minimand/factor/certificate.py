@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import OptionError, ShapeError, require_finite, require_positive
 from .bounds import Bound
-from .inputs import real
+from .inputs import Units, leveled, raised, real
 from .losses import Loss, Squared, loss_from, rounding
 from .matrices import DualMatrix, RowSharding, summation_error
 from .observed import Observed
@@ -45,8 +46,9 @@ class Certificate:
     Attributes:
         status: ``CERTIFIED``: the relative gap is at most the tolerance. ``IMPROVABLE``: it is not, and a known
             direction attains a polar above :math:`\lambda`. ``UNDECIDED``: neither is shown.
-        gap: An upper bound on :math:`f - F^*`, the distance of the objective to its global minimum.
-        relative_gap: The gap divided by the objective.
+        gap: An upper bound on :math:`f - F^*`, the distance of the objective to its global minimum; infinite above
+            float64's range.
+        relative_gap: The gap divided by the objective. Like the status, it is the same for (Y, λ) and (cY, cλ).
         polar_lower: The polar that a known direction attains, in the units of :math:`\lambda`.
         polar_upper: An upper bound on the polar; infinite if no bound is known.
         method: How the upper bound was computed, and its assumptions.
@@ -67,6 +69,11 @@ class Certificate:
         """
         judged = self.status is Status.CERTIFIED or lam < self.polar_upper < math.inf
         return judged and self.polar_lower <= lam
+
+    def in_units(self, units: Units) -> "Certificate":
+        """The certificate of a problem in its own units, from that of the problem in the middle of the range."""
+        lower, upper = (raised(polar, units.polar) for polar in (self.polar_lower, self.polar_upper))
+        return replace(self, gap=raised(self.gap, units.objective), polar_lower=lower, polar_upper=upper)
 
     def __str__(self) -> str:
         return (
@@ -97,6 +104,15 @@ class FactorProblem:
     def rows(self) -> RowSharding:
         """Where the rows of the data are."""
         return self.loss.rows
+
+    def normalized(self, *factors: Tensor) -> tuple["FactorProblem", Units]:
+        """The same problem in the middle of the floating-point range, and the units of its solutions.
+
+        Every estimator and every certificate starts with it. Factors, vectors as columns, are brought there by
+        :meth:`Units.lowered`.
+        """
+        loss, units = self.loss.normalized(*factors)
+        return FactorProblem(loss, self.regularizer, units.weight(self.lam, self.loss.largest())), units
 
     def penalty(self, U: Tensor, V: Tensor) -> float:
         """Σ θ of factors with vectors as columns."""
@@ -142,6 +158,16 @@ class Factors:
     stop: Stop
     modes: tuple[Tensor, Tensor, Tensor] | None = None
 
+    def in_units(self, units: Units) -> "Factors":
+        """The result for a problem in its own units, from that of the problem in the middle of the range."""
+        if units == Units():
+            return self
+        U, V = units.factor(self.U), units.factor(self.V)
+        history = tuple(raised(value, units.objective) for value in self.history)
+        certificate, modes = self.certificate.in_units(units), self.modes
+        modes = None if modes is None else (U, units.factor(modes[1], 4), units.factor(modes[2], 4))
+        return replace(self, U=U, V=V, objective=history[-1], certificate=certificate, history=history, modes=modes)
+
 
 class Finding(NamedTuple):
     """A certificate, the objective of the point, and the directions that were found, best first."""
@@ -151,6 +177,7 @@ class Finding(NamedTuple):
     directions: Directions | None
 
 
+@checked
 def certify(
     Y: Any,
     U: Any,
@@ -213,7 +240,10 @@ def certify(
     if mask is not None and loss is not Squared:
         raise OptionError("mask needs the squared loss: leave loss out, or fill the missing entries")
     made = loss_from(loss, data) if mask is None else _observed(data, mask)
-    return certify_factors(FactorProblem(made, theta, lam), left, right, tol=tol, effort=effort).certificate
+    left, right = leveled(left, right)
+    problem, units = FactorProblem(made, theta, float(lam)).normalized(left, right)
+    left, right = units.lowered(left), units.lowered(right)
+    return certify_factors(problem, left, right, tol=tol, effort=effort).certificate.in_units(units)
 
 
 def certify_factors(
@@ -326,10 +356,10 @@ def stop_reason(
     """The reason for the end of a fit, from its certificate and what was left of its budget."""
     if certificate.status is Status.CERTIFIED:
         return Stop.CERTIFIED
-    if fixed:
-        return Stop.FIXED_SIZE
     if out_of_iterations:
         return Stop.MAX_ITER
+    if fixed:
+        return Stop.FIXED_SIZE
     if certificate.polar_lower <= lam * (1 + tol / 4):
         return Stop.NO_DIRECTION
     return Stop.R_MAX if full else Stop.SEARCH_ENDED

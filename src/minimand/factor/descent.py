@@ -137,7 +137,7 @@ def initial_pairs(
     pairs = balanced(Components(U * (values * size / size.clamp_min(1e-300)).unsqueeze(-1), V), rows)
     missing = count - pairs.rank
     if missing > 0:
-        scale = (values.mean() / max(matrix.full_rows(), 1)).clamp_min(1e-12).sqrt() * 0.1
+        scale = (values.mean() / max(matrix.full_rows(), 1)).sqrt() * 0.1
         noise = theta.right.project(matrix.noise(missing, generator).mT) * scale
         other = theta.left.project(matrix.times(noise.mT).mT)
         pairs = pairs.joined(Components(other, noise))

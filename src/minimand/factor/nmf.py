@@ -12,6 +12,7 @@ from ..operators import Dense
 from ..solvers import FISTA, Problem, solve
 from .base import GrownFactorization
 from .growth import GrowthOptions
+from .inputs import Units
 from .regularizers import NonNegativeL2
 
 __all__ = ["NMF", "proximal_codes"]
@@ -64,8 +65,8 @@ class NMF(GrownFactorization):
             raise OptionError("Negative values in data passed to NMF: clip or shift them")
         return like, data
 
-    def _checked_start(self, start: Any, data: Any) -> tuple[Tensor, Tensor]:
-        U, V = super()._checked_start(start, data)
+    def _checked_start(self, start: Any, data: Any, units: Units) -> tuple[Tensor, ...]:
+        U, V = super()._checked_start(start, data, units)
         if bool((U < 0).any()) or bool((V < 0).any()):
             raise OptionError("Negative values in start: clip the factors at zero")
         return U, V
@@ -76,9 +77,9 @@ class NMF(GrownFactorization):
     def _options(self, bound: int) -> GrowthOptions:
         return replace(super()._options(bound), effort=self.effort)
 
-    def _code(self, Y: Tensor, V: Tensor) -> Tensor:
+    def _code(self, problem: Any, V: Tensor) -> Tensor:
         """Each row solves min ½‖y − uVᵀ‖² + (λ/2)‖u‖², u ≥ 0."""
-        return proximal_codes(Y, V, NonNegative(), float(self.lam))
+        return proximal_codes(problem.loss.Y, V, NonNegative(), problem.lam)
 
 
 def proximal_codes(Y: Tensor, V: Tensor, function: Function, lam: float) -> Tensor:

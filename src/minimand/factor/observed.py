@@ -11,8 +11,9 @@ matrix of the data's size is formed.
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from ..solvers import FISTA, Problem, solve
 from ..solvers.iterate import iterate
 from ..solvers.linear import ridge_factor
 from .descent import Components, LocalDescent
+from .inputs import shifted
 from .losses import DualValue, Loss, best_multiple
 from .matrices import DualMatrix, DualMoments, RowSharding, row_blocks
 
@@ -138,6 +140,15 @@ class Observed(Loss):
     rows: RowSharding = RowSharding()  # noqa: RUF009 -- frozen
     compact: bool = True
     curvature = 1.0
+    degree = 2
+
+    def largest(self) -> float:
+        """The largest absolute value of an observed entry, over all processes."""
+        return self.rows.largest(self.values)
+
+    def scaled(self, exponent: int) -> Self:
+        """The loss of the data times 2^exponent."""
+        return replace(self, values=shifted(self.values, exponent))
 
     def residual(self, U: Tensor, V: Tensor) -> Tensor:
         """Y − UVᵀ on the observed entries, in the factors' precision."""

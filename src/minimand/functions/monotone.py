@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..errors import NotProximal, OptionError
+from ..errors import NotProximal, OptionError, forward_rule
 from .base import Separable, Step, check_step, widened
 from .scalar import Increasing, bracketed, root
 
@@ -215,10 +215,9 @@ class _Quadrature(torch.autograd.Function):
         (z,) = ctx.saved_tensors
         return None, grad * ctx.phi(z)
 
-    @staticmethod
-    def jvp(ctx: Any, _: None, tangent: Tensor) -> Tensor:
-        (z,) = ctx.saved_tensors
-        return tangent * ctx.phi(z)
+    @forward_rule
+    def jvp(ctx: Any, saved: list[Tensor], _: None, tangent: Tensor) -> Tensor:
+        return tangent * ctx.phi(*saved)
 
 
 @functools.cache

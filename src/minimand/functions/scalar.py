@@ -5,13 +5,13 @@ it. The library has no other root finder.
 """
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..errors import is_compiled, is_traced
+from ..errors import forward_rule, is_compiled, is_traced
 from .base import Step
 
 __all__ = ["Increasing", "bracketed", "root"]
@@ -86,7 +86,7 @@ class _CompiledRoot(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor | None]:
-        z, step = _saved(ctx)
+        z, step = _saved(ctx, ctx.saved_tensors)
         scaled = grad / ctx.equation.slope(z, step)
         return None, scaled, -scaled * ctx.equation.sensitivity(z, step) if ctx.needs_input_grad[2] else None
 
@@ -94,9 +94,9 @@ class _CompiledRoot(torch.autograd.Function):
 class _Root(_CompiledRoot):
     """The same with forward-mode derivatives and vmap, which torch.compile refuses to trace."""
 
-    @staticmethod
-    def jvp(ctx: Any, _: None, target: Tensor | None, step_tangent: Tensor | None) -> Tensor:
-        z, step = _saved(ctx)
+    @forward_rule
+    def jvp(ctx: Any, saved: list[Tensor], _: None, target: Tensor | None, step_tangent: Tensor | None) -> Tensor:
+        z, step = _saved(ctx, saved)
         change = torch.zeros_like(z) if target is None else target
         if step_tangent is not None:
             change = change - ctx.equation.sensitivity(z, step) * step_tangent
@@ -114,8 +114,8 @@ class _Root(_CompiledRoot):
         return _Root.apply(equation, target, step), 0
 
 
-def _saved(ctx: Any) -> tuple[Tensor, Step]:
-    z, *step = ctx.saved_tensors
+def _saved(ctx: Any, saved: Sequence[Tensor]) -> tuple[Tensor, Step]:
+    z, *step = saved
     return z, step[0] if step else ctx.step
 
 

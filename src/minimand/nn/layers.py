@@ -12,7 +12,17 @@ from typing import Any, ClassVar, Literal, Self, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from ..errors import CapabilityError, MinimandError, OptionError, located, require_dtype, require_positive, require_real
+from ..arguments import checked
+from ..errors import (
+    CapabilityError,
+    MinimandError,
+    OptionError,
+    Sealed,
+    located,
+    require_dtype,
+    require_positive,
+    require_real,
+)
 from ..functions import Function, from_activation
 from ..norms.lipschitz import Bounded, majorant
 from ..operators import Conv1d, Conv2d, Dense, LinearOperator, LipschitzTracker
@@ -80,11 +90,11 @@ class _Option:
         return self if layer is None else getattr(layer.options, self.name)
 
     def __set__(self, layer: "SolverLayer", value: Any) -> None:
-        layer.options = dataclasses.replace(layer.options, **{self.name: value})
+        vars(layer)["options"] = dataclasses.replace(layer.options, **{self.name: value})
         layer._track()
 
 
-class SolverLayer(nn.Module, abc.ABC):
+class SolverLayer(Sealed, nn.Module, abc.ABC):
     """The base class of solver layers, whose forward pass runs a solver.
 
     ``weight`` and ``bias`` are the only entries of the ``state_dict``. The step is recomputed when the weight changes.
@@ -94,6 +104,7 @@ class SolverLayer(nn.Module, abc.ABC):
 
     #: The attributes that a layer shares with its plain form.
     _sizes: ClassVar[tuple[str, ...]]
+    _settable = ("generator", "path")
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -119,6 +130,7 @@ class SolverLayer(nn.Module, abc.ABC):
         self = cls.__new__(cls)
         SolverLayer.__init__(self, activation, options)
         self._take(plain)
+        self._seal()
         return self.train(plain.training)
 
     def _take(self, plain: nn.Module) -> None:
@@ -197,6 +209,7 @@ def _(target: SolverLayer, input_size: int | tuple[int, ...] | None) -> tuple[Bo
     return majorant(target.operator(), input_size)
 
 
+@checked
 class SolverLinear(SolverLayer):
     r"""A fully connected layer with activation that approximately solves its problem
 
@@ -257,6 +270,7 @@ class SolverLinear(SolverLayer):
         return Dense(self.weight)
 
 
+@checked
 class _SolverConv(SolverLayer):
     """The base class of convolutional solver layers."""
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..arguments import checked
 from ..errors import CapabilityError, OptionError, ShapeError, is_compiled, require_finite
 from .spectral import certified_norm_sq, lanczos, to_float64
 
@@ -67,6 +68,7 @@ def lanczos_steps(n: int, factor: float = 1 + RTOL, failure: float = FAILURE, st
     return math.ceil((exponent / math.sqrt(1 - 1 / factor) + 1) / 2)
 
 
+@checked
 def randomized_norm_sq(
     apply: Map,
     adjoint: Map,

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..arguments import checked
 from ..linalg import gram as gram_matrix
 
 __all__ = ["Top", "certified_lambda_max", "certified_norm_sq", "certified_top", "lanczos", "round_up", "top_singular"]
@@ -178,6 +179,7 @@ def certified_top(gram: Tensor, *, rtol: float = 1e-3, floor: Tensor | float = 0
     return Top((known + _factorization_error(n, known, trace)) * scale, vector)
 
 
+@checked
 def certified_norm_sq(matrix: Tensor, *, rtol: float = 1e-3) -> Tensor:
     r"""An upper bound on :math:`\|M\|_2^2`, the largest over a batch ``(..., m, n)``, in float64.
 

@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensor
 from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..errors import CapabilityError, OptionError, is_compiled, is_traced, require_finite, require_positive
+from ..errors import CapabilityError, OptionError, Sealed, is_compiled, is_traced, require_finite, require_positive
 from .kernel import Bounds, Kernel, decode, encode
 from .lipschitz import Bounded
 from .spectral import EPS, round_up, to_float64, top_singular
@@ -41,7 +41,7 @@ class CertifiedWeight(NamedTuple):
         return torch.cat([part.reshape(-1) for part in self])
 
 
-class LipschitzTracker(nn.Module):
+class LipschitzTracker(Sealed, nn.Module):
     r"""Bounds on :math:`\|A\|^2` and its parts that are never below the truth while the weight :math:`W` changes.
 
     The tracker keeps a certified bound :math:`L_0` and the weight :math:`W_0` that it belongs to. Since
@@ -79,6 +79,7 @@ class LipschitzTracker(nn.Module):
     (True, True)
     """
 
+    _settable = ("reference", "refreshes")
     reference: Tensor
     refreshes: int
 

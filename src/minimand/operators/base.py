@@ -3,12 +3,13 @@
 import abc
 import copy
 from collections.abc import Sequence
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from ..errors import CapabilityError, ShapeError, require_finite
+from ..arguments import check_methods
+from ..errors import CapabilityError, ReadOnlyError, ShapeError, require_finite
 from ..linalg import Weight, accumulate
 from ..norms import randomized_norm_sq
 from ..norms.kernel import Bounds, Kernel
@@ -51,6 +52,7 @@ class LinearOperator(abc.ABC):
     (tensor([3., 2., 1.]), True)
     """
 
+    _derived: ClassVar[bool] = False
     _weight: Tensor | None = None
     _bounds: Bounds | None = None
     _type: tuple[torch.dtype | None, torch.device | None] = (None, None)
@@ -66,6 +68,9 @@ class LinearOperator(abc.ABC):
     ) -> None:
         self._shapes = _shape("input_shape", input_shape), _shape("output_shape", output_shape)
         self._type = dtype, None if device is None else torch.device(device)
+
+    def __init_subclass__(cls) -> None:
+        check_methods(cls, "apply", "adjoint")
 
     # The contract
 
@@ -235,6 +240,8 @@ class LinearOperator(abc.ABC):
 
     @weight.setter
     def weight(self, weight: Tensor) -> None:
+        if self._derived:
+            raise ReadOnlyError(f"{type(self).__name__} has the weight of the operator inside; use with_weight")
         self._weight = weight
 
     def with_weight(self, weight: Tensor) -> "LinearOperator":
@@ -262,7 +269,7 @@ class LinearOperator(abc.ABC):
         """Bounds on the squared norm of each row, or of the block of each output channel."""
         return self._certified("outputs")
 
-    def with_bounds(self, bounds: Bounds) -> Self:
+    def with_bounds(self, bounds: Bounds | None) -> Self:
         """The same operator with bounds that the caller is responsible for, such as a tracker's."""
         other = copy.copy(self)
         other._bounds = bounds
@@ -296,6 +303,8 @@ class Selected(LinearOperator):
     >>> Selected(whole, inputs=torch.tensor([1])).apply(torch.full((1, 1, 1), 5.0)).item()
     5.0
     """
+
+    _derived = True
 
     def __init__(self, operator: LinearOperator, inputs: Tensor | None = None, outputs: Tensor | None = None) -> None:
         shapes = zip((inputs, outputs), (operator.input_shape, operator.output_shape), strict=True)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import CapabilityError, ShapeError, require_positive
 from ..norms import randomized_norm_sq
 from ..norms.randomized import Map
@@ -16,6 +17,7 @@ __all__ = ["CallableOperator", "operator"]
 Norm = float | Tensor | Callable[[], float | Tensor]
 
 
+@checked
 def operator(
     apply: Map,
     adjoint: Map,

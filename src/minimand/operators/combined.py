@@ -5,6 +5,7 @@ from typing import Self
 
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import OptionError, ShapeError
 from ..norms.spectral import round_up
 from .base import LinearOperator
@@ -12,6 +13,7 @@ from .base import LinearOperator
 __all__ = ["Composed", "Transposed"]
 
 
+@checked
 class Transposed(LinearOperator):
     r"""The adjoint :math:`A^\top` of an operator.
 
@@ -23,6 +25,8 @@ class Transposed(LinearOperator):
     >>> Transposed(Dense(torch.tensor([[1.0, 2.0]]))).apply(torch.tensor([3.0]))
     tensor([3., 6.])
     """
+
+    _derived = True
 
     def __init__(self, operator: LinearOperator) -> None:
         self.operator = operator
@@ -82,6 +86,7 @@ class Transposed(LinearOperator):
         return self.operator.input_norms_sq()
 
 
+@checked
 class Composed(LinearOperator):
     r"""The product :math:`AB` of two operators on maps, with the bound :math:`\|AB\|^2 \le \|A\|^2\|B\|^2`.
 
@@ -92,7 +97,7 @@ class Composed(LinearOperator):
     4.0
     """
 
-    sampled = True
+    sampled = _derived = True
 
     def __init__(self, outer: LinearOperator, inner: LinearOperator) -> None:
         if outer.feature_dim != -3 or inner.feature_dim != -3:

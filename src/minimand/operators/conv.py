@@ -3,12 +3,14 @@
 import abc
 import copy
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import ShapeError, is_compiled, is_traced, require_real
 from ..geometry import ConvGeometry, Size
 from ..linalg import Weight
@@ -28,6 +30,11 @@ class Convolution(LinearOperator, abc.ABC):
 
     dimensions: ClassVar[int]
     sampled = True
+    # What the geometry fixed can be read and not set.
+    input_size, stride, padding, dilation, groups = (
+        property(operator.attrgetter(f"geometry.{name}"))
+        for name in ("size", "stride", "padding", "dilation", "groups")
+    )
 
     def __init__(
         self,
@@ -227,6 +234,7 @@ def _(target: Convolution, input_size: Size | None) -> tuple[Convolution, float]
     return (target if input_size is None else target.with_size(input_size)), 1.0
 
 
+@checked
 class Conv2d(Convolution):
     r"""The map of a two-dimensional convolution with zero padding, as torch computes it.
 
@@ -252,6 +260,7 @@ class Conv2d(Convolution):
     dimensions = 2
 
 
+@checked
 class Conv1d(Convolution):
     """The map of a one-dimensional convolution; everything else as in :class:`Conv2d`.
 

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, ShapeError
+from ..arguments import checked
+from ..errors import OptionError, Sealed, ShapeError
 from ..norms.spectral import round_up, to_float64
 from .base import LinearOperator
 
@@ -13,7 +14,8 @@ __all__ = ["SubsampledFourier", "cartesian_mask", "radial_mask"]
 _ROUNDING = 1e-5
 
 
-class SubsampledFourier(LinearOperator):
+@checked
+class SubsampledFourier(Sealed, LinearOperator):
     r"""The frequencies of a real image that a mask keeps,
 
     .. math:: \Phi x = M \odot \mathcal{F}x , \qquad \mathcal{F} \text{ unitary},
@@ -39,7 +41,7 @@ class SubsampledFourier(LinearOperator):
         if mask.dim() != 2 or mask.numel() == 0:
             raise ShapeError(f"a Fourier mask has shape (H, W), got {tuple(mask.shape)}")
         super().__init__((1, *mask.shape), (2, *mask.shape))
-        self.weight = mask
+        self.weight = mask if mask.is_floating_point() else mask.to(torch.get_default_dtype())
 
     def apply(self, y: Tensor) -> Tensor:
         """The masked frequencies of images."""
@@ -68,6 +70,7 @@ def _at_least_single(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
+@checked
 def cartesian_mask(
     size: tuple[int, int], ratio: float, *, center: float = 0.08, generator: torch.Generator | None = None
 ) -> Tensor:
@@ -89,6 +92,7 @@ def cartesian_mask(
     return line.expand(height, width).clone()
 
 
+@checked
 def radial_mask(size: tuple[int, int], ratio: float) -> Tensor:
     """Lines through frequency zero at equal angles; the fewest lines that keep ``ratio`` of all frequencies.
 

@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, is_traced, require_finite
+from ..arguments import checked
+from ..errors import OptionError, holds, is_traced, require_finite
+from ..functions.base import widened
 from ..linalg import gram
 from .iterate import iterate
 
@@ -148,8 +150,10 @@ class _Conjugate(NamedTuple):
     residual: Tensor
     direction: Tensor
     square: Tensor
+    earlier: tuple[Tensor, Tensor] | None = None
 
 
+@checked
 def conjugate_gradient(
     apply: Callable[[Tensor], Tensor],
     target: Tensor,
@@ -172,13 +176,36 @@ def conjugate_gradient(
     >>> torch.allclose(x @ M, r, atol=1e-6)
     True
     """
+    return conjugate_gradient_and_residual(
+        apply, target, iterations, x0=x0, sample_dims=sample_dims, tol=tol, inner=inner
+    )[0]
+
+
+def conjugate_gradient_and_residual(
+    apply: Callable[[Tensor], Tensor],
+    target: Tensor,
+    iterations: int,
+    *,
+    x0: Tensor | None = None,
+    sample_dims: int = 1,
+    tol: float | None = None,
+    inner: Callable[[Tensor, Tensor], Tensor] | None = None,
+    orthogonal: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The result of :func:`conjugate_gradient`, and the square of each residual over that of its target.
+
+    ``orthogonal`` makes each residual orthogonal to all before it. Otherwise rounding errors grow from iteration to
+    iteration in systems that converge slowly, and their derivatives grow with them without a bound.
+    """
     dims = tuple(range(-sample_dims, 0))
+    dtype, rounding = target.dtype, torch.finfo(widened(target).dtype).eps
 
     def product(u: Tensor, v: Tensor) -> Tensor:
         return (u * v).sum(dims, keepdim=True) if inner is None else inner(u, v)
 
-    def square(v: Tensor) -> Tensor:
-        return v.square().sum(dims, keepdim=True) if inner is None else inner(v, v)
+    def image_of(v: Tensor) -> Tensor:
+        # The vectors are at least in float32; the map may be in half precision.
+        return apply(v.to(dtype)).to(v.dtype)
 
     def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
         # 0/0 belongs to a system that is already solved, which must not change.
@@ -186,19 +213,40 @@ def conjugate_gradient(
         return torch.where(denominator > 0, numerator / safe, torch.zeros_like(numerator))
 
     def step(state: _Conjugate, k: int) -> _Conjugate:
-        x, residual, direction, before = state
-        image = apply(direction)
+        x, residual, direction, before, earlier = state
+        image = image_of(direction)
         length = ratio(before, product(direction, image))
         x = torch.addcmul(x, length, direction)
+        if orthogonal:
+            rows, squares = residual.flatten(-sample_dims).unsqueeze(-2), before.flatten(-sample_dims).unsqueeze(-2)
+            earlier = (
+                (rows, squares)
+                if earlier is None
+                else (torch.cat([earlier[0], rows], -2), torch.cat([earlier[1], squares], -2))
+            )
         residual = torch.addcmul(residual, length, image, value=-1)
-        after = square(residual)
-        return _Conjugate(x, residual, torch.addcmul(residual, ratio(after, before), direction), after)
+        if earlier is not None:
+            rows, squares = earlier
+            flat = residual.flatten(-sample_dims).unsqueeze(-1)
+            flat = flat - rows.mT @ ratio(rows @ flat, squares)
+            residual = flat.view_as(residual)
+        after = product(residual, residual)
+        # A residual below the rounding error of its target says that the system is solved.
+        after = after * (after > rounding**2 * goal)
+        return _Conjugate(x, residual, torch.addcmul(residual, ratio(after, before), direction), after, earlier)
 
     def small(state: _Conjugate, done: int) -> bool:
         assert tol is not None
-        return bool((state.square <= tol**2 * scale).all())
+        return holds(state.square <= tol**2 * goal)
 
-    scale = square(target)
-    residual = target if x0 is None else target - apply(x0)
-    first = _Conjugate(torch.zeros_like(target) if x0 is None else x0, residual, residual, square(residual))
-    return iterate(step, first, iterations, until=None if tol is None else small)[0].x
+    goal = widened(target)
+    residual = goal if x0 is None else goal - image_of(widened(x0))
+    # Squares of numbers near one do not overflow or vanish.
+    within = dims if inner is None else tuple(range(target.dim()))
+    size = torch.maximum(*(each.abs().amax(within, keepdim=True) for each in (goal, residual)))
+    size = torch.where(size > 0, size, torch.ones_like(size))
+    goal, residual = product(goal / size, goal / size), residual / size
+    first = _Conjugate(torch.zeros_like(residual), residual, residual, product(residual, residual))
+    last = iterate(step, first, iterations, until=None if tol is None else small)[0]
+    change = size * last.x
+    return (change if x0 is None else x0 + change).to(dtype), ratio(last.square, goal)

@@ -231,6 +231,6 @@ def resolve_sampling(sampling: str | Sampling) -> Sampling:
     """The sampling itself, or the one with a given name."""
     if isinstance(sampling, Sampling):
         return sampling
-    if sampling not in _NAMED:
+    if not isinstance(sampling, str) or sampling not in _NAMED:
         raise OptionError(f"sampling is one of {', '.join(map(repr, _NAMED))} or a Sampling, got {sampling!r}")
     return _NAMED[sampling]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import CapabilityError, ShapeError, require_finite, require_positive, require_real
 from .adjoints import Adjoint, Run, Unroll
 from .base import Solver, State
@@ -37,6 +38,7 @@ class Solution:
     converged: bool | None
 
 
+@checked
 def solve(
     problem: Problem,
     solver: Solver,
@@ -86,6 +88,7 @@ class Trace(NamedTuple):
     optimality: Tensor
 
 
+@checked
 def trace(
     problem: Problem,
     solver: Solver,

@@ -85,19 +85,19 @@ class ADMMNet(UnrolledNet):
             constrain(self, "rate", Interval(0.0, _GOLDEN))
         self._follow_phi()
 
-    def _measure(self) -> None:
-        super()._measure()
-        self._rounds = _exact_rounds(self._of_one_block())
+    def _measure(self) -> tuple[float, int | None]:
+        return super()._measure()[0], _exact_rounds(self._of_one_block())
 
     @property
     def cg_iters(self) -> int:
         """Conjugate gradient iterations per phase."""
-        return (self._rounds or _INEXACT_ITERATIONS) if self._cg_iters is None else self._cg_iters
+        return (self._measured().rounds or _INEXACT_ITERATIONS) if self._cg_iters is None else self._cg_iters
 
     @property
     def exact(self) -> bool:
         """Whether these iterations solve the linear system up to rounding."""
-        return self._rounds is not None and self.cg_iters >= self._rounds
+        rounds = self._measured().rounds
+        return rounds is not None and self.cg_iters >= rounds
 
     def _vectors(self) -> tuple[str, ...]:
         return ("penalty", "threshold", "rate")
