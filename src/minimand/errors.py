@@ -15,6 +15,11 @@ import numpy as np
 import torch
 import torch.autograd.forward_ad as forward_mode
 from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack as _modes
+from torch._C._functorch import is_functorch_wrapped_tensor as _is_wrapped
+from torch._C._functorch import is_legacy_batchedtensor as _is_batched
+from torch._subclasses import FakeTensor
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 __all__ = [
     "CapabilityError",
@@ -85,22 +90,25 @@ def located(error: MinimandError, where: str) -> MinimandError:
     return type(error)(f"{where}: {error}")
 
 
+def is_compiled(tensor: Tensor) -> bool:
+    """Whether the tensor belongs to a graph that is compiled or exported in this thread, or has no values at all."""
+    if is_dynamo_compiling():
+        return True
+    # The flag is one for all threads; the modes by which an exporter traces are the thread's own.
+    return tensor.is_meta or type(tensor) is FakeTensor or (_modes() > 0 and is_compiling())
+
+
 def is_traced(tensor: Tensor) -> bool:
-    """Whether Python cannot branch on the tensor's values: under a compiler, an exporter, torch.func or
-    ``is_grads_batched``."""
-    known = torch._C._functorch
-    return torch.compiler.is_compiling() or bool(
-        known.is_functorch_wrapped_tensor(tensor) or known.is_legacy_batchedtensor(tensor)
-    )
+    """Whether Python cannot branch on the tensor's values: :func:`is_compiled`, torch.func or ``is_grads_batched``."""
+    return is_compiled(tensor) or _is_wrapped(tensor) or _is_batched(tensor)
 
 
 def holds(condition: Tensor) -> bool:
     """Whether a condition holds in every entry, those that ``vmap`` hides included; False where Python cannot know."""
-    known = torch._C._functorch
-    if torch.compiler.is_compiling() or known.is_legacy_batchedtensor(condition):
+    if is_compiled(condition) or _is_batched(condition):
         return False
-    while known.is_functorch_wrapped_tensor(condition):
-        condition = known.get_unwrapped(condition)
+    while _is_wrapped(condition):
+        condition = torch._C._functorch.get_unwrapped(condition)
     return bool(condition.all())
 
 
@@ -218,20 +226,20 @@ class Sealed:
         vars(self)["_sealed"] = self._arguments.union(vars(self))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self._sealed is not None and name[0] != "_" and name != "training":
+        if self._sealed is not None and name[0] != "_" and name != "training" and name not in self._settable:
             self._require_settable(name)
         super().__setattr__(name, value)
 
     def _require_settable(self, name: str) -> None:
         """Raise unless an assignment to this attribute has an effect, or concerns a name of the caller's own."""
         kind, module = type(self), self if isinstance(self, nn.Module) else None
-        if name in self._settable or (module and (name in module._parameters or name in module._buffers)):
+        if name in self._settable or (module is not None and (name in module._parameters or name in module._buffers)):
             return
         member = inspect.getattr_static(kind, name, None)
-        if _has_setter(member) or (module and name in module._modules):
+        if _has_setter(member) or (module is not None and name in module._modules):
             return
         known = (self._sealed or frozenset()).union(_options(vars(self).values()))
-        if module and name not in known and not isinstance(member, property):
+        if module is not None and name not in known and not isinstance(member, property):
             return
         free = {*self._settable, *(n for n, member in inspect.getmembers_static(kind) if _has_setter(member))}
         can = ", ".join(sorted(n for n in free if not n.startswith("_")))

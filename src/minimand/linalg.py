@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import forward_rule, is_traced
+from .errors import forward_rule, is_compiled, is_traced
 
 __all__ = ["Weight", "accumulate", "gram", "is_zero"]
 
@@ -27,7 +27,7 @@ def gram(matrix: Tensor, *, half: bool = False) -> Tensor:
     tensor([[5.]])
     """
     if matrix.requires_grad or is_traced(matrix):
-        rule = _CompiledGram if torch.compiler.is_compiling() else _Gram
+        rule = _CompiledGram if is_compiled(matrix) else _Gram
         return rule.apply(matrix)
     return _product(matrix, half)
 

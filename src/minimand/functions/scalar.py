@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import forward_rule, is_traced
+from ..errors import forward_rule, is_compiled, is_traced
 from .base import Step
 
 __all__ = ["Increasing", "bracketed", "root"]
@@ -65,7 +65,7 @@ def root(equation: Increasing, target: Tensor, step: Step) -> Tensor:
     """
     if isinstance(step, Tensor):
         target, step = torch.broadcast_tensors(target, step)
-    rule = _CompiledRoot if torch.compiler.is_compiling() else _Root
+    rule = _CompiledRoot if is_compiled(target) else _Root
     return rule.apply(equation, target, step)
 
 
@@ -135,7 +135,7 @@ def newton(equation: Increasing, target: Tensor, step: Step) -> Tensor:
     secant, and three secant steps that do not halve the residual are followed by bisection.
     """
     low, z, high = equation.bracket(target, step)
-    tracing = torch.compiler.is_compiling()
+    tracing = is_compiled(target)
     if not tracing and (quick := _clamped_newton(equation, target, step, low, z, high)) is not None:
         return quick
     eps, scale = torch.finfo(target.dtype).eps, target.abs() + 0.1

@@ -148,7 +148,7 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
     @property
     def tracker(self) -> LipschitzTracker:
         """The tracker of the layer's norm, for the weight that the layer has now."""
-        self._tracker.operator = self.operator()
+        self._tracker.operator = self.operator
         return self._tracker
 
     def problem(self, y: Tensor, skip: Tensor | None = None) -> Problem:

@@ -248,7 +248,7 @@ def _factorizes(batch: Tensor, shift: Tensor, *, overwrite: bool = False) -> Ten
         return torch.linalg.cholesky_ex(shifted)[1] == 0
     # In place, because new memory costs more than the factorisation. The transpose has LAPACK's layout, and its upper
     # triangle is the lower one here. The conjugate of a Hermitian matrix has the same eigenvalues.
-    factor, info = shifted.mT, torch.empty(batch.shape[0], dtype=torch.int32)
+    factor, info = shifted.mT, batch.new_empty(batch.shape[0], dtype=torch.int32)
     torch.linalg.cholesky_ex(factor, upper=True, out=(factor, info))
     return info == 0
 

@@ -334,7 +334,8 @@ class Selected(LinearOperator):
 
     def bound(self) -> Tensor:
         """That of the whole operator, times the multiplicities of features that were drawn more than once."""
-        return self.operator.norm_sq() * _most(self._inputs) * _most(self._outputs)
+        most = _most(self._inputs, self.operator.inputs) * _most(self._outputs, self.operator.outputs)
+        return self.operator.norm_sq() * most
 
 
 def _embed(part: Tensor, index: Tensor | None, features: int, dim: int) -> Tensor:
@@ -346,9 +347,11 @@ def _embed(part: Tensor, index: Tensor | None, features: int, dim: int) -> Tenso
     return part.new_zeros(shape).index_add(dim, index, part)
 
 
-def _most(index: Tensor | None) -> int:
-    """The largest number of times that one feature occurs."""
-    return 1 if index is None or index.numel() == 0 else int(torch.bincount(index).max())
+def _most(index: Tensor | None, features: int) -> Tensor | int:
+    """The largest number of times that one feature occurs, by an operation whose size does not depend on the index."""
+    if index is None or index.numel() == 0:
+        return 1
+    return index.new_zeros(features).index_add(0, index, torch.ones_like(index)).max()
 
 
 def _shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ..arguments import checked
-from ..errors import ShapeError, is_traced, require_real
+from ..errors import ShapeError, is_compiled, is_traced, require_real
 from ..geometry import ConvGeometry, Size
 from ..linalg import Weight
 from ..norms.kernel import Kernel
 from ..norms.lipschitz import majorant
-from .base import LinearOperator
+from .base import LinearOperator, Selected
 from .gather import Columns
 from .grouped import GroupedPart
 from .index import as_index, check_bias, check_range, pick
@@ -123,7 +123,8 @@ class Convolution(LinearOperator, abc.ABC):
         index = as_index(index, self.device, self.inputs)
         if self.geometry.groups > 1:
             check_range(index, self.inputs)
-            return GroupedPart(self, index, torch.arange(self.outputs, device=index.device))
+            # The sizes of a packed part depend on the index, which those of a graph must not.
+            return (Selected if is_compiled(index) else GroupedPart)(self, index, None)
         part = pick(self.weight, 1, index) if self._columns is None else self._columns.take(index)
         return self.with_weight(part, 1)
 
@@ -132,7 +133,7 @@ class Convolution(LinearOperator, abc.ABC):
         index = as_index(index, self.device, self.outputs)
         if self.geometry.groups > 1:
             check_range(index, self.outputs)
-            return GroupedPart(self, torch.arange(self.inputs, device=index.device), index)
+            return (Selected if is_compiled(index) else GroupedPart)(self, None, index)
         return self.with_weight(pick(self.weight, 0, index), 1)
 
     def gathered(self) -> Self:

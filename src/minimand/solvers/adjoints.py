@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import CapabilityError, OptionError, holds, require_positive
+from ..errors import CapabilityError, OptionError, holds, is_traced, require_positive
 from .base import Solver, State, require_count
 from .implicit import Equation, Parts, attached, constant, pullback, transformed
 from .iterate import iterate
@@ -109,12 +109,16 @@ class Checkpoint(Adjoint):
             # torch.func and forward mode cannot recompute; the derivatives are the same.
             return run.forward()
         total = run.solver.iterations
-        every = self.every or math.isqrt(total - 1) + 1
+        every, source = self.every or math.isqrt(total - 1) + 1, _source(run)
 
         def segment(state: Any, s: int) -> Any:
-            length = min(every, total - s * every)
-            body = _replaying(lambda state: iterate(run.advance, state, length, start=s * every)[0], run.generator)
-            return checkpoint(body, state, use_reentrant=False)
+            def body(state: Any, generator: torch.Generator | None) -> Any:
+                advance = dataclasses.replace(run, generator=generator).advance
+                return iterate(advance, state, min(every, total - s * every), start=s * every)[0]
+
+            replay = partial(body, generator=run.generator) if source is None else _replaying(body, source)
+            keep = source is None and run.solver.stochastic
+            return checkpoint(replay, state, use_reentrant=False, preserve_rng_state=keep)
 
         until = run.until
         reached = None if until is None else lambda state, s: until(state, min(s * every, total))
@@ -122,23 +126,25 @@ class Checkpoint(Adjoint):
         return state.x, min(segments * every, total)
 
 
-def _replaying(body: Callable[[Any], Any], generator: torch.Generator | None) -> Callable[[Any], Any]:
-    """``body``, drawing the same samples in every call (torch's checkpoint does so for the global generator only)."""
-    if generator is None:
-        return body
-    begin = generator.get_state()
-    calls: list[None] = []
+def _source(run: Run) -> torch.Generator | None:
+    """The generator that a run draws from; None where there is none, or where torch's checkpoint replays it."""
+    y, given = run.problem.y, run.generator
+    usual = None if y.device.type != "cpu" or is_traced(y) else torch.default_generator
+    return (usual if given is None else given) if run.solver.stochastic else None
+
+
+def _replaying(body: Callable[[Any, torch.Generator], Any], source: torch.Generator) -> Callable[[Any], Any]:
+    """``body`` with a generator of its own, which draws in every call what ``source`` would draw in the first one,
+    whatever other threads draw from it meanwhile."""
+    begin, calls = source.get_state(), list[None]()
 
     def replay(state: Any) -> Any:
         calls.append(None)
-        if len(calls) == 1:
-            return body(state)
-        now = generator.get_state()
-        generator.set_state(begin)
-        try:
-            return body(state)
-        finally:
-            generator.set_state(now)
+        own = torch.Generator(source.device).set_state(begin)
+        result = body(state, own)
+        if len(calls) == 1 and torch.equal(source.get_state(), begin):
+            source.set_state(own.get_state())
+        return result
 
     return replay
 

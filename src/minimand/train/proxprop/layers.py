@@ -5,6 +5,7 @@ count only once ``.grad`` was accumulated: ``torch.autograd.grad`` with respect 
 """
 
 import fnmatch
+import threading
 import types
 from collections.abc import Callable
 from dataclasses import replace
@@ -161,6 +162,7 @@ class LayerHooks:
         self.path, self.map, self.shared, self.cache = path, map, shared, cache
         self.module: Any = module
         self.called, self._handles = False, dict[int, Any]()
+        self._lock = threading.Lock()  # the backward passes of several threads add to the same rows
         self.forget()
         module.forward = self
 
@@ -243,7 +245,8 @@ class LayerHooks:
             return self.map.gradients(x, weight, delta, needed)
         run = torch._C._current_graph_task_id()
         if run not in self._pending:
-            self.drop_stale()
+            with self._lock:
+                self.drop_stale()
             self._pending[run] = []
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._pending.pop(run, None))  # type: ignore[arg-type]
         pending, rows = self._pending[run], self.new_rows()
@@ -275,7 +278,10 @@ class LayerHooks:
 
     def _accumulated(self, parameter: Tensor) -> None:
         """Add the rows, now that their gradient is in ``.grad``."""
-        run = torch._C._current_graph_task_id()
+        with self._lock:
+            self._add(torch._C._current_graph_task_id())
+
+    def _add(self, run: int) -> None:
         calls = self._pending.get(run, [])
         if calls and self.shared.options.fused:
             if self.rows is not None:
