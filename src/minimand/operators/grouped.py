@@ -35,6 +35,7 @@ class GroupedPart(LinearOperator):
     sampled = True
 
     def __init__(self, whole: "Convolution", given: Tensor, taken: Tensor) -> None:
+        super().__init__((given.numel(), *whole.input_shape[1:]), (taken.numel(), *whole.output_shape[1:]))
         self.whole, self.given, self.taken = whole, given, taken
         self.weight = whole.weight
         if torch.compiler.is_compiling():
@@ -43,36 +44,6 @@ class GroupedPart(LinearOperator):
             self.targets = Placement(torch.arange(taken.numel(), device=taken.device), taken)
         else:
             self.core, self.sources, self.targets = _pack(whole, given, taken)
-
-    @property
-    def inputs(self) -> int:
-        """The number of kept input channels."""
-        return self.given.numel()
-
-    @property
-    def outputs(self) -> int:
-        """The number of kept output channels."""
-        return self.taken.numel()
-
-    @property
-    def feature_dim(self) -> int:
-        """The dimension of the channels."""
-        return self.whole.feature_dim
-
-    @property
-    def output_dim(self) -> int:
-        """The dimension of the channels."""
-        return self.whole.output_dim
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """The shape of one input sample."""
-        return (self.inputs, *self.whole.input_shape[1:])
-
-    @property
-    def output_shape(self) -> tuple[int, ...]:
-        """The shape of one output sample."""
-        return (self.outputs, *self.whole.output_shape[1:])
 
     def apply(self, y: Tensor) -> Tensor:
         """``A y``."""
