@@ -137,7 +137,10 @@ def _primal(tensor: Tensor) -> Tensor:
     return forward_mode.unpack_dual(tensor).primal
 
 
-def require_finite(name: str, tensor: Tensor) -> None:
+_CLEAN = "clean or mask the data; in a weight or an activation, the usual cause is a training run that diverged"
+
+
+def require_finite(name: str, tensor: Tensor, remedy: str = _CLEAN) -> None:
     """Raise :class:`NonFiniteError` when ``tensor`` holds NaN or Inf.
 
     It does nothing while tracing, because a branch on data would break the graph.
@@ -147,10 +150,7 @@ def require_finite(name: str, tensor: Tensor) -> None:
     require_strided(name, tensor)
     if not bool(torch.isfinite(tensor.detach()).all()):
         bad = int((~torch.isfinite(tensor.detach())).sum())
-        raise NonFiniteError(
-            f"{name} holds {bad} NaN or Inf among its {tensor.numel()} entries; "
-            f"clean or mask the data; in a weight or an activation, the usual cause is a training run that diverged"
-        )
+        raise NonFiniteError(f"{name} holds {bad} NaN or Inf among its {tensor.numel()} entries; {remedy}")
 
 
 def require_real(name: str, tensor: Tensor) -> None:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..errors import forward_rule, is_compiled, is_traced
-from .base import Step
+from .base import Step, widened
 
-__all__ = ["Increasing", "bracketed", "root"]
+__all__ = ["Increasing", "bracketed", "precise", "root"]
 
 QUICK_ITERATIONS = 8
 #: Limits for functions that are not increasing, which may not converge. Increasing functions never reach them.
@@ -55,6 +55,13 @@ class Increasing(abc.ABC):
     @abc.abstractmethod
     def bracket(self, target: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
         """A lower bound, a starting point and an upper bound of the root."""
+
+
+def precise(x: Tensor, step: Step) -> Tensor:
+    """The point in a type in which the root of its step has the relative accuracy of single precision."""
+    wide = widened(x)
+    number = not isinstance(step, Tensor)
+    return wide if (number and 1 / 64 <= step <= 1) or x.device.type == "mps" else wide.double()
 
 
 def root(equation: Increasing, target: Tensor, step: Step) -> Tensor:

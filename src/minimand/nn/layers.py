@@ -7,6 +7,7 @@ The block dropout → linear → activation is one step of a solver on the layer
 import abc
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal, Self, cast, get_args
 
 import torch
@@ -24,6 +25,7 @@ from ..errors import (
     require_real,
 )
 from ..functions import Function, from_activation
+from ..functions.base import widened
 from ..norms.lipschitz import Bounded, majorant
 from ..operators import Conv1d, Conv2d, Dense, LinearOperator, LipschitzTracker
 from ..solvers import Problem, ProxGD, Solver
@@ -148,36 +150,46 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
     @property
     def tracker(self) -> LipschitzTracker:
         """The tracker of the layer's norm, for the weight that the layer has now."""
-        self._tracker.operator = self.operator
+        self._tracker.operator = self._working_operator
         return self._tracker
 
+    def _working_operator(self) -> LinearOperator:
+        """The layer's linear map, in float32 for half precision."""
+        operator = self.operator()
+        return operator.with_weight(widened(operator.weight))
+
     def problem(self, y: Tensor, skip: Tensor | None = None) -> Problem:
-        """The layer's problem for the input ``y``; ``skip`` is added to the bias."""
+        """The layer's problem for the input ``y``, in float32 for half precision; ``skip`` is added to the bias."""
         operator = self.operator(y)
         operator.check_input(y)
         # The operator's own weight: another thread may replace the layer's at any time.
-        operator = operator.with_bounds(self._tracker.bounds(operator.weight))
+        operator = self._bounded(operator, operator.weight)
         bias: Tensor | None = self.bias
         if skip is not None:
             bias = skip if bias is None else skip + operator.per_feature(bias)
-        return Problem(operator, self.function, y, bias, self.options.ridge)
+        return Problem(operator, self.function, y, bias, self.options.ridge).working()
 
     def forward(self, y: Tensor, skip: Tensor | None = None) -> Tensor:
         """Run the solver; ``eval_mode`` decides how in evaluation."""
         solver, passes = self.options.resolved(self.training)
         try:
-            self._check(y)
-            problem = solver.prepare(self.problem(y, skip))
+            # Clear errors for inputs that torch's own layer would reject.
+            require_real("the input", y)
+            require_dtype("the input", y, self.weight)
+            context, dtype = _mixed_precision(y)
+            with context:
+                problem = solver.prepare(self.problem(y, skip))
+                run = Run(problem, solver, generator=self.generator)
+                answers = [problem.as_given(self.options.adjoint(run)[0]) for _ in range(passes)]
         except MinimandError as error:
             raise located(error, self.path or type(self).__name__) from None
-        run = Run(problem, solver, generator=self.generator)
-        answers = [problem.as_given(self.options.adjoint(run)[0]) for _ in range(passes)]
-        return answers[0] if passes == 1 else torch.stack(answers).mean(0)
+        return (answers[0] if passes == 1 else torch.stack(answers).mean(0)).to(dtype)
 
-    def _check(self, y: Tensor) -> None:
-        """Raise a clear error for inputs that torch's own layer would reject."""
-        require_real("the input", y)
-        require_dtype("the input", y, self.weight)
+    def _bounded(self, operator: LinearOperator, weight: Tensor) -> LinearOperator:
+        """The operator with a weight, in float32 for half precision, and that weight's bounds."""
+        weight = widened(weight)
+        operator = operator if weight is operator.weight else operator.with_weight(weight)
+        return operator.with_bounds(self._tracker.bounds(weight))
 
     def _track(self) -> None:
         operator, solver = self.operator(), self.options.solver
@@ -202,6 +214,19 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
     def __getstate__(self) -> dict[str, Any]:
         # A generator cannot be pickled.
         return self.__dict__ | {"generator": None}
+
+
+def _mixed_precision(y: Tensor) -> tuple[AbstractContextManager[Any], torch.dtype]:
+    """The context of a solver layer's iterations, and the type of a plain layer's output, for the input y.
+
+    The context turns float16 autocast off, because squared norms and Gram matrices leave the range of float16. bfloat16
+    has float32's range, and its autocast stays on for products.
+    """
+    kind = y.device.type
+    if not torch.is_autocast_enabled(kind) or y.dtype == torch.float64:
+        return nullcontext(), y.dtype
+    dtype = torch.get_autocast_dtype(kind)
+    return (torch.autocast(kind, enabled=False) if dtype == torch.float16 else nullcontext()), dtype
 
 
 @majorant.register
