@@ -85,6 +85,14 @@ def is_traced(tensor: Tensor) -> bool:
     )
 
 
+def underived(tensor: Tensor) -> Tensor:
+    """The tensor without the wrappers of torch.func's derivatives; a batch of ``vmap`` stays one."""
+    known = torch._C._functorch
+    while not torch.compiler.is_compiling() and known.is_gradtrackingtensor(tensor):
+        tensor = known.get_unwrapped(tensor)
+    return tensor
+
+
 def holds(condition: Tensor) -> bool:
     """Whether a condition holds in every entry, those that ``vmap`` hides included; False where Python cannot know."""
     known = torch._C._functorch

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from ..errors import CapabilityError, OptionError, is_traced, require_finite, require_positive
+from ..errors import CapabilityError, OptionError, is_traced, require_finite, require_positive, underived
 from .kernel import Bounds, Kernel, decode, encode
 from .lipschitz import Bounded
 from .spectral import EPS, round_up, to_float64, top_singular
@@ -117,7 +118,13 @@ class LipschitzTracker(nn.Module):
 
     def bounds(self, weight: Tensor | None = None) -> Bounds:
         """The bounds for ``weight``, by default the operator's; constants for autograd."""
-        weight = self.operator.weight.detach() if weight is None else weight.detach()
+        given = self.operator.weight if weight is None else weight
+        weight = underived(given)
+        if weight is not given and not is_traced(weight):
+            # Derivatives by torch.func must not have other bounds than the backward pass.
+            with temporarily_clear_interpreter_stack():
+                return self.bounds(weight)
+        weight = weight.detach()
         kernel = Kernel(weight, self._geometry)
         # The buffer is read once: another thread may replace it at any time.
         packed = self._fitting(kernel)
