@@ -6,7 +6,19 @@ from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from minimand.adjoints import JacobianFree, Unroll
-from minimand.functions import L1, Box, GroupL2, NonNegative, Simplex, SquaredHinge, from_activation
+from minimand.functions import (
+    L1,
+    Ball,
+    Box,
+    GroupL2,
+    LogBarrier,
+    Maximum,
+    Monotone,
+    NonNegative,
+    Simplex,
+    SquaredHinge,
+    from_activation,
+)
 from minimand.norms.kernel import Bounds
 from minimand.operators import Conv2d, Dense
 from minimand.solvers import Problem, ProxGD, solve
@@ -23,6 +35,10 @@ FUNCTIONS = {
     "elu": lambda p: from_activation("elu"),
     "simplex": lambda p: Simplex(),
     "group": lambda p: GroupL2(0.1),
+    "ball": lambda p: Ball(0.8),
+    "maximum": lambda p: Maximum(),
+    "barrier": lambda p: LogBarrier(0.38),
+    "own": lambda p: Monotone(lambda z: z / (1 + z * z).sqrt()),
 }
 
 
@@ -39,7 +55,8 @@ class Objective:
         self.along = torch.randn(self.point.shape, generator=g, dtype=torch.float64)
         self.weights = torch.randn(shapes[2], generator=g, dtype=torch.float64)
         self.bounds = None
-        self.bounds = Bounds(self.problem(self.point).operator.norm_sq())
+        operator = self.problem(self.point).operator
+        self.bounds = Bounds(operator.norm_sq(), operator.input_norms_sq(), operator.output_norms_sq())
 
     def problem(self, vector: Tensor) -> Problem:
         weight, bias, skip, y, parameter = (

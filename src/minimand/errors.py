@@ -103,6 +103,14 @@ def is_traced(tensor: Tensor) -> bool:
     return is_compiled(tensor) or _is_wrapped(tensor) or _is_batched(tensor)
 
 
+def underived(tensor: Tensor) -> Tensor:
+    """The tensor without the wrappers of torch.func's derivatives; a batch of ``vmap`` stays one."""
+    known = torch._C._functorch
+    while not torch.compiler.is_compiling() and known.is_gradtrackingtensor(tensor):
+        tensor = known.get_unwrapped(tensor)
+    return tensor
+
+
 def holds(condition: Tensor) -> bool:
     """Whether a condition holds in every entry, those that ``vmap`` hides included; False where Python cannot know."""
     if is_compiled(condition) or _is_batched(condition):

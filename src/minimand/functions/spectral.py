@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
-from ..errors import ShapeError, require_positive
+from ..errors import CapabilityError, ShapeError, require_positive
 from .base import Function, Step, check_step, indicator_of_all, scaled, widened
 from .structured import require_common_step
 
@@ -201,6 +201,15 @@ def _loewner(signed: Tensor) -> Tensor:
     )
 
 
+def _require_first_derivative() -> None:
+    # once_differentiable of torch gives zeros where the gradient that it receives is a constant.
+    if torch.is_grad_enabled():
+        raise CapabilityError(
+            "the prox of a function of matrices has no second derivative here; call backward or autograd.grad without "
+            "create_graph=True"
+        )
+
+
 class _Rectify(torch.autograd.Function):
     """ReLU of the eigenvalues of symmetric matrices."""
 
@@ -213,8 +222,8 @@ class _Rectify(torch.autograd.Function):
             return _symmetric((q * torch.relu(eigenvalues).unsqueeze(-2)) @ q.mT) + lost
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
+        _require_first_derivative()
         eigenvalues, q = ctx.saved_tensors  # type: ignore[attr-defined]
         with _full_precision(q):
             core = q.mT @ _symmetric(grad) @ q
@@ -252,8 +261,8 @@ class _Singular(torch.autograd.Function):
             return (u * kept.unsqueeze(-2)) @ vt + lost
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        _require_first_derivative()
         u, sigma, vt, over, kept = ctx.saved_tensors  # type: ignore[attr-defined]
         sign = -1.0 if ctx.clip else 1.0  # type: ignore[attr-defined]
         with _full_precision(u):

@@ -228,8 +228,9 @@ def measured_conjugate_gradient(
     residual = goal if x0 is None else goal - wide(apply(x0.to(target.dtype)))
     # Squares of numbers near one do not overflow or vanish. The result does not depend on the size.
     within = dims if inner is None else tuple(range(target.dim()))
-    size = torch.maximum(*(each.detach().abs().amax(within, keepdim=True) for each in (goal, residual)))
-    size = torch.where(size > 0, size, torch.ones_like(size))
+    with torch.no_grad():
+        size = torch.maximum(*(each.abs().amax(within, keepdim=True) for each in (goal, residual)))
+        size = torch.where(size > 0, size, torch.ones_like(size))
     goal, residual = product(goal / size, goal / size), residual / size
     floor, limit = rounding**2 * goal, (tol or 0.0) ** 2 * goal
     first = _Conjugate(torch.zeros_like(residual), residual, residual, product(residual, residual))
