@@ -196,7 +196,7 @@ class LogBoxConjugate(_Barrier):
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The root of the optimality condition."""
-        wide = widened(x)
+        wide = precise(x, step)
         return root(_ConjugateEquation(self.gamma), wide, scaled(step, 1.0, wide)).to(x.dtype)
 
     def conjugate(self) -> LogBox:
