@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..errors import is_traced
-from .base import Step
+from .base import Separable, Step
 
-__all__ = ["Increasing", "bracketed", "root"]
+__all__ = ["Increasing", "bracketed", "mean_preactivation", "root"]
 
 QUICK_ITERATIONS = 8
 #: Limits for functions that are not increasing, which may not converge. Increasing functions never reach them.
@@ -227,3 +227,13 @@ def _interpolate(x1: Tensor, x2: Tensor, x3: Tensor, f1: Tensor, f2: Tensor, f3:
     first = f1 / (f2 - f1) * (f3 / (f2 - f3))
     second = (x3 - x1) / (x2 - x1) * (f1 / (f3 - f1)) * (f2 / (f3 - f2))
     return torch.where(safe, first + second, 0.5)
+
+
+def mean_preactivation(function: Separable, z: Tensor) -> Tensor:
+    """A point at which the activation is the mean of the activations at ``z`` along the first dimension."""
+    mean = function.prox(z).mean(0)
+    with torch.no_grad():
+        target, low, high = mean.detach(), z.amin(0), z.amax(0)
+        point = bracketed(lambda t: function.prox(t) - target, low, high)
+        slope: Tensor = torch.func.grad(lambda t: function.prox(t).sum())(point)
+    return point + torch.where(slope > 0, (mean - target) / slope, 0.0)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CapabilityError, MinimandError, OptionError, located, require_dtype, require_positive, require_real
-from ..functions import Function, from_activation
+from ..functions import Function, Separable, from_activation
+from ..functions.scalar import mean_preactivation
 from ..norms.lipschitz import Bounded, majorant
 from ..operators import Conv1d, Conv2d, Dense, LinearOperator, LipschitzTracker
 from ..solvers import Problem, ProxGD, Solver
@@ -94,6 +95,9 @@ class SolverLayer(nn.Module, abc.ABC):
 
     #: The attributes that a layer shares with its plain form.
     _sizes: ClassVar[tuple[str, ...]]
+    #: What the layer returns: the solution, or a point whose activation is the solution, for a network that applies
+    #: the activation itself.
+    returns: Literal["solution", "preactivation"] = "solution"
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -152,15 +156,23 @@ class SolverLayer(nn.Module, abc.ABC):
 
     def forward(self, y: Tensor, skip: Tensor | None = None) -> Tensor:
         """Run the solver; ``eval_mode`` decides how in evaluation."""
+        return self.solved(y, lambda: self.problem(y, skip))
+
+    def solved(self, y: Tensor, problem_of_input: Callable[[], Problem]) -> Tensor:
+        """What the layer returns for the problem of an input."""
         solver, passes = self.options.resolved(self.training)
         try:
             self._check(y)
-            problem = solver.prepare(self.problem(y, skip))
+            problem = solver.prepare(problem_of_input())
         except MinimandError as error:
             raise located(error, self.path or type(self).__name__) from None
-        run = Run(problem, solver, generator=self.generator)
+        ending = dataclasses.replace(problem, preactivated=True) if self.returns == "preactivation" else None
+        run = Run(problem, solver, generator=self.generator, ending=ending)
         answers = [problem.as_given(self.options.adjoint(run)[0]) for _ in range(passes)]
-        return answers[0] if passes == 1 else torch.stack(answers).mean(0)
+        if passes == 1:
+            return answers[0]
+        samples = torch.stack(answers)
+        return samples.mean(0) if ending is None else mean_preactivation(cast(Separable, self.function), samples)
 
     def _check(self, y: Tensor) -> None:
         """Raise a clear error for inputs that torch's own layer would reject."""
@@ -170,6 +182,12 @@ class SolverLayer(nn.Module, abc.ABC):
     def _track(self) -> None:
         operator, solver = self.operator(), self.options.solver
         solver.check(operator, self.function)
+        partial = self.returns == "preactivation" and solver.updates_some
+        if partial and float(self.function.prox(torch.zeros(1))) != 0:
+            raise CapabilityError(
+                f"{type(solver).__name__} leaves outputs at 0, which {self.function} never returns, so the activation "
+                f"cannot stay in the network; use ProxSG, or a SolverLinear or SolverConv2d in its place"
+            )
         # Stochastic solvers also need the norms of the columns or rows.
         self._tracker = LipschitzTracker(operator, inputs=solver.stochastic, outputs=solver.stochastic)
         self._tracker.train(self.training)

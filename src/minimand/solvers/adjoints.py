@@ -45,6 +45,8 @@ class Run:
         x0: The start; None is zero.
         generator: The source of randomness; None is torch's global one.
         until: Stops the run early where it returns True.
+        ending: The problem of the last iteration, where it ends in a pre-activation; None: ``problem``. Solvers that
+            update some entries only take all their steps in it.
     """
 
     problem: Problem
@@ -52,6 +54,7 @@ class Run:
     x0: Tensor | None = None
     generator: torch.Generator | None = None
     until: Until | None = None
+    ending: Problem | None = None
 
     def init(self) -> Any:
         """The state before the first iteration."""
@@ -59,7 +62,9 @@ class Run:
 
     def advance(self, state: Any, k: int) -> Any:
         """The state after iteration k."""
-        return self.solver.advance(self.problem, state, k, self.generator)
+        last = self.solver.updates_some or k + 1 == self.solver.iterations
+        problem = self.problem if self.ending is None or not last else self.ending
+        return self.solver.advance(problem, state, k, self.generator)
 
     def forward(self) -> tuple[Tensor, int]:
         """All iterations: the solution, and their number."""
@@ -156,7 +161,7 @@ class JacobianFree(Adjoint):
         """The forward pass records nothing."""
         with torch.no_grad():
             x, done = run.forward()
-        return _attach(run.problem, x, None), done
+        return _attach(run, x, None), done
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +210,7 @@ class Implicit(Adjoint):
         """The forward pass records nothing; the backward pass solves a linear system."""
         with torch.no_grad():
             x, done = run.forward()
-        return _attach(run.problem, x, partial(self._pull_back, run.problem, x.detach())), done
+        return _attach(run, x, partial(self._pull_back, run.problem)), done
 
     def _pull_back(self, problem: Problem, x: Tensor, v: Tensor) -> Tensor:
         """Solve u = v + (I − ηH) D u."""
@@ -266,11 +271,19 @@ class _Transform(torch.autograd.Function):
         return ctx.pull_back(grad), None
 
 
-def _attach(problem: Problem, x: Tensor, pull_back: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """The value ``x`` with the gradient of one proximal gradient step at it."""
-    x = x.detach()
+def _attach(run: Run, value: Tensor, pull_back: Callable[[Tensor, Tensor], Tensor] | None) -> Tensor:
+    """The value of a run with the gradient of one proximal gradient step at its solution.
+
+    The gradient of a pre-activation is that of the step's, or at the exact minimiser that of x − ∇f(x).
+    """
+    problem, value, linear = run.problem, value.detach(), run.problem.linear()
+    x = value if run.ending is None else run.ending.solution(value)
+    ending = problem if run.ending is None or pull_back is not None else run.ending
     step = as_number(reciprocal(problem.smoothness()))
-    moved = problem.prox(x + step * problem.descent(x, problem.linear()), step)
+    moved = ending.prox(x + step * problem.descent(x, linear), step)
     if moved.requires_grad:
-        moved = _Transform.apply(moved, pull_back or (lambda grad: grad))
-    return x + (moved - moved.detach())
+        moved = _Transform.apply(moved, (lambda grad: grad) if pull_back is None else partial(pull_back, x))
+    if run.ending is not None and pull_back is not None:
+        moved = x + (moved - moved.detach())
+        moved = moved + problem.descent(moved, linear)
+    return value + (moved - moved.detach())
