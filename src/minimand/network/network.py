@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from . import graph, replay
 from .graph import Line, Neighbors, ResidualBlock, SharedParameter
 from .record import Call, ModuleFrame, Opaque, Value
+from .running import Inputs
 
 __all__ = ["Network"]
 
@@ -31,6 +32,7 @@ class Network:
         reasons: Why the record as a whole does not tell all; empty where it does.
         modes: The training flag of every module, by path.
         grad: Whether gradients were on when the forward was called.
+        example: The positional and keyword arguments that it ran on.
         held: The tensors that are neither inputs nor registered nor computed, by the index of their value.
     """
 
@@ -46,6 +48,7 @@ class Network:
     reasons: tuple[str, ...] = ()
     modes: Mapping[str, bool] = dataclasses.field(default_factory=dict, repr=False)
     grad: bool = True
+    example: Inputs = dataclasses.field(default=((), {}), repr=False)
     held: Mapping[int, Tensor] = dataclasses.field(default_factory=dict, repr=False)
 
     def __repr__(self) -> str:
