@@ -47,7 +47,9 @@ def _outputs(layer, act, y, returns):
     torch.manual_seed(1)
     x = layer(y)
     x = act(x) if returns == "preactivation" else x
-    return x, *torch.autograd.grad((x * torch.linspace(-1, 1, x.numel()).reshape(x.shape)).sum(), [y, *layer.parameters()])
+    return x, *torch.autograd.grad(
+        (x * torch.linspace(-1, 1, x.numel()).reshape(x.shape)).sum(), [y, *layer.parameters()]
+    )
 
 
 @pytest.mark.parametrize("adjoint", ADJOINTS, ids=lambda adjoint: type(adjoint).__name__)

@@ -45,9 +45,7 @@ def _unknown(run: RecordedRun) -> dict[int, Value]:
     return {id(t): values[v] for v, t in run.recorder.outside.items() if values[v].source == "unseen"}
 
 
-def assemble(
-    model: nn.Module, run: RecordedRun, other: RecordedRun | None, guessed: bool
-) -> tuple[Network, Network]:
+def assemble(model: nn.Module, run: RecordedRun, other: RecordedRun | None, guessed: bool) -> tuple[Network, Network]:
     """The records of a run and of ``other``, a run in the other mode; None where the first did not end.
 
     A tensor of unknown origin that both runs meet existed before the second one, so it is a constant.

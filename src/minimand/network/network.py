@@ -107,8 +107,8 @@ class Network:
     def neighbors(self, call: Call) -> Neighbors:
         """The dropout directly before a layer's call, and the normalisation, addition and activation directly after it.
 
-        Reshapings may stand between the dropout and the layer. A call after the layer counts only if it alone reads
-        the value before it. What does not exist is None.
+        Reshapings may stand between the dropout and the layer, and before the activation. A call after the layer counts
+        only if it alone reads the value before it. What does not exist is None.
 
         >>> from minimand.network import read, role
         >>> net = read(nn.Sequential(nn.Dropout(), nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh()))
@@ -133,7 +133,7 @@ class Network:
         return graph.chain(self)
 
     def residuals(self) -> tuple[ResidualBlock, ...]:
-        """The additions of a branch with linear layers and a shorter way around it, which may hold a downsampling."""
+        """The additions of a branch with parameters and a shorter way around it, which may hold a downsampling."""
         return graph.residuals(self)
 
     def shared(self) -> tuple[SharedParameter, ...]:

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["Call", "Context", "ModuleFrame", "Opaque", "Place", "Source", "Value"]
+__all__ = ["Call", "CallSite", "Context", "ModuleFrame", "Opaque", "Source", "Value"]
 
 Source = Literal["input", "parameter", "buffer", "constant", "call", "unseen"]
 
@@ -38,14 +38,9 @@ class Value:
     origins: frozenset[str] = frozenset()
 
 
-class Place(NamedTuple):
-    """The expression that made a call.
-
-    Attributes:
-        code: The compiled function that holds it.
-        instruction: The index of the instruction in the code.
-        owner: The module whose method it is; None for other functions.
-    """
+class CallSite(NamedTuple):
+    """The expression that made a call: the compiled function that holds it, the index of the instruction in it, and the
+    module whose method the function is; None for other functions."""
 
     code: types.CodeType
     instruction: int
@@ -78,7 +73,7 @@ class ModuleFrame:
     run: int
     parent: int | None
     inputs: tuple[Value, ...]
-    place: Place
+    place: CallSite
     outputs: tuple[Value, ...] = ()
 
 
@@ -104,10 +99,10 @@ class Call:
         kwargs: The keyword arguments, likewise.
         inputs: The values among the arguments.
         context: Gradient mode and autocast during the call.
+        place: The expression that made the call.
         outputs: The values that it returned.
         mutates: Pairs of a value and the value that replaces it, for every tensor that the call changed in place,
             including known views of the same memory.
-        place: The expression that made the call; None before the call is complete.
         opaque: Why the record does not tell all about this call; None where it does.
     """
 
@@ -120,15 +115,15 @@ class Call:
     kwargs: Mapping[str, Any]
     inputs: tuple[Value, ...]
     context: Context
+    place: CallSite
     outputs: tuple[Value, ...] = ()
     mutates: tuple[tuple[Value, Value], ...] = ()
-    place: Place | None = None
     opaque: str | None = None
 
     @property
     def site(self) -> tuple[str, int]:
         """File and line of the code that made the call."""
-        return ("", 0) if self.place is None else (self.place.code.co_filename, self.place.span[0] or 0)
+        return self.place.code.co_filename, self.place.span[0] or 0
 
     @property
     def produces(self) -> tuple[Value, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .nested import replace, tensors
-from .record import Call, Context, ModuleFrame, Place, Source, Value
+from .record import Call, CallSite, Context, ModuleFrame, Source, Value
 from .state import Saved, version
 
 __all__ = ["Recorder"]
@@ -181,7 +181,7 @@ class Recorder(TorchFunctionMode):
             self._saved.add_generator(kwargs["generator"])
         frame = self._stack[-1]
         args, kwargs = replace((args, kwargs), Tensor, self._value)
-        call = Call(-1, frame.index, func, name, frame.path, args, kwargs, inputs, self._context())
+        call = Call(-1, frame.index, func, name, frame.path, args, kwargs, inputs, self._context(), _place())
         return _Started(call, given, [version(tensor) for tensor in given])
 
     def _after(self, started: _Started, result: Any) -> Any:
@@ -195,7 +195,7 @@ class Recorder(TorchFunctionMode):
             return result
         if len(self.calls) >= _MOST_CALLS:
             raise RuntimeError(f"the recorder stopped after {_MOST_CALLS} calls")
-        call.index, call.place = len(self.calls), _place()
+        call.index = len(self.calls)
         self.calls.append(call)
         call.mutates = tuple(self._rewrite(tensor, call.index) for tensor in changed)
         if _returns_alias(started, returned, changed):
@@ -357,7 +357,7 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
         return ()
 
 
-def _place() -> Place:
+def _place() -> CallSite:
     """The expression that runs in the innermost frame outside of this package and of torch's dispatching code."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -367,4 +367,4 @@ def _place() -> Place:
         frame = frame.f_back
     code = frame.f_code
     owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-    return Place(code, frame.f_lasti // 2, owner if isinstance(owner, nn.Module) else None)
+    return CallSite(code, frame.f_lasti // 2, owner if isinstance(owner, nn.Module) else None)

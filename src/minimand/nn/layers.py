@@ -118,10 +118,17 @@ class SolverLayer(nn.Module, abc.ABC):
         self.path = ""
 
     @classmethod
-    def from_plain(cls, plain: nn.Module, activation: str | nn.Module | Function, options: SolverOptions) -> Self:
+    def from_plain(
+        cls,
+        plain: nn.Module,
+        activation: str | nn.Module | Function,
+        options: SolverOptions,
+        returns: Literal["solution", "preactivation"] = "solution",
+    ) -> Self:
         """The solver form of a plain layer; the Parameters are shared, not copied."""
         self = cls.__new__(cls)
         SolverLayer.__init__(self, activation, options)
+        self.returns = returns
         self._take(plain)
         return self.train(plain.training)
 

@@ -45,8 +45,8 @@ class Problem:
         bias: Broadcastable to x, or one number per output channel; it may depend on the input, as the skip
             of a residual block does.
         ridge: :math:`\lambda \ge 0`; above zero the problem is strongly convex.
-        preactivated: Whether steps end in the point before the prox at step 1, :meth:`Function.preactivation
-            <minimand.functions.base.Function.preactivation>`, instead of the prox.
+        preactivated: Whether steps end in the function's ``preactivation`` instead of its prox.
+        affine: ``A y + b``, where it is known.
 
     Source: [Bibi2019], eq. (5).
 
@@ -64,6 +64,7 @@ class Problem:
     bias: Tensor | None = None
     ridge: float = 0.0
     preactivated: bool = dataclasses.field(default=False, kw_only=True)
+    affine: Tensor | None = dataclasses.field(default=None, kw_only=True)
 
     @property
     def shape(self) -> torch.Size:
@@ -78,7 +79,7 @@ class Problem:
 
     def linear(self) -> Tensor:
         """``A y + b``, the plain layer before its activation."""
-        return self.operator.affine(self.y, self.bias)
+        return self.operator.affine(self.y, self.bias) if self.affine is None else self.affine
 
     def smoothness(self) -> Tensor:
         r""":math:`L + \lambda`, with L never below :math:`\|A\|^2`."""

@@ -8,12 +8,16 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-__all__ = ["INTERNAL", "clone"]
+from ...errors import ConversionError
+
+__all__ = ["INTERNAL", "ORIGINAL", "clone"]
 
 M = TypeVar("M", bound=nn.Module)
 #: The attributes that every module has in its ``__dict__``.
 INTERNAL = frozenset(vars(nn.Module()))
 _TENSORS = ("_parameters", "_buffers")
+#: The attribute of a solver layer that holds the layer it replaces.
+ORIGINAL = "_minimand_original"
 
 
 def clone(model: M) -> M:
@@ -28,6 +32,7 @@ def clone(model: M) -> M:
     (False, True)
     """
     modules = list(model.modules())
+    modules += [vars(module)[ORIGINAL].module for module in modules if ORIGINAL in vars(module)]
     shells = [object.__new__(type(module)) for module in modules]
     memo: dict[int, Any] = {id(module): shell for module, shell in zip(modules, shells, strict=True)}
     for module in modules:
@@ -64,6 +69,8 @@ def _attribute(name: str, value: Any, memo: dict[int, Any], inside: frozenset[in
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
     try:
         return copy.deepcopy(value, memo)
+    except ConversionError:  # an edited method must not stay bound to the original
+        raise
     except Exception:  # locks, files and generators cannot be copied, and are shared
         return value
 
