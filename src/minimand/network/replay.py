@@ -53,12 +53,7 @@ def verify(network: "Network", example: Any) -> bool:
     """See :meth:`Network.verify`."""
     if not network.complete:
         return False
-    with preserved(network.model) as saved, torch.inference_mode(False), eager():
-        for index, tensor in _sources(network, copies=False).items():
-            if index in _changed(network):
-                saved.add(tensor)
-        _save_generators(network, saved)
-        own = returned(network.model, bound(example), network.modes, network.grad)
+    own = returned(network, network.model, bound(example), network.modes)
     try:
         again = recompute(network, example)
     except (RuntimeError, ValueError, TypeError, IndexError):  # a record that does not fit the input
@@ -66,12 +61,16 @@ def verify(network: "Network", example: Any) -> bool:
     return len(own) == len(again) and all(map(same_bits, own, again))
 
 
-def returned(model: nn.Module, inputs: Inputs, modes: bool | Mapping[str, bool], grad: bool = True) -> list[Tensor]:
-    """The tensors that a network returns in given modes, without leaving a trace."""
-    with preserved(model), torch.inference_mode(False), eager():
+def returned(network: "Network", model: nn.Module, inputs: Inputs, modes: bool | Mapping[str, bool]) -> list[Tensor]:
+    """The tensors that the network of a record, or a changed copy, returns in given modes, without leaving a trace."""
+    with preserved(model) as saved, torch.inference_mode(False), eager():
+        for index, tensor in _sources(network, copies=False).items():
+            if index in _changed(network):
+                saved.add(tensor)
+        _save_generators(network, saved)
         set_mode(model, modes)
         args, kwargs = copied(inputs)
-        with _Inert(), torch.set_grad_enabled(grad):
+        with _Inert(), torch.set_grad_enabled(network.grad):
             output = unwrapped(model)(*args, **kwargs)
         return [tensor.detach().clone() for tensor in tensors(output)]
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ...errors import ConversionError
-from ...network import Network
+from ...network import Network, role
 from ...network.replay import returned, same_bits
 from ...network.state import preserved, snapshot
 from ..layers import SolverLayer
@@ -114,7 +114,8 @@ Places = Mapping[nn.Module, nn.Module]
 
 def apply(plan: Plan, inplace: bool) -> nn.Module:
     """The model as planned."""
-    return changed(plan.model, plan.records, inplace, partial(_change, plan), partial(_check, plan))
+    check = partial(_check, plan)
+    return changed(plan.model, plan.records, inplace, partial(_change, plan), check, bool(plan.edits))
 
 
 def changed(
@@ -123,14 +124,15 @@ def changed(
     inplace: bool,
     change: Callable[[nn.Module, Places], None],
     check: Callable[[nn.Module, Network, Counter[str]], None] | None = None,
+    compare: bool = True,
 ) -> nn.Module:
     """A changed model, or a changed copy that shares the tensors.
 
     ``change`` gets the result and, for each module of the model, that of the result. ``check`` gets each changed part,
-    its record and how often it calls its solver layers, and raises if something is wrong. A model that computes another
-    function with single plain steps is refused, too. A model that is refused is unchanged.
+    its record and how often it calls its solver layers, and raises if something is wrong. With ``compare``, a model
+    that computes another function with single plain steps is refused, too. A model that is refused is unchanged.
     """
-    plain = [outputs(network.model, network)[0] for network in records]
+    plain = [outputs(network.model, network)[0] if compare else None for network in records]
     rollback = snapshot(model)
     result = model if inplace else clone(model)
     place = {module: result.get_submodule(path) for path, module in model.named_modules()}
@@ -140,7 +142,8 @@ def changed(
             found, counts = outputs(place[network.model], network)
             if check is not None:
                 check(place[network.model], network, counts)
-            _compare(network, found, expected)
+            if expected is not None:
+                _compare(network, found, expected)
     except BaseException:
         rollback()
         raise
@@ -177,9 +180,9 @@ def outputs(model: nn.Module, network: Network) -> tuple[list[Tensor], Counter[s
         warnings.simplefilter("ignore")
         for module in model.modules():
             if isinstance(module, SolverLayer):
-                _stand_in(module, counts)
+                vars(module)["forward"] = _StandIn(module, counts)
         try:
-            return returned(model, network.example, network.training, network.grad), counts
+            return returned(network, model, network.example, network.training), counts
         except Exception as error:
             first = (str(error).strip().splitlines() or [""])[0]
             raise ConversionError(
@@ -188,20 +191,26 @@ def outputs(model: nn.Module, network: Network) -> tuple[list[Tensor], Counter[s
             ) from error
 
 
-def _stand_in(layer: SolverLayer, counts: Counter[str]) -> None:
-    def forward(y: Tensor, skip: Tensor | None = None, affine: Tensor | None = None) -> Tensor:
-        counts[layer.path] += 1
-        out = layer.operator(y).affine(y, layer.bias) if affine is None else affine
-        out = layer.normalized(out) if isinstance(layer, BlockLayer) else out
+class _StandIn:
+    """The forward of a solver layer as a single plain step, which is counted."""
+
+    def __init__(self, layer: SolverLayer, counts: Counter[str]) -> None:
+        self.layer, self.counts = layer, counts
+
+    def __call__(self, y: Tensor, skip: Tensor | None = None, affine: Tensor | None = None) -> Tensor:
+        self.counts[self.layer.path] += 1
+        out = self.layer.operator(y).affine(y, self.layer.bias) if affine is None else affine
+        out = self.layer.normalized(out) if isinstance(self.layer, BlockLayer) else out
         return out if skip is None else out + skip
 
-    vars(layer)["forward"] = forward
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_StandIn":
+        return _StandIn(self.layer, Counter())  # a forward may call copies of its modules
 
 
 def _check(plan: Plan, model: nn.Module, network: Network, counts: Counter[str]) -> None:
     """Raise if the model does not call its solver layers."""
     for path, layer in plan.converted.items():
-        called = sum(call.place.owner is layer.module for call in network.calls)
+        called = sum(c.place.owner is layer.module and role(c) in ("linear", "conv") for c in network.calls)
         if counts[path] != called:
             way = "use inplace=True" if model is not network.model else "refer to it by the attributes of modules"
             raise ConversionError(

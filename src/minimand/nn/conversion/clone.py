@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 import types
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -68,11 +69,22 @@ def _attribute(name: str, value: Any, memo: dict[int, Any], inside: frozenset[in
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
     try:
-        return copy.deepcopy(value, memo)
+        return _rebound(value, memo) if isinstance(value, types.FunctionType) else copy.deepcopy(value, memo)
     except ConversionError:  # an edited method must not stay bound to the original
         raise
     except Exception:  # locks, files and generators cannot be copied, and are shared
         return value
+
+
+def _rebound(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
+    """A function that holds the copies of the modules that a function holds, such as a lambda in a constructor."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    held = {name: memo.get(id(value)) for name, value in inspect.getclosurevars(function).nonlocals.items()}
+    cells |= {name: types.CellType(copied) for name, copied in held.items() if isinstance(copied, nn.Module)}
+    space, defaults = function.__globals__, function.__defaults__
+    made = types.FunctionType(function.__code__, space, function.__name__, defaults, tuple(cells.values()))
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made if any(isinstance(copied, nn.Module) for copied in held.values()) else function
 
 
 def _bound(hook: Any, inside: frozenset[int]) -> bool:

@@ -200,7 +200,8 @@ def _nothing(model: nn.Module, pattern: str, matched: dict[nn.Module, str], hidd
     """Why a pattern matches no layer that can be converted."""
     inside = [path for module, path in matched.items() if module in hidden and isinstance(module, tuple(_LAYERS))]
     if inside:
-        return f"matches only {', '.join(map(repr, inside))}, inside a torch module that does not call its layers"
+        listed = ", ".join(map(repr, inside[:5])) + (", …" if len(inside) > 5 else "")
+        return f"matches only {listed}, inside a torch module that does not call its layers"
     known = [path for path, m in model.named_modules() if isinstance(m, tuple(_LAYERS)) and m not in hidden]
     near = difflib.get_close_matches(pattern, known, 5, 0.0)
     if not known:
