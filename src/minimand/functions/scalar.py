@@ -232,8 +232,11 @@ def _interpolate(x1: Tensor, x2: Tensor, x3: Tensor, f1: Tensor, f2: Tensor, f3:
 def mean_preactivation(function: Separable, z: Tensor) -> Tensor:
     """A point at which the activation is the mean of the activations at ``z`` along the first dimension."""
     mean = function.prox(z).mean(0)
-    with torch.no_grad():
-        target, low, high = mean.detach(), z.amin(0), z.amax(0)
-        point = bracketed(lambda t: function.prox(t) - target, low, high)
-        slope: Tensor = torch.func.grad(lambda t: function.prox(t).sum())(point)
-    return point + torch.where(slope > 0, (mean - target) / slope, 0.0)
+    target, low, high = mean.detach(), z.detach().amin(0), z.detach().amax(0)
+    point = bracketed(lambda t: function.prox(t) - target, low, high)
+    if not mean.requires_grad:
+        return point
+    with torch.enable_grad():
+        inner = point.requires_grad_()
+        (slope,) = torch.autograd.grad(function.prox(inner).sum(), inner)
+    return point.detach() + torch.where(slope > 0, (mean - target) / slope, 0.0)
