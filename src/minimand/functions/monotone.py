@@ -80,13 +80,18 @@ class Monotone(Separable):
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """``phi(x)`` at step 1; otherwise computed from the root."""
+        return self.phi(self._root(x, step)).to(x.dtype)
+
+    def preactivation(self, x: Tensor, step: Step = 1.0) -> Tensor:
+        """``x`` at step 1; otherwise the root."""
+        return self._root(x, step).to(x.dtype)
+
+    def _root(self, x: Tensor, step: Step) -> Tensor:
         if not isinstance(check_step(step, x), Tensor) and step == 1:
-            return self.phi(x)
+            return x
         work = precise(x, step)
-        if isinstance(step, Tensor):
-            step = step.to(work.dtype)
-        z = root(_Optimality(self.phi, self.derivative), work, step)
-        return self.phi(z).to(x.dtype)
+        step = step.to(work.dtype) if isinstance(step, Tensor) else step
+        return root(_Optimality(self.phi, self.derivative), work, step)
 
     def values(self, x: Tensor) -> Tensor:
         """f at each entry, +inf outside the closure of the range of ``phi``."""

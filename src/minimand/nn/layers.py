@@ -24,8 +24,9 @@ from ..errors import (
     require_positive,
     require_real,
 )
-from ..functions import Function, from_activation
+from ..functions import Function, Separable, from_activation
 from ..functions.base import widened
+from ..functions.scalar import mean_preactivation
 from ..norms.lipschitz import Bounded, majorant
 from ..operators import Conv1d, Conv2d, Dense, LinearOperator, LipschitzTracker
 from ..solvers import Problem, ProxGD, Solver
@@ -107,6 +108,9 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
     #: The attributes that a layer shares with its plain form.
     _sizes: ClassVar[tuple[str, ...]]
     _settable = ("generator", "path")
+    #: What the layer returns: the solution, or a point whose activation is the solution, for a network that applies
+    #: the activation itself.
+    returns: Literal["solution", "preactivation"] = "solution"
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -127,10 +131,17 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
         self.path = ""
 
     @classmethod
-    def from_plain(cls, plain: nn.Module, activation: str | nn.Module | Function, options: SolverOptions) -> Self:
+    def from_plain(
+        cls,
+        plain: nn.Module,
+        activation: str | nn.Module | Function,
+        options: SolverOptions,
+        returns: Literal["solution", "preactivation"] = "solution",
+    ) -> Self:
         """The solver form of a plain layer; the Parameters are shared, not copied."""
         self = cls.__new__(cls)
         SolverLayer.__init__(self, activation, options)
+        self.returns = returns
         self._take(plain)
         self._seal()
         return self.train(plain.training)
@@ -171,6 +182,10 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
 
     def forward(self, y: Tensor, skip: Tensor | None = None) -> Tensor:
         """Run the solver; ``eval_mode`` decides how in evaluation."""
+        return self.solved(y, lambda: self.problem(y, skip))
+
+    def solved(self, y: Tensor, problem_of_input: Callable[[], Problem]) -> Tensor:
+        """What the layer returns for the problem of an input."""
         solver, passes = self.options.resolved(self.training)
         try:
             # Clear errors for inputs that torch's own layer would reject.
@@ -178,12 +193,17 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
             require_dtype("the input", y, self.weight)
             context, dtype = _mixed_precision(y)
             with context:
-                problem = solver.prepare(self.problem(y, skip))
-                run = Run(problem, solver, generator=self.generator)
+                problem = solver.prepare(problem_of_input())
+                ending = dataclasses.replace(problem, preactivated=True) if self.returns == "preactivation" else None
+                run = Run(problem, solver, generator=self.generator, ending=ending)
                 answers = [problem.as_given(self.options.adjoint(run)[0]) for _ in range(passes)]
         except MinimandError as error:
             raise located(error, self.path or type(self).__name__) from None
-        return (answers[0] if passes == 1 else torch.stack(answers).mean(0)).to(dtype)
+        if passes == 1:
+            return answers[0].to(dtype)
+        samples = torch.stack(answers)
+        mean = samples.mean(0) if ending is None else mean_preactivation(cast(Separable, self.function), samples)
+        return mean.to(dtype)
 
     def _bounded(self, operator: LinearOperator, weight: Tensor) -> LinearOperator:
         """The operator with a weight, in float32 for half precision, and that weight's bounds."""
@@ -194,6 +214,12 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
     def _track(self) -> None:
         operator, solver = self.operator(), self.options.solver
         solver.check(operator, self.function)
+        partial = self.returns == "preactivation" and solver.updates_some
+        if partial and float(self.function.prox(torch.zeros(1))) != 0:
+            raise CapabilityError(
+                f"{type(solver).__name__} leaves outputs at 0, which {self.function} never returns, so the activation "
+                f"cannot stay in the network; use ProxSG, or a SolverLinear or SolverConv2d in its place"
+            )
         # Stochastic solvers also need the norms of the columns or rows.
         self._tracker = LipschitzTracker(operator, inputs=solver.stochastic, outputs=solver.stochastic)
         self._tracker.train(self.training)

@@ -44,6 +44,8 @@ class Run:
         x0: The start; None is zero.
         generator: The source of randomness; None is torch's global one.
         until: Stops the run early where it returns True.
+        ending: The problem of the last iteration, where it ends in a pre-activation; None: ``problem``. Solvers that
+            update some entries only take all their steps in it.
     """
 
     problem: Problem
@@ -51,6 +53,7 @@ class Run:
     x0: Tensor | None = None
     generator: torch.Generator | None = None
     until: Until | None = None
+    ending: Problem | None = None
 
     def init(self) -> Any:
         """The state before the first iteration."""
@@ -58,7 +61,13 @@ class Run:
 
     def advance(self, state: Any, k: int) -> Any:
         """The state after iteration k."""
-        return self.solver.advance(self.problem, state, k, self.generator)
+        last = self.solver.updates_some or k + 1 == self.solver.iterations
+        problem = self.problem if self.ending is None or not last else self.ending
+        return self.solver.advance(problem, state, k, self.generator)
+
+    def solution(self, value: Tensor) -> Tensor:
+        """The solution that a run's value stands for: itself, or the activation of a pre-activation."""
+        return value if self.ending is None else self.ending.solution(value)
 
     def forward(self) -> tuple[Tensor, int]:
         """All iterations: the solution, and their number."""
@@ -164,13 +173,11 @@ class JacobianFree(Adjoint):
         """The forward pass records nothing."""
         with constant():
             x, done = run.forward()
-            step = _step(run.problem)
-        parts = Parts.of(run.problem)
+            solution, step = run.solution(x), _step(run.problem)
+        parts = Parts.of(run.ending or run.problem)
         with torch.autocast(x.device.type, enabled=False):
-            moved = _forward_backward(parts.build(parts.wide(*parts.tensors)), *parts.wide(x), step)
-        with constant():
-            fixed = moved.detach()
-        return x + (moved - fixed).to(x.dtype), done
+            moved = _forward_backward(parts.build(parts.wide(*parts.tensors)), *parts.wide(solution), step)
+        return _replaced_value(x, moved), done
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,10 +226,14 @@ class Implicit(Adjoint):
         """The forward pass records nothing; the backward pass solves a linear system."""
         with constant():
             x, done = run.forward()
-            step = _step(run.problem)
+            solution, step = run.solution(x), _step(run.problem)
         plain = dataclasses.replace(run.problem, operator=run.problem.operator.with_bounds(None))
         parts = Parts.of((plain, step))
-        return attached(_FixedPoint(parts, self), x, parts), done
+        solution = attached(_FixedPoint(parts, self), solution, parts)
+        if run.ending is None:
+            return solution, done
+        # A pre-activation of the exact minimiser is x − ∇f(x).
+        return _replaced_value(x, solution + plain.descent(solution, plain.linear())), done
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,3 +307,10 @@ def _neumann(apply: Linear, v: Tensor, iterations: int, tol: float) -> Tensor:
         return holds(term.norm() <= tol * total.norm())
 
     return iterate(add, (v, v), iterations, until=small)[0][0]
+
+
+def _replaced_value(value: Tensor, like: Tensor) -> Tensor:
+    """A value that is constant, with the derivatives of ``like``."""
+    with constant():
+        fixed = like.detach()
+    return value + (like - fixed).to(value.dtype)

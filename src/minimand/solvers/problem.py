@@ -45,6 +45,8 @@ class Problem:
         bias: Broadcastable to x, or one number per output channel; it may depend on the input, as the skip
             of a residual block does.
         ridge: :math:`\lambda \ge 0`; above zero the problem is strongly convex.
+        preactivated: Whether steps end in the function's ``preactivation`` instead of its prox.
+        affine: ``A y + b``, where it is known.
 
     Source: [Bibi2019], eq. (5).
 
@@ -61,6 +63,8 @@ class Problem:
     y: Tensor
     bias: Tensor | None = None
     ridge: float = 0.0
+    preactivated: bool = dataclasses.field(default=False, kw_only=True)
+    affine: Tensor | None = dataclasses.field(default=None, kw_only=True)
 
     @property
     def shape(self) -> torch.Size:
@@ -75,7 +79,7 @@ class Problem:
 
     def linear(self) -> Tensor:
         """``A y + b``, the plain layer before its activation, in the type of y also where autocast multiplies."""
-        return self.operator.affine(self.y, self.bias).to(self.y.dtype)
+        return (self.operator.affine(self.y, self.bias) if self.affine is None else self.affine).to(self.y.dtype)
 
     def smoothness(self) -> Tensor:
         r""":math:`L + \lambda`, with L never below :math:`\|A\|^2`."""
@@ -112,8 +116,12 @@ class Problem:
         return direction if x is None or self.ridge == 0 else direction - self.ridge * x
 
     def prox(self, v: Tensor, step: float | Tensor) -> Tensor:
-        """The prox of g at ``v``, with the step that the gradient took."""
-        return self.function.prox(v, step)
+        """The prox of g at ``v``, with the step that the gradient took; the point before it where so wanted."""
+        return self.function.preactivation(v, step) if self.preactivated else self.function.prox(v, step)
+
+    def solution(self, x: Tensor) -> Tensor:
+        """The point that steps end in, given what they return."""
+        return self.function.prox(x) if self.preactivated else x
 
     def objective(self, x: Tensor) -> Tensor:
         """The objective at ``x``, summed over the batch."""
