@@ -107,7 +107,7 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
 
     #: The attributes that a layer shares with its plain form.
     _sizes: ClassVar[tuple[str, ...]]
-    _settable = ("generator", "path")
+    _settable = ("generator", "path", "returns")
     #: What the layer returns: the solution, or a point whose activation is the solution, for a network that applies
     #: the activation itself.
     returns: Literal["solution", "preactivation"] = "solution"
