@@ -135,12 +135,12 @@ def test_a_sampling_solver_keeps_what_the_dropout_kept(make, tau):
 
 
 def test_the_dropouts_of_the_library_are_taken_in_by_their_solvers_and_refused_by_others():
-    importance = ProxSG(sampling="importance")
+    importance, linear = ProxSG(sampling="importance"), nn.Linear(6, 4)
     for dropout, taken, refused in [
         (ImportanceDropout(0.25), importance, ProxSG()),
-        (AdditiveDropout(0.25), SVRG(), importance),
+        (AdditiveDropout(0.25, linear), SVRG(), importance),
     ]:
-        model = nn.Sequential(dropout, nn.Linear(6, 4), nn.ReLU())
+        model = nn.Sequential(dropout, linear, nn.ReLU())
         converted = convert(model, {"1": taken})
         assert converted[1].solver.tau == 0.75
         assert is_taken_in(converted[0])
