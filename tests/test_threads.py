@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 from minimand.adjoints import Checkpoint
 from minimand.nn import SolverConv1d, SolverConv2d, SolverLayer, SolverLinear
 from minimand.norms import tracker as tracking
-from minimand.operators import Dense, LipschitzTracker
+from minimand.operators import Conv2d, Dense, LipschitzTracker
 from minimand.solvers import FISTA, SVRG, ProxGD, ProxSG, Sample
 from minimand.solvers.sampling import Nice, Request
 from minimand.train import ProxProp
+from minimand.train.proxprop.layers import LayerHooks
 from tests.cases.operators import dense_matrix, norm_sq
 
 THREADS = 8
@@ -31,7 +33,7 @@ LAYERS: dict[str, tuple[Callable[[], SolverLayer], tuple[int, ...]]] = {
     "dense, sampled": (lambda: SolverLinear(24, 16, solver=ProxSG(iters=4, tau=1.0)), (5, 24)),
     "dense, one sample": (lambda: SolverLinear(24, 16, solver=ProxSG(4, tau=1.0), shared_sample=True), (5, 24)),
     "conv1d": (lambda: SolverConv1d(3, 4, 3, padding=1, solver=FISTA(iters=3)), (2, 3, 9)),
-    "conv2d": (lambda: SolverConv2d(32, 32, 3, padding=1, solver=ProxGD(iters=2)), (2, 32, 4, 4)),
+    "conv2d": (lambda: SolverConv2d(8, 6, 3, padding=1, solver=ProxGD(iters=2)), (2, 8, 5, 5)),
     "conv2d, sampled": (lambda: SolverConv2d(4, 4, 3, groups=2, solver=SVRG(inner=3, tau=1.0)), (2, 4, 5, 5)),
 }
 every_layer = pytest.mark.parametrize("name", list(LAYERS))
@@ -63,7 +65,8 @@ def _made(name: str, training: bool) -> tuple[SolverLayer, Tensor, list[Tensor]]
     make, shape = LAYERS[name]
     layer = make().train(training)
     # In training the bound depends on the weights before, unless no drift is tolerated.
-    layer._tracker.tolerance = 0.0
+    inputs, outputs = layer._tracker.parts
+    layer._tracker = LipschitzTracker(layer.operator(), tolerance=0.0, inputs=inputs, outputs=outputs).train(training)
     return layer, torch.randn(shape), [scale * torch.randn_like(layer.weight) for scale in SCALES]
 
 
@@ -141,6 +144,15 @@ def test_training_never_steps_with_a_bound_below_the_truth(name: str) -> None:
         _in_threads(work)
 
 
+def test_threads_share_the_transformed_kernels_of_an_operator() -> None:
+    operator, x = Conv2d(torch.randn(64, 64, 3, 3), (16, 16), padding=1), torch.randn(THREADS, 2, 64, 16, 16)
+    prepared, found = operator.repeated(2), [torch.empty(0)] * THREADS
+    assert prepared._kernels is not None
+    _in_threads(lambda k: found.__setitem__(k, prepared.normal(x[k])))
+    for k in range(THREADS):
+        torch.testing.assert_close(found[k], operator.normal(x[k]), rtol=1e-3, atol=1e-2)
+
+
 def test_forwards_beside_an_export() -> None:
     """Whether torch compiles is one flag for all threads; the other threads do not take the paths of traced tensors."""
     layer, y, weights = _made("dense", False)
@@ -149,16 +161,15 @@ def test_forwards_beside_an_export() -> None:
     def work(number: int) -> None:
         while number and not stop.is_set():
             torch.export.export(other, (torch.randn(2, 4),))
-        for weight, answer in [*zip(weights, answers, strict=True)] * (0 if number else 60):
-            with torch.no_grad():
-                layer.weight.copy_(weight)
-            assert _equal(_passes(layer, y), answer)
-        stop.set()
+        try:
+            for weight, answer in [*zip(weights, answers, strict=True)] * (0 if number else 60):
+                with torch.no_grad():
+                    layer.weight.copy_(weight)
+                assert _equal(_passes(layer, y), answer)
+        finally:
+            stop.set()
 
-    try:
-        _in_threads(work, 2)
-    finally:
-        stop.set()
+    _in_threads(work, 2)
 
 
 def test_compiled_layers_in_threads() -> None:
@@ -244,25 +255,27 @@ def test_checkpoints_replay_their_samples_whatever_others_draw(own: bool) -> Non
     assert torch.equal(state, layer.generator.get_state() if own else torch.get_rng_state())
 
 
-def test_proxprop_counts_the_rows_of_all_threads() -> None:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for seed in range(6):
-            torch.manual_seed(seed)
-            model = nn.Sequential(nn.Linear(12, 10), nn.Tanh(), nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-            inputs, alone = torch.randn(THREADS, 6, 12, dtype=torch.float64), copy.deepcopy(model)
-            optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
-            for each, optimizer in zip((model, alone), optimizers, strict=True):
-                ProxProp(each).attach(optimizer)
-            _in_threads(lambda k, model=model, inputs=inputs: model(inputs[k]).square().sum().backward())
-            for x in inputs:
-                alone(x).square().sum().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-            torch.testing.assert_close(list(model.parameters()), list(alone.parameters()), rtol=1e-8, atol=1e-10)
-    finally:
-        sys.setswitchinterval(interval)
+def test_proxprop_counts_the_rows_of_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(12, 10), nn.Tanh(), nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    inputs, alone = torch.randn(THREADS, 6, 12, dtype=torch.float64), copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
+    for each, optimizer in zip((model, alone), optimizers, strict=True):
+        ProxProp(each).attach(optimizer)
+    for x in inputs:
+        alone(x).square().sum().backward()
+    new_rows = LayerHooks.new_rows
+
+    def slow(hooks: LayerHooks) -> object:
+        rows = new_rows(hooks)
+        time.sleep(2e-3)  # other threads run meanwhile
+        return rows
+
+    monkeypatch.setattr(LayerHooks, "new_rows", slow)
+    _in_threads(lambda k: model(inputs[k]).square().sum().backward())
+    monkeypatch.undo()
+    for optimizer in optimizers:
+        optimizer.step()
+    torch.testing.assert_close(list(model.parameters()), list(alone.parameters()), rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
