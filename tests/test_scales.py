@@ -54,7 +54,8 @@ MODELS = {
     "LowRank": (lambda c: LowRank(2.0 * c, random_state=0), B),
     "NMF": (lambda c: NMF(0.5 * c, random_state=0), A),
     "NMF of a size": (lambda c: NMF(0.3 * c, n_components=4, random_state=0), A),
-    "SparseDictionary": (lambda c: SparseDictionary(2.0 * c, 0.2, random_state=0), B[:7, :5]),
+    "NMF of more terms than columns": (lambda c: NMF(0.3 * c, n_components=11, random_state=0), A),
+    "SparseDictionary": (lambda c: SparseDictionary(2.0 * c, 0.2, random_state=0), B[:7, :5].copy()),
     "RobustPCA": (lambda c: RobustPCA(3.0, random_state=0), B),
     "RobustPCA, smooth": (lambda c: RobustPCA(3.0, 2.0 / c, random_state=0), B),
     "MatrixCompletion": (lambda c: MatrixCompletion(1.5 * c, random_state=0), HOLES),
@@ -80,8 +81,8 @@ def test_estimators_at_every_scale(name):
         left, certificate = other.fit_transform(c * Y), other.certificate_
         assert certificate.status is found.status
         assert other.n_components_ == model.n_components_
-        rel = 1e-12 if c in EXACT and name != "CPTensor" else 1e-3
-        assert certificate.relative_gap == pytest.approx(found.relative_gap, rel=rel, abs=rel * 1e-8)
+        rel = 1e-12 if c in EXACT and name != "CPTensor" else 1e-2
+        assert certificate.relative_gap == pytest.approx(found.relative_gap, rel=rel, abs=rel * 1e-9)
         root, polar = math.sqrt(c), c if d == 2 else 1.0
         assert certificate.polar_upper / polar == pytest.approx(found.polar_upper, rel=rel)
         same(other.lambda_max(c * Y) / polar, top)
