@@ -262,8 +262,8 @@ def certify_factors(
     penalty = problem.penalty(U, V)
     if not penalty < float("inf"):
         raise OptionError(
-            f"the factors lie outside the domain of {type(theta).__name__}: they hold negative entries; "
-            "clip them at zero, or certify with another regularizer"
+            f"the factors lie outside the domain of {type(theta).__name__}: they hold negative entries, or entries "
+            "whose squares overflow; clip them at zero, scale them, or certify with another regularizer"
         )
     Z = loss.dual(U, V)
     upper = theta.upper(Z, lam, BoundOptions(min(1e-4, tol / 4), effort, (U.mT, V.mT), generator))
