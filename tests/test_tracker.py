@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from minimand.errors import CapabilityError, NonFiniteError, OptionError
 from minimand.nn import SolverLinear
 from minimand.norms.kernel import Bounds, Kernel
+from minimand.norms.tracker import _formula
 from minimand.operators import Conv2d, Dense, LinearOperator, LipschitzTracker
 from tests.cases.operators import OPERATORS, OperatorCase, dense_matrix, norm_sq
 
@@ -40,9 +41,9 @@ def _assert_bounded(operator: LinearOperator, tracker: LipschitzTracker, weight:
     return float(bounds.total.double() / truth.clamp_min(1e-300))
 
 
-def _formula(tracker: LipschitzTracker, weight: Tensor) -> Bounds:
+def _drifted(tracker: LipschitzTracker, weight: Tensor) -> Bounds:
     """The bounds by the drift from the present reference, without a renewal."""
-    return tracker._formula(Kernel(weight, tracker._geometry), tracker.reference)
+    return _formula(Kernel(weight, tracker._geometry), tracker.reference, tracker.parts)
 
 
 def _rank_one(weight: Tensor) -> None:
@@ -87,9 +88,9 @@ def test_the_drift_alone_is_a_bound(case: OperatorCase) -> None:
     """From a zero anchor that is never refreshed: √r‖W‖_F ≥ ‖A‖, also for the kernel that attains it best."""
     operator = case.operator()
     tracker = LipschitzTracker(operator, inputs=True, outputs=True)
-    flat = _formula(tracker, operator.weight)
+    flat = _drifted(tracker, operator.weight)
     ones = torch.ones_like(operator.weight)
-    flat_ones = _formula(tracker, ones)
+    flat_ones = _drifted(tracker, ones)
     assert flat.total >= norm_sq(dense_matrix(operator))
     assert flat_ones.total >= norm_sq(dense_matrix(operator.with_weight(ones)))
     assert flat.inputs is not None
@@ -198,7 +199,7 @@ def test_casting_keeps_the_bound_without_a_refresh(types: list[torch.dtype]) -> 
         weight = weight.to(dtype)
         tracker.to(dtype)
     count = tracker.refreshes
-    bounds = _formula(tracker, weight)
+    bounds = _drifted(tracker, weight)
     assert bounds.total.double() >= norm_sq(weight.double())
     assert tracker.refreshes == count
     _assert_bounded(Dense(weight), tracker, weight)

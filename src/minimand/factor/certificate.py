@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import NonFiniteError, OptionError, ShapeError, require_finite, require_positive
 from .bounds import Bound
 from .inputs import Units, leveled, raised, real
@@ -178,6 +179,7 @@ class Finding(NamedTuple):
     directions: Directions | None
 
 
+@checked
 def certify(
     Y: Any,
     U: Any,

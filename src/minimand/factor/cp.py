@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import OptionError, ShapeError, require_finite
 from ..linalg import gram
 from ..solvers.iterate import iterate
@@ -28,6 +29,7 @@ REFILLS = 3  # rounds in which components that became zero are replaced at a fix
 Modes = tuple[Tensor, Tensor, Tensor]  # (A, B, C), vectors as rows: r × size of the mode
 
 
+@checked
 def certify_tensor(Y: Any, factors: Any, *, lam: float, tol: float = 1e-3) -> Certificate:
     r"""An upper bound on the distance of given factors to the global minimum of the CP problem over all sizes,
 

@@ -18,15 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import (
-    CapabilityError,
-    NonFiniteError,
-    OptionError,
-    ShapeError,
-    is_traced,
-    require_finite,
-    require_real,
-)
+from ..arguments import checked
+from ..errors import CapabilityError, NonFiniteError, OptionError, ShapeError, is_traced, require_finite, require_real
 from ..functions.base import widened
 from ..linalg import gram
 from ..norms.tracker import LipschitzTracker
@@ -133,6 +126,7 @@ def sample_smoothness(V: Tensor, mask: Tensor) -> Tensor:
 # -- the global minimum ------------------------------------------------------------------------------------------------
 
 
+@checked
 def dropout_optimum(Y: Any, rank: int, p: float) -> tuple[Any, float, int]:
     r"""The global minimum of matrix factorisation with dropout, for a fixed number r of terms.
 
@@ -195,6 +189,7 @@ def _shrink(values: Tensor, rank: int, weight: float, size: int) -> tuple[Tensor
     return values[:kept] - threshold, threshold
 
 
+@checked
 def nuclear_squared(X: Any) -> Any:
     r"""The squared nuclear norm :math:`\|X\|_*^2 = \bigl(\sum_i \sigma_i(X)\bigr)^2`.
 
@@ -221,6 +216,7 @@ def nuclear_squared(X: Any) -> Any:
 # -- equalisation ------------------------------------------------------------------------------------------------------
 
 
+@checked
 def equalize(U: Any, V: Any) -> tuple[Any, Any]:
     r"""Other factors of the same product, whose terms all have the same norm.
 

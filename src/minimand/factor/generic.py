@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import ShapeError, require_finite
 from .certificate import Certificate, FactorProblem
 from .growth import GrowthOptions, grow
@@ -25,6 +26,7 @@ class FactorizeResult(NamedTuple):
     history: list[float]
 
 
+@checked
 def factorize(
     Y: Any,
     *,

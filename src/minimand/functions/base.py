@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..arguments import check_methods
 from ..errors import CapabilityError, OptionError, ShapeError, is_traced, require_real
 
 __all__ = ["Function", "Separable", "Step"]
@@ -33,6 +34,9 @@ class Function(abc.ABC):
     """
 
     separable: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        check_methods(cls, "__init__", "value", "prox")
 
     @abc.abstractmethod
     def value(self, x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import OptionError, is_traced, require_positive
 from .base import Separable, Step, check_step, indicator, scaled, slack
 
@@ -119,6 +120,7 @@ class NonPositive(Separable):
         return NonNegative()
 
 
+@checked
 @dataclass(frozen=True)
 class SquaredHinge(Separable):
     r"""The squared hinge :math:`g(x) = \frac{\gamma}{2} \max(-x - \lambda, 0)^2` with shift :math:`\lambda`.
@@ -161,6 +163,7 @@ class SquaredHinge(Separable):
         return NonPositiveRidge(1.0 / self.gamma, -self.shift)
 
 
+@checked
 @dataclass(frozen=True)
 class LeakyHinge(Separable):
     r"""The squared hinge :math:`g(x) = \frac{1-\alpha}{2\alpha} \max(-x, 0)^2`, parametrised by its leaky slope.
@@ -292,8 +295,14 @@ class _SoftThreshold(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, threshold: Tensor) -> Tensor:
         shrunk = F.softshrink(x, float(threshold.detach()))
         ctx.save_for_backward(shrunk)
+        ctx.save_for_forward(shrunk)
         ctx.threshold_shape = threshold.shape
         return shrunk
+
+    @staticmethod
+    def jvp(ctx: Any, x: Tensor | None, threshold: Tensor | None) -> Tensor:
+        sign = ctx.saved_tensors[0].sign()
+        return (0 if x is None else x * sign.abs()) - (0 if threshold is None else threshold * sign)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -305,6 +314,7 @@ class _SoftThreshold(torch.autograd.Function):
         return to_x, to_threshold
 
 
+@checked
 @dataclass(frozen=True)
 class Box(Separable):
     r"""The indicator of :math:`[l, u]`. Its prox clips, like hardtanh and ReLU6. Either end may be infinite.

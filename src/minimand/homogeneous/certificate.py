@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import OptionError, ShapeError, require_finite, require_positive
 from ..factor.certificate import Certificate, judge
 from ..factor.inputs import Units, leveled, middle, real, shifted
@@ -118,6 +119,7 @@ def judge_relu(X: Tensor, Y: Tensor, W: Tensor, V: Tensor, lam: float, polar: Po
     return judge_residual(Y, R, value, lam=lam, polar=bounds, image=image, tol=tol, error=error)
 
 
+@checked
 def certify_relu(
     X: Any, y: Any, weights: Any, outputs: Any, *, lam: float, tol: float = 1e-3, polar: str = "auto", seed: int = 0
 ) -> Certificate:

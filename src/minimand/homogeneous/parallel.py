@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..errors import CapabilityError, OptionError, ShapeError, require_finite, require_positive, require_real
+from ..errors import CapabilityError, OptionError, Sealed, ShapeError, require_finite, require_positive, require_real
 from ..factor.certificate import Certificate, Status
 from ..factor.inputs import Units, middle, raised, shifted
 from ..solvers.base import require_count
@@ -31,7 +31,7 @@ _REGULARIZERS = (*_BY_NORMS, "path")
 _INPUTS = {torch.float32: 40, torch.float64: 320}
 
 
-class ParallelNetwork(nn.Module):
+class ParallelNetwork(Sealed, nn.Module):
     r"""A sum of subnetworks :math:`\Phi(x) = \sum_{i=1}^r \phi(x; W_i)` with a regulariser that limits their number.
 
     .. math:: \min_{r, W}\; \tfrac12\|y - \Phi(X)\|^2 + \lambda\sum_{i=1}^r \theta(W_i)
@@ -79,6 +79,8 @@ class ParallelNetwork(nn.Module):
     >>> [round(v, 3) + 0.0 for v in net.predict(x).flatten().tolist()], str(net.certificate_.status)
     ([0.9, 0.0], 'CERTIFIED')
     """
+
+    _settable = ("certificate_", "history_")
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from ..arguments import checked
 from ..errors import CapabilityError
 from .assemble import RecordedRun, assemble
 from .guess import guesses
@@ -27,6 +28,7 @@ _ASK = "pass an example input, read(model, example)"
 _GRADIENT_ERRORS = re.compile(r"out=|in-?place|requires grad|a view", re.IGNORECASE)
 
 
+@checked
 def read(model: nn.Module, example: Any = None, *, training: bool | None = None) -> Network:
     """Record a run of a network: which functions of torch it calls, on which tensors, and in which modules.
 

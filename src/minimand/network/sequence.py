@@ -8,6 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import nn
 
+from ..arguments import checked
 from ..errors import MinimandError
 from ..functions.activations import activation_module
 from .graph import is_layer
@@ -45,6 +46,7 @@ class SequencePart:
     call: Call | None = None
 
 
+@checked
 def sequence(model: nn.Module, example: Any = None) -> tuple[SequencePart, ...]:
     """The layers that a network calls in turn, each on the output of the one before.
 

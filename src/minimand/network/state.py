@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import os
 import random
 import sys
 import threading
@@ -15,6 +16,8 @@ __all__ = ["Saved", "preserved", "version"]
 
 #: One run at a time: a run changes training flags and hooks of the modules.
 _LOCK = threading.RLock()
+if hasattr(os, "register_at_fork"):  # The thread that holds the lock does not exist in a forked worker.
+    os.register_at_fork(after_in_child=_LOCK._at_fork_reinit)  # type: ignore[attr-defined]
 _CONTAINERS = (dict, list, set, collections.deque)
 
 

@@ -107,10 +107,8 @@ class RCD(Solver):
     ) -> CoordinateState:
         """Update τ outputs, and the residual with them."""
         operator = problem.operator
-        rows = None if self.shared_sample else problem.rows
-        size = sample_size(self.tau, operator.outputs)
-        request = Request(size, operator.outputs, rows, problem.y, generator)
-        sample = Nice().draw(request)
+        rows, size = None if self.shared_sample else problem.rows, sample_size(self.tau, operator.outputs)
+        sample = Nice().draw(Request(size, operator.outputs, rows, problem.y, generator))
         x = problem.y.new_zeros(problem.shape) if state.x is None else state.x
         if (index := sample.index) is None:
             assert sample.weight is not None
@@ -129,9 +127,7 @@ class RCD(Solver):
 
     @staticmethod
     def _updated(problem: Problem, x: Tensor, residual: Tensor, bias: Tensor | None, step: float | Tensor) -> Tensor:
-        direction = problem.operator.affine(residual, bias)
-        if problem.ridge > 0:
-            direction = direction - problem.ridge * x
+        direction = problem.less_ridge(problem.operator.affine(residual, bias), x)
         return problem.prox(x + step * direction, step)
 
     @staticmethod

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ...errors import OptionError
+from ...errors import OptionError, Sealed
 from ...functions.curves import softplus_inverse
 from ...linalg import Weight
 from ...solvers.momentum import extrapolate
@@ -101,7 +101,7 @@ class FixedSum(nn.Module):
         return value
 
 
-class Coefficients(nn.Module):
+class Coefficients(Sealed, nn.Module):
     """The coefficients of one update, one per term.
 
     Args:

@@ -20,13 +20,7 @@ from .network import OptimizationNet
 
 __all__ = ["ResidualAddition", "ResidualSearch", "ResidualStage", "additions", "find_stages"]
 
-_POINTWISE = (
-    nn.Identity,
-    nn.modules.dropout._DropoutNd,
-    nn.modules.batchnorm._BatchNorm,
-    nn.LayerNorm,
-    nn.GroupNorm,
-)
+_POINTWISE = (nn.Identity, nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ class BlockProblem(Problem):
 
     def linear(self) -> Tensor:
         """``A y + b``."""
-        return super().linear() if self.affine is None else self.affine
+        return super().linear() if self.affine is None else self.affine.to(self.y.dtype)
 
 
 class Reference(NamedTuple):
@@ -44,8 +44,8 @@ class BlockLayer(SolverLayer):
         """The problem of the whole block; in training this updates the running statistics."""
         operator = self.operator(y)
         operator.check_input(y)
-        affine = operator.affine(y, self.bias)
         weight = operator.weight
+        affine = operator.affine(y.to(weight.dtype), self.bias)
         bias: Tensor | None = self.bias
         if (norm := self.norm.module) is not None:
             if y.dim() != 1 - operator.feature_dim:
@@ -59,11 +59,11 @@ class BlockLayer(SolverLayer):
             bias = shift if bias is None else shift + scale * bias
             # The forward of the class: the one of the instance is now the identity.
             affine = type(norm).forward(norm, affine)
-        operator = operator.with_weight(weight).with_bounds(self._tracker.bounds(weight))
+        operator = self._bounded(operator, weight)
         if skip is not None:
             affine = affine + skip
             bias = skip if bias is None else skip + operator.per_feature(bias)
-        return BlockProblem(operator, self.function, y, bias, self.options.ridge, affine)
+        return BlockProblem(operator, self.function, y, bias, self.options.ridge, affine).working()
 
 
 class BlockLinear(BlockLayer, SolverLinear):
