@@ -160,12 +160,8 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             )
         elif stop in _REMEDIES:
             remedy = _REMEDIES[stop].format(max_iter=self.max_iter, rank=self.n_components_)
-            warnings.warn(
-                f"{type(self).__name__} stopped before its certificate ({self.certificate_.status}, relative gap "
-                f"{self.certificate_.relative_gap:.2g} > tol={self.tol:g}): {remedy}",
-                ConvergenceWarning,
-                stacklevel=level,
-            )
+            text = self.certificate_.shortfall(type(self).__name__, self.tol, remedy)
+            warnings.warn(text, ConvergenceWarning, stacklevel=level)
 
     def _fit(self, Y: Any, start: Any, group: Any) -> tuple[Any, Stop]:
         """Check, solve and store; returns U and the reason for the end of the fit."""
@@ -200,11 +196,8 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         problem, units = self._problem(data, RowSharding()).normalized(V, V)
         codes, converged = self._code(problem, units.lowered(V))
         if not converged:
-            warnings.warn(
-                f"{type(self).__name__}.transform used all its iterations before the codes converged: they are rough",
-                ConvergenceWarning,
-                stacklevel=3,
-            )
+            text = f"{type(self).__name__}.transform used all its iterations before the codes converged: they are rough"
+            warnings.warn(text, ConvergenceWarning, stacklevel=3)
         return same_kind(units.factor(codes), like)
 
     def inverse_transform(self, U: Any) -> Any:

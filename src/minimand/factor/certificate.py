@@ -22,7 +22,7 @@ from .bounds import Bound
 from .inputs import Units, leveled, raised, real
 from .losses import Loss, Squared, loss_from, rounding
 from .matrices import DualMatrix, RowSharding, summation_error
-from .observed import Observed
+from .observed import masked
 from .regularizers import BoundOptions, Directions, Regularizer, named_regularizer
 
 __all__ = ["Certificate", "FactorProblem", "Factors", "Status", "Stop", "certify"]
@@ -70,6 +70,11 @@ class Certificate:
         judged = self.status is Status.CERTIFIED or lam < self.polar_upper < math.inf
         return judged and self.polar_lower <= lam
 
+    def shortfall(self, who: str, tol: float, remedy: str) -> str:
+        """The text of a warning that a fit stopped before its certificate."""
+        gap = f"relative gap {self.relative_gap:.2g} > tol={tol:g}"
+        return f"{who} stopped before its certificate ({self.status}, {gap}): {remedy}"
+
     def in_units(self, units: Units) -> "Certificate":
         """The certificate of a problem in its own units, from that of the problem in the middle of the range."""
         lower, upper = (raised(polar, units.polar) for polar in (self.polar_lower, self.polar_upper))
@@ -106,11 +111,8 @@ class FactorProblem:
         return self.loss.rows
 
     def normalized(self, *factors: Tensor) -> tuple["FactorProblem", Units]:
-        """The same problem in the middle of the floating-point range, and the units of its solutions.
-
-        Every estimator and every certificate starts with it. Factors, vectors as columns, are brought there by
-        :meth:`Units.lowered`.
-        """
+        """The same problem in the middle of the floating-point range, and the units of its solutions and of given
+        factors (vectors as columns). Every fit and every certificate starts with it."""
         loss, units = self.loss.normalized(*factors)
         return FactorProblem(loss, self.regularizer, units.weight(self.lam, self.loss.largest())), units
 
@@ -241,7 +243,7 @@ def certify(
         )
     if mask is not None and loss is not Squared:
         raise OptionError("mask needs the squared loss: leave loss out, or fill the missing entries")
-    made = loss_from(loss, data) if mask is None else _observed(data, mask)
+    made = loss_from(loss, data) if mask is None else masked(data, mask)
     left, right = leveled(left, right)
     problem, units = FactorProblem(made, theta, float(lam)).normalized(left, right)
     left, right = units.lowered(left), units.lowered(right)
@@ -264,8 +266,8 @@ def certify_factors(
     penalty = problem.penalty(U, V)
     if not penalty < float("inf"):
         raise OptionError(
-            f"the factors lie outside the domain of {type(theta).__name__}: they hold negative entries; "
-            "clip them at zero, or certify with another regularizer"
+            f"the factors lie outside the domain of {type(theta).__name__}: they hold negative entries, or entries "
+            "whose squares overflow; clip them at zero, scale them, or certify with another regularizer"
         )
     Z = loss.dual(U, V)
     upper = theta.upper(Z, lam, BoundOptions(min(1e-4, tol / 4), effort, (U.mT, V.mT), generator))
@@ -397,13 +399,3 @@ def _unmasked(Y: Any, mask: Any) -> tuple[Any, Any]:
         return Y, mask
     seen = ~np.ma.getmaskarray(Y)
     return np.ma.getdata(Y), seen if mask is None else seen & np.asarray(mask, dtype=bool)
-
-
-def _observed(Y: Tensor, mask: Any) -> Observed:
-    seen = torch.as_tensor(mask).to(torch.bool)
-    if seen.shape != Y.shape:
-        raise ShapeError(f"mask has shape {tuple(seen.shape)}, but Y has {tuple(Y.shape)}")
-    index = torch.nonzero(seen, as_tuple=True)
-    values = Y[index]
-    require_finite("Y, where mask is True,", values)
-    return Observed(values, (index[0], index[1]), (Y.shape[0], Y.shape[1]), compact=False)

@@ -212,12 +212,9 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         sampled = self.method == "dropout"
         factors, self.n_iter_ = iterate(step, start, self.max_iter, until=None if sampled else stalled)
         if not sampled and self.tol > 0 and not stalled(factors, self.n_iter_):
-            warnings.warn(
-                f"DropoutFactorization made all max_iter={self.max_iter} iterations before its objective stopped "
-                f"falling by more than tol={self.tol:g} in one; raise max_iter or tol",
-                ConvergenceWarning,
-                stacklevel=level + 1,
-            )
+            text = f"DropoutFactorization made all max_iter={self.max_iter} iterations, and each lowered the objective "
+            text += f"by more than tol={self.tol:g}; raise max_iter or tol"
+            warnings.warn(text, ConvergenceWarning, stacklevel=level + 1)
         return factors
 
     def _stepped(

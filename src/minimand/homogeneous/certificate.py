@@ -14,6 +14,7 @@ from .polar import Polar, ascend, exact_polar, upper_bound
 __all__ = ["certify_relu", "dual_gap", "judge_relu", "judge_residual", "objective", "polar_of", "with_ones"]
 
 _POLARS = ("auto", "exact", "ascent")
+_Bounds = tuple[float, float, str]  # the lower and the upper bound on a polar, and their method
 # Above this many rows the sweep for three columns, quadratic in the rows, takes longer than the fit.
 _SPATIAL_ROWS = 600
 # Binary exponents of targets that are left as they are: the tolerances of L-BFGS are not relative.
@@ -85,15 +86,7 @@ def dual_gap(Y: Tensor, R: Tensor, value: float, lam: float, upper: float, error
 
 
 def judge_residual(
-    Y: Tensor,
-    R: Tensor,
-    value: float,
-    *,
-    lam: float,
-    polar: tuple[float, float, str],
-    image: float,
-    tol: float,
-    error: float,
+    Y: Tensor, R: Tensor, value: float, *, lam: float, polar: _Bounds, image: float, tol: float, error: float
 ) -> Certificate:
     r"""The certificate of a network from its residual R, its objective, and the bounds on the polar with their method.
 

@@ -205,12 +205,9 @@ class ParallelNetwork(Sealed, nn.Module):
         self.history_ = [raised(value, units.objective) for value in self.history_]
         self._found = self._found[0], raised(self._found[1], units.polar)
         if self.certificate_.status is Status.IMPROVABLE:
-            full = "max_networks" if len(self.subnetworks) >= self.max_networks else "descent or restarts"
-            warnings.warn(
-                f"ParallelNetwork stopped before its certificate ({self.certificate_}): raise {full}, or use a larger "
-                f"lam or tol",
-                stacklevel=3,
-            )
+            full = "max_networks" if len(self.subnetworks) >= self.max_networks else "descent, restarts"
+            text = self.certificate_.shortfall("ParallelNetwork", self.tol, f"raise {full}, lam or tol")
+            warnings.warn(text, stacklevel=3)
 
     def _make(self, like: Tensor) -> nn.Module:
         """A new subnetwork with the dtype and device of ``like``."""
@@ -241,10 +238,7 @@ class ParallelNetwork(Sealed, nn.Module):
         if x.dtype not in (torch.float32, torch.float64):
             raise CapabilityError(f"x is {x.dtype}, but growth needs float32 or float64; convert it with .float()")
         if not len(x) or middle(float(x.abs().max()), limit=_INPUTS[x.dtype]):
-            raise OptionError(
-                f"x of shape {tuple(x.shape)} is empty, or its largest entry is so far from one that powers leave the "
-                f"range of {x.dtype}: pass samples, scaled to entries near one"
-            )
+            raise OptionError(f"x is empty, or its powers leave the range of {x.dtype}: scale its entries to near one")
         x, y = x.detach(), y.detach().to(x)
         pattern = self._copy(x)
         shape = tuple(_outputs(pattern, x).shape)

@@ -118,16 +118,11 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
         status = self.certificate_.status
         if status is Status.CERTIFIED or (finished and status is Status.UNDECIDED):
             return
-        remedy = f"all max_rounds={self.max_rounds} rounds are made; raise max_rounds"
+        remedy = f"all max_rounds={self.max_rounds} rounds are made; raise max_rounds or lam"
         if finished:
             full = self.n_neurons_ == self.max_neurons
-            remedy = "raise max_neurons" if full else "its last round gained nothing; raise descent, or tol"
-        warnings.warn(
-            f"ParallelReLU stopped before its certificate ({status}, relative gap "
-            f"{self.certificate_.relative_gap:.2g} > tol={self.tol:g}): {remedy}, or use a larger lam",
-            ConvergenceWarning,
-            stacklevel=3,
-        )
+            remedy = "raise max_neurons or lam" if full else "its last round gained nothing; raise descent, lam or tol"
+        warnings.warn(self.certificate_.shortfall("ParallelReLU", self.tol, remedy), ConvergenceWarning, stacklevel=3)
 
     def predict(self, X: Any) -> np.ndarray:
         """The network's outputs, shaped like y."""
