@@ -84,15 +84,9 @@ def preserved(model: nn.Module) -> Iterator[Saved]:
                     restore()
 
 
-def snapshot(model: nn.Module) -> Callable[[], None]:
-    """A function that gives every module of a network the attributes, children and hooks that it has now."""
-    undo = [_attributes(module) for module in model.modules()]
-
-    def restore() -> None:
-        for step in undo:
-            step()
-
-    return restore
+def snapshot(model: nn.Module) -> list[Callable[[], None]]:
+    """Functions that give every module of a network the attributes, children and hooks that it has now."""
+    return [_attributes(module) for module in model.modules()]
 
 
 def _attributes(module: nn.Module) -> Callable[[], None]:

@@ -36,6 +36,7 @@ from ..solvers.base import require_count
 __all__ = ["EvalMode", "SolverConv1d", "SolverConv2d", "SolverLayer", "SolverLinear", "SolverOptions"]
 
 EvalMode = Literal["stochastic", "mean", "deterministic"]
+Returns = Literal["solution", "preactivation"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,9 +109,8 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
     #: The attributes that a layer shares with its plain form.
     _sizes: ClassVar[tuple[str, ...]]
     _settable = ("generator", "path", "returns")
-    #: What the layer returns: the solution, or a point whose activation is the solution, for a network that applies
-    #: the activation itself.
-    returns: Literal["solution", "preactivation"] = "solution"
+    #: "preactivation": a point whose activation is the solution, for a network that applies the activation itself.
+    returns: Returns = "solution"
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -136,7 +136,7 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
         plain: nn.Module,
         activation: str | nn.Module | Function,
         options: SolverOptions,
-        returns: Literal["solution", "preactivation"] = "solution",
+        returns: Returns = "solution",
     ) -> Self:
         """The solver form of a plain layer; the Parameters are shared, not copied."""
         self = cls.__new__(cls)

@@ -106,16 +106,18 @@ def as_algorithm(
             if stages is not None:
                 raise ConversionError(f"{found.seen[-1]}. The model is unchanged") from None
     if not forms.edits:
-        raise _without_stage(found)
+        seen = "\n".join(f"  {line}" for line in found.seen) or "  only modules of torch"
+        raise ConversionError(
+            f"no residual stage was found: two or more consecutive residual updates x + F(x) with an identity skip and "
+            f"an F that has parameters. The model is unchanged. Examined modules:\n{seen}"
+        )
     result: M = changed(model, tuple(found.residuals), inplace, forms.apply)  # type: ignore[assignment]
     return result
 
 
 def _picked(found: ResidualSearch, stages: str | Sequence[str] | None) -> list[ResidualStage]:
     """The stages that match the patterns; a pattern without a match is an error."""
-    if not found.stages:
-        raise _without_stage(found)
-    if stages is None:
+    if not found.stages or stages is None:
         return found.stages
     patterns = [stages] if isinstance(stages, str) else stages
     there = ", ".join(f"{stage.path or 'the model itself'} ({len(stage)} updates)" for stage in found.stages)
@@ -123,11 +125,3 @@ def _picked(found: ResidualSearch, stages: str | Sequence[str] | None) -> list[R
         if not any(fnmatch.fnmatchcase(stage.path, pattern) for stage in found.stages):
             raise ConversionError(f"{pattern!r} matches no residual stage; available: {there}. The model is unchanged")
     return [stage for stage in found.stages if any(fnmatch.fnmatchcase(stage.path, p) for p in patterns)]
-
-
-def _without_stage(found: ResidualSearch) -> ConversionError:
-    seen = "\n".join(f"  {line}" for line in found.seen) or "  only modules of torch"
-    return ConversionError(
-        f"no residual stage was found: two or more consecutive residual updates x + F(x) with an identity skip and "
-        f"an F that has parameters. The model is unchanged. Examined modules:\n{seen}"
-    )

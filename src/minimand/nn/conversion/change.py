@@ -145,7 +145,8 @@ def changed(
             if expected is not None:
                 _compare(network, found, expected)
     except BaseException:
-        rollback()
+        for restore in rollback:
+            restore()
         raise
     return result
 

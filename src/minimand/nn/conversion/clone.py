@@ -4,7 +4,6 @@ import copy
 import functools
 import inspect
 import types
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -37,7 +36,7 @@ def clone(model: M) -> M:
     shells = [object.__new__(type(module)) for module in modules]
     memo: dict[int, Any] = {id(module): shell for module, shell in zip(modules, shells, strict=True)}
     for module in modules:
-        for value in (*_values(module, _TENSORS), *vars(module).values()):
+        for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
             if isinstance(value, Tensor):
                 memo[id(value)] = value
     inside = frozenset(map(id, modules))
@@ -45,11 +44,6 @@ def clone(model: M) -> M:
         for name, value in vars(module).items():
             shell.__dict__[name] = _attribute(name, value, memo, inside)
     return memo[id(model)]
-
-
-def _values(module: nn.Module, names: tuple[str, ...]) -> Iterator[Any]:
-    for name in names:
-        yield from vars(module)[name].values()
 
 
 def _attribute(name: str, value: Any, memo: dict[int, Any], inside: frozenset[int]) -> Any:

@@ -177,9 +177,8 @@ def _dropout_at(network: Network, call: Call, value: Value) -> Dropout | None:
         frame = None if frame.parent is None else network.frames[frame.parent]
     if call.target not in _DROPOUTS:
         return None
-    names = ["input", "p", "train"]
-    if inspect.isfunction(call.target):
-        names = list(inspect.signature(call.target).parameters)
+    functional = inspect.isfunction(call.target)
+    names = list(inspect.signature(call.target).parameters) if functional else ["input", "p", "train"]
     given = (
         {"p": 0.5, "training": call.target is F.dropout} | dict(zip(names, call.args, strict=False)) | dict(call.kwargs)
     )

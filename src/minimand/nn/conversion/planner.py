@@ -12,7 +12,7 @@ from ...functions import Zero, from_activation
 from ...network import Network, role
 from ...network.reading import read_modes
 from ...network.record import Call, CallSite, ModuleFrame
-from ...solvers import SVRG, ProxSG
+from ...solvers import SVRG, ProxSG, Solver
 from ...solvers.sampling import Importance, resolve_sampling
 from ..layers import SolverOptions
 from .edit import Edits, Uneditable, add_edit
@@ -33,8 +33,7 @@ def readings(model: nn.Module, example: Any) -> list[tuple[Network, Network]]:
     return [pair]
 
 
-@dataclasses.dataclass(eq=False)
-class _Taken:
+class _Taken(NamedTuple):
     """A call that a layer takes in: the record, the layer's path, and the dropout or the addition."""
 
     network: Network
@@ -194,7 +193,7 @@ class Planner:
         if found is None or not is_alone(network, found, functools.partial(self._samples, network)):
             return None
         rule = self.rules[module]
-        _check_dropout(found, rule.resolved())
+        _check_dropout(found, rule.resolved().solver)
         if rule.dropout == "auto" and may_branch(network, found.call, call):
             path = None if found.frame is None else found.frame.path
             raise Obstacle(
@@ -262,25 +261,20 @@ def _edited(taken: _Taken) -> Iterator[_Edited]:
         yield _Edited(taken, what.call if what.frame is None else what.frame, "__0")
 
 
-def _check_dropout(dropout: Dropout, options: SolverOptions) -> None:
+def _check_dropout(dropout: Dropout, solver: Solver) -> None:
     """Reject a dropout in whose place the solver cannot sample."""
-    solver, stay = options.solver, "or Rule(..., dropout=None) to leave it in place"
-    if dropout.unit == "alpha":
-        raise Obstacle(
-            "AlphaDropout before it replaces entries by a constant, so it is not a sampling of the inputs; "
-            f"use Dropout, {stay}"
-        )
-    if dropout.p >= 1:
-        raise Obstacle("the dropout before it drops everything (p=1); use p < 1")
-    by_importance = isinstance(solver, ProxSG) and isinstance(resolve_sampling(solver.sampling), Importance)
-    if dropout.unit == "importance" and not by_importance:
-        raise Obstacle(
-            'ImportanceDropout before it and the solver would both sample; use ProxSG(sampling="importance"), which '
-            f"takes it in, {stay}"
-        )
-    alone = dropout.frame is not None and len(dropout.frame.inputs) == 1
-    if dropout.unit == "additive" and not (isinstance(solver, SVRG) and alone):
-        raise Obstacle(f"AdditiveDropout before it and the solver would both sample; use SVRG, {stay}")
+    importance = isinstance(solver, ProxSG) and isinstance(resolve_sampling(solver.sampling), Importance)
+    additive = isinstance(solver, SVRG) and dropout.frame is not None and len(dropout.frame.inputs) == 1
+    alpha = "AlphaDropout before it replaces entries by a constant, so it is not a sampling of the inputs; use Dropout"
+    twice = "before it and the solver would both sample; use"
+    for wrong, why in (
+        (dropout.unit == "alpha", alpha),
+        (dropout.p >= 1, "the dropout before it drops everything (p=1); use p < 1"),
+        (dropout.unit == "importance" and not importance, f'ImportanceDropout {twice} ProxSG(sampling="importance")'),
+        (dropout.unit == "additive" and not additive, f"AdditiveDropout {twice} SVRG"),
+    ):
+        if wrong:
+            raise Obstacle(f"{why}, or Rule(..., dropout=None) to leave it in place")
 
 
 def _times(calls: list[tuple[Network, Call]]) -> str:
@@ -290,7 +284,6 @@ def _times(calls: list[tuple[Network, Call]]) -> str:
 def _with_tau(options: SolverOptions, p: float | None) -> SolverOptions:
     """A solver with ``tau=None`` samples the share 1 − p that the dropout keeps."""
     solver: Any = options.solver
-    open_ = any(field.name == "tau" for field in dataclasses.fields(solver)) and solver.tau is None
-    if p is None or not open_:
+    if p is None or getattr(solver, "tau", p) is not None:
         return options
     return dataclasses.replace(options, solver=dataclasses.replace(solver, tau=1.0 - p))
