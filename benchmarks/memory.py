@@ -80,7 +80,7 @@ CASES: dict[str, Callable[[], Step]] = {
     "converted ProxGD": _converted(SolverOptions(ProxGD(4))),
     "converted ProxSG": _converted(SolverOptions(ProxSG(4, tau=0.5), Checkpoint())),
     "converted SVRG": _converted(SolverOptions(SVRG(1, 3, tau=0.5))),
-    "converted ADMM": _converted(SolverOptions(ADMM(3), Unroll())),
+    "converted ADMM": _converted(SolverOptions(ADMM(2, cg_iters=2), Unroll())),
     "converted FISTA, implicit": _converted(SolverOptions(FISTA(10), Implicit(iters=10))),
     "converted ProxGD, Jacobian-free": _converted(SolverOptions(ProxGD(4), JacobianFree())),
     "ProxProp": _proxprop(),

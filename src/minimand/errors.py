@@ -1,6 +1,6 @@
 """The exceptions of the library, and the checks that raise them.
 
-Every exception is a :class:`MinimandError` and also a builtin exception (``ValueError`` or ``TypeError``), so that
+Every exception is a :class:`MinimandError` and also a builtin exception (such as ``ValueError``), so that
 ``except ValueError`` works. A message states the problem, its place, its cause and a remedy.
 """
 
