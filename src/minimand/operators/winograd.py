@@ -116,8 +116,8 @@ def winograd(weight: Tensor, geometry: ConvGeometry, rows: int) -> Winograd | No
     g = geometry
     fits = g.kernel == (_KERNEL, _KERNEL) and set(g.stride) == set(g.dilation) == {1} and g.groups == 1
     small = all(before == after < _KERNEL for before, after in g.padding)
-    precise = weight.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(weight.device.type)
-    if not (fits and small and precise) or g.size is None or weight.device.type != "cpu" or is_traced(weight):
+    usual = weight.dtype in (torch.float32, torch.float64) and weight.device.type == "cpu" and not is_traced(weight)
+    if not (fits and small and usual) or g.size is None or torch.is_autocast_enabled("cpu"):
         return None
     outputs, inputs = weight.shape[:2]
     windows, pairs = rows * _count(g.size[0]) * _count(g.size[1]), inputs * outputs
