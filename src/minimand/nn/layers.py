@@ -175,7 +175,9 @@ class SolverLayer(nn.Module, abc.ABC):
             raise located(error, self.path or type(self).__name__) from None
         ending = dataclasses.replace(problem, preactivated=True) if self.returns == "preactivation" else None
         run = Run(problem, solver, generator=self.generator, ending=ending)
-        answers = [problem.as_given(self.options.adjoint(run)[0]) for _ in range(passes)]
+        adjoint = self.options.adjoint
+        solve = adjoint.preactivation if ending is not None else lambda run: adjoint(run)[0]
+        answers = [problem.as_given(solve(run)) for _ in range(passes)]
         if passes == 1:
             return answers[0]
         samples = torch.stack(answers)

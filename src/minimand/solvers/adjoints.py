@@ -47,6 +47,7 @@ class Run:
         until: Stops the run early where it returns True.
         ending: The problem of the last iteration, where it ends in a pre-activation; None: ``problem``. Solvers that
             update some entries only take all their steps in it.
+        known: The solution and the number of iterations, where they are known.
     """
 
     problem: Problem
@@ -55,6 +56,7 @@ class Run:
     generator: torch.Generator | None = None
     until: Until | None = None
     ending: Problem | None = None
+    known: tuple[Tensor, int] | None = None
 
     def init(self) -> Any:
         """The state before the first iteration."""
@@ -68,6 +70,8 @@ class Run:
 
     def forward(self) -> tuple[Tensor, int]:
         """All iterations: the solution, and their number."""
+        if self.known is not None:
+            return self.known
         state, done = iterate(self.advance, self.init(), self.solver.iterations, until=self.until)
         return state.x, done
 
@@ -79,6 +83,10 @@ class Adjoint(abc.ABC):
     @abc.abstractmethod
     def __call__(self, run: Run) -> tuple[Tensor, int]:
         """The solution of a run, and the number of iterations."""
+
+    def preactivation(self, run: Run) -> Tensor:
+        """The pre-activation of the solution, of a run with an ``ending``."""
+        return self(run)[0]
 
     def check(self, solver: Solver) -> None:  # noqa: B027 -- most adjoints take every solver
         """Raise for a solver that this adjoint cannot differentiate."""
@@ -161,7 +169,16 @@ class JacobianFree(Adjoint):
         """The forward pass records nothing."""
         with torch.no_grad():
             x, done = run.forward()
-        return _attach(run, x, None), done
+        return _attach(run.problem, x, None), done
+
+    def preactivation(self, run: Run) -> Tensor:
+        """The pre-activation of the solution, with the gradient of that of one step at the solution."""
+        assert run.ending is not None
+        with torch.no_grad():
+            z, _ = run.forward()
+            x, step = run.ending.solution(z), as_number(reciprocal(run.problem.smoothness()))
+        moved = run.ending.prox(x + step * run.problem.descent(x, run.problem.linear()), step)
+        return z + (moved - moved.detach())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +227,17 @@ class Implicit(Adjoint):
         """The forward pass records nothing; the backward pass solves a linear system."""
         with torch.no_grad():
             x, done = run.forward()
-        return _attach(run, x, partial(self._pull_back, run.problem)), done
+        return _attach(run.problem, x, partial(self._pull_back, run.problem, x.detach())), done
+
+    def preactivation(self, run: Run) -> Tensor:
+        """The pre-activation of the solution, with the gradient of x − ∇f(x), which it is at the minimiser."""
+        assert run.ending is not None
+        with torch.no_grad():
+            z, done = run.forward()
+            known = run.ending.solution(z), done
+        x, _ = self(Run(run.problem, run.solver, known=known))
+        moved = x + run.problem.descent(x, run.problem.linear())
+        return z + (moved - moved.detach())
 
     def _pull_back(self, problem: Problem, x: Tensor, v: Tensor) -> Tensor:
         """Solve u = v + (I − ηH) D u."""
@@ -271,19 +298,11 @@ class _Transform(torch.autograd.Function):
         return ctx.pull_back(grad), None
 
 
-def _attach(run: Run, value: Tensor, pull_back: Callable[[Tensor, Tensor], Tensor] | None) -> Tensor:
-    """The value of a run with the gradient of one proximal gradient step at its solution.
-
-    The gradient of a pre-activation is that of the step's, or at the exact minimiser that of x − ∇f(x).
-    """
-    problem, value, linear = run.problem, value.detach(), run.problem.linear()
-    x = value if run.ending is None else run.ending.solution(value)
-    ending = problem if run.ending is None or pull_back is not None else run.ending
+def _attach(problem: Problem, x: Tensor, pull_back: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """The value ``x`` with the gradient of one proximal gradient step at it."""
+    x = x.detach()
     step = as_number(reciprocal(problem.smoothness()))
-    moved = ending.prox(x + step * problem.descent(x, linear), step)
+    moved = problem.prox(x + step * problem.descent(x, problem.linear()), step)
     if moved.requires_grad:
-        moved = _Transform.apply(moved, (lambda grad: grad) if pull_back is None else partial(pull_back, x))
-    if run.ending is not None and pull_back is not None:
-        moved = x + (moved - moved.detach())
-        moved = moved + problem.descent(moved, linear)
-    return value + (moved - moved.detach())
+        moved = _Transform.apply(moved, pull_back or (lambda grad: grad))
+    return x + (moved - moved.detach())

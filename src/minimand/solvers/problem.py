@@ -46,7 +46,6 @@ class Problem:
             of a residual block does.
         ridge: :math:`\lambda \ge 0`; above zero the problem is strongly convex.
         preactivated: Whether steps end in the function's ``preactivation`` instead of its prox.
-        affine: ``A y + b``, where it is known.
 
     Source: [Bibi2019], eq. (5).
 
@@ -64,7 +63,6 @@ class Problem:
     bias: Tensor | None = None
     ridge: float = 0.0
     preactivated: bool = dataclasses.field(default=False, kw_only=True)
-    affine: Tensor | None = dataclasses.field(default=None, kw_only=True)
 
     @property
     def shape(self) -> torch.Size:
@@ -79,7 +77,7 @@ class Problem:
 
     def linear(self) -> Tensor:
         """``A y + b``, the plain layer before its activation."""
-        return self.operator.affine(self.y, self.bias) if self.affine is None else self.affine
+        return self.operator.affine(self.y, self.bias)
 
     def smoothness(self) -> Tensor:
         r""":math:`L + \lambda`, with L never below :math:`\|A\|^2`."""

@@ -5,6 +5,8 @@ statistics are those of the batch in training and the running ones in evaluation
 to the bias ([Bibi2019], appendix J).
 """
 
+import dataclasses
+
 from torch import Tensor, nn
 
 from ...errors import ShapeError
@@ -13,6 +15,17 @@ from ...solvers import Problem
 from ..layers import SolverConv1d, SolverConv2d, SolverLayer, SolverLinear
 
 __all__ = ["SolverBlockConv1d", "SolverBlockConv2d", "SolverBlockLinear"]
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockProblem(Problem):
+    """A problem with a given ``A y + b``, computed by the plain layers, so that it equals theirs to the bit."""
+
+    affine: Tensor | None = None
+
+    def linear(self) -> Tensor:
+        """``A y + b``."""
+        return super().linear() if self.affine is None else self.affine
 
 
 class BlockLayer(SolverLayer):
@@ -54,7 +67,7 @@ class BlockLayer(SolverLayer):
         if skip is not None:
             affine = affine + skip
             bias = skip if bias is None else skip + operator.per_feature(bias)
-        return Problem(operator, self.function, y, bias, self.options.ridge, affine=affine)
+        return BlockProblem(operator, self.function, y, bias, self.options.ridge, affine)
 
     def normalized(self, affine: Tensor) -> Tensor:
         """``A y + b`` after the batch normalisation."""
