@@ -274,6 +274,32 @@ def test_arguments_with_defaults_keep_them(algorithm):
     torch.testing.assert_close(other(x), y)
 
 
+class Twice(nn.Module):
+    """Two additions to the argument, one of them in place, as in a transformer's block."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, scale=1.0):
+        x = x + torch.tanh(self.first(x)) * scale
+        x += self.second(x)
+        return x
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_additions_to_an_argument(algorithm):
+    net, x = Twice().double(), torch.randn(5, 4, dtype=torch.float64)
+    other = as_algorithm(net, algorithm)
+    torch.testing.assert_close(other(x), net(x), atol=0, rtol=0)
+    _set(other, 0.8, 0.3)
+    y = previous = x
+    for branch in (lambda v: torch.tanh(net.first(v)), net.second):
+        mixed = 0.8 * y + 0.3 * previous
+        y, previous = mixed + branch(y if algorithm == "heavy_ball" else mixed), y
+    torch.testing.assert_close(other(x), y)
+
+
 # Bad input -----------------------------------------------------------------------------------------------------------
 
 

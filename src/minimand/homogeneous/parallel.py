@@ -80,7 +80,7 @@ class ParallelNetwork(Sealed, nn.Module):
     ([0.9, 0.0], 'CERTIFIED')
     """
 
-    _settable = ("certificate_", "history_")
+    _settable = ("certificate_", "history_", "lam", "tol")
 
     def __init__(
         self,

@@ -1,16 +1,15 @@
 """The previous iterate in the forwards of a residual network: what edited forwards call, and the edits."""
 
 from functools import partial
-from operator import itemgetter
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from ...errors import ConversionError
-from ...network import Network
+from ...network.graph import live_readers
 from ...network.record import Call, CallSite, ModuleFrame
 from ..conversion.change import Places, adopt, install_edits
-from ..conversion.edit import Edits, Operand, Uneditable, add_edit, method_at, names_at
+from ..conversion.edit import Edits, Operand, Uneditable, add_edit, method_at
 from ..conversion.neighbors import may_branch
 from .coefficients import LearnedMomentum
 from .residual import ResidualAddition, ResidualSearch, ResidualStage
@@ -107,23 +106,28 @@ class AlgorithmEdits:
         self.trails[method_at(place)[0], trail] = partial(BlockTrail, self.algorithm)
 
     def _add_additions(self, owner: nn.Module) -> None:
-        """Mix the skips of the additions in a forward, in the order in which it makes them."""
+        """Mix the skips of the additions in a forward, in the order in which it makes them: in the additions, or, for
+        Nesterov's form, where the forward computes them, so that the branches read them mixed."""
         entries: dict[Call | ModuleFrame, tuple[int, bool]] = {}
-        trail = f"_minimand_{self.algorithm}_skips"
+        trail, ball = f"_minimand_{self.algorithm}_skips", self.algorithm == "heavy_ball"
+        start = f"{trail} = __s.{trail}(__s.{self.algorithm})"
         for chain in self.chains[owner]:
             for k, part in enumerate(chain):
                 if may_branch(part.network, part.add, part.add):
                     raise Uneditable(f"{type(owner).__name__} decides by data what it adds")
-                where, operand, text = part.add, (part.operand, 2), f"{trail}(__0)"
-                if self.algorithm == "nesterov":
-                    where, operand, text = *_first_reader(part), f"(__n := {trail}(__0))"
-                self._edit(where.place, operand, text, f"{trail} = __s.{trail}(__s.{self.algorithm})")
+                where, name = part.add if ball else _producer(part), part.add.place.code.co_varnames[1]
+                if where is part.network.frames[part.add.frame]:  # an argument
+                    add_edit(self.edits, part.add.place, Edits((), (start, f"{name} = {trail}({name})")))
+                else:
+                    text = f"{trail}(__0)" if ball else f"{trail}(__e)"
+                    self._edit(where.place, (part.operand, 2) if ball else None, text, start)
                 entries[where] = len(entries), k == 0
         network, frame, places = chain[0].network, chain[0].add.frame, {part.place for part in entries}
-        made: list[tuple[int, Any]] = [(call.index, call) for call in network.calls if call.frame == frame]
-        made += [(_start(network, run), run) for run in network.frames if run.parent == frame]
-        schedule = (entries.get(part) for _, part in sorted(made, key=itemgetter(0)) if part.place in places)
-        self.trails[owner, trail] = partial(SkipTrail, schedule=tuple(schedule))
+        made: list[Any] = [call for call in network.calls if call.frame == frame and call.outputs]
+        made += [run for run in network.frames if run.parent == frame and run.outputs]
+        made = sorted((part for part in made if part.place in places), key=lambda part: part.outputs[0].index)
+        first = [network.frames[frame]] if network.frames[frame] in entries else []
+        self.trails[owner, trail] = partial(SkipTrail, schedule=tuple(map(entries.get, (*first, *made))))
 
     def apply(self, result: nn.Module, place: Places) -> None:
         """Add the coefficients and put the edited forwards in place."""
@@ -145,32 +149,18 @@ class AlgorithmEdits:
         adopt(owner, self.algorithm)
 
 
-def _start(network: Network, frame: ModuleFrame) -> int:
-    """The index of the first call in a run of a module."""
-    return next((call.index for call in network.calls if call.frame >= frame.index), len(network.calls))
-
-
-def _first_reader(part: ResidualAddition) -> tuple[Any, Operand]:
-    """The first expression of a forward that reads an iterate, and the operand that is it.
-
-    All expressions that read it must do so by one variable, which is mixed there for all of them.
-    """
-    found = [(_in_frame(part, call), call) for call in part.network.readers(part.skip)]
-    names = [names_at(where.place) for where, _ in found if where is not None]
-    variable = names_at(part.add.place, part.operand)
-    if len(names) < len(found) or not variable or not all(variable[0] in read for read in names):
-        raise Uneditable(f"{part.add.place.code.co_qualname} does not read its iterate by one variable")
-    first, call = found[0]
-    assert first is not None
-    # The left operand of the addition is read before the calls in its right operand.
-    if part.operand == 0 and _holds(part.add.place, first.place):
-        return part.add, (0, 2)
-    return first, (0, 1) if isinstance(first, ModuleFrame) else (call.args.index(part.skip), len(call.args))
-
-
-def _holds(outer: CallSite, inner: CallSite) -> bool:
-    (first, last, left, right), (a, b, c, d) = outer.span, inner.span
-    return (first, left) <= (a, c) and (b, d) <= (last, right)
+def _producer(part: ResidualAddition) -> Call | ModuleFrame:
+    """The call of a forward, or the run of a module in it, that computes a skip; its own run for an argument."""
+    network, skip, code = part.network, part.skip, part.add.place.code
+    inside, made = network.ancestors(part.add.outputs[0]), network.producer(skip)
+    uses = (part.add, *(call for call in network.calls if any(value in inside for value in call.produces)))
+    if skip in network.outputs or not set(live_readers(network, skip)) <= set(uses):
+        raise Uneditable(f"{code.co_qualname} reads its iterate elsewhere, too")
+    frame = network.frames[part.add.frame]
+    where = frame if skip in frame.inputs[:1] else None if made is None else _in_frame(part, made)
+    if where is None or (where is not frame and where.outputs != (skip,)):
+        raise Uneditable(f"{code.co_qualname} does not compute its iterate in one expression")
+    return where
 
 
 def _in_frame(part: ResidualAddition, call: Call) -> Call | ModuleFrame | None:

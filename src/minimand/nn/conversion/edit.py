@@ -1,7 +1,7 @@
 """Methods of a module with edited expressions, compiled from the module's own source text.
 
 An edit replaces an expression, or one operand of it, where a record has seen it. A template is an expression in which
-``__f`` stands for the callee, ``__0`` and ``__1`` for the operands, ``__n`` for a variable, ``__s`` for the module.
+``__e`` stands for the expression, ``__f`` for the callee, ``__0`` and ``__1`` for operands, ``__s`` for the module.
 """
 
 import ast
@@ -18,7 +18,7 @@ from torch import nn
 from ...errors import ConversionError
 from ...network.record import CallSite
 
-__all__ = ["EditedMethod", "Edits", "Uneditable", "add_edit", "method_at", "names_at"]
+__all__ = ["EditedMethod", "Edits", "Uneditable", "add_edit", "method_at"]
 
 Span = tuple[int | None, int | None, int | None, int | None]
 Operand = tuple[int, int]
@@ -122,18 +122,6 @@ def _edited(code: types.CodeType, edits: Edits) -> types.CodeType:
     return made
 
 
-def names_at(place: CallSite, operand: int | None = None) -> tuple[str, ...]:
-    """The variables that the expression at a place reads; with ``operand``, the operand, if it is a variable."""
-    lines = linecache.getlines(place.code.co_filename)
-    for node in ast.walk(ast.parse("".join(lines))):
-        if isinstance(node, ast.Call | ast.BinOp | ast.AugAssign) and _span(node) == place.span:
-            if operand is None:
-                return tuple(part.id for part in ast.walk(node) if isinstance(part, ast.Name))
-            found = _operands(node, 2)[operand : operand + 1]
-            return tuple(part.id for part in found if isinstance(part, ast.Name))
-    return ()
-
-
 def _found(outer: ast.Module | types.CodeType, like: types.CodeType) -> types.CodeType | None:
     """The code of the same function inside the tree, or the code, of a file."""
     if isinstance(outer, ast.Module):
@@ -154,8 +142,6 @@ def _span(node: Any) -> Span:
 def _operands(node: ast.AST, count: int) -> list[ast.expr]:
     if isinstance(node, ast.BinOp):
         return [node.left, node.right]
-    if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-        return [ast.copy_location(ast.Name(node.target.id, ast.Load()), node.target), node.value]
     if isinstance(node, ast.Call) and not any(isinstance(part, ast.Starred) for part in node.args):
         given = [*node.args, *(part.value for part in node.keywords if part.arg == "input")]
         return [node.func.value, *given] if len(given) < count and isinstance(node.func, ast.Attribute) else given
@@ -179,43 +165,41 @@ class _Editor(ast.NodeTransformer):
             node.body[start:start] = [part for text in self.edits.prelude for part in self._parsed(text, node.body[0])]
             node.args.kwonlyargs += [ast.arg(name) for name in self.edits.keywords]
             node.args.kw_defaults += [ast.Constant(None) for _ in self.edits.keywords]
-        if isinstance(node, ast.Call | ast.BinOp | ast.AugAssign):
-            for span, operand in list(self.pending):
-                if operand is not None and span == _span(node):
-                    node = self._with_operand(node, operand)
-            return self._replaced(node) if (_span(node), None) in self.pending else node
-        return node
+        span = _span(node) if isinstance(node, ast.Call | ast.BinOp | ast.AugAssign) else None
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) and span in dict(self.pending):
+            # An addition in place becomes one out of place.
+            left = ast.copy_location(ast.Name(node.target.id, ast.Load()), node.target)
+            total = self._edited(ast.copy_location(ast.BinOp(left, node.op, node.value), node))
+            return ast.copy_location(ast.Assign([node.target], total), node)
+        return node if span is None or isinstance(node, ast.AugAssign) else self._edited(node)
+
+    def _edited(self, node: Any) -> Any:
+        for span, operand in list(self.pending):
+            if operand is not None and span == _span(node):
+                node = self._with_operand(node, operand)
+        return self._replaced(node) if (_span(node), None) in self.pending else node
 
     def _is_method(self, node: ast.FunctionDef) -> bool:
         lines = [node.lineno, *(part.lineno for part in node.decorator_list)]
         return node.name == self.code.co_name and min(lines) == self.code.co_firstlineno
 
     def _with_operand(self, node: Any, which: Operand) -> Any:
-        """A node with one operand edited; an addition in place becomes one out of place."""
-        if isinstance(node, ast.AugAssign) and (pair := _operands(node, 2)):
-            total = ast.copy_location(ast.BinOp(pair[0], node.op, pair[1]), node)
-            return ast.copy_location(ast.Assign([node.target], self._with_operand(total, which)), node)
+        """A node with one operand edited."""
         for operand in _operands(node, which[1])[which[0] : which[0] + 1]:
-            parts = {"__n": ast.Name(operand.id, ast.Store())} if isinstance(operand, ast.Name) else {}
-            made = self._filled((_span(node), which), node, {**parts, "__0": operand})
+            made = self._filled((_span(node), which), node, {"__0": operand})
             _substitute(node, lambda part: made if part is operand else part)  # noqa: B023
         return node
 
     def _replaced(self, node: Any) -> Any:
-        key = _span(node), None
-        template = self.templates[key]
+        template = self.templates[_span(node), None]
         if "__f" in template and (not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords):
             raise Uneditable(f"{self.code.co_qualname} calls it with more than its input")
         parts = {f"__{i}": part for i, part in enumerate(_operands(node, 2 if "__1" in template else 1))}
-        if not parts:
-            return node
-        made = self._filled(key, node, parts | ({"__f": node.func} if isinstance(node, ast.Call) else {}))
-        return ast.copy_location(ast.Assign([node.target], made), node) if isinstance(node, ast.AugAssign) else made
+        parts |= {"__e": node} | ({"__f": node.func} if isinstance(node, ast.Call) else {})
+        return self._filled((_span(node), None), node, parts) if "__0" in parts or "__e" in template else node
 
     def _filled(self, key: Any, node: Any, parts: dict[str, ast.expr]) -> ast.expr:
         """A template with the parts of the expression that it replaces."""
-        if "__n" in self.templates[key] and "__n" not in parts:
-            raise Uneditable(f"{self.code.co_qualname} does not read its iterate by one variable")
         (statement,) = self._parsed(self.templates[key], node)
         self.pending.discard(key)
         _substitute(statement, lambda part: parts.get(part.id, part) if isinstance(part, ast.Name) else part)
