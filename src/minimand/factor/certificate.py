@@ -46,8 +46,7 @@ class Certificate:
     Attributes:
         status: ``CERTIFIED``: the relative gap is at most the tolerance. ``IMPROVABLE``: it is not, and a known
             direction attains a polar above :math:`\lambda`. ``UNDECIDED``: neither is shown.
-        gap: An upper bound on :math:`f - F^*`, the distance of the objective to its global minimum; infinite above
-            float64's range.
+        gap: An upper bound on :math:`f - F^*`, the distance of the objective to its global minimum; it may be infinite.
         relative_gap: The gap divided by the objective. Like the status, it is the same for (Y, λ) and (cY, cλ).
         polar_lower: The polar that a known direction attains, in the units of :math:`\lambda`.
         polar_upper: An upper bound on the polar; infinite if no bound is known.

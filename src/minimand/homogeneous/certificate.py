@@ -26,7 +26,7 @@ def with_ones(X: Tensor) -> Tensor:
     return torch.cat([X, torch.ones_like(X[:, :1])], 1)
 
 
-class Regression(NamedTuple):
+class ReluData(NamedTuple):
     """Inputs with a column of ones, targets and λ, in the middle of the floating-point range."""
 
     X: Tensor
@@ -34,7 +34,7 @@ class Regression(NamedTuple):
     lam: float
 
     @classmethod
-    def of(cls, X: Tensor, Y: Tensor, lam: float, *neurons: Tensor) -> tuple["Regression", Units]:
+    def of(cls, X: Tensor, Y: Tensor, lam: float, *neurons: Tensor) -> tuple["ReluData", Units]:
         r"""The problem of inputs without ones, and the units of its solutions; ``neurons`` are W and V.
 
         Dividing X with its ones by t and Y by s divides λ by st and the weights by :math:`(s/t)^{1/2}`.
@@ -161,7 +161,7 @@ def certify_relu(
             f"{tuple(V.shape)} n_neurons × {target.shape[1]}"
         )
     W, V = (x.mT for x in leveled(W.mT, V.mT))
-    (extended, target, lam), units = Regression.of(inputs, target, lam, W, V)
+    (extended, target, lam), units = ReluData.of(inputs, target, lam, W, V)
     W, V = units.lowered(W), units.lowered(V)
     starts = torch.randn(128, extended.shape[1], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     found = polar_of(extended, target - torch.relu(extended @ W.mT) @ V, polar, torch.cat([starts, W]))

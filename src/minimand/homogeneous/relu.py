@@ -1,4 +1,4 @@
-"""Regression by one hidden ReLU layer, grown until it is certified to be optimal over all widths."""
+"""ReluData by one hidden ReLU layer, grown until it is certified to be optimal over all widths."""
 
 import warnings
 from dataclasses import KW_ONLY, dataclass
@@ -17,7 +17,7 @@ from ..factor.certificate import Certificate, Status
 from ..factor.inputs import Units, raised, require_entries, seeded_generator, warn_if_out_of_range
 from ..solvers.base import require_count
 from ..solvers.iterate import iterate
-from .certificate import Regression, judge_relu, objective, polar_of
+from .certificate import ReluData, judge_relu, objective, polar_of
 from .neurons import Neurons, descend, descend_in_cells, merge_neurons, prune_and_balance
 from .polar import Polar
 
@@ -36,7 +36,7 @@ class _Growth(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
-    r"""Regression by one hidden ReLU layer, grown to the global minimum over all widths.
+    r"""ReluData by one hidden ReLU layer, grown to the global minimum over all widths.
 
     .. math::
 
@@ -98,7 +98,7 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
         self._require_entries(X)
         self._single = np.ndim(y) == 1
         target = torch.tensor(np.asarray(y, dtype=np.float64).reshape(len(X), -1))
-        data, units = Regression.of(torch.tensor(X), target, float(self.lam))
+        data, units = ReluData.of(torch.tensor(X), target, float(self.lam))
         generator = seeded_generator(self.random_state)
         empty = Neurons(data.X.new_zeros(0, data.X.shape[1]), data.Y.new_zeros(0, data.Y.shape[1]))
         start = self._assess(data, empty, [], generator)
@@ -156,7 +156,7 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
 
     def _assess(
         self,
-        data: Regression,
+        data: ReluData,
         neurons: Neurons,
         rounds: list[tuple[float, int, float]],
         generator: torch.Generator,
@@ -181,7 +181,7 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
         least = 1e-12 if state.polar.exact else 0.1 * self.tol
         return full or before - state.rounds[-1][0] <= least * abs(before)
 
-    def _round(self, data: Regression, state: _Growth, generator: torch.Generator) -> _Growth:
+    def _round(self, data: ReluData, state: _Growth, generator: torch.Generator) -> _Growth:
         """Append the polar's directions and descend; keep the network with the lowest objective."""
         if state.converged:
             return state
@@ -198,7 +198,7 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
                 trial = best
         return self._assess(data, best, state.rounds, generator)
 
-    def _appended(self, data: Regression, state: _Growth) -> Neurons:
+    def _appended(self, data: ReluData, state: _Growth) -> Neurons:
         r"""Append neurons :math:`\sqrt{s}(w, v)` with :math:`s = (p - \lambda)/\|\max(Xw, 0)\|^2` over their number."""
         (X, Y, lam), (W, V) = data, state.neurons
         room = self.grow if self.max_neurons is None else min(self.grow, self.max_neurons - len(W))
