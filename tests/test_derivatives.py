@@ -254,7 +254,7 @@ def test_captured_tensors_have_gradients_and_no_other_derivatives(solver, adjoin
     torch.testing.assert_close((_gradient(f, weight) * along).sum(), slope, rtol=1e-6, atol=1e-8)
     second = [hvp, lambda f, x, d: jvp(f, (x,), (d,)), _dual, lambda f, x, d: grad(f)(x), lambda f, x, d: hessian(f)(x)]
     for transform in [*second, lambda f, x, d: vmap(grad(f))(torch.stack([x, x + d]))]:
-        with pytest.raises(CapabilityError, match="callable of this problem captures; use .* Unroll") as caught:
+        with pytest.raises(CapabilityError, match=r"callable of this problem captures; use .* Unroll") as caught:
             transform(f, weight, along)
         assert "\n" not in str(caught.value)
     # Tensors that the problem knows have every derivative.
