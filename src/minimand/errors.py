@@ -1,13 +1,25 @@
 """The exceptions of the library, and the checks that raise them.
 
-Every exception is a :class:`MinimandError` and also a builtin exception (``ValueError`` or ``TypeError``), so that
+Every exception is a :class:`MinimandError` and also a builtin exception (such as ``ValueError``), so that
 ``except ValueError`` works. A message states the problem, its place, its cause and a remedy.
 """
 
+import dataclasses
+import functools
+import inspect
 import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
-from torch import Tensor
+import torch.autograd.forward_ad as forward_mode
+from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack as _modes
+from torch._C._functorch import is_functorch_wrapped_tensor as _is_wrapped
+from torch._C._functorch import is_legacy_batchedtensor as _is_batched
+from torch._subclasses import FakeTensor
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 __all__ = [
     "CapabilityError",
@@ -20,6 +32,7 @@ __all__ = [
     "NotProximal",
     "OperatorError",
     "OptionError",
+    "ReadOnlyError",
     "ShapeError",
 ]
 
@@ -64,6 +77,10 @@ class DataError(MinimandError, ValueError):
     """A data file is missing, damaged or of another format; the message names it and a remedy."""
 
 
+class ReadOnlyError(MinimandError, AttributeError):
+    """An attribute cannot be set, because the value would be ignored; the message names what can be set."""
+
+
 class MissingExtra(MinimandError, ImportError):
     """An optional package is not installed; the message has the command that installs it."""
 
@@ -73,28 +90,75 @@ def located(error: MinimandError, where: str) -> MinimandError:
     return type(error)(f"{where}: {error}")
 
 
+def is_compiled(tensor: Tensor) -> bool:
+    """Whether the tensor belongs to a graph that is compiled or exported in this thread, or has no values at all."""
+    if is_dynamo_compiling():
+        return True
+    # The flag is one for all threads; the modes by which an exporter traces are the thread's own.
+    return tensor.is_meta or type(tensor) is FakeTensor or (_modes() > 0 and is_compiling())
+
+
 def is_traced(tensor: Tensor) -> bool:
-    """Whether Python cannot branch on the tensor's values: under a compiler, an exporter, torch.func or
-    ``is_grads_batched``."""
+    """Whether Python cannot branch on the tensor's values: :func:`is_compiled`, torch.func or ``is_grads_batched``."""
+    return is_compiled(tensor) or _is_wrapped(tensor) or _is_batched(tensor)
+
+
+def underived(tensor: Tensor) -> Tensor:
+    """The tensor without the wrappers of torch.func's derivatives; a batch of ``vmap`` stays one."""
     known = torch._C._functorch
-    return torch.compiler.is_compiling() or bool(
-        known.is_functorch_wrapped_tensor(tensor) or known.is_legacy_batchedtensor(tensor)
-    )
+    while not torch.compiler.is_compiling() and known.is_gradtrackingtensor(tensor):
+        tensor = known.get_unwrapped(tensor)
+    return tensor
 
 
-def require_finite(name: str, tensor: Tensor) -> None:
+def holds(condition: Tensor) -> bool:
+    """Whether a condition holds in every entry, those that ``vmap`` hides included; False where Python cannot know."""
+    if is_compiled(condition) or _is_batched(condition):
+        return False
+    while _is_wrapped(condition):
+        condition = torch._C._functorch.get_unwrapped(condition)
+    return bool(condition.all())
+
+
+def forward_rule(jvp: Callable[..., Tensor]) -> Any:
+    """The forward-mode rule ``jvp(ctx, saved, *tangents)`` of a custom function.
+
+    torch calls it with forward mode off, so that a second derivative in forward mode would be wrong without an error.
+    Here it is on, and the saved tensors have lost the tangents of the present level.
+    """
+
+    def rule(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        with forward_mode._set_fwd_grad_enabled(True):
+            return jvp(ctx, [_primal(each) for each in ctx.saved_tensors], *tangents)
+
+    return staticmethod(rule)
+
+
+def _primal(tensor: Tensor) -> Tensor:
+    known = torch._C._functorch
+    if known.is_legacy_batchedtensor(tensor):
+        return tensor
+    if known.is_batchedtensor(tensor):
+        # torch has no rule for a batch of dual numbers.
+        dim, level = known.maybe_get_bdim(tensor), known.maybe_get_level(tensor)
+        return known._add_batch_dim(_primal(known.get_unwrapped(tensor)), dim, level)
+    return forward_mode.unpack_dual(tensor).primal
+
+
+_CLEAN = "clean or mask the data; in a weight or an activation, the usual cause is a training run that diverged"
+
+
+def require_finite(name: str, tensor: Tensor, remedy: str = _CLEAN) -> None:
     """Raise :class:`NonFiniteError` when ``tensor`` holds NaN or Inf.
 
     It does nothing while tracing, because a branch on data would break the graph.
     """
-    if is_traced(tensor):
+    if is_traced(tensor) or tensor.is_meta:
         return
+    require_strided(name, tensor)
     if not bool(torch.isfinite(tensor.detach()).all()):
         bad = int((~torch.isfinite(tensor.detach())).sum())
-        raise NonFiniteError(
-            f"{name} holds {bad} NaN or Inf among its {tensor.numel()} entries; "
-            f"clean or mask the data; in a weight or an activation, the usual cause is a training run that diverged"
-        )
+        raise NonFiniteError(f"{name} holds {bad} NaN or Inf among its {tensor.numel()} entries; {remedy}")
 
 
 def require_real(name: str, tensor: Tensor) -> None:
@@ -102,6 +166,13 @@ def require_real(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         kind = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
         raise CapabilityError(f"{name} must be a tensor of real floating-point numbers, got {kind}; convert it first")
+    require_strided(name, tensor)
+
+
+def require_strided(name: str, tensor: Tensor) -> None:
+    """Raise :class:`CapabilityError` for a sparse tensor."""
+    if tensor.layout is not torch.strided:
+        raise CapabilityError(f"{name} is sparse ({tensor.layout}); call its to_dense() first")
 
 
 def require_dtype(name: str, tensor: Tensor, weight: Tensor) -> None:
@@ -132,8 +203,80 @@ def require_positive(name: str, value: float, *, zero: bool = False) -> None:
     """Raise :class:`OptionError` unless ``value`` is a finite number > 0 (≥ 0 with ``zero``)."""
     if isinstance(value, Tensor) and value.numel() != 1:
         raise OptionError(f"{name} must be one number, got a tensor of {tuple(value.shape)}")
-    if value is None or isinstance(value, bool | str | complex):
-        raise OptionError(f"{name} must be a number, got {value!r}")
+    if isinstance(value, Tensor) and is_traced(value):
+        return
+    if not isinstance(value, int | float | np.number | Tensor) or isinstance(value, bool | np.complexfloating):
+        raise OptionError(f"{name} must be a number, got {value!r:.60}")
     if not (value > 0 or (zero and value == 0)) or value == float("inf"):
         bound = "≥ 0" if zero else "> 0"
         raise OptionError(f"{name} must be a finite number {bound}, got {value}")
+
+
+class Sealed:
+    """A base of classes that refuse assignments which they would ignore.
+
+    After construction a public attribute can be set if it is a property with a setter, one of ``_settable``, or a
+    parameter, buffer or child of a module. Everything else raises :class:`ReadOnlyError`, except that modules take
+    names which are neither their own, nor arguments of their constructor, nor options of a record that they hold.
+    """
+
+    _settable: ClassVar[tuple[str, ...]] = ()
+    _arguments: ClassVar[frozenset[str]] = frozenset()
+    _sealed: frozenset[str] | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls._arguments = frozenset(inspect.signature(cls.__init__).parameters)
+            setattr(cls, "__init__", _sealing(cls, cls.__init__))  # noqa: B010 -- mypy forbids the assignment
+
+    def _seal(self) -> None:
+        vars(self)["_sealed"] = self._arguments.union(vars(self))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._sealed is not None and name[0] != "_" and name != "training" and name not in self._settable:
+            self._require_settable(name)
+        super().__setattr__(name, value)
+
+    def _require_settable(self, name: str) -> None:
+        """Raise unless an assignment to this attribute has an effect, or concerns a name of the caller's own."""
+        kind, module = type(self), self if isinstance(self, nn.Module) else None
+        if name in self._settable or (module is not None and (name in module._parameters or name in module._buffers)):
+            return
+        member = inspect.getattr_static(kind, name, None)
+        if _has_setter(member) or (module is not None and name in module._modules):
+            return
+        known = (self._sealed or frozenset()).union(_options(vars(self).values()))
+        if module is not None and name not in known and not isinstance(member, property):
+            return
+        free = {*self._settable, *(n for n, member in inspect.getmembers_static(kind) if _has_setter(member))}
+        can = ", ".join(sorted(n for n in free if not n.startswith("_")))
+        raise ReadOnlyError(
+            f"{kind.__name__}.{name} cannot be set after construction; build another {kind.__name__}"
+            f"{can and ', or set one of: '}{can}"
+        )
+
+
+def _sealing(owner: type, init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def wrapped(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        # Only after the constructor of the object's own class, which may be decorated further.
+        if next(kind for kind in type(self).__mro__ if "__init__" in vars(kind)) is owner:
+            self._seal()
+
+    return wrapped
+
+
+def _has_setter(member: object) -> bool:
+    if isinstance(member, property):
+        return member.fset is not None
+    return hasattr(type(member), "__set__") and not inspect.isgetsetdescriptor(member)
+
+
+def _options(values: Iterable[Any]) -> Iterator[str]:
+    """The names of the options of all records among the values, and inside of them."""
+    for value in values:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            yield from (*held, *_options(held.values()))

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import is_traced
+from .errors import forward_rule, is_compiled, is_traced
 
 __all__ = ["Weight", "accumulate", "gram", "is_zero"]
 
@@ -27,7 +27,8 @@ def gram(matrix: Tensor, *, half: bool = False) -> Tensor:
     tensor([[5.]])
     """
     if matrix.requires_grad or is_traced(matrix):
-        return _Gram.apply(matrix)
+        rule = _CompiledGram if is_compiled(matrix) else _Gram
+        return rule.apply(matrix)
     return _product(matrix, half)
 
 
@@ -51,9 +52,7 @@ def _by_blocks(matrix: Tensor, half: bool) -> Tensor:
     return out
 
 
-class _Gram(torch.autograd.Function):
-    generate_vmap_rule = True
-
+class _CompiledGram(torch.autograd.Function):
     @staticmethod
     def forward(matrix: Tensor) -> Tensor:
         return _product(matrix)
@@ -61,12 +60,24 @@ class _Gram(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (matrix,) = ctx.saved_tensors
         # Copying a transpose goes in blocks; as a term of a sum it is read in strides, which takes four times as long.
         return (grad.mT.contiguous() + grad).to(matrix.dtype) @ matrix
+
+
+class _Gram(_CompiledGram):
+    """The same with forward-mode derivatives and vmap, which torch.compile refuses to trace."""
+
+    generate_vmap_rule = True
+
+    @forward_rule
+    def jvp(ctx: Any, saved: list[Tensor], tangent: Tensor) -> Tensor:
+        half = tangent @ saved[0].mT
+        return half + half.mT
 
 
 def accumulate(total: Tensor | None, weight: Weight, x: Tensor) -> Tensor:

@@ -13,26 +13,25 @@ adjoint           gradient                               memory            use i
 import abc
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import CapabilityError, OptionError, require_positive
+from ..errors import CapabilityError, OptionError, holds, is_traced, require_positive
 from .base import Solver, State, require_count
+from .implicit import Equation, Parts, attached, constant, pullback, transformed
 from .iterate import iterate
 from .linear import conjugate_gradient
 from .problem import Problem, as_number, reciprocal
 
-if TYPE_CHECKING:
-    from torch.autograd.function import FunctionCtx
-
 __all__ = ["Adjoint", "Checkpoint", "Implicit", "JacobianFree", "Run", "Unroll"]
 
 Until = Callable[[State, int], bool]
+Linear = Callable[[Tensor], Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +44,8 @@ class Run:
         x0: The start; None is zero.
         generator: The source of randomness; None is torch's global one.
         until: Stops the run early where it returns True.
+        ending: The problem of the last iteration, where it ends in a pre-activation; None: ``problem``. Solvers that
+            update some entries only take all their steps in it.
     """
 
     problem: Problem
@@ -52,6 +53,7 @@ class Run:
     x0: Tensor | None = None
     generator: torch.Generator | None = None
     until: Until | None = None
+    ending: Problem | None = None
 
     def init(self) -> Any:
         """The state before the first iteration."""
@@ -59,7 +61,13 @@ class Run:
 
     def advance(self, state: Any, k: int) -> Any:
         """The state after iteration k."""
-        return self.solver.advance(self.problem, state, k, self.generator)
+        last = self.solver.updates_some or k + 1 == self.solver.iterations
+        problem = self.problem if self.ending is None or not last else self.ending
+        return self.solver.advance(problem, state, k, self.generator)
+
+    def solution(self, value: Tensor) -> Tensor:
+        """The solution that a run's value stands for: itself, or the activation of a pre-activation."""
+        return value if self.ending is None else self.ending.solution(value)
 
     def forward(self) -> tuple[Tensor, int]:
         """All iterations: the solution, and their number."""
@@ -106,13 +114,20 @@ class Checkpoint(Adjoint):
 
     def __call__(self, run: Run) -> tuple[Tensor, int]:
         """One checkpoint per segment; ``until`` is evaluated at the ends of segments."""
+        if transformed():
+            # torch.func and forward mode cannot recompute; the derivatives are the same.
+            return run.forward()
         total = run.solver.iterations
-        every = self.every or math.isqrt(total - 1) + 1
+        every, source = self.every or math.isqrt(total - 1) + 1, _source(run)
 
         def segment(state: Any, s: int) -> Any:
-            length = min(every, total - s * every)
-            body = _replaying(lambda state: iterate(run.advance, state, length, start=s * every)[0], run.generator)
-            return checkpoint(body, state, use_reentrant=False)
+            def body(state: Any, generator: torch.Generator | None) -> Any:
+                advance = dataclasses.replace(run, generator=generator).advance
+                return iterate(advance, state, min(every, total - s * every), start=s * every)[0]
+
+            replay = partial(body, generator=run.generator) if source is None else _replaying(body, source)
+            keep = source is None and run.solver.stochastic
+            return checkpoint(replay, state, use_reentrant=False, preserve_rng_state=keep)
 
         until = run.until
         reached = None if until is None else lambda state, s: until(state, min(s * every, total))
@@ -120,23 +135,25 @@ class Checkpoint(Adjoint):
         return state.x, min(segments * every, total)
 
 
-def _replaying(body: Callable[[Any], Any], generator: torch.Generator | None) -> Callable[[Any], Any]:
-    """``body``, drawing the same samples in every call (torch's checkpoint does so for the global generator only)."""
-    if generator is None:
-        return body
-    begin = generator.get_state()
-    calls: list[None] = []
+def _source(run: Run) -> torch.Generator | None:
+    """The generator that a run draws from; None where there is none, or where torch's checkpoint replays it."""
+    y, given = run.problem.y, run.generator
+    usual = None if y.device.type != "cpu" or is_traced(y) else torch.default_generator
+    return (usual if given is None else given) if run.solver.stochastic else None
+
+
+def _replaying(body: Callable[[Any, torch.Generator], Any], source: torch.Generator) -> Callable[[Any], Any]:
+    """``body`` with a generator of its own, which draws in every call what ``source`` would draw in the first one,
+    whatever other threads draw from it meanwhile."""
+    begin, calls = source.get_state(), list[None]()
 
     def replay(state: Any) -> Any:
         calls.append(None)
-        if len(calls) == 1:
-            return body(state)
-        now = generator.get_state()
-        generator.set_state(begin)
-        try:
-            return body(state)
-        finally:
-            generator.set_state(now)
+        own = torch.Generator(source.device).set_state(begin)
+        result = body(state, own)
+        if len(calls) == 1 and torch.equal(source.get_state(), begin):
+            source.set_state(own.get_state())
+        return result
 
     return replay
 
@@ -154,9 +171,13 @@ class JacobianFree(Adjoint):
 
     def __call__(self, run: Run) -> tuple[Tensor, int]:
         """The forward pass records nothing."""
-        with torch.no_grad():
+        with constant():
             x, done = run.forward()
-        return _attach(run.problem, x, None), done
+            solution, step = run.solution(x), _step(run.problem)
+        parts = Parts.of(run.ending or run.problem)
+        with torch.autocast(x.device.type, enabled=False):
+            moved = _forward_backward(parts.build(parts.wide(*parts.tensors)), *parts.wide(solution), step)
+        return _replaced_value(x, moved), done
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,40 +224,77 @@ class Implicit(Adjoint):
 
     def __call__(self, run: Run) -> tuple[Tensor, int]:
         """The forward pass records nothing; the backward pass solves a linear system."""
-        with torch.no_grad():
+        with constant():
             x, done = run.forward()
-        return _attach(run.problem, x, partial(self._pull_back, run.problem, x.detach())), done
+            solution, step = run.solution(x), _step(run.problem)
+        plain = dataclasses.replace(run.problem, operator=run.problem.operator.with_bounds(None))
+        parts = Parts.of((plain, step))
+        solution = attached(_FixedPoint(parts, self), solution, parts)
+        if run.ending is None:
+            return solution, done
+        # A pre-activation of the exact minimiser is x − ∇f(x).
+        return _replaced_value(x, solution + plain.descent(solution, plain.linear())), done
 
-    def _pull_back(self, problem: Problem, x: Tensor, v: Tensor) -> Tensor:
-        """Solve u = v + (I − ηH) D u."""
-        step = as_number(reciprocal(problem.smoothness()))
-        inner = (x + step * problem.descent(x, problem.linear())).requires_grad_()
-        with torch.enable_grad():
-            outer = problem.prox(inner, step)
 
-        def derivative(u: Tensor) -> Tensor:
-            (product,) = torch.autograd.grad(outer, inner, u, retain_graph=True)
-            return product
+@dataclasses.dataclass(frozen=True)
+class _FixedPoint(Equation):
+    r"""The equation :math:`T(x, \theta) - x = 0`. Its derivative in x is :math:`D(I - \eta H) - I`, with
+    :math:`D = \operatorname{prox}'` symmetric."""
 
-        def contract(u: Tensor) -> Tensor:
-            return problem.operator.onto(None, 1 - step * problem.ridge if problem.ridge else 1.0, u, -step)
+    parts: Parts
+    options: Implicit
 
-        tol = self.tol or (1e-12 if x.dtype == torch.float64 else 1e-6)
-        if self.method == "neumann":
-            return _neumann(lambda u: contract(derivative(u)), v, self.iters, tol)
+    def residual(self, x: Tensor, *params: Tensor) -> Tensor:
+        problem, step, x = self._at(x, params)
+        return _forward_backward(problem, x, step) - x
+
+    def product(self, u: Tensor, transposed: bool, x: Tensor, *params: Tensor) -> Tensor:
+        contract, derivative = self._maps(x, params)
+        return u - (contract(derivative(u)) if transposed else derivative(contract(u)))
+
+    def inverse(self, b: Tensor, transposed: bool, x: Tensor, *params: Tensor) -> Tensor:
+        contract, derivative = self._maps(x, params)
+        (b,), options = self.parts.wide(b), self.options
+        tol = options.tol or (1e-12 if b.dtype == torch.float64 else 1e-6)
+        first, second = (derivative, contract) if transposed else (contract, derivative)
+        if options.method == "neumann":
+            return _neumann(lambda u: second(first(u)), b, options.iters, tol)
+        problem = self.parts.whole[0]
         dims = len(problem.operator.output_shape)
-        solve = partial(conjugate_gradient, iterations=self.iters, sample_dims=dims, tol=tol)
+        solve = partial(conjugate_gradient, iterations=options.iters, sample_dims=dims, tol=tol)
         if problem.function.separable:
-            root = derivative(torch.ones_like(v)).clamp_min(0).sqrt()
+            # (I − DC)⁻¹ = I + D(I − CD)⁻¹C, so both systems take the same symmetric one.
+            root = derivative(torch.ones_like(b)).clamp_min(0).sqrt()
+            v = b if transposed else contract(b)
             q = solve(lambda q: q - root * contract(root * q), root * v)
-            return v + contract(root * q)
-        # K u = v with K = I − (I − ηH)D has no symmetric form without a square root of D.
-        forward = lambda u: u - contract(derivative(u))  # noqa: E731
-        transposed = lambda u: u - derivative(contract(u))  # noqa: E731
-        return solve(lambda u: transposed(forward(u)), transposed(v))
+            return v + contract(root * q) if transposed else b + root * (root * v + root * contract(root * q))
+        # There is no symmetric form without a square root of D.
+        forward = lambda u: u - second(first(u))  # noqa: E731
+        backward = lambda u: u - first(second(u))  # noqa: E731
+        return solve(lambda u: backward(forward(u)), backward(b))
+
+    def _at(self, x: Tensor, params: Sequence[Tensor]) -> tuple[Problem, float | Tensor, Tensor]:
+        x, *params = self.parts.wide(x, *params)
+        return *self.parts.build(params), x
+
+    def _maps(self, x: Tensor, params: Sequence[Tensor]) -> tuple[Linear, Linear]:
+        """The symmetric maps C = I − ηH and D."""
+        problem, step, x = self._at(x, params)
+        keep = 1 - step * problem.ridge if problem.ridge else 1.0
+        pull = pullback(lambda v: problem.prox(v, step), x + step * problem.descent(x, problem.linear()))
+        return lambda u: problem.operator.onto(None, keep, u, -step), lambda u: pull(u)[0]
 
 
-def _neumann(apply: Callable[[Tensor], Tensor], v: Tensor, iterations: int, tol: float) -> Tensor:
+def _step(problem: Problem) -> float | Tensor:
+    return as_number(reciprocal(problem.smoothness()))
+
+
+def _forward_backward(problem: Problem, x: Tensor, step: float | Tensor) -> Tensor:
+    """One proximal gradient step T(x)."""
+    return problem.prox(x + step * problem.descent(x, problem.linear()), step)
+
+
+def _neumann(apply: Linear, v: Tensor, iterations: int, tol: float) -> Tensor:
     """The series v + Jv + J²v + …, until a term is below the tolerance."""
 
     def add(state: tuple[Tensor, Tensor], k: int) -> tuple[Tensor, Tensor]:
@@ -246,31 +304,13 @@ def _neumann(apply: Callable[[Tensor], Tensor], v: Tensor, iterations: int, tol:
 
     def small(state: tuple[Tensor, Tensor], done: int) -> bool:
         total, term = state
-        return bool(term.norm() <= tol * total.norm())
+        return holds(term.norm() <= tol * total.norm())
 
     return iterate(add, (v, v), iterations, until=small)[0][0]
 
 
-class _Transform(torch.autograd.Function):
-    """The identity, whose backward passes the gradient through a function."""
-
-    @staticmethod
-    def forward(ctx: "FunctionCtx", x: Tensor, pull_back: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.pull_back = pull_back  # type: ignore[attr-defined]
-        return x.view_as(x)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # once_differentiable: the second derivative of the linear solve is not implemented, and would be wrong.
-        return ctx.pull_back(grad), None
-
-
-def _attach(problem: Problem, x: Tensor, pull_back: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """The value ``x`` with the gradient of one proximal gradient step at it."""
-    x = x.detach()
-    step = as_number(reciprocal(problem.smoothness()))
-    moved = problem.prox(x + step * problem.descent(x, problem.linear()), step)
-    if moved.requires_grad:
-        moved = _Transform.apply(moved, pull_back or (lambda grad: grad))
-    return x + (moved - moved.detach())
+def _replaced_value(value: Tensor, like: Tensor) -> Tensor:
+    """A value that is constant, with the derivatives of ``like``."""
+    with constant():
+        fixed = like.detach()
+    return value + (like - fixed).to(value.dtype)

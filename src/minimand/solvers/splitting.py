@@ -1,17 +1,23 @@
 """The alternating direction method of multipliers (ADMM)."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import require_positive
+from ..errors import holds, require_positive
+from ..operators.base import LinearOperator
 from .base import Solver, require_count
-from .linear import RidgeFactor, conjugate_gradient, ridge_factor
+from .implicit import Equation, Parts, attached, constant
+from .linear import RidgeFactor, measured_conjugate_gradient, ridge_factor
 from .problem import Problem
 
 __all__ = ["ADMM"]
+
+# From about this number of iterations on, conjugate gradients lose their orthogonality in single precision.
+_ORTHOGONAL = 12
 
 
 class SplitState(NamedTuple):
@@ -22,6 +28,63 @@ class SplitState(NamedTuple):
     multiplier: Tensor | None
     linear: Tensor
     factor: RidgeFactor | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _RidgeSystem(Equation):
+    r"""The system :math:`r - (AA^\top + sI)z = 0` of an operator without a matrix, by conjugate gradients. Its parts
+    are A, s and r."""
+
+    parts: Parts
+    iterations: int
+
+    def residual(self, x: Tensor, *params: Tensor) -> Tensor:
+        _, _, target = self._at(params)
+        return target - self.product(x, False, x, *params)
+
+    def product(self, u: Tensor, transposed: bool, x: Tensor, *params: Tensor) -> Tensor:
+        operator, shift, _ = self._at(params)
+        return operator.onto(None, shift, *self.parts.wide(u), 1.0)
+
+    def inverse(self, b: Tensor, transposed: bool, x: Tensor, *params: Tensor) -> Tensor:
+        # No start is known here, so that more iterations are needed than for the solution itself.
+        tol = 1e-12 if b.dtype == torch.float64 else 1e-6
+        return self._conjugate_gradient(b, None, params, 2 * self.iterations, tol)[0]
+
+    def from_start(self, start: Tensor | None) -> Tensor:
+        """The result of conjugate gradients, with derivatives.
+
+        A system that is solved has the derivatives of its solution; those of the iterations would be wrong, or not
+        finite. Iterations that have not converged are differentiated themselves.
+        """
+        params, target, count = self.parts.tensors, self.parts.whole[2], self.iterations
+        rounding = torch.finfo(self.parts.wide(target)[0].dtype).eps
+        with torch.autocast(target.device.type, enabled=False):
+            z, solved = self._conjugate_gradient(target, start, params, count, rounding, count > _ORTHOGONAL)
+            if torch.compiler.is_exporting():
+                return z
+            with constant():
+                fixed = z.detach()
+            exact = attached(self, fixed, self.parts)
+            return exact if exact is fixed or holds(solved) else torch.where(solved, exact, z)
+
+    def _at(self, params: Sequence[Tensor]) -> tuple[LinearOperator, float | Tensor, Tensor]:
+        return self.parts.build(self.parts.wide(*params))  # type: ignore[no-any-return]
+
+    def _conjugate_gradient(
+        self,
+        b: Tensor,
+        start: Tensor | None,
+        params: Sequence[Tensor],
+        iterations: int,
+        tol: float,
+        stable: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        operator, shift, _ = self._at(params)
+        apply = lambda v: operator.onto(None, shift, v, 1.0)  # noqa: E731
+        (wide,), dims = self.parts.wide(b), len(operator.output_shape)
+        z, solved = measured_conjugate_gradient(apply, wide, iterations, start, dims, tol, stable=stable)
+        return z.to(b.dtype), solved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,14 +141,8 @@ class ADMM(Solver):
         if factor is not None:
             smooth = factor.solve(target)
         else:
-            shift = problem.ridge + self.rho
-            smooth = conjugate_gradient(
-                lambda v: problem.operator.onto(None, shift, v, 1.0),
-                target,
-                self.cg_iters,
-                x0=smooth,
-                sample_dims=len(problem.operator.output_shape),
-            )
+            parts = Parts.of((problem.operator.with_bounds(None), problem.ridge + self.rho, target))
+            smooth = _RidgeSystem(parts, self.cg_iters).from_start(smooth)
         pushed = smooth if multiplier is None else smooth + multiplier
         new = problem.prox(pushed, 1 / self.rho)
         return state._replace(x=new, smooth=smooth, multiplier=pushed - new)

@@ -1,0 +1,284 @@
+r"""Solutions of equations, differentiated any number of times by the implicit function theorem.
+
+A solution of :math:`F(x, \theta) = 0` has :math:`dx = (-\partial_x F)^{-1}\,\partial_\theta F\,d\theta`. The linear
+system of a derivative is an equation again, whose solution is differentiated in the same way.
+"""
+
+import abc
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.autograd.forward_ad as forward_mode
+from torch import Tensor
+
+from ..errors import CapabilityError, forward_rule, is_compiled
+from ..functions.base import Function
+from ..operators.base import LinearOperator
+
+__all__ = ["Equation", "Parts", "attached", "constant", "pullback", "transformed"]
+
+
+@contextlib.contextmanager
+def constant() -> Iterator[None]:
+    """A block whose results are constants for every derivative (``no_grad`` alone leaves those in forward mode)."""
+    with torch.no_grad(), forward_mode._set_fwd_grad_enabled(False):
+        yield
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func or a level of forward mode is active."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_mode._current_level >= 0
+
+
+class Parts(NamedTuple):
+    """An object and the tensors that it holds, which can be replaced.
+
+    ``opaque`` says whether it may hold more: a callable or an object of the user's own may capture tensors. ``cast``
+    says whether it can be evaluated in single precision if the tensors are in half precision.
+    """
+
+    whole: Any
+    tensors: tuple[Tensor, ...]
+    opaque: bool
+    cast: bool
+
+    @classmethod
+    def of(cls, whole: Any) -> "Parts":
+        """The parts of an operator, a function, a problem, or a tuple of them."""
+        found: dict[int, Tensor] = {}
+        opaque: list[Any] = []
+        _replaced(whole, lambda tensor: found.setdefault(id(tensor), tensor), opaque)
+        tensors = tuple(found.values())
+        # Callables that capture tensors in half precision take no others, unless autocast converted them.
+        return cls(whole, tensors, bool(opaque), not opaque or torch.is_autocast_enabled(tensors[0].device.type))
+
+    def wide(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Tensors in single or double precision, where the object can be evaluated so."""
+        half = (torch.bfloat16, torch.float16)
+        return tuple(each.float() if self.cast and each.dtype in half else each for each in tensors)
+
+    def build(self, tensors: Sequence[Tensor]) -> Any:
+        """The object with other tensors."""
+        table = {id(old): new for old, new in zip(self.tensors, tensors, strict=True)}
+        return _replaced(self.whole, lambda tensor: table[id(tensor)], [])
+
+
+def _replaced(node: Any, swap: Callable[[Tensor], Tensor], opaque: list[Any]) -> Any:
+    """A copy of ``node`` with every tensor in it swapped; ``opaque`` collects what cannot be looked into."""
+    if isinstance(node, Tensor):
+        return swap(node)
+    if isinstance(node, tuple | list):
+        items = [_replaced(item, swap, opaque) for item in node]
+        return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
+    if isinstance(node, LinearOperator | Function) or (dataclasses.is_dataclass(node) and not isinstance(node, type)):
+        if not type(node).__module__.startswith("minimand."):
+            opaque.append(node)
+        other = copy.copy(node)
+        other.__dict__.update({name: _replaced(value, swap, opaque) for name, value in vars(node).items()})
+        return other
+    function = node.func if isinstance(node, partial) else node
+    if callable(function) and not (getattr(function, "__module__", None) or "torch").startswith(("minimand.", "torch")):
+        opaque.append(node)
+    return node
+
+
+class Equation(abc.ABC):
+    r"""An equation :math:`F(x, \theta) = 0` and the linear systems of its derivative :math:`-\partial_x F`."""
+
+    @abc.abstractmethod
+    def residual(self, x: Tensor, *params: Tensor) -> Tensor:
+        r""":math:`F(x, \theta)`."""
+
+    @abc.abstractmethod
+    def product(self, u: Tensor, transposed: bool, x: Tensor, *params: Tensor) -> Tensor:
+        r""":math:`-\partial_x F\,u`, or the product with the transpose; differentiable."""
+
+    @abc.abstractmethod
+    def inverse(self, b: Tensor, transposed: bool, x: Tensor, *params: Tensor) -> Tensor:
+        """The solution of ``product(u) = b``, which is never differentiated."""
+
+    def solve(self, b: Tensor, transposed: bool, x: Tensor, *params: Tensor) -> Tensor:
+        """:meth:`inverse`, differentiable in everything."""
+        with constant():
+            u = self.inverse(b, transposed, x, *params)
+        return solution(_Linearized(self, transposed), u, b, x, *params)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Linearized(Equation):
+    """The linear system ``b = product(u)``, with the parameters b, x and θ."""
+
+    base: Equation
+    transposed: bool
+
+    def residual(self, x: Tensor, *params: Tensor) -> Tensor:
+        return params[0] - self.base.product(x, self.transposed, *params[1:])
+
+    def product(self, u: Tensor, transposed: bool, x: Tensor, *params: Tensor) -> Tensor:
+        return self.base.product(u, self.transposed != transposed, *params[1:])
+
+    def inverse(self, b: Tensor, transposed: bool, x: Tensor, *params: Tensor) -> Tensor:
+        return self.base.inverse(b, self.transposed != transposed, *params[1:])
+
+
+def attached(equation: Equation, x: Tensor, parts: Parts) -> Tensor:
+    """``x``, which was computed as a constant, with its derivatives in the tensors of its equation."""
+    if not is_compiled(x):
+        if not parts.opaque or not _captures(equation, x, parts):
+            return solution(equation, x, *parts.tensors)
+        if transformed():
+            raise CapabilityError(f"a derivative by torch.func or in forward mode {_MISSED}")
+    # The gradient alone, which reaches every tensor that the residual depends on.
+    constants = (each.detach() for each in (x, *parts.tensors))
+    return x + _Correction.apply(equation, equation.residual(x, *parts.tensors), *constants)
+
+
+def solution(equation: Equation, x: Tensor, *params: Tensor) -> Tensor:
+    """``x`` with its derivatives in ``params``."""
+    return _Solution.apply(equation, x, *params) if any(map(_varies, params)) else x
+
+
+_MISSED = (
+    "would miss tensors that a callable of this problem captures; use ProxGD or FISTA with Unroll, or a LinearOperator "
+    "or Function that holds its tensors as attributes"
+)
+
+
+def _captures(equation: Equation, x: Tensor, parts: Parts) -> bool:
+    """Whether the residual depends on a tensor that is not among the parts."""
+    known = torch._C._functorch
+    with constant():
+        bare = [_bare(each) for each in (x, *parts.tensors)]
+    with torch.enable_grad():
+        result = equation.residual(*(each.detach() for each in bare))
+    batched = False
+    while known.is_functorch_wrapped_tensor(result):
+        batched = batched or known.is_batchedtensor(result)
+        if known.is_gradtrackingtensor(result) and _varies_here(result):
+            return True
+        result = known.get_unwrapped(result)
+    levels = {level.key() for level in known.get_interpreter_stack() or ()} - {known.TransformType.Vmap}
+    return _varies_here(result) or (batched and bool(levels or any(each.requires_grad for each in bare)))
+
+
+def _bare(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor without the wrappers of torch.func; one sample of a batch that ``vmap`` hides."""
+    known = torch._C._functorch
+    while known.is_functorch_wrapped_tensor(tensor):
+        dim = known.maybe_get_bdim(tensor)
+        tensor = known.get_unwrapped(tensor)
+        tensor = tensor if dim < 0 else tensor.select(dim, 0)
+    return tensor
+
+
+def _varies(tensor: Tensor) -> bool:
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor)) or _varies_here(tensor)
+
+
+def _varies_here(tensor: Tensor) -> bool:
+    gradient = tensor.requires_grad and torch.is_grad_enabled()
+    return gradient or _tangent(tensor) is not None
+
+
+def _tangent(tensor: Tensor) -> Tensor | None:
+    legacy = torch._C._functorch.is_legacy_batchedtensor(tensor)  # whose tangent was taken before
+    return None if legacy else forward_mode.unpack_dual(tensor).tangent
+
+
+class _Correction(torch.autograd.Function):
+    """The correction (−∂ₓF)⁻¹F of a solution, which is zero; its gradient takes one linear system."""
+
+    @staticmethod
+    def forward(ctx: Any, equation: Equation, residual: Tensor, x: Tensor, *params: Tensor) -> Tensor:
+        ctx.equation = equation
+        ctx.save_for_backward(x, *params)
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not is_compiled(grad):
+            raise CapabilityError(f"a second derivative {_MISSED}")
+        x, *params = ctx.saved_tensors
+        with torch.autocast(x.device.type, enabled=False):
+            u = ctx.equation.inverse(grad, True, x, *params)
+        return None, u, None, *(None for _ in params)
+
+
+class _Solution(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(equation: Equation, x: Tensor, *params: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.equation, _, *params = inputs
+        ctx.save_for_backward(output, *params)
+        ctx.save_for_forward(output, *params)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, *params = ctx.saved_tensors
+        wanted = [k for k, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
+
+        def residual(*some: Tensor) -> Tensor:
+            values = dict(zip(wanted, some, strict=True))
+            return ctx.equation.residual(x, *(values.get(k, each) for k, each in enumerate(params)))
+
+        with torch.autocast(x.device.type, enabled=False):
+            u = ctx.equation.solve(grad, True, x, *params)
+            found = dict(zip(wanted, pullback(residual, *(params[k] for k in wanted))(u), strict=True))
+        return None, None, *(found.get(k) for k in range(len(params)))
+
+    @forward_rule
+    def jvp(ctx: Any, saved: list[Tensor], _: None, __: Tensor | None, *tangents: Tensor | None) -> Tensor:
+        x, *params = saved
+        with torch.autocast(x.device.type, enabled=False):
+            change = pushforward(ctx.equation.residual, (x, *params), (None, *tangents))
+            return ctx.equation.solve(change, False, x, *params).to(x.dtype)
+
+
+def pullback(f: Callable[..., Tensor], *primals: Tensor) -> Callable[[Tensor], tuple[Tensor | None, ...]]:
+    """The vector–Jacobian products of ``f``, differentiable themselves."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return torch.func.vjp(f, *primals)[1]  # type: ignore[no-any-return]
+    further = torch.is_grad_enabled()
+    leaves = [_leaf(each) for each in primals]
+    with torch.enable_grad():
+        value = f(*leaves)
+
+    def pull(u: Tensor) -> tuple[Tensor | None, ...]:
+        options = {"retain_graph": True, "create_graph": further, "allow_unused": True}
+        return torch.autograd.grad(value, leaves, u, **options)
+
+    return pull
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """The tensor, apart from others that it may depend on; with the graph that it has, and with its tangent."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return tensor.view_as(tensor)
+    return (tensor.detach() if _tangent(tensor) is None else tensor.clone()).requires_grad_()
+
+
+def pushforward(f: Callable[..., Tensor], primals: tuple[Tensor, ...], tangents: tuple[Tensor | None, ...]) -> Tensor:
+    """The Jacobian–vector product of ``f``; None is a zero tangent."""
+    moving = [k for k, tangent in enumerate(tangents) if tangent is not None]
+
+    def along(*some: Tensor) -> Tensor:
+        values = dict(zip(moving, some, strict=True))
+        return f(*(values.get(k, each) for k, each in enumerate(primals)))
+
+    some = [primals[k] for k in moving], [tangents[k] for k in moving]
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_mode._current_level < 0:
+        return torch.func.jvp(along, *map(tuple, some))[1]  # type: ignore[no-any-return]
+    # torch.func.jvp refuses to begin in a level of forward mode that the user has opened.
+    moved = along(*map(forward_mode.make_dual, *some))
+    tangent = forward_mode.unpack_dual(moved).tangent
+    return torch.zeros_like(moved) if tangent is None else tangent
