@@ -1,5 +1,6 @@
 """Law: result folders of others are data. Reading them runs no code and ends in a page or a sentence."""
 
+import copy
 import dataclasses
 import json
 import os
@@ -260,7 +261,7 @@ def mutated(content: Any, rng: random.Random) -> Any:
         if rng.random() < 0.2:
             del place[path[-1]]
         else:
-            place[path[-1]] = rng.choice(VALUES)
+            place[path[-1]] = copy.deepcopy(rng.choice(VALUES))
     return content
 
 

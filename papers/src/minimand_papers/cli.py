@@ -193,9 +193,6 @@ def bench(names: tyro.conf.Positional[tuple[str, ...]] = (), save: bool = False,
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given == ["--version"]:
-        print(f"minimand {metadata.version('minimand')}")
-        return
     commands: dict[str, Callable[..., Any]] = {
         "list": list_,
         "run": run,
@@ -209,7 +206,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             # A path may hold bytes that are no text, and a terminal may lack letters.
             stream.reconfigure(errors="backslashreplace")
     try:
-        if given[:1] == ["run"] and (ordered := _name_first(given[1:])):
+        if given == ["--version"]:
+            print(f"minimand {metadata.version('minimand')}")
+        elif given[:1] == ["run"] and (ordered := _name_first(given[1:])):
             _run(ordered)
         else:
             tyro.extras.subcommand_cli_from_dict(commands, prog="minimand", description=__doc__, args=given)

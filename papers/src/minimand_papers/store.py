@@ -101,7 +101,8 @@ class atomically:
 def sweep(directory: Path) -> None:
     """Remove unfinished files of killed processes from a directory in which no other process writes."""
     for path in directory.rglob(f".*{_PARTIAL}"):
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def write_json(path: Path, value: Any) -> None:
