@@ -70,7 +70,7 @@ class Certificate:
         return judged and self.polar_lower <= lam
 
     def shortfall(self, who: str, tol: float, remedy: str) -> str:
-        """The text of a warning that a fit stopped before its certificate."""
+        """The warning of a fit that stopped before its certificate."""
         gap = f"relative gap {self.relative_gap:.2g} > tol={tol:g}"
         return f"{who} stopped before its certificate ({self.status}, {gap}): {remedy}"
 
@@ -110,10 +110,11 @@ class FactorProblem:
         return self.loss.rows
 
     def normalized(self, *factors: Tensor) -> tuple["FactorProblem", Units]:
-        """The same problem in the middle of the floating-point range, and the units of its solutions and of given
-        factors (vectors as columns). Every fit and every certificate starts with it."""
-        loss, units = self.loss.normalized(*factors)
-        return FactorProblem(loss, self.regularizer, units.weight(self.lam, self.loss.largest())), units
+        """The same problem in the middle of the floating-point range, and its units, for given factors (vectors as
+        columns). Every fit and every certificate starts with it."""
+        largest = self.loss.largest()
+        loss, units = self.loss.normalized(*factors, largest=largest)
+        return FactorProblem(loss, self.regularizer, units.weight(self.lam, largest)), units
 
     def penalty(self, U: Tensor, V: Tensor) -> float:
         """Σ θ of factors with vectors as columns."""
@@ -270,9 +271,8 @@ def certify_factors(
         )
     Z = loss.dual(U, V)
     upper = theta.upper(Z, lam, BoundOptions(min(1e-4, tol / 4), effort, (U.mT, V.mT), generator))
-    slope, found = loss.slope(U, V, Z), None
-    if slope is not None:
-        found = theta.directions(slope, DIRECTIONS, generator, sweeps=SWEEPS if effort > 0 else 5)
+    slope, sweeps = loss.slope(U, V, Z), SWEEPS if effort > 0 else 5
+    found = None if slope is None else theta.directions(slope, DIRECTIONS, generator, sweeps=sweeps)
     attained = 0.0 if found is None else found.best
     certificate, objective = conclude(problem, U, V, dual=Z, penalty=penalty, polar=(attained, upper), tol=tol)
     return Finding(certificate, objective, found)
@@ -377,9 +377,9 @@ def noted_if_zero(certificate: Certificate, rank: int, lam: float) -> Certificat
     """Annotates the certificate's method if every component is zero; ``rank`` counts the components that are not."""
     if rank or not certificate.finds_nothing_above(lam):
         return certificate
-    note = "lam ≥ lambda_max, so the answer is zero"
-    if certificate.polar_upper > lam * (1 + 1e-6):
-        note = "the answer is zero as far as is known: no direction found attains more than lam"
+    known = certificate.polar_upper <= lam * (1 + 1e-6)
+    unknown = "the answer is zero as far as is known: no direction found attains more than lam"
+    note = "lam ≥ lambda_max, so the answer is zero" if known else unknown
     return replace(certificate, method=f"{certificate.method}; {note}")
 
 

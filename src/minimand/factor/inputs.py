@@ -225,7 +225,7 @@ def leveled(*factors: Tensor) -> tuple[Tensor, ...]:
 
 def _magnitudes(factors: tuple[Tensor, ...]) -> tuple[np.ndarray, np.ndarray]:
     """The largest absolute value and its binary exponent, factors × components."""
-    sizes = np.stack([(x.abs().amax(0) if len(x) else x.sum(0)).to(torch.float64).cpu().numpy() for x in factors])
+    sizes = np.array([np.abs(x.detach().cpu().numpy()).max(0, initial=0.0) for x in factors], dtype=np.float64)
     return sizes, np.frexp(sizes)[1]
 
 

@@ -94,14 +94,13 @@ class Loss(abc.ABC):
         """The loss of the data times 2^exponent."""
         raise NotImplementedError
 
-    def normalized(self, *factors: Tensor) -> tuple[Self, Units]:
+    def normalized(self, *factors: Tensor, largest: float | None = None) -> tuple[Self, Units]:
         """The loss of data in the middle of the floating-point range, where given factors (vectors as columns) fit too,
         and its units there; the data of a loss without a degree are left as they are, and refused far from one."""
-        exponent = middle(self.largest(), *factors) if self.degree else 0
-        if not self.degree and abs(middle(self.largest())) > 256:
-            raise OptionError(
-                f"{type(self).__name__} has no degree, and entries up to {self.largest():g}: scale the data"
-            )
+        largest = self.largest() if largest is None else largest
+        exponent = middle(largest, *factors) if self.degree else 0
+        if not self.degree and abs(middle(largest)) > 256:
+            raise OptionError(f"{type(self).__name__} has no degree, and entries up to {largest:g}: scale the data")
         return self.scaled(-exponent) if exponent else self, Units(exponent * (self.degree - 1), exponent * self.degree)
 
 
