@@ -101,6 +101,7 @@ def test_an_unreadable_forward_shows_its_last_layer_in_the_first_pass(fused):
     for net, options in zip((model, copy.deepcopy(model), copy.deepcopy(model)), told, strict=True):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         prox = ProxProp(net, fused=fused, **options).attach(optimizer)
+        copy.deepcopy(net)(x, scale=2.0).sum().backward()  # is another network
         for _ in range(3):
             optimizer.zero_grad()
             net(x, scale=2.0).square().sum().backward()
@@ -109,6 +110,7 @@ def test_an_unreadable_forward_shows_its_last_layer_in_the_first_pass(fused):
         assert "head" in prox.plain
         found.append([p.grad.clone() for p in net.parameters()])
         prox.detach()
+        assert {"middle", "first"} <= set(prox.layers)
     assert not any(module._forward_pre_hooks for module in model.modules())
     torch.testing.assert_close(found[0], found[2], rtol=0, atol=0)
     torch.testing.assert_close(found[1], found[2], rtol=0, atol=0)

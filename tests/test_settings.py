@@ -182,7 +182,11 @@ CASES: dict[str, Case] = {
     ),
     "LayerObjective": Case(lambda: LayerObjective(torch.eye(2))),
     "DropoutPenalty": Case(lambda: DropoutPenalty(_net(), 0.5)),
-    "ParallelNetwork": Case(lambda: ParallelNetwork(lambda: nn.Linear(2, 1, bias=False), 0.1)),
+    "ParallelNetwork": Case(
+        lambda lam=0.1, tol=1e-3: ParallelNetwork(lambda: nn.Linear(2, 1, bias=False), lam, tol=tol),
+        {"lam": 0.2, "tol": 1e-2},
+        lambda net: torch.tensor([net.lam, net.tol]),
+    ),
     "LipschitzTracker": Case(
         lambda **o: LipschitzTracker(o.get("operator", Dense(DENSE))).eval(),
         {"operator": Dense(2 * DENSE)},

@@ -1,6 +1,6 @@
 """The exceptions of the library, and the checks that raise them.
 
-Every exception is a :class:`MinimandError` and also a builtin exception (``ValueError`` or ``TypeError``), so that
+Every exception is a :class:`MinimandError` and also a builtin exception (such as ``ValueError``), so that
 ``except ValueError`` works. A message states the problem, its place, its cause and a remedy.
 """
 
@@ -103,6 +103,14 @@ def is_traced(tensor: Tensor) -> bool:
     return is_compiled(tensor) or _is_wrapped(tensor) or _is_batched(tensor)
 
 
+def underived(tensor: Tensor) -> Tensor:
+    """The tensor without the wrappers of torch.func's derivatives; a batch of ``vmap`` stays one."""
+    known = torch._C._functorch
+    while not torch.compiler.is_compiling() and known.is_gradtrackingtensor(tensor):
+        tensor = known.get_unwrapped(tensor)
+    return tensor
+
+
 def holds(condition: Tensor) -> bool:
     """Whether a condition holds in every entry, those that ``vmap`` hides included; False where Python cannot know."""
     if is_compiled(condition) or _is_batched(condition):
@@ -137,7 +145,10 @@ def _primal(tensor: Tensor) -> Tensor:
     return forward_mode.unpack_dual(tensor).primal
 
 
-def require_finite(name: str, tensor: Tensor) -> None:
+_CLEAN = "clean or mask the data; in a weight or an activation, the usual cause is a training run that diverged"
+
+
+def require_finite(name: str, tensor: Tensor, remedy: str = _CLEAN) -> None:
     """Raise :class:`NonFiniteError` when ``tensor`` holds NaN or Inf.
 
     It does nothing while tracing, because a branch on data would break the graph.
@@ -147,10 +158,7 @@ def require_finite(name: str, tensor: Tensor) -> None:
     require_strided(name, tensor)
     if not bool(torch.isfinite(tensor.detach()).all()):
         bad = int((~torch.isfinite(tensor.detach())).sum())
-        raise NonFiniteError(
-            f"{name} holds {bad} NaN or Inf among its {tensor.numel()} entries; "
-            f"clean or mask the data; in a weight or an activation, the usual cause is a training run that diverged"
-        )
+        raise NonFiniteError(f"{name} holds {bad} NaN or Inf among its {tensor.numel()} entries; {remedy}")
 
 
 def require_real(name: str, tensor: Tensor) -> None:
@@ -220,7 +228,7 @@ class Sealed:
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
             cls._arguments = frozenset(inspect.signature(cls.__init__).parameters)
-            setattr(cls, "__init__", _sealing(cls.__init__))  # noqa: B010 -- mypy forbids the assignment
+            setattr(cls, "__init__", _sealing(cls, cls.__init__))  # noqa: B010 -- mypy forbids the assignment
 
     def _seal(self) -> None:
         vars(self)["_sealed"] = self._arguments.union(vars(self))
@@ -232,14 +240,15 @@ class Sealed:
 
     def _require_settable(self, name: str) -> None:
         """Raise unless an assignment to this attribute has an effect, or concerns a name of the caller's own."""
-        kind, known = type(self), self._sealed or frozenset()
-        member = inspect.getattr_static(kind, name, None)
-        if _has_setter(member):
+        kind, module = type(self), self if isinstance(self, nn.Module) else None
+        if name in self._settable or (module is not None and (name in module._parameters or name in module._buffers)):
             return
-        if isinstance(self, nn.Module) and not isinstance(member, property):
-            held = (self._parameters, self._buffers, self._modules)
-            if any(name in part for part in held) or name not in known.union(_options(vars(self).values())):
-                return
+        member = inspect.getattr_static(kind, name, None)
+        if _has_setter(member) or (module is not None and name in module._modules):
+            return
+        known = (self._sealed or frozenset()).union(_options(vars(self).values()))
+        if module is not None and name not in known and not isinstance(member, property):
+            return
         free = {*self._settable, *(n for n, member in inspect.getmembers_static(kind) if _has_setter(member))}
         can = ", ".join(sorted(n for n in free if not n.startswith("_")))
         raise ReadOnlyError(
@@ -248,11 +257,12 @@ class Sealed:
         )
 
 
-def _sealing(init: Callable[..., None]) -> Callable[..., None]:
+def _sealing(owner: type, init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def wrapped(self: Any, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
-        if type(self).__init__ is wrapped:
+        # Only after the constructor of the object's own class, which may be decorated further.
+        if next(kind for kind in type(self).__mro__ if "__init__" in vars(kind)) is owner:
             self._seal()
 
     return wrapped

@@ -8,7 +8,8 @@ from typing import Any
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from tests.fuzz import certificates, gradients, hostile, norms
+from tests.cases import certificates
+from tests.fuzz import gradients, hostile, norms
 
 __all__ = ["CAMPAIGNS", "Campaign", "Outcome", "run"]
 

@@ -272,7 +272,7 @@ CALLS: dict[str, Call] = {
     "SolverConv1d": _layer(
         mnn.SolverConv1d, (2, 3, 6), in_channels=3, out_channels=2, kernel_size=3, dilation=1, groups=1, **LAYER
     ),
-    "AdditiveDropout": _layer(mnn.AdditiveDropout, (5, 4), p=0.5, feature_dim=-1),
+    "AdditiveDropout": _layer(mnn.AdditiveDropout, (5, 4), p=0.5, layer=nn.Linear(4, 3), feature_dim=-1),
     "ImportanceDropout": _layer(mnn.ImportanceDropout, (5, 4), p=0.5, feature_dim=-1),
     "convert": Call(mnn.convert, lambda: {"model": _mlp(), "rules": {"3": solvers.ProxGD(2)}, "inplace": False}),
     "Rule": Call(mnn.Rule, lambda: {"options": solvers.ProxGD(2), "activation": "auto", "dropout": "auto"}),

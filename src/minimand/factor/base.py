@@ -34,6 +34,7 @@ from .inputs import (
     require_whole,
     same_kind,
     seeded_generator,
+    warn_if_out_of_range,
     working,
 )
 from .losses import Loss, Squared
@@ -99,9 +100,10 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     def _solve(self, problem: FactorProblem, start: Any, report: Report) -> Factors:
         """The solution of a problem in the middle of the floating-point range."""
 
-    def _code(self, problem: Any, V: Tensor) -> Tensor:
-        """The codes of the data's rows for fixed V, not empty: each row solves min ½‖y − uVᵀ‖² + (λ/2)‖u‖²."""
-        return ridge_factor(V.mT.contiguous(), problem.lam).solve(problem.loss.Y.flatten(1) @ V)
+    def _code(self, problem: Any, V: Tensor) -> tuple[Tensor, bool]:
+        """The codes of the data's rows for fixed V, not empty, and whether they converged: each row solves
+        min ½‖y − uVᵀ‖² + (λ/2)‖u‖²."""
+        return ridge_factor(V.mT.contiguous(), problem.lam).solve(problem.loss.Y.flatten(1) @ V), True
 
     def _loss(self, Y: Any, rows: RowSharding) -> Loss:
         """The loss of checked data."""
@@ -148,6 +150,7 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
     def _warn(self, stop: Stop, level: int) -> None:
         """Warn if the solution is zero or not certified; ``level`` is the caller's on the stack."""
+        warn_if_out_of_range(type(self).__name__, self.objective_, level)
         zero = self.objective_ > 0 and not self.components_.any()
         if zero and self.certificate_.finds_nothing_above(self.lam):
             warnings.warn(
@@ -157,12 +160,8 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             )
         elif stop in _REMEDIES:
             remedy = _REMEDIES[stop].format(max_iter=self.max_iter, rank=self.n_components_)
-            warnings.warn(
-                f"{type(self).__name__} stopped before its certificate ({self.certificate_.status}, relative gap "
-                f"{self.certificate_.relative_gap:.2g} > tol={self.tol:g}): {remedy}",
-                ConvergenceWarning,
-                stacklevel=level,
-            )
+            text = self.certificate_.shortfall(type(self).__name__, self.tol, remedy)
+            warnings.warn(text, ConvergenceWarning, stacklevel=level)
 
     def _fit(self, Y: Any, start: Any, group: Any) -> tuple[Any, Stop]:
         """Check, solve and store; returns U and the reason for the end of the fit."""
@@ -195,7 +194,11 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         if not V.shape[1]:
             return same_kind(V.new_zeros(data.shape[0], 0), like)
         problem, units = self._problem(data, RowSharding()).normalized(V, V)
-        return same_kind(units.factor(self._code(problem, units.lowered(V))), like)
+        codes, converged = self._code(problem, units.lowered(V))
+        if not converged:
+            text = f"{type(self).__name__}.transform used all its iterations before the codes converged: they are rough"
+            warnings.warn(text, ConvergenceWarning, stacklevel=3)
+        return same_kind(units.factor(codes), like)
 
     def inverse_transform(self, U: Any) -> Any:
         """The matrix UVᵀ of codes U."""
@@ -248,8 +251,7 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     def _matrix(self, Y: Any, *, reset: bool, accept_sparse: Any = False) -> Any:
         """The tensor or array Y as a matrix of float32 or float64; its entries are not checked."""
         if not isinstance(Y, Tensor):
-            options = {"dtype": FLOATS, "accept_sparse": accept_sparse, "ensure_all_finite": False}
-            return validate_data(self, Y, reset=reset, **options)
+            return validated(self, Y, reset=reset, accept_sparse=accept_sparse)
         shape = tuple(Y.shape)
         if Y.dim() != 2:
             raise ShapeError(f"Expected 2D tensor, got shape {shape}; reshape one feature with Y.reshape(-1, 1)")
@@ -321,6 +323,15 @@ class GrownFactorization(Factorization):
     def _solve(self, problem: Any, start: Any, report: Report) -> Factors:
         options = self._options(problem.loss.entries())
         return grow(problem, options, like=problem.loss.Y, generator=self._generator(), start=start, report=report)
+
+
+def validated(estimator: BaseEstimator, *data: Any, **options: Any) -> Any:
+    """scikit-learn's checks, for tensors of every precision and whole numbers of every size, but not for NaN."""
+    arrays = (working(x.detach().cpu()).numpy() if isinstance(x, Tensor) else x for x in data)
+    try:
+        return validate_data(estimator, *arrays, **{"dtype": FLOATS, "ensure_all_finite": False, **options})
+    except OverflowError as error:
+        raise OptionError("the data hold whole numbers above the range of float64: scale them") from error
 
 
 def in_range(factors: tuple[Tensor, ...], units: Units, shares: Sequence[int] = (2, 2)) -> tuple[Tensor, ...]:

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from ..arguments import checked
-from ..errors import OptionError, ShapeError, require_finite, require_positive
+from ..errors import NonFiniteError, OptionError, ShapeError, require_finite, require_positive
 from .bounds import Bound
 from .inputs import Units, leveled, raised, real
 from .losses import Loss, Squared, loss_from, rounding
 from .matrices import DualMatrix, RowSharding, summation_error
-from .observed import Observed
+from .observed import masked
 from .regularizers import BoundOptions, Directions, Regularizer, named_regularizer
 
 __all__ = ["Certificate", "FactorProblem", "Factors", "Status", "Stop", "certify"]
@@ -46,8 +46,7 @@ class Certificate:
     Attributes:
         status: ``CERTIFIED``: the relative gap is at most the tolerance. ``IMPROVABLE``: it is not, and a known
             direction attains a polar above :math:`\lambda`. ``UNDECIDED``: neither is shown.
-        gap: An upper bound on :math:`f - F^*`, the distance of the objective to its global minimum; infinite above
-            float64's range.
+        gap: An upper bound on :math:`f - F^*`, the distance of the objective to its global minimum; it may be infinite.
         relative_gap: The gap divided by the objective. Like the status, it is the same for (Y, λ) and (cY, cλ).
         polar_lower: The polar that a known direction attains, in the units of :math:`\lambda`.
         polar_upper: An upper bound on the polar; infinite if no bound is known.
@@ -69,6 +68,11 @@ class Certificate:
         """
         judged = self.status is Status.CERTIFIED or lam < self.polar_upper < math.inf
         return judged and self.polar_lower <= lam
+
+    def shortfall(self, who: str, tol: float, remedy: str) -> str:
+        """The text of a warning that a fit stopped before its certificate."""
+        gap = f"relative gap {self.relative_gap:.2g} > tol={tol:g}"
+        return f"{who} stopped before its certificate ({self.status}, {gap}): {remedy}"
 
     def in_units(self, units: Units) -> "Certificate":
         """The certificate of a problem in its own units, from that of the problem in the middle of the range."""
@@ -106,11 +110,8 @@ class FactorProblem:
         return self.loss.rows
 
     def normalized(self, *factors: Tensor) -> tuple["FactorProblem", Units]:
-        """The same problem in the middle of the floating-point range, and the units of its solutions.
-
-        Every estimator and every certificate starts with it. Factors, vectors as columns, are brought there by
-        :meth:`Units.lowered`.
-        """
+        """The same problem in the middle of the floating-point range, and the units of its solutions and of given
+        factors (vectors as columns). Every fit and every certificate starts with it."""
         loss, units = self.loss.normalized(*factors)
         return FactorProblem(loss, self.regularizer, units.weight(self.lam, self.loss.largest())), units
 
@@ -232,6 +233,8 @@ def certify(
     require_positive("effort", effort, zero=True)
     Y, mask = _unmasked(Y, mask)
     data, left, right = _matrix("Y", Y, finite=mask is None), _matrix("U", U), _matrix("V", V)
+    if not data.numel():
+        raise ShapeError(f"Y has no entries, only the shape {tuple(data.shape)}: there is nothing to certify")
     if (data.shape[0], left.shape[1]) != (left.shape[0], right.shape[1]) or data.shape[1] != right.shape[0]:
         raise ShapeError(
             f"Y is {tuple(data.shape)}, U {tuple(left.shape)} and V {tuple(right.shape)}; "
@@ -239,7 +242,7 @@ def certify(
         )
     if mask is not None and loss is not Squared:
         raise OptionError("mask needs the squared loss: leave loss out, or fill the missing entries")
-    made = loss_from(loss, data) if mask is None else _observed(data, mask)
+    made = loss_from(loss, data) if mask is None else masked(data, mask)
     left, right = leveled(left, right)
     problem, units = FactorProblem(made, theta, float(lam)).normalized(left, right)
     left, right = units.lowered(left), units.lowered(right)
@@ -262,8 +265,8 @@ def certify_factors(
     penalty = problem.penalty(U, V)
     if not penalty < float("inf"):
         raise OptionError(
-            f"the factors lie outside the domain of {type(theta).__name__}: they hold negative entries; "
-            "clip them at zero, or certify with another regularizer"
+            f"the factors lie outside the domain of {type(theta).__name__}: they hold negative entries, or entries "
+            "whose squares overflow; clip them at zero, scale them, or certify with another regularizer"
         )
     Z = loss.dual(U, V)
     upper = theta.upper(Z, lam, BoundOptions(min(1e-4, tol / 4), effort, (U.mT, V.mT), generator))
@@ -337,6 +340,11 @@ def judge(
     <Status.UNDECIDED: 'UNDECIDED'>
     """
     require_positive("tol", tol)
+    if math.isnan(gap) or not 0 <= objective < math.inf:
+        raise NonFiniteError(
+            f"the objective, {objective:g}, or its distance to the minimum, {gap:g}, leaves the range of float64: "
+            "scale the factors or weights to the size of the data"
+        )
     gap = 0.0 if gap <= 0 else gap
     relative = gap / objective if objective > 0 else (math.inf if gap > 0 else 0.0)
     otherwise = Status.IMPROVABLE if polar_lower > lam else Status.UNDECIDED
@@ -390,13 +398,3 @@ def _unmasked(Y: Any, mask: Any) -> tuple[Any, Any]:
         return Y, mask
     seen = ~np.ma.getmaskarray(Y)
     return np.ma.getdata(Y), seen if mask is None else seen & np.asarray(mask, dtype=bool)
-
-
-def _observed(Y: Tensor, mask: Any) -> Observed:
-    seen = torch.as_tensor(mask).to(torch.bool)
-    if seen.shape != Y.shape:
-        raise ShapeError(f"mask has shape {tuple(seen.shape)}, but Y has {tuple(Y.shape)}")
-    index = torch.nonzero(seen, as_tuple=True)
-    values = Y[index]
-    require_finite("Y, where mask is True,", values)
-    return Observed(values, (index[0], index[1]), (Y.shape[0], Y.shape[1]), compact=False)

@@ -110,10 +110,10 @@ class MatrixCompletion(GrownFactorization):
         options = self._options(min(Y.rows.count(Y.shape[0]), Y.shape[1]))
         return grow(problem, options, like=Y.values, generator=self._generator(), start=start, report=report)
 
-    def _code(self, problem: Any, V: Tensor) -> Tensor:
+    def _code(self, problem: Any, V: Tensor) -> tuple[Tensor, bool]:
         """The ridge regression of each row on its observed entries."""
         Y: Observed = problem.loss
-        return RowGroups.of(*Y.index, Y.shape, V.shape[1]).ridge(Y.values, V.contiguous(), problem.lam)[0]
+        return RowGroups.of(*Y.index, Y.shape, V.shape[1]).ridge(Y.values, V.contiguous(), problem.lam)[0], True
 
     def _right(self, like: Any) -> Tensor:
         return super()._right(like.values if isinstance(like, Observed) else like)

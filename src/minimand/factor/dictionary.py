@@ -56,7 +56,7 @@ class SparseDictionary(GrownFactorization):
     def _regularizer(self) -> SparseL2:
         return SparseL2(float(self.gamma))
 
-    def _code(self, problem: Any, V: Tensor) -> Tensor:
+    def _code(self, problem: Any, V: Tensor) -> tuple[Tensor, bool]:
         """Each row solves min ½‖y − uVᵀ‖² + (λ/2)‖u‖² + λγ Σ ‖vᵢ‖|uᵢ|."""
         weights = problem.lam * float(self.gamma) * V.norm(dim=0)
         return proximal_codes(problem.loss.Y, V, WeightedL1(weights), problem.lam)

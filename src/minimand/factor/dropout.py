@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from ..arguments import checked
-from ..errors import CapabilityError, OptionError, ShapeError, require_finite, require_real
+from ..errors import CapabilityError, NonFiniteError, OptionError, ShapeError, is_traced, require_finite, require_real
 from ..functions.base import widened
 from ..linalg import gram
 from ..norms.tracker import LipschitzTracker
-from .inputs import leveled, middle, raised, require_whole, shifted
+from .inputs import leveled, middle, raised, real, require_whole, shifted
 from .matrices import RowSharding
 
 __all__ = ["dropout_objective", "dropout_optimum", "dropout_sample", "equalize", "nuclear_squared", "variable_rate"]
@@ -206,7 +206,10 @@ def nuclear_squared(X: Any) -> Any:
     tensor(16.)
     """
     value = torch.linalg.svdvals(_matrix("X", X)).sum().square()
-    require_finite("the squared nuclear norm, which scales with the square of X,", value)
+    if not is_traced(value) and bool(torch.isinf(value)):
+        raise NonFiniteError(
+            f"the squared nuclear norm of X exceeds the range of {value.dtype}: divide X by c, which divides it by c²"
+        )
     return value if isinstance(X, Tensor) else float(value)
 
 
@@ -303,9 +306,10 @@ def _hadamard(rank: int, rows: int, like: Tensor) -> Tensor:
 
 def _matrix(name: str, value: Any) -> Tensor:
     """A finite matrix in float32 or float64, the precisions of linear algebra; integers become float64."""
-    tensor = value if isinstance(value, Tensor) else torch.tensor(np.asarray(value))
+    tensor = real(name, value)
     if tensor.dim() != 2:
         raise ShapeError(f"{name} must be a matrix, got shape {tuple(tensor.shape)}")
+    tensor = value if isinstance(value, Tensor) else tensor.clone()
     tensor = widened(tensor) if tensor.is_floating_point() else tensor.double()
     require_finite(name, tensor)
     return tensor

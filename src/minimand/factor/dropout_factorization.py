@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.exceptions import ConvergenceWarning
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from ..errors import OptionError, require_positive
@@ -18,6 +18,7 @@ from ..solvers.base import require_count
 from ..solvers.iterate import iterate
 from ..solvers.linear import ridge_factor
 from ..solvers.steps import Schedule, check_step_size
+from .base import validated
 from .dropout import (
     block_smoothness,
     closed_form,
@@ -28,7 +29,7 @@ from .dropout import (
     sample_smoothness,
     variable_rate,
 )
-from .inputs import Units, raised, require_entries, require_whole, seeded_generator
+from .inputs import Units, raised, require_entries, require_whole, seeded_generator, warn_if_out_of_range
 from .losses import Squared
 
 __all__ = ["DropoutFactorization"]
@@ -113,12 +114,12 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
 
     def fit(self, X: Any, y: Any = None) -> "DropoutFactorization":
         """Find the factors of X, n_samples × n_features."""
-        self._fit(X)
+        self._fit(X, 3)
         return self
 
     def fit_transform(self, X: Any, y: Any = None) -> np.ndarray:
         """Find the factors of X and return U."""
-        return self._fit(X).numpy()
+        return self._fit(X, 4).numpy()  # one level more: scikit-learn's set_output wraps this method
 
     def transform(self, X: Any) -> np.ndarray:
         r"""The best U for given V, row by row: :math:`\min_u \|x - uV^\top\|^2 + \lambda\sum_i u_i^2\|V_i\|^2`."""
@@ -137,7 +138,8 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
     def _n_features_out(self) -> int:
         return len(self.components_)
 
-    def _fit(self, X: Any) -> Tensor:
+    def _fit(self, X: Any, level: int) -> Tensor:
+        """Solve and store, and return U; ``level`` is the caller's on the stack."""
         self._check()
         data = self._checked(X)
         # A copy, because torch warns about read-only arrays.
@@ -149,7 +151,7 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         best = equalized_factors(left, values, right, self.n_components)
         optimum = _DropoutState(*best, [], []).appended(Y, *best, self.p_)
         self.n_iter_ = 1
-        factors = optimum if self.method == "closed_form" else self._descend(Y, units)
+        factors = optimum if self.method == "closed_form" else self._descend(Y, units, level)
         self.components_ = units.factor(factors.V.mT.contiguous()).numpy()
         self.n_components_ = self.n_components
         gap = max(factors.history[-1] - optimum.history[0], 0.0)
@@ -159,10 +161,11 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         self.history_, self.objective_ = np.array(history), history[-1]
         self.threshold_ = raised(threshold, units.product)
         self.norm_history_ = np.array([[raised(x, units.product) for x in norms] for norms in factors.norms])
+        warn_if_out_of_range(type(self).__name__, self.objective_, level)
         return units.factor(factors.U)
 
     def _checked(self, X: Any, *, reset: bool = True) -> np.ndarray:
-        data = validate_data(self, X, reset=reset, dtype=[np.float64, np.float32], ensure_all_finite=False)
+        data = validated(self, X, reset=reset)
         require_entries("X", data, type(self).__name__, "fill them, or complete them with MatrixCompletion")
         return np.asarray(data)
 
@@ -179,7 +182,7 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         if self.decay is not None and not isinstance(self.decay, Schedule):
             raise OptionError(f"decay must be None or a Schedule, such as Harmonic(100), got {self.decay!r}")
 
-    def _descend(self, Y: Tensor, units: Units) -> _DropoutState:
+    def _descend(self, Y: Tensor, units: Units, level: int) -> _DropoutState:
         """The iterative methods, from a random start of the data's scale."""
         generator = seeded_generator(self.random_state)
         scale = (Y.norm() / (Y.numel() ** 0.5 * self.n_components**0.5)).sqrt()
@@ -209,12 +212,9 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         sampled = self.method == "dropout"
         factors, self.n_iter_ = iterate(step, start, self.max_iter, until=None if sampled else stalled)
         if not sampled and self.tol > 0 and not stalled(factors, self.n_iter_):
-            warnings.warn(
-                f"DropoutFactorization made all max_iter={self.max_iter} iterations before its objective stopped "
-                f"falling by more than tol={self.tol:g} in one; raise max_iter or tol",
-                ConvergenceWarning,
-                stacklevel=4,
-            )
+            text = f"DropoutFactorization made all max_iter={self.max_iter} iterations, and each lowered the objective "
+            text += f"by more than tol={self.tol:g}; raise max_iter or tol"
+            warnings.warn(text, ConvergenceWarning, stacklevel=level + 1)
         return factors
 
     def _stepped(

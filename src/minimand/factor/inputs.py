@@ -137,14 +137,10 @@ def seeded_generator(random_state: Any) -> torch.Generator:
 class Units:
     r"""Binary exponents between a problem and the same problem in the middle of the floating-point range.
 
-    Products with powers of two are exact, so both problems have the same solution to the last digit, but the squares of
-    the second neither overflow nor vanish. With the data :math:`Y = 2^e Y'` and a loss of degree d,
-    :math:`\lambda = 2^{(d-1)e}\lambda'`, the objective is :math:`2^{de}` times the other one, and
-    :math:`UV^\top = 2^e U'V'^\top`.
-
-    Attributes:
-        polar: The exponent of λ and of polars.
-        objective: The exponent of objectives and gaps.
+    Products with powers of two are exact, so both have the same solution to the last digit, but squares in the second
+    neither overflow nor vanish. With the data :math:`Y = 2^e Y'` and a loss of degree d, λ and polars are
+    :math:`2^{(d-1)e}` times the others (``polar``), objectives and gaps :math:`2^{de}` times (``objective``), and
+    products :math:`UV^\top` as Y.
 
     >>> Units(polar=4, objective=8).factor(torch.ones(1)), Units(polar=4, objective=8).lowered(torch.ones(1))
     (tensor([4.]), tensor([0.2500]))
@@ -168,13 +164,17 @@ class Units:
 
     def weight(self, lam: float, largest: float) -> float:
         """The caller's λ there; ``largest`` is the largest entry of the caller's data."""
-        weight = raised(float(lam), -self.polar)
-        if largest and not 2.0**-FARTHEST < weight < 2.0**FARTHEST:
-            raise OptionError(
-                f"lam={lam:g} and the data, whose largest entry is {largest:g}, are too far apart for float64: "
-                "rescale one of them; lambda_max(Y) of the estimators is the smallest lam whose solution is zero"
-            )
-        return weight
+        return comparable(f"lam={lam:g}", raised(float(lam), -self.polar), largest)
+
+
+def comparable(name: str, value: float, largest: float) -> float:
+    """An option for data in the middle of the range; raises if float64 cannot relate it to them."""
+    if largest and not 2.0**-FARTHEST < value < 2.0**FARTHEST:
+        raise OptionError(
+            f"{name} and the data, whose largest entry is {largest:g}, are too far apart for float64: rescale one of "
+            "them"
+        )
+    return value
 
 
 def shifted(tensor: Tensor, exponent: int) -> Tensor:
@@ -190,11 +190,20 @@ def raised(value: float, exponent: int) -> float:
         return math.copysign(math.inf, value)
 
 
-def middle(largest: float, *factors: Tensor, limit: int = MIDDLE) -> int:
-    """The exponent, a multiple of four, by which data are divided: zero unless the largest entry is far from one.
+def warn_if_out_of_range(who: str, objective: float, level: int) -> None:
+    """Warn of an objective that :func:`raised` could not represent; ``level`` is the caller's on the stack."""
+    if objective in (5e-324, math.inf):
+        warnings.warn(
+            f"{who}: the objective lies outside of float64's range, because it scales with the data or their square; "
+            "factors, status and relative gap hold; scale the data to see it",
+            RuntimeWarning,
+            stacklevel=level + 1,
+        )
 
-    The factors of a given product, vectors as columns, count as data.
-    """
+
+def middle(largest: float, *factors: Tensor, limit: int = MIDDLE) -> int:
+    """The exponent, a multiple of four, by which data (and products of given factors, vectors as columns) are divided:
+    zero unless the largest entry is far from one."""
     exponents = [math.frexp(largest)[1]] if largest else []
     if factors:
         sizes, powers = _magnitudes(factors)
@@ -204,19 +213,19 @@ def middle(largest: float, *factors: Tensor, limit: int = MIDDLE) -> int:
 
 
 def leveled(*factors: Tensor) -> tuple[Tensor, ...]:
-    """Factors, vectors as columns, of the same components, whose sizes differ by less than ``APART`` binary exponents.
-
-    Only powers of two move between the factors, and only in components where the sizes differ by more.
-    """
-    _, powers = _magnitudes(factors)
+    """Factors, vectors as columns, of the same components: powers of two move between the factors of a component until
+    their sizes differ by at most ``APART`` binary exponents."""
+    sizes, powers = _magnitudes(factors)
     moves = np.where(np.ptp(powers, 0) > APART, powers.sum(0) // len(factors) - powers, 0)
     moves[0] -= moves.sum(0)
+    # A zero product needs no balance, only squares in the range.
+    moves = np.where((sizes > 0).all(0), moves, np.where(np.abs(powers) > APART, -powers, 0))
     return tuple(_moved(x, move) if move.any() else x for x, move in zip(factors, moves, strict=True))
 
 
 def _magnitudes(factors: tuple[Tensor, ...]) -> tuple[np.ndarray, np.ndarray]:
     """The largest absolute value and its binary exponent, factors × components."""
-    sizes = np.stack([x.abs().amax(0).to(torch.float64).cpu().numpy() for x in factors])
+    sizes = np.stack([(x.abs().amax(0) if len(x) else x.sum(0)).to(torch.float64).cpu().numpy() for x in factors])
     return sizes, np.frexp(sizes)[1]
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..errors import OptionError, require_positive
 from ..functions import L1
 from ..norms.spectral import EPS
-from .inputs import FARTHEST, Units, middle, raised, shifted
+from .inputs import Units, comparable, middle, raised, shifted
 from .matrices import DenseDual, DualMatrix, DualMoments, RowSharding, row_blocks, summation_error
 
 __all__ = ["DualValue", "Entrywise", "Huber", "Logistic", "Loss", "Squared", "best_multiple", "loss_from", "rounding"]
@@ -43,7 +43,7 @@ class Loss(abc.ABC):
     """
 
     rows: RowSharding
-    #: The power of c by which the loss of cX for data cY exceeds that of X for Y; zero if there is none.
+    #: The loss of cX for data cY is c^degree times that of X for Y; zero if it is no such multiple.
     degree: int = 0
 
     @property
@@ -91,15 +91,17 @@ class Loss(abc.ABC):
         return 0.0
 
     def scaled(self, exponent: int) -> Self:
-        """The loss of the data times 2^exponent, for a loss with a degree."""
+        """The loss of the data times 2^exponent."""
         raise NotImplementedError
 
     def normalized(self, *factors: Tensor) -> tuple[Self, Units]:
-        """The loss with data in the middle of the floating-point range, and the units that it has there.
-
-        Factors, vectors as columns, come into this range with the data.
-        """
+        """The loss of data in the middle of the floating-point range, where given factors (vectors as columns) fit too,
+        and its units there; the data of a loss without a degree are left as they are, and refused far from one."""
         exponent = middle(self.largest(), *factors) if self.degree else 0
+        if not self.degree and abs(middle(self.largest())) > 256:
+            raise OptionError(
+                f"{type(self).__name__} has no degree, and entries up to {self.largest():g}: scale the data"
+            )
         return self.scaled(-exponent) if exponent else self, Units(exponent * (self.degree - 1), exponent * self.degree)
 
 
@@ -130,6 +132,10 @@ class _DenseLoss(Loss):
     def largest(self) -> float:
         """The largest absolute value of Y, over all processes."""
         return self.rows.largest(self.Y)
+
+    def scaled(self, exponent: int) -> Self:
+        """The loss of Y times 2^exponent."""
+        return replace(self, Y=shifted(self.Y, exponent))  # type: ignore[type-var]
 
     def size(self) -> float:
         """‖Y‖."""
@@ -164,10 +170,6 @@ class Squared(_DenseLoss):
     rows: RowSharding = RowSharding()  # noqa: RUF009 -- frozen
     curvature = 1.0
     degree = 2
-
-    def scaled(self, exponent: int) -> Self:
-        """The loss of the data times 2^exponent."""
-        return replace(self, Y=shifted(self.Y, exponent))
 
     def value(self, U: Tensor, V: Tensor) -> float:
         """Half the squared residual, by blocks of rows."""
@@ -208,14 +210,11 @@ class Huber(_DenseLoss):
             require_positive("gamma", self.gamma)
 
     def scaled(self, exponent: int) -> Self:
-        """The loss of the data times 2^exponent, whose gamma is that much smaller."""
-        gamma = None if self.gamma is None else raised(self.gamma, -exponent)
-        if gamma is not None and not 2.0**-FARTHEST < gamma < 2.0**FARTHEST:
-            raise OptionError(
-                f"gamma={self.gamma:g} and Y, whose largest entry is {self.largest():g}, are too far apart for "
-                "float64: residuals up to 1/gamma count as noise, so choose gamma near the inverse of theirs"
-            )
-        return replace(self, Y=shifted(self.Y, exponent), gamma=gamma)
+        """The loss of Y times 2^exponent, whose gamma is that much smaller."""
+        scaled = super().scaled(exponent)
+        if self.gamma is None:
+            return scaled
+        return replace(scaled, gamma=comparable(f"gamma={self.gamma:g}", raised(self.gamma, -exponent), self.largest()))
 
     @property
     def curvature(self) -> float:

@@ -13,11 +13,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from ..errors import ShapeError, require_finite
 from ..functions import NonNegative
 from ..linalg import gram
 from ..operators import Dense
@@ -29,7 +30,7 @@ from .inputs import shifted
 from .losses import DualValue, Loss, best_multiple
 from .matrices import DualMatrix, DualMoments, RowSharding, row_blocks
 
-__all__ = ["Observed", "ObservedDescent", "RowGroups", "SparseDual", "rotated"]
+__all__ = ["Observed", "ObservedDescent", "RowGroups", "SparseDual", "masked", "rotated"]
 
 # Entries of a batch of ridge regressions.
 BATCH = 2_000_000
@@ -182,6 +183,17 @@ class Observed(Loss):
     def entries(self) -> int:
         """The number of observed entries."""
         return self.rows.count(len(self.values))
+
+
+def masked(Y: Tensor, mask: Any) -> Observed:
+    """The loss on the entries of a matrix with a True ``mask``."""
+    seen = torch.as_tensor(mask).to(torch.bool)
+    if seen.shape != Y.shape:
+        raise ShapeError(f"mask has shape {tuple(seen.shape)}, but Y has {tuple(Y.shape)}")
+    index = torch.nonzero(seen, as_tuple=True)
+    values = Y[index]
+    require_finite("Y, where mask is True,", values)
+    return Observed(values, (index[0], index[1]), (Y.shape[0], Y.shape[1]), compact=False)
 
 
 def _products(U: Tensor, V: Tensor, index: tuple[Tensor, Tensor]) -> Tensor:

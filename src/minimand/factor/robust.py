@@ -16,6 +16,7 @@ from .inputs import require_number, same_kind
 from .losses import Huber
 from .lowrank import Triples, shrunk
 from .matrices import RowSharding
+from .nmf import ROUGH
 
 __all__ = ["RobustPCA"]
 
@@ -146,25 +147,26 @@ class RobustPCA(Factorization):
         found = [certify_factors(problem, U, V, tol=self.tol, generator=generator).certificate for problem in problems]
         return min(found, key=lambda certificate: certificate.gap)
 
-    def _code(self, problem: Any, V: Tensor) -> Tensor:
+    def _code(self, problem: Any, V: Tensor) -> tuple[Tensor, bool]:
         """Each row solves min h(y − uVᵀ) + (λ/2)‖u‖² with the loss h, by ADMM with one small factorisation."""
         loss, Y = problem.loss, problem.loss.Y
         scale = float((Y - Y.mean()).abs().mean()) or 1.0
         penalty = 4 / scale
         factor = ridge_factor(V.mT.contiguous(), problem.lam / penalty)
 
-        def step(state: tuple[Tensor, Tensor, Tensor, bool], k: int) -> tuple[Tensor, Tensor, Tensor, bool]:
+        size, small = max(float(Y.norm()), 1e-300), torch.finfo(Y.dtype).eps ** 0.5 * 0.05
+
+        def step(state: tuple[Tensor, Tensor, Tensor, float], k: int) -> tuple[Tensor, Tensor, Tensor, float]:
             residual, dual, _, _ = state
             U = factor.solve((Y - residual + dual) @ V)
             over = RELAXATION * (Y - U @ V.mT) + (1 - RELAXATION) * residual
             new = loss.prox_residual(over + dual, 1 / penalty)
-            dual = dual + over - new
-            small = torch.finfo(Y.dtype).eps ** 0.5 * 0.05
-            still = bool((new - residual).norm() <= small * Y.norm()) and bool((over - new).norm() <= small * Y.norm())
-            return new, dual, U, still
+            change = max(float((new - residual).norm()), float((over - new).norm())) / size
+            return new, dual + over - new, U, change
 
-        start = (torch.zeros_like(Y), torch.zeros_like(Y), Y @ V, False)
-        return iterate(step, start, CODE_ITERATIONS, until=lambda s, k: s[3])[0][2]
+        start = (torch.zeros_like(Y), torch.zeros_like(Y), Y @ V, math.inf)
+        (_, _, U, change), _ = iterate(step, start, CODE_ITERATIONS, until=lambda s, k: s[3] <= small)
+        return U, change <= ROUGH
 
 
 def _product(triples: Triples) -> Tensor:

@@ -46,6 +46,19 @@ class Function(abc.ABC):
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The minimiser of ``step * g(z) + ½‖z − x‖²``; differentiable in ``x`` and ``step``."""
 
+    def preactivation(self, x: Tensor, step: Step = 1.0) -> Tensor:
+        r"""A point z with :math:`\operatorname{prox}_g(z) = \operatorname{prox}_{\eta g}(x)`; ``x`` itself at step 1.
+
+        At :math:`p = \operatorname{prox}_{\eta g}(x)` the quotient :math:`(x - p)/\eta` is a subgradient of g, so
+        :math:`z = p + (x - p)/\eta` is such a point: the input of an activation whose output is p. Functions for which
+        the quotient loses digits at small steps have formulas of their own.
+        """
+        eta = scaled(step, 1.0, x)
+        if not isinstance(eta, Tensor) and eta == 1:
+            return x
+        p = self.prox(x, step)
+        return p + (x - p) / eta
+
     def conjugate(self) -> "Function":
         r"""The conjugate :math:`g^*(s) = \sup_x \langle s, x\rangle - g(x)`, where it has a closed form."""
         raise CapabilityError(f"{self!r} has no conjugate in closed form")

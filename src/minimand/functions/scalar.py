@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..errors import forward_rule, is_compiled, is_traced
-from .base import Step
+from .base import Separable, Step, widened
 
-__all__ = ["Increasing", "bracketed", "root"]
+__all__ = ["Increasing", "bracketed", "mean_preactivation", "precise", "root"]
 
 QUICK_ITERATIONS = 8
 #: Limits for functions that are not increasing, which may not converge. Increasing functions never reach them.
@@ -55,6 +55,13 @@ class Increasing(abc.ABC):
     @abc.abstractmethod
     def bracket(self, target: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
         """A lower bound, a starting point and an upper bound of the root."""
+
+
+def precise(x: Tensor, step: Step) -> Tensor:
+    """The point in a type in which the root of its step has the relative accuracy of single precision."""
+    wide = widened(x)
+    number = not isinstance(step, Tensor)
+    return wide if (number and 1 / 64 <= step <= 1) or x.device.type == "mps" else wide.double()
 
 
 def root(equation: Increasing, target: Tensor, step: Step) -> Tensor:
@@ -227,3 +234,16 @@ def _interpolate(x1: Tensor, x2: Tensor, x3: Tensor, f1: Tensor, f2: Tensor, f3:
     first = f1 / (f2 - f1) * (f3 / (f2 - f3))
     second = (x3 - x1) / (x2 - x1) * (f1 / (f3 - f1)) * (f2 / (f3 - f2))
     return torch.where(safe, first + second, 0.5)
+
+
+def mean_preactivation(function: Separable, z: Tensor) -> Tensor:
+    """A point at which the activation is the mean of the activations at ``z`` along the first dimension."""
+    mean = function.prox(z).mean(0)
+    target, low, high = mean.detach(), z.detach().amin(0), z.detach().amax(0)
+    point = bracketed(lambda t: function.prox(t) - target, low, high)
+    if not mean.requires_grad:
+        return point
+    with torch.enable_grad():
+        inner = point.requires_grad_()
+        (slope,) = torch.autograd.grad(function.prox(inner).sum(), inner)
+    return point.detach() + torch.where(slope > 0, (mean - target) / slope, 0.0)

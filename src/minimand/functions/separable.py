@@ -44,6 +44,8 @@ class Zero(Separable):
         check_step(step, x)
         return x
 
+    preactivation = prox
+
     def conjugate(self) -> "Origin":
         """The indicator of the origin."""
         return Origin()
@@ -207,6 +209,11 @@ class LeakyHinge(Separable):
         # slope + (1 − slope) rounds to 1 for every slope, so step 1 gives the slope exactly.
         return F.leaky_relu(x, self.slope / (self.slope + rest))
 
+    def preactivation(self, x: Tensor, step: Step = 1.0) -> Tensor:
+        """The prox with its negative part divided by the slope."""
+        rest = self.slope + scaled(step, 1.0 - self.slope, x)
+        return torch.where(x > 0, x, x / rest)
+
     def conjugate(self) -> "NonPositiveRidge":
         r"""The function :math:`s^2/(2\gamma)` on :math:`s \le 0`."""
         return NonPositiveRidge(self.slope / (1.0 - self.slope), 0.0)
@@ -277,6 +284,11 @@ class L1(Separable):
             return _SoftThreshold.apply(x, threshold)
         return x - torch.clamp(x, -threshold, threshold)
 
+    def preactivation(self, x: Tensor, step: Step = 1.0) -> Tensor:
+        """The prox with the threshold of step 1 added back."""
+        eta = scaled(step, 1.0, x)
+        return torch.where(self.prox(x, step) == 0, x / eta, x + (1 - eta) * self.weight * x.sign())
+
     def conjugate(self) -> "Box":
         """The indicator of the dual ball."""
         return Box(-self.weight, self.weight)
@@ -302,7 +314,8 @@ class _SoftThreshold(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, x: Tensor | None, threshold: Tensor | None) -> Tensor:
         sign = ctx.saved_tensors[0].sign()
-        return (0 if x is None else x * sign.abs()) - (0 if threshold is None else threshold * sign)
+        change = torch.zeros_like(sign) if x is None else x * sign.abs()
+        return change if threshold is None else change - threshold * sign
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:

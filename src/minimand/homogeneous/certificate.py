@@ -14,6 +14,7 @@ from .polar import Polar, ascend, exact_polar, upper_bound
 __all__ = ["certify_relu", "dual_gap", "judge_relu", "judge_residual", "objective", "polar_of", "with_ones"]
 
 _POLARS = ("auto", "exact", "ascent")
+_Bounds = tuple[float, float, str]  # the lower and the upper bound on a polar, and their method
 # Above this many rows the sweep for three columns, quadratic in the rows, takes longer than the fit.
 _SPATIAL_ROWS = 600
 # Binary exponents of targets that are left as they are: the tolerances of L-BFGS are not relative.
@@ -25,7 +26,7 @@ def with_ones(X: Tensor) -> Tensor:
     return torch.cat([X, torch.ones_like(X[:, :1])], 1)
 
 
-class Regression(NamedTuple):
+class ReluData(NamedTuple):
     """Inputs with a column of ones, targets and λ, in the middle of the floating-point range."""
 
     X: Tensor
@@ -33,7 +34,7 @@ class Regression(NamedTuple):
     lam: float
 
     @classmethod
-    def of(cls, X: Tensor, Y: Tensor, lam: float, *neurons: Tensor) -> tuple["Regression", Units]:
+    def of(cls, X: Tensor, Y: Tensor, lam: float, *neurons: Tensor) -> tuple["ReluData", Units]:
         r"""The problem of inputs without ones, and the units of its solutions; ``neurons`` are W and V.
 
         Dividing X with its ones by t and Y by s divides λ by st and the weights by :math:`(s/t)^{1/2}`.
@@ -85,15 +86,7 @@ def dual_gap(Y: Tensor, R: Tensor, value: float, lam: float, upper: float, error
 
 
 def judge_residual(
-    Y: Tensor,
-    R: Tensor,
-    value: float,
-    *,
-    lam: float,
-    polar: tuple[float, float, str],
-    image: float,
-    tol: float,
-    error: float,
+    Y: Tensor, R: Tensor, value: float, *, lam: float, polar: _Bounds, image: float, tol: float, error: float
 ) -> Certificate:
     r"""The certificate of a network from its residual R, its objective, and the bounds on the polar with their method.
 
@@ -168,7 +161,7 @@ def certify_relu(
             f"{tuple(V.shape)} n_neurons × {target.shape[1]}"
         )
     W, V = (x.mT for x in leveled(W.mT, V.mT))
-    (extended, target, lam), units = Regression.of(inputs, target, lam, W, V)
+    (extended, target, lam), units = ReluData.of(inputs, target, lam, W, V)
     W, V = units.lowered(W), units.lowered(V)
     starts = torch.randn(128, extended.shape[1], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     found = polar_of(extended, target - torch.relu(extended @ W.mT) @ V, polar, torch.cat([starts, W]))

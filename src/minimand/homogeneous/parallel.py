@@ -80,7 +80,7 @@ class ParallelNetwork(Sealed, nn.Module):
     ([0.9, 0.0], 'CERTIFIED')
     """
 
-    _settable = ("certificate_", "history_")
+    _settable = ("certificate_", "history_", "lam", "tol")
 
     def __init__(
         self,
@@ -107,6 +107,7 @@ class ParallelNetwork(Sealed, nn.Module):
             )
         self.make_subnetwork = make_subnetwork
         self.lam, self.tol = lam, tol
+        self._lam = lam  # in the units of a fit
         self.regularizer = regularizer
         self.initial, self.max_networks = initial, max_networks
         self.restarts, self.descent = restarts, descent
@@ -152,7 +153,7 @@ class ParallelNetwork(Sealed, nn.Module):
         """
         if not self.subnetworks:
             return next(self._pattern[0].parameters()).new_zeros(())
-        return self.lam * torch.stack([self._theta(net, x) for net in self.subnetworks]).sum()
+        return self._lam * torch.stack([self._theta(net, x) for net in self.subnetworks]).sum()
 
     def objective(self, x: Tensor, y: Tensor) -> Tensor:
         r""":math:`\tfrac12\|y - \Phi(x)\|^2`, summed, plus the penalty."""
@@ -164,12 +165,12 @@ class ParallelNetwork(Sealed, nn.Module):
         It warns if a search has found an improvement that was not used.
         """
         x, y = self._checked(x, y)
-        units, lam = self._units(y), self.lam
+        units = self._units(y)
         try:
-            self.lam = units.weight(lam, float(y.abs().max()))
+            self._lam = units.weight(self.lam, float(y.abs().max()))
             self._fit(x, shifted(y, -units.objective // 2))
         finally:
-            self.lam = lam
+            self._lam = self.lam
         self._finish(units)
         return self
 
@@ -205,12 +206,9 @@ class ParallelNetwork(Sealed, nn.Module):
         self.history_ = [raised(value, units.objective) for value in self.history_]
         self._found = self._found[0], raised(self._found[1], units.polar)
         if self.certificate_.status is Status.IMPROVABLE:
-            full = "max_networks" if len(self.subnetworks) >= self.max_networks else "descent or restarts"
-            warnings.warn(
-                f"ParallelNetwork stopped before its certificate ({self.certificate_}): raise {full}, or use a larger "
-                f"lam or tol",
-                stacklevel=3,
-            )
+            full = "max_networks" if len(self.subnetworks) >= self.max_networks else "descent, restarts"
+            text = self.certificate_.shortfall("ParallelNetwork", self.tol, f"raise {full}, lam or tol")
+            warnings.warn(text, stacklevel=3)
 
     def _make(self, like: Tensor) -> nn.Module:
         """A new subnetwork with the dtype and device of ``like``."""
@@ -241,10 +239,7 @@ class ParallelNetwork(Sealed, nn.Module):
         if x.dtype not in (torch.float32, torch.float64):
             raise CapabilityError(f"x is {x.dtype}, but growth needs float32 or float64; convert it with .float()")
         if not len(x) or middle(float(x.abs().max()), limit=_INPUTS[x.dtype]):
-            raise OptionError(
-                f"x of shape {tuple(x.shape)} is empty, or its largest entry is so far from one that powers leave the "
-                f"range of {x.dtype}: pass samples, scaled to entries near one"
-            )
+            raise OptionError(f"x is empty, or its powers leave the range of {x.dtype}: scale its entries to near one")
         x, y = x.detach(), y.detach().to(x)
         pattern = self._copy(x)
         shape = tuple(_outputs(pattern, x).shape)
@@ -265,12 +260,12 @@ class ParallelNetwork(Sealed, nn.Module):
         assert self._found is not None
         assert self.certificate_ is not None
         found, slope = self._found
-        if self.certificate_.status is Status.CERTIFIED or slope <= self.lam * (1 + 1e-6):
+        if self.certificate_.status is Status.CERTIFIED or slope <= self._lam * (1 + 1e-6):
             return False
         if len(self.subnetworks) >= self.max_networks:
             return False
         before, added = copy.deepcopy(self.subnetworks), copy.deepcopy(found)
-        self._scale(added, (slope - self.lam) / float(_outputs(found, x).square().sum()))
+        self._scale(added, (slope - self._lam) / float(_outputs(found, x).square().sum()))
         self.subnetworks.append(added)
         self._descend(x, y)
         last = self.history_[-1]
@@ -285,7 +280,7 @@ class ParallelNetwork(Sealed, nn.Module):
         r"""The least gain from adding the subnetwork found, :math:`(p - \lambda)_+^2/(2\|\phi(X)\|^2)`."""
         assert self._found is not None
         found, slope = self._found
-        room, square = max(slope - self.lam, 0.0), float(_outputs(found, x).square().sum())
+        room, square = max(slope - self._lam, 0.0), float(_outputs(found, x).square().sum())
         return room**2 / (2 * square) if room > 0 else 0.0
 
     @torch.no_grad()
@@ -317,7 +312,7 @@ class ParallelNetwork(Sealed, nn.Module):
             penalty = sum(float(self._theta(net, X)) for net in nets)
             sizes = sum(float(product_of_norms(net)) for net in nets)
             slope = float(self._slope(copy.deepcopy(found).double(), X, R))
-        value = 0.5 * float(R.square().sum()) + self.lam * penalty
+        value = 0.5 * float(R.square().sum()) + self._lam * penalty
         upper, method = self._upper_bound(X, R, slope)
         # If the degrees differ, a slope above λ does not imply a lower objective.
         image = float(_outputs(found, x).norm()) if self._degrees_match() else math.inf
@@ -328,7 +323,7 @@ class ParallelNetwork(Sealed, nn.Module):
         error = float(Y.norm()) + math.hypot(float(X.norm()), len(X) ** 0.5) * sizes
         error *= 2 * (widths + len(nets) + 8) * torch.finfo(torch.float64).eps
         self.certificate_ = judge_residual(
-            Y, R, value, lam=self.lam, polar=(slope, upper, method), image=image, tol=self.tol, error=error
+            Y, R, value, lam=self._lam, polar=(slope, upper, method), image=image, tol=self.tol, error=error
         )
 
     def _upper_bound(self, X: Tensor, R: Tensor, slope: float) -> tuple[float, str]:

@@ -1,4 +1,4 @@
-"""Regression by one hidden ReLU layer, grown until it is certified to be optimal over all widths."""
+"""ReluData by one hidden ReLU layer, grown until it is certified to be optimal over all widths."""
 
 import warnings
 from dataclasses import KW_ONLY, dataclass
@@ -8,15 +8,16 @@ import numpy as np
 import torch
 from sklearn.base import BaseEstimator, MultiOutputMixin, RegressorMixin
 from sklearn.exceptions import ConvergenceWarning
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from ..errors import require_positive
+from ..factor.base import validated
 from ..factor.certificate import Certificate, Status
-from ..factor.inputs import Units, raised, require_entries, seeded_generator
+from ..factor.inputs import Units, raised, require_entries, seeded_generator, warn_if_out_of_range
 from ..solvers.base import require_count
 from ..solvers.iterate import iterate
-from .certificate import Regression, judge_relu, objective, polar_of
+from .certificate import ReluData, judge_relu, objective, polar_of
 from .neurons import Neurons, descend, descend_in_cells, merge_neurons, prune_and_balance
 from .polar import Polar
 
@@ -35,7 +36,7 @@ class _Growth(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
-    r"""Regression by one hidden ReLU layer, grown to the global minimum over all widths.
+    r"""ReluData by one hidden ReLU layer, grown to the global minimum over all widths.
 
     .. math::
 
@@ -93,11 +94,11 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
     def fit(self, X: Any, y: Any) -> "ParallelReLU":
         """Grow the network on X, n_samples × n_features, and y, with one or several outputs."""
         self._check()
-        X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, multi_output=True, ensure_all_finite=False)
+        X, y = validated(self, X, y, dtype=np.float64, y_numeric=True, multi_output=True)
         self._require_entries(X)
         self._single = np.ndim(y) == 1
         target = torch.tensor(np.asarray(y, dtype=np.float64).reshape(len(X), -1))
-        data, units = Regression.of(torch.tensor(X), target, float(self.lam))
+        data, units = ReluData.of(torch.tensor(X), target, float(self.lam))
         generator = seeded_generator(self.random_state)
         empty = Neurons(data.X.new_zeros(0, data.X.shape[1]), data.Y.new_zeros(0, data.Y.shape[1]))
         start = self._assess(data, empty, [], generator)
@@ -113,24 +114,20 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
 
     def _warn(self, finished: bool) -> None:
         """Warn if a known neuron would lower the objective, or rounds ran out."""
+        warn_if_out_of_range("ParallelReLU", self.objective_, 3)
         status = self.certificate_.status
         if status is Status.CERTIFIED or (finished and status is Status.UNDECIDED):
             return
-        remedy = f"all max_rounds={self.max_rounds} rounds are made; raise max_rounds"
+        remedy = f"all max_rounds={self.max_rounds} rounds are made; raise max_rounds or lam"
         if finished:
             full = self.n_neurons_ == self.max_neurons
-            remedy = "raise max_neurons" if full else "its last round gained nothing; raise descent, or tol"
-        warnings.warn(
-            f"ParallelReLU stopped before its certificate ({status}, relative gap "
-            f"{self.certificate_.relative_gap:.2g} > tol={self.tol:g}): {remedy}, or use a larger lam",
-            ConvergenceWarning,
-            stacklevel=3,
-        )
+            remedy = "raise max_neurons or lam" if full else "its last round gained nothing; raise descent, lam or tol"
+        warnings.warn(self.certificate_.shortfall("ParallelReLU", self.tol, remedy), ConvergenceWarning, stacklevel=3)
 
     def predict(self, X: Any) -> np.ndarray:
         """The network's outputs, shaped like y."""
         check_is_fitted(self, "weights_")
-        X = validate_data(self, X, reset=False, dtype=np.float64, ensure_all_finite=False)
+        X = validated(self, X, reset=False, dtype=np.float64)
         self._require_entries(X)
         result = np.maximum(np.c_[X, np.ones(len(X))] @ self.weights_.T, 0) @ self.outputs_
         return result[:, 0] if self._single else result
@@ -159,7 +156,7 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
 
     def _assess(
         self,
-        data: Regression,
+        data: ReluData,
         neurons: Neurons,
         rounds: list[tuple[float, int, float]],
         generator: torch.Generator,
@@ -184,7 +181,7 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
         least = 1e-12 if state.polar.exact else 0.1 * self.tol
         return full or before - state.rounds[-1][0] <= least * abs(before)
 
-    def _round(self, data: Regression, state: _Growth, generator: torch.Generator) -> _Growth:
+    def _round(self, data: ReluData, state: _Growth, generator: torch.Generator) -> _Growth:
         """Append the polar's directions and descend; keep the network with the lowest objective."""
         if state.converged:
             return state
@@ -201,7 +198,7 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
                 trial = best
         return self._assess(data, best, state.rounds, generator)
 
-    def _appended(self, data: Regression, state: _Growth) -> Neurons:
+    def _appended(self, data: ReluData, state: _Growth) -> Neurons:
         r"""Append neurons :math:`\sqrt{s}(w, v)` with :math:`s = (p - \lambda)/\|\max(Xw, 0)\|^2` over their number."""
         (X, Y, lam), (W, V) = data, state.neurons
         room = self.grow if self.max_neurons is None else min(self.grow, self.max_neurons - len(W))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Saved", "preserved", "version"]
+__all__ = ["Saved", "preserved", "snapshot", "version"]
 
 #: One run at a time: a run changes training flags and hooks of the modules.
 _LOCK = threading.RLock()
@@ -82,6 +82,11 @@ def preserved(model: nn.Module) -> Iterator[Saved]:
             with torch._C.DisableTorchFunction():
                 for restore in undo:
                     restore()
+
+
+def snapshot(model: nn.Module) -> list[Callable[[], None]]:
+    """Functions that give every module of a network the attributes, children and hooks that it has now."""
+    return [_attributes(module) for module in model.modules()]
 
 
 def _attributes(module: nn.Module) -> Callable[[], None]:

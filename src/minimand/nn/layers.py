@@ -7,6 +7,7 @@ The block dropout → linear → activation is one step of a solver on the layer
 import abc
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal, Self, cast, get_args
 
 import torch
@@ -23,7 +24,9 @@ from ..errors import (
     require_positive,
     require_real,
 )
-from ..functions import Function, from_activation
+from ..functions import Function, Separable, from_activation
+from ..functions.base import widened
+from ..functions.scalar import mean_preactivation
 from ..norms.lipschitz import Bounded, majorant
 from ..operators import Conv1d, Conv2d, Dense, LinearOperator, LipschitzTracker
 from ..solvers import Problem, ProxGD, Solver
@@ -33,6 +36,7 @@ from ..solvers.base import require_count
 __all__ = ["EvalMode", "SolverConv1d", "SolverConv2d", "SolverLayer", "SolverLinear", "SolverOptions"]
 
 EvalMode = Literal["stochastic", "mean", "deterministic"]
+Returns = Literal["solution", "preactivation"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +108,9 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
 
     #: The attributes that a layer shares with its plain form.
     _sizes: ClassVar[tuple[str, ...]]
-    _settable = ("generator", "path")
+    _settable = ("generator", "path", "returns")
+    #: "preactivation": a point whose activation is the solution, for a network that applies the activation itself.
+    returns: Returns = "solution"
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -125,10 +131,17 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
         self.path = ""
 
     @classmethod
-    def from_plain(cls, plain: nn.Module, activation: str | nn.Module | Function, options: SolverOptions) -> Self:
+    def from_plain(
+        cls,
+        plain: nn.Module,
+        activation: str | nn.Module | Function,
+        options: SolverOptions,
+        returns: Returns = "solution",
+    ) -> Self:
         """The solver form of a plain layer; the Parameters are shared, not copied."""
         self = cls.__new__(cls)
         SolverLayer.__init__(self, activation, options)
+        self.returns = returns
         self._take(plain)
         self._seal()
         return self.train(plain.training)
@@ -148,40 +161,65 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
     @property
     def tracker(self) -> LipschitzTracker:
         """The tracker of the layer's norm, for the weight that the layer has now."""
-        self._tracker.operator = self.operator
+        self._tracker.operator = self._working_operator
         return self._tracker
 
+    def _working_operator(self) -> LinearOperator:
+        """The layer's linear map, in float32 for half precision."""
+        operator = self.operator()
+        return operator.with_weight(widened(operator.weight))
+
     def problem(self, y: Tensor, skip: Tensor | None = None) -> Problem:
-        """The layer's problem for the input ``y``; ``skip`` is added to the bias."""
+        """The layer's problem for the input ``y``, in float32 for half precision; ``skip`` is added to the bias."""
         operator = self.operator(y)
         operator.check_input(y)
         # The operator's own weight: another thread may replace the layer's at any time.
-        operator = operator.with_bounds(self._tracker.bounds(operator.weight))
+        operator = self._bounded(operator, operator.weight)
         bias: Tensor | None = self.bias
         if skip is not None:
             bias = skip if bias is None else skip + operator.per_feature(bias)
-        return Problem(operator, self.function, y, bias, self.options.ridge)
+        return Problem(operator, self.function, y, bias, self.options.ridge).working()
 
     def forward(self, y: Tensor, skip: Tensor | None = None) -> Tensor:
         """Run the solver; ``eval_mode`` decides how in evaluation."""
+        return self.solved(y, lambda: self.problem(y, skip))
+
+    def solved(self, y: Tensor, problem_of_input: Callable[[], Problem]) -> Tensor:
+        """What the layer returns for the problem of an input."""
         solver, passes = self.options.resolved(self.training)
         try:
-            self._check(y)
-            problem = solver.prepare(self.problem(y, skip))
+            # Clear errors for inputs that torch's own layer would reject.
+            require_real("the input", y)
+            require_dtype("the input", y, self.weight)
+            context, dtype = _mixed_precision(y)
+            with context:
+                problem = solver.prepare(problem_of_input())
+                ending = dataclasses.replace(problem, preactivated=True) if self.returns == "preactivation" else None
+                run = Run(problem, solver, generator=self.generator, ending=ending)
+                answers = [problem.as_given(self.options.adjoint(run)[0]) for _ in range(passes)]
         except MinimandError as error:
             raise located(error, self.path or type(self).__name__) from None
-        run = Run(problem, solver, generator=self.generator)
-        answers = [problem.as_given(self.options.adjoint(run)[0]) for _ in range(passes)]
-        return answers[0] if passes == 1 else torch.stack(answers).mean(0)
+        if passes == 1:
+            return answers[0].to(dtype)
+        samples = torch.stack(answers)
+        mean = samples.mean(0) if ending is None else mean_preactivation(cast(Separable, self.function), samples)
+        return mean.to(dtype)
 
-    def _check(self, y: Tensor) -> None:
-        """Raise a clear error for inputs that torch's own layer would reject."""
-        require_real("the input", y)
-        require_dtype("the input", y, self.weight)
+    def _bounded(self, operator: LinearOperator, weight: Tensor) -> LinearOperator:
+        """The operator with a weight, in float32 for half precision, and that weight's bounds."""
+        weight = widened(weight)
+        operator = operator if weight is operator.weight else operator.with_weight(weight)
+        return operator.with_bounds(self._tracker.bounds(weight))
 
     def _track(self) -> None:
         operator, solver = self.operator(), self.options.solver
         solver.check(operator, self.function)
+        partial = self.returns == "preactivation" and solver.updates_some
+        if partial and float(self.function.prox(torch.zeros(1))) != 0:
+            raise CapabilityError(
+                f"{type(solver).__name__} leaves outputs at 0, which {self.function} never returns, so the activation "
+                f"cannot stay in the network; use ProxSG, or a SolverLinear or SolverConv2d in its place"
+            )
         # Stochastic solvers also need the norms of the columns or rows.
         self._tracker = LipschitzTracker(operator, inputs=solver.stochastic, outputs=solver.stochastic)
         self._tracker.train(self.training)
@@ -202,6 +240,19 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
     def __getstate__(self) -> dict[str, Any]:
         # A generator cannot be pickled.
         return self.__dict__ | {"generator": None}
+
+
+def _mixed_precision(y: Tensor) -> tuple[AbstractContextManager[Any], torch.dtype]:
+    """The context of a solver layer's iterations, and the type of a plain layer's output, for the input y.
+
+    The context turns float16 autocast off, because squared norms and Gram matrices leave the range of float16. bfloat16
+    has float32's range, and its autocast stays on for products.
+    """
+    kind = y.device.type
+    if not torch.is_autocast_enabled(kind) or y.dtype == torch.float64:
+        return nullcontext(), y.dtype
+    dtype = torch.get_autocast_dtype(kind)
+    return (torch.autocast(kind, enabled=False) if dtype == torch.float16 else nullcontext()), dtype
 
 
 @majorant.register

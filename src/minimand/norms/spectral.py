@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ..arguments import checked
 from ..linalg import gram as gram_matrix
@@ -129,7 +130,9 @@ def _normalized(vector: Tensor) -> Tensor:
 def start_vector(shape: tuple[int, ...], like: Tensor, seed: int = 0) -> Tensor:
     """A Gaussian start from a fixed seed: reproducible, and in practice not orthogonal to the top eigenvector."""
     generator = torch.Generator(like.device).manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
+    # vmap forbids random numbers, even constant ones.
+    with temporarily_clear_interpreter_stack():
+        return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
 
 
 def certified_lambda_max(gram: Tensor, *, rtol: float = 1e-3, floor: Tensor | float = 0.0) -> Tensor:

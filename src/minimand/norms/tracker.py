@@ -7,11 +7,21 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, fx, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses import FakeTensor
 from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..errors import CapabilityError, OptionError, Sealed, is_compiled, is_traced, require_finite, require_positive
+from ..errors import (
+    CapabilityError,
+    OptionError,
+    Sealed,
+    is_compiled,
+    is_traced,
+    require_finite,
+    require_positive,
+    underived,
+)
 from .kernel import Bounds, Kernel, decode, encode
 from .lipschitz import Bounded
 from .spectral import EPS, round_up, to_float64, top_singular
@@ -125,7 +135,13 @@ class LipschitzTracker(Sealed, nn.Module):
 
     def bounds(self, weight: Tensor | None = None) -> Bounds:
         """The bounds for ``weight``, by default the operator's; constants for autograd."""
-        weight = self.operator.weight.detach() if weight is None else weight.detach()
+        given = self.operator.weight if weight is None else weight
+        weight = underived(given)
+        if weight is not given and not is_traced(weight):
+            # Derivatives by torch.func must not have other bounds than the backward pass.
+            with temporarily_clear_interpreter_stack():
+                return self.bounds(weight)
+        weight = weight.detach()
         kernel = Kernel(weight, self._geometry)
         # The buffer is read once, and never written to: another thread may replace it at any time.
         packed = self.reference

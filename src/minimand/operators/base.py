@@ -298,6 +298,8 @@ def _(target: LinearOperator, input_size: int | tuple[int, ...] | None) -> tuple
 class Selected(LinearOperator):
     """The part of an operator on some of its input and output features; a feature that is drawn twice counts twice.
 
+    Products are computed in ``dtype``, by default the argument's type, and returned in the argument's type.
+
     >>> from minimand.operators import Conv2d
     >>> whole = Conv2d(torch.ones(1, 2, 1, 1), input_size=(1, 1))
     >>> Selected(whole, inputs=torch.tensor([1])).apply(torch.full((1, 1, 1), 5.0)).item()
@@ -306,12 +308,18 @@ class Selected(LinearOperator):
 
     _derived = True
 
-    def __init__(self, operator: LinearOperator, inputs: Tensor | None = None, outputs: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        operator: LinearOperator,
+        inputs: Tensor | None = None,
+        outputs: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         shapes = zip((inputs, outputs), (operator.input_shape, operator.output_shape), strict=True)
         super().__init__(*(shape if index is None else (index.numel(), *shape[1:]) for index, shape in shapes))
         self.operator = operator
         self._weight, self._type = operator._weight, operator._type
-        self._inputs, self._outputs = inputs, outputs
+        self._inputs, self._outputs, self._inner = inputs, outputs, dtype
 
     @property
     def sampled(self) -> bool:
@@ -320,12 +328,14 @@ class Selected(LinearOperator):
 
     def apply(self, y: Tensor) -> Tensor:
         """``A y``."""
-        x = self.operator.apply(_embed(y, self._inputs, self.operator.inputs, self.feature_dim))
+        whole = _embed(y, self._inputs, self.operator.inputs, self.feature_dim)
+        x = self.operator.apply(whole.to(self._inner or y.dtype)).to(y.dtype)
         return x if self._outputs is None else self.select_outputs(x, self._outputs)
 
     def adjoint(self, x: Tensor) -> Tensor:
         """``Aᵀ x``."""
-        y = self.operator.adjoint(_embed(x, self._outputs, self.operator.outputs, self.output_dim))
+        whole = _embed(x, self._outputs, self.operator.outputs, self.output_dim)
+        y = self.operator.adjoint(whole.to(self._inner or x.dtype)).to(x.dtype)
         return y if self._inputs is None else self.select(y, self._inputs)
 
     def with_weight(self, weight: Tensor) -> "Selected":
@@ -336,6 +346,16 @@ class Selected(LinearOperator):
         """That of the whole operator, times the multiplicities of features that were drawn more than once."""
         most = _most(self._inputs, self.operator.inputs) * _most(self._outputs, self.operator.outputs)
         return self.operator.norm_sq() * most
+
+    def input_bounds(self) -> Tensor:
+        """Those of the whole operator, times the multiplicities of outputs."""
+        norms = self.operator.input_norms_sq() * _most(self._outputs, self.operator.outputs)
+        return norms if self._inputs is None else norms[self._inputs]
+
+    def output_bounds(self) -> Tensor:
+        """Those of the whole operator, times the multiplicities of inputs."""
+        norms = self.operator.output_norms_sq() * _most(self._inputs, self.operator.inputs)
+        return norms if self._outputs is None else norms[self._outputs]
 
 
 def _embed(part: Tensor, index: Tensor | None, features: int, dim: int) -> Tensor:

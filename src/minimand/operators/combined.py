@@ -29,18 +29,9 @@ class Transposed(LinearOperator):
     _derived = True
 
     def __init__(self, operator: LinearOperator) -> None:
+        super().__init__(operator.output_shape, operator.input_shape)
         self.operator = operator
         self._weight, self._type = operator._weight, operator._type
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """The output shape of the original."""
-        return self.operator.output_shape
-
-    @property
-    def output_shape(self) -> tuple[int, ...]:
-        """The input shape of the original."""
-        return self.operator.input_shape
 
     @property
     def sampled(self) -> bool:

@@ -45,13 +45,15 @@ class SubsampledFourier(Sealed, LinearOperator):
 
     def apply(self, y: Tensor) -> Tensor:
         """The masked frequencies of images."""
-        frequencies = torch.fft.fft2(_at_least_single(y.select(-3, 0)), norm="ortho")
+        # Many devices have no Fourier transform in half precision.
+        wide = torch.promote_types(y.dtype, torch.float32)
+        frequencies = torch.fft.fft2(y.select(-3, 0).to(wide), norm="ortho")
         kept = torch.stack([frequencies.real, frequencies.imag], dim=-3).to(y.dtype)
         return self.weight * kept
 
     def adjoint(self, x: Tensor) -> Tensor:
         """The zero-filled reconstruction."""
-        real, imaginary = _at_least_single(self.weight * x).unbind(-3)
+        real, imaginary = (self.weight * x).to(torch.promote_types(x.dtype, torch.float32)).unbind(-3)
         image = torch.fft.ifft2(torch.complex(real, imaginary), norm="ortho")
         return image.real.unsqueeze(-3).to(x.dtype)
 
@@ -63,11 +65,6 @@ class SubsampledFourier(Sealed, LinearOperator):
         """The largest square in the mask, with room for rounding."""
         largest = to_float64(self.weight).abs().max()
         return round_up(largest * largest * (1 + _ROUNDING), self.weight.dtype)
-
-
-def _at_least_single(x: Tensor) -> Tensor:
-    """float32 for half precision, in which many devices have no Fourier transform."""
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 @checked

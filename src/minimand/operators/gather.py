@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as forward_mode
 from torch import Tensor
 
 from ..errors import is_traced
@@ -29,8 +30,9 @@ class Columns:
 
     def __init__(self, weight: Tensor) -> None:
         rows = weight.transpose(0, 1).contiguous()
-        # A tracer would lose the side effect on the buffer; there the plain gather is differentiated.
-        self._sink = None if is_traced(weight) or not torch.is_grad_enabled() else _Sink()
+        # A tracer or forward mode would lose the side effect on the buffer; there the plain gather is differentiated.
+        plain = is_traced(weight) or not torch.is_grad_enabled() or forward_mode._current_level >= 0
+        self._sink = None if plain else _Sink()
         self._rows = rows if self._sink is None else _CollectGradient.apply(rows, self._sink)
 
     def take(self, index: Tensor) -> Tensor:
@@ -66,9 +68,9 @@ class _CollectGradient(torch.autograd.Function):
         return rows.view_as(rows)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
-        return ctx.sink.empty(), None
+        total = ctx.sink.empty()
+        return (total if grad is None else grad if total is None else grad + total), None
 
 
 class _Take(torch.autograd.Function):
@@ -79,7 +81,10 @@ class _Take(torch.autograd.Function):
         return rows.index_select(0, index)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        ctx.sink.add(ctx.shape, ctx.saved_tensors[0], grad)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        (index,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            # The buffer has no second derivative.
+            return grad.new_zeros(ctx.shape).index_add(0, index, grad), None, None
+        ctx.sink.add(ctx.shape, index, grad)
         return None, None, None

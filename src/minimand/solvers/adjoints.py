@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import CapabilityError, OptionError, holds, is_traced, require_positive
 from .base import Solver, State, require_count
-from .implicit import Equation, Parts, attached, constant, pullback, transformed
+from .implicit import Equation, Parts, attached, constant, full_precision, pullback, transformed
 from .iterate import iterate
 from .linear import conjugate_gradient
 from .problem import Problem, as_number, reciprocal
@@ -44,6 +44,8 @@ class Run:
         x0: The start; None is zero.
         generator: The source of randomness; None is torch's global one.
         until: Stops the run early where it returns True.
+        ending: The problem of the last iteration, where it ends in a pre-activation; None: ``problem``. Solvers that
+            update some entries only take all their steps in it.
     """
 
     problem: Problem
@@ -51,6 +53,7 @@ class Run:
     x0: Tensor | None = None
     generator: torch.Generator | None = None
     until: Until | None = None
+    ending: Problem | None = None
 
     def init(self) -> Any:
         """The state before the first iteration."""
@@ -58,7 +61,13 @@ class Run:
 
     def advance(self, state: Any, k: int) -> Any:
         """The state after iteration k."""
-        return self.solver.advance(self.problem, state, k, self.generator)
+        last = self.solver.updates_some or k + 1 == self.solver.iterations
+        problem = self.problem if self.ending is None or not last else self.ending
+        return self.solver.advance(problem, state, k, self.generator)
+
+    def solution(self, value: Tensor) -> Tensor:
+        """The solution that a run's value stands for: itself, or the activation of a pre-activation."""
+        return value if self.ending is None else self.ending.solution(value)
 
     def forward(self) -> tuple[Tensor, int]:
         """All iterations: the solution, and their number."""
@@ -154,8 +163,9 @@ class JacobianFree(Adjoint):
     r"""Differentiate one proximal gradient step at the solution, and nothing else.
 
     With :math:`T(x, \theta) = \operatorname{prox}_{\eta g}(x - \eta\nabla f(x))` and the solution x as a constant,
-    the gradient is :math:`\partial_\theta T(x, \theta)^\top v`: the first term of the Neumann series of
-    :class:`Implicit`. It is cheap, needs the memory of one step, and is an approximation.
+    every derivative is that of :math:`\theta \mapsto T(x, \theta)`. The gradient
+    :math:`\partial_\theta T(x, \theta)^\top v` is the first term of the Neumann series of :class:`Implicit`. It is
+    cheap, needs the memory of one step, and is an approximation.
 
     Source: Fung et al., *Jacobian-free backpropagation*, 2022.
     """
@@ -164,13 +174,14 @@ class JacobianFree(Adjoint):
         """The forward pass records nothing."""
         with constant():
             x, done = run.forward()
-            step = _step(run.problem)
-        parts = Parts.of(run.problem)
-        with torch.autocast(x.device.type, enabled=False):
-            moved = _forward_backward(parts.build(parts.wide(*parts.tensors)), *parts.wide(x), step)
-        with constant():
-            fixed = moved.detach()
-        return x + (moved - fixed).to(x.dtype), done
+            solution, step = run.solution(x), _step(run.problem)
+        if not torch.is_grad_enabled() and not transformed():
+            return x, done
+        parts = Parts.of(run.ending or run.problem)
+        with full_precision(x):
+            wide, *tensors = parts.wide(solution, *parts.tensors)
+            moved = _forward_backward(parts.build(tensors), wide, step)
+        return _replaced_value(x, moved), done
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,8 +197,9 @@ class Implicit(Adjoint):
     :math:`(I - D + \eta D^{1/2} H D^{1/2})\,q = D^{1/2} v`, :math:`u = v + (I-\eta H)D^{1/2}q`, by conjugate
     gradients; for others by conjugate gradients on the normal equations.
 
-    The gradient is as accurate as the solver has converged, and requires that the prox is differentiable at the
-    solution. Stochastic solvers have no fixed point and are refused.
+    The derivatives are as accurate as the solver has converged, and require that the prox is differentiable at the
+    solution. Second derivatives, forward mode and the transforms of torch.func solve systems with the same matrix, or
+    with its transpose. Stochastic solvers have no fixed point and are refused.
 
     Args:
         iters: The maximum number of iterations of the backward solve.
@@ -219,10 +231,20 @@ class Implicit(Adjoint):
         """The forward pass records nothing; the backward pass solves a linear system."""
         with constant():
             x, done = run.forward()
-            step = _step(run.problem)
-        plain = dataclasses.replace(run.problem, operator=run.problem.operator.with_bounds(None))
-        parts = Parts.of((plain, step))
-        return attached(_FixedPoint(parts, self), x, parts), done
+            solution, step = run.solution(x), _step(run.problem)
+        if torch.compiler.is_exporting():
+            return x, done  # an exported graph has no backward pass of its own
+        solution = self._attached(run.problem, step, solution)
+        if run.ending is None:
+            return solution, done
+        # A pre-activation of the exact minimiser is x − ∇f(x).
+        return _replaced_value(x, solution + run.problem.descent(solution, run.problem.linear())), done
+
+    @torch.compiler.disable
+    def _attached(self, problem: Problem, step: float | Tensor, x: Tensor) -> Tensor:
+        # Not compiled: the backward solve ends when it has converged.
+        parts = Parts.of((dataclasses.replace(problem, operator=problem.operator.with_bounds(None)), step))
+        return attached(_FixedPoint(parts, self), x, parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,8 +277,8 @@ class _FixedPoint(Equation):
             # (I − DC)⁻¹ = I + D(I − CD)⁻¹C, so both systems take the same symmetric one.
             root = derivative(torch.ones_like(b)).clamp_min(0).sqrt()
             v = b if transposed else contract(b)
-            q = solve(lambda q: q - root * contract(root * q), root * v)
-            return v + contract(root * q) if transposed else b + root * (root * v + root * contract(root * q))
+            u = v + contract(root * solve(lambda q: q - root * contract(root * q), root * v))
+            return u if transposed else b + root.square() * u
         # There is no symmetric form without a square root of D.
         forward = lambda u: u - second(first(u))  # noqa: E731
         backward = lambda u: u - first(second(u))  # noqa: E731
@@ -264,14 +286,20 @@ class _FixedPoint(Equation):
 
     def _at(self, x: Tensor, params: Sequence[Tensor]) -> tuple[Problem, float | Tensor, Tensor]:
         x, *params = self.parts.wide(x, *params)
-        return *self.parts.build(params), x
+        problem, step = self.parts.build(params)
+        return problem, step, x
 
     def _maps(self, x: Tensor, params: Sequence[Tensor]) -> tuple[Linear, Linear]:
         """The symmetric maps C = I − ηH and D."""
         problem, step, x = self._at(x, params)
         keep = 1 - step * problem.ridge if problem.ridge else 1.0
         pull = pullback(lambda v: problem.prox(v, step), x + step * problem.descent(x, problem.linear()))
-        return lambda u: problem.operator.onto(None, keep, u, -step), lambda u: pull(u)[0]
+
+        def derivative(u: Tensor) -> Tensor:
+            (product,) = pull(u)
+            return torch.zeros_like(u) if product is None else product
+
+        return lambda u: problem.operator.onto(None, keep, u, -step), derivative
 
 
 def _step(problem: Problem) -> float | Tensor:
@@ -296,3 +324,10 @@ def _neumann(apply: Linear, v: Tensor, iterations: int, tol: float) -> Tensor:
         return holds(term.norm() <= tol * total.norm())
 
     return iterate(add, (v, v), iterations, until=small)[0][0]
+
+
+def _replaced_value(value: Tensor, like: Tensor) -> Tensor:
+    """A value that is constant, with the derivatives of ``like``."""
+    with constant():
+        fixed = like.detach()
+    return value + (like - fixed).to(value.dtype)

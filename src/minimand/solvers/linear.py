@@ -150,6 +150,7 @@ class _Conjugate(NamedTuple):
     residual: Tensor
     direction: Tensor
     square: Tensor
+    #: The residuals before, a matrix per system, and their squares.
     earlier: tuple[Tensor, Tensor] | None = None
 
 
@@ -167,86 +168,84 @@ def conjugate_gradient(
     r"""Solve :math:`Mx = r` for a symmetric positive definite ``apply``, one conjugate gradient per sample.
 
     The last ``sample_dims`` dimensions belong to one system; the leading dimensions are independent systems. A system
-    with zero residual does not change any more. With ``tol`` the iteration stops when every residual is at most ``tol``
-    times its target. ``inner(u, v)`` replaces the Euclidean inner product, for vectors in coordinates of another basis;
-    ``apply`` must be symmetric in it. It keeps the reduced dimensions.
+    whose residual is below the rounding error of its target does not change any more. With ``tol`` the iteration stops
+    when every residual is at most ``tol`` times its target. ``inner(u, v)`` replaces the Euclidean inner product, for
+    vectors in coordinates of another basis; ``apply`` must be symmetric in it. It keeps the reduced dimensions.
 
     >>> M, r = torch.tensor([[2.0, 1.0], [1.0, 3.0]]), torch.tensor([[1.0, 0.0]])
     >>> x = conjugate_gradient(lambda v: v @ M, r, 2)
     >>> torch.allclose(x @ M, r, atol=1e-6)
     True
     """
-    return conjugate_gradient_and_residual(
-        apply, target, iterations, x0=x0, sample_dims=sample_dims, tol=tol, inner=inner
-    )[0]
+    return measured_conjugate_gradient(apply, target, iterations, x0, sample_dims, tol, inner)[0]
 
 
-def conjugate_gradient_and_residual(
+def measured_conjugate_gradient(
     apply: Callable[[Tensor], Tensor],
     target: Tensor,
     iterations: int,
-    *,
-    x0: Tensor | None = None,
-    sample_dims: int = 1,
-    tol: float | None = None,
+    x0: Tensor | None,
+    sample_dims: int,
+    tol: float | None,
     inner: Callable[[Tensor, Tensor], Tensor] | None = None,
-    orthogonal: bool = False,
+    stable: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The result of :func:`conjugate_gradient`, and the square of each residual over that of its target.
+    r"""The result of :func:`conjugate_gradient`, and whether each residual is at most :math:`\epsilon^{2/3}` times its
+    target.
 
-    ``orthogonal`` makes each residual orthogonal to all before it. Otherwise rounding errors grow from iteration to
-    iteration in systems that converge slowly, and their derivatives grow with them without a bound.
+    In systems that converge slowly, rounding errors grow from iteration to iteration, and the derivatives of the
+    iterations with them. ``stable`` makes each residual orthogonal to all before it, and computes in double precision.
     """
     dims = tuple(range(-sample_dims, 0))
-    dtype, rounding = target.dtype, torch.finfo(widened(target).dtype).eps
+    rounding, double = torch.finfo(widened(target).dtype).eps, stable and target.device.type != "mps"
 
     def product(u: Tensor, v: Tensor) -> Tensor:
         return (u * v).sum(dims, keepdim=True) if inner is None else inner(u, v)
 
-    def image_of(v: Tensor) -> Tensor:
-        # The vectors are at least in float32; the map may be in half precision.
-        return apply(v.to(dtype)).to(v.dtype)
-
-    def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-        # 0/0 belongs to a system that is already solved, which must not change.
-        safe = torch.where(denominator > 0, denominator, torch.ones_like(denominator))
-        return torch.where(denominator > 0, numerator / safe, torch.zeros_like(numerator))
+    def wide(v: Tensor) -> Tensor:
+        return v.double() if double else widened(v)
 
     def step(state: _Conjugate, k: int) -> _Conjugate:
         x, residual, direction, before, earlier = state
-        image = image_of(direction)
-        length = ratio(before, product(direction, image))
+        # The map may be in a lower precision than the vectors.
+        image = wide(apply(direction.to(target.dtype)))
+        length = _ratio(before, product(direction, image))
         x = torch.addcmul(x, length, direction)
-        if orthogonal:
-            rows, squares = residual.flatten(-sample_dims).unsqueeze(-2), before.flatten(-sample_dims).unsqueeze(-2)
-            earlier = (
-                (rows, squares)
-                if earlier is None
-                else (torch.cat([earlier[0], rows], -2), torch.cat([earlier[1], squares], -2))
-            )
+        earlier = _appended(earlier, residual, before, dims) if stable else None
         residual = torch.addcmul(residual, length, image, value=-1)
         if earlier is not None:
-            rows, squares = earlier
-            flat = residual.flatten(-sample_dims).unsqueeze(-1)
-            flat = flat - rows.mT @ ratio(rows @ flat, squares)
-            residual = flat.view_as(residual)
+            rows, flat = earlier[0], residual.flatten(dims[0]).unsqueeze(-1)
+            residual = (flat - rows.mT @ _ratio(rows @ flat, earlier[1])).reshape(residual.shape)
         after = product(residual, residual)
         # A residual below the rounding error of its target says that the system is solved.
-        after = after * (after > rounding**2 * goal)
-        return _Conjugate(x, residual, torch.addcmul(residual, ratio(after, before), direction), after, earlier)
+        after = after * (after > floor)
+        return _Conjugate(x, residual, torch.addcmul(residual, _ratio(after, before), direction), after, earlier)
 
     def small(state: _Conjugate, done: int) -> bool:
-        assert tol is not None
-        return holds(state.square <= tol**2 * goal)
+        return holds(state.square <= limit)
 
-    goal = widened(target)
-    residual = goal if x0 is None else goal - image_of(widened(x0))
-    # Squares of numbers near one do not overflow or vanish.
+    goal = wide(target)
+    residual = goal if x0 is None else goal - wide(apply(x0.to(target.dtype)))
+    # Squares of numbers near one do not overflow or vanish. The result does not depend on the size.
     within = dims if inner is None else tuple(range(target.dim()))
     size = torch.maximum(*(each.abs().amax(within, keepdim=True) for each in (goal, residual)))
-    size = torch.where(size > 0, size, torch.ones_like(size))
+    size = torch.where(size > 0, size, 1.0)
     goal, residual = product(goal / size, goal / size), residual / size
+    floor, limit = rounding**2 * goal, (tol or 0.0) ** 2 * goal
     first = _Conjugate(torch.zeros_like(residual), residual, residual, product(residual, residual))
     last = iterate(step, first, iterations, until=None if tol is None else small)[0]
-    change = size * last.x
-    return (change if x0 is None else x0 + change).to(dtype), ratio(last.square, goal)
+    x = size * last.x if x0 is None else torch.addcmul(wide(x0), size, last.x)
+    return x.to(target.dtype), last.square <= rounding ** (4 / 3) * goal
+
+
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    # 0/0 belongs to a system that is already solved, which must not change.
+    some = denominator > 0
+    return torch.where(some, numerator / torch.where(some, denominator, 1.0), 0.0)
+
+
+def _appended(
+    earlier: tuple[Tensor, Tensor] | None, residual: Tensor, square: Tensor, dims: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    new = residual.flatten(dims[0]).unsqueeze(-2), square.flatten(dims[0]).unsqueeze(-2)
+    return new if earlier is None else (torch.cat([earlier[0], new[0]], -2), torch.cat([earlier[1], new[1]], -2))

@@ -10,11 +10,14 @@ from torch import Tensor
 from ..errors import holds, require_positive
 from ..operators.base import LinearOperator
 from .base import Solver, require_count
-from .implicit import Equation, Parts, attached, constant
-from .linear import RidgeFactor, conjugate_gradient_and_residual, ridge_factor
+from .implicit import Equation, Parts, attached, constant, full_precision
+from .linear import RidgeFactor, measured_conjugate_gradient, ridge_factor
 from .problem import Problem
 
 __all__ = ["ADMM"]
+
+# From about this number of iterations on, conjugate gradients lose their orthogonality in single precision.
+_ORTHOGONAL = 12
 
 
 class SplitState(NamedTuple):
@@ -41,42 +44,49 @@ class _RidgeSystem(Equation):
 
     def product(self, u: Tensor, transposed: bool, x: Tensor, *params: Tensor) -> Tensor:
         operator, shift, _ = self._at(params)
-        return operator.onto(None, shift, *self.parts.wide(u), 1.0)
+        return operator.onto(None, shift, self.parts.wide(u)[0], 1.0)
 
     def inverse(self, b: Tensor, transposed: bool, x: Tensor, *params: Tensor) -> Tensor:
-        # No start is known here, so that more iterations are needed than for the solution itself.
-        return self._solved(b, None, params, 2 * self.iterations, 1e-12 if b.dtype == torch.float64 else 1e-6)[0]
+        # No start is known here, so that more iterations may be needed than for the solution itself. A compiler
+        # performs all of them.
+        count = self.iterations if torch.compiler.is_compiling() else 2 * self.iterations
+        return self._conjugate_gradient(b, None, params, count, 1e-12 if b.dtype == torch.float64 else 1e-6)[0]
 
     def from_start(self, start: Tensor | None) -> Tensor:
-        """The result of conjugate gradients.
+        """The result of conjugate gradients, with derivatives.
 
-        Iterations that have not converged are differentiated themselves, as they are what is computed. A system that is
-        solved has the derivatives of its solution; those of its iterations would be wrong, or not finite.
+        A system that is solved has the derivatives of its solution; those of the iterations would be wrong, or not
+        finite. Iterations that have not converged are differentiated themselves.
         """
-        params, target = self.parts.tensors, self.parts.whole[2]
-        with torch.autocast(target.device.type, enabled=False):
-            z, residual = self._solved(target, start, params, self.iterations)
-            z, solved = z.to(target.dtype), residual <= torch.finfo(z.dtype).eps ** (4 / 3)
+        params, target, count = self.parts.tensors, self.parts.whole[2], self.iterations
+        rounding = torch.finfo(self.parts.wide(target)[0].dtype).eps
+        with full_precision(target):
+            z, solved = self._conjugate_gradient(target, start, params, count, rounding, count > _ORTHOGONAL)
             if torch.compiler.is_exporting():
                 return z
             with constant():
                 fixed = z.detach()
             exact = attached(self, fixed, self.parts)
-            return exact if holds(solved) else torch.where(solved, exact, z)
+            return exact if exact is fixed or holds(solved) else torch.where(solved, exact, z)
 
     def _at(self, params: Sequence[Tensor]) -> tuple[LinearOperator, float | Tensor, Tensor]:
-        return self.parts.build(self.parts.wide(*params))  # type: ignore[no-any-return]
+        operator, shift, target = self.parts.build(self.parts.wide(*params))
+        return operator, shift, target
 
-    def _solved(
-        self, b: Tensor, start: Tensor | None, params: Sequence[Tensor], iterations: int, tol: float | None = None
+    def _conjugate_gradient(
+        self,
+        b: Tensor,
+        start: Tensor | None,
+        params: Sequence[Tensor],
+        iterations: int,
+        tol: float,
+        stable: bool = False,
     ) -> tuple[Tensor, Tensor]:
         operator, shift, _ = self._at(params)
         apply = lambda v: operator.onto(None, shift, v, 1.0)  # noqa: E731
-        dims = len(operator.output_shape)
-        (b,) = self.parts.wide(b)
-        return conjugate_gradient_and_residual(
-            apply, b, iterations, x0=start, sample_dims=dims, tol=tol, orthogonal=True
-        )
+        (wide,), dims = self.parts.wide(b), len(operator.output_shape)
+        z, solved = measured_conjugate_gradient(apply, wide, iterations, start, dims, tol, stable=stable)
+        return z.to(b.dtype), solved
 
 
 @dataclasses.dataclass(frozen=True)

@@ -168,6 +168,8 @@ class LearnedMomentum(nn.Module):
 
     def __init__(self, constraint: Literal["sum"] | None = None) -> None:
         super().__init__()
+        #: Whether the block continues a stage, so that it is called with the iterate before it.
+        self.follows = False
         self.coefficients = Coefficients((1.0, 0.0), Learning("scalar", constraint))
 
     def forward(self, x: Tensor, previous: Tensor | None = None) -> Tensor:

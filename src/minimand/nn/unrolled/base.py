@@ -84,8 +84,7 @@ class UnrolledNet(Sealed, nn.Module, abc.ABC):
         require_real("phi", weight)
         require_finite("phi", weight)
         self.register_buffer("phi", weight.detach().clone())
-        self._known: Measured | None = None
-        self._measured()
+        self._known = Measured(self.phi.clone(), *self._measure())
         if self._operator is None and not is_orthonormal(weight):
             warnings.warn(
                 f"the rows of phi are not orthonormal (‖Φ‖² ≤ {self.lipschitz:.4g}): the steps are scaled by 1/‖Φ‖²",
@@ -108,11 +107,11 @@ class UnrolledNet(Sealed, nn.Module, abc.ABC):
         return self._measured().lipschitz
 
     def _measured(self) -> Measured:
-        known, phi = self._known, self.phi.detach()
+        phi = self.phi.detach()
         # Values are compared: a version counter does not notice an edit through ``.data``.
-        if known is None or not (is_traced(phi) or _equal(known.phi, phi)):
-            self._known = known = Measured(phi.clone(), *self._measure())
-        return known
+        if not is_traced(phi) and not _equal(self._known.phi, phi):
+            self._known = Measured(phi.clone(), *self._measure())
+        return self._known
 
     def _measure(self) -> tuple[float, int | None]:
         """The norm of phi, and the conjugate gradient iterations that ADMM-Net needs."""
@@ -164,9 +163,11 @@ class UnrolledNet(Sealed, nn.Module, abc.ABC):
         problem = Problem(Transposed(operator), Zero(), y)
         problem.check_dtype("y", y)
         require_finite("y", y)
-        if _energy(y) > _ENERGY_SLACK * self.lipschitz * math.prod(operator.input_shape):
+        energy, most = _energy(y), _ENERGY_SLACK * math.prod(operator.input_shape)
+        # The norm is compared with the present phi only if it matters.
+        if energy > most * self._known.lipschitz and energy > most * self.lipschitz:
             raise OptionError(
-                f"y has energy {_energy(y):.3g}, too large for pixels in [0, 1]; divide the images by their largest "
+                f"y has energy {energy:.3g}, too large for pixels in [0, 1]; divide the images by their largest "
                 f"value, 255 for bytes, before measuring"
             )
         return problem

@@ -53,7 +53,7 @@ class Probe(NamedTuple):
 
 
 def probe(prox: Map, points: Tensor) -> Probe:
-    """Test a map around ``points``, images (B, 1, H, W), which are not empty."""
+    """Test a map around ``points``, images (B, 1, H, W), and around a random image."""
     generator = torch.Generator().manual_seed(0)
     rows = points.detach()[torch.isfinite(points.detach()).flatten(1).all(1)][:ROWS]
     noise = torch.rand(1, *points.shape[1:], generator=generator).to(points)

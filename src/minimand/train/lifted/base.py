@@ -2,12 +2,11 @@
 
 import abc
 import dataclasses
-import functools
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Generic, NoReturn, ParamSpec, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from .maps import AffineMap, update_running_statistics
 from .options import NO_BATCH, Epoch, Recipe, batches, check_loader, weights_per_layer
 from .weights import Direction, MomentumUpdate, weight_directions
 
-__all__ = ["Lifted", "Variables", "plain_tensor", "untracked"]
+__all__ = ["Lifted", "Variables", "plain_tensor"]
 
 MODES = ("fast", "monotone")
 #: The ridge of a full weight step, relative to the mean eigenvalue of the Gram matrix.
@@ -41,19 +40,6 @@ class Variables:
 
 
 V = TypeVar("V", bound=Variables)
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def untracked(method: Callable[P, R]) -> Callable[P, R]:
-    """Without autograd, and also inside of ``torch.inference_mode()`` with tensors whose changes torch records."""
-
-    @functools.wraps(method)
-    def call(*args: P.args, **options: P.kwargs) -> R:
-        with torch.inference_mode(False), torch.no_grad():
-            return method(*args, **options)
-
-    return call
 
 
 def plain_tensor(tensor: Tensor) -> Tensor:
@@ -166,7 +152,8 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
     def _after_epoch(self) -> None:
         """Update between epochs, for example raise the penalty."""
 
-    @untracked
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def step(self, x: Tensor, y: Tensor) -> float:
         """Sweep once over all blocks, weights included, and return the energy afterwards.
 
@@ -200,7 +187,8 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
         self._weights = self._parameter_versions()
         return energy
 
-    @untracked
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def energy(self, x: Tensor, y: Tensor) -> float:
         """The energy at the auxiliary variables of the last step's batch; for any other batch, at its forward pass."""
         if self._variables is not None and self._is_same_batch(x, y):
@@ -302,7 +290,8 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
 class _MiniBatchRun:
     """A run of the mini-batch mode: a direction from each batch, momentum, a decaying rate."""
 
-    @untracked
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def __init__(self, method: Lifted[Any]) -> None:
         self.method = method
         self.layers = method.chain.layers
@@ -318,7 +307,8 @@ class _MiniBatchRun:
         finally:
             method._mu = kept
 
-    @untracked
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _update(self, x: Tensor, y: Tensor, rate: float) -> float:
         method = self.method
         v, value = self._forward(x, y)
@@ -331,7 +321,8 @@ class _MiniBatchRun:
         update_running_statistics(v.maps)
         return value
 
-    @untracked
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def check(self, x: Tensor, y: Tensor) -> None:
         """Check that the loss is finite after the last update."""
         self._forward(x, y)

@@ -22,7 +22,7 @@ from .directions import Attachment, GramCache, RowAccumulator, fingerprint, to_w
 from .grams import WeightMap, weight_map
 from .options import ProxPropOptions
 
-__all__ = ["Discovery", "LayerHooks", "discover", "is_trained"]
+__all__ = ["CallWatch", "Discovery", "LayerHooks", "discover", "is_trained"]
 
 
 class Discovery(NamedTuple):
@@ -138,6 +138,21 @@ class _HookedLayer(torch.autograd.Function):
         with ctx.hooks.without_autocast():
             found = ctx.hooks.backward(x, weight, delta, tuple(ctx.needs_input_grad[:3]))
         return (*(None if g is None else g.to(t.dtype) for g, t in zip(found, (x, weight, weight), strict=True)), None)
+
+
+class CallWatch:
+    """A forward pre-hook that notes which layer was called last. In copies of the model it does nothing."""
+
+    def __init__(self, shared: Attachment | None = None, path: str = "") -> None:
+        self.shared, self.path = shared, path
+
+    def __call__(self, *_: Any) -> None:
+        """Note the call, if a gradient may follow."""
+        if self.shared is not None and torch.is_grad_enabled():
+            self.shared.latest = self.path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CallWatch, ()
 
 
 class LayerHooks:

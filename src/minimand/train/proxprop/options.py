@@ -9,15 +9,7 @@ from torch.optim import Optimizer
 
 from ...errors import OptionError, require_positive
 
-__all__ = [
-    "CachedGram",
-    "ExactGram",
-    "GramRule",
-    "ProxPropOptions",
-    "SubsampledGram",
-    "check_groups",
-    "paper_tau_theta",
-]
+__all__ = ["CachedGram", "ExactGram", "GramRule", "ProxPropOptions", "SubsampledGram", "check_keys", "paper_tau_theta"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +93,7 @@ class ProxPropOptions:
         return 1.0 / self.tau_theta
 
 
-def check_groups(optimizer: Optimizer, layers: Mapping[str, Iterable[Tensor | None]]) -> None:
+def check_keys(optimizer: Optimizer, layers: Mapping[str, Iterable[Tensor | None]]) -> None:
     """Raise for keys of parameter groups that ProxProp would ignore; ``layers`` has the parameters of each layer."""
     owned = {id(p): path for path, parameters in layers.items() for p in parameters if p is not None}
     options = {field.name for field in dataclasses.fields(ProxPropOptions)} - {"tau_theta", *optimizer.defaults}

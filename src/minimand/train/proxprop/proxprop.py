@@ -1,7 +1,6 @@
 """Proximal backpropagation for any torch optimizer: one linear solve per layer and step, not a ``solve()``."""
 
 import dataclasses
-import functools
 import logging
 import math
 import warnings
@@ -15,8 +14,8 @@ from torch.optim import Optimizer
 
 from ...errors import CapabilityError, NonFiniteError, OptionError, Sealed, ShapeError
 from .directions import Attachment, GramCache
-from .layers import LayerHooks, discover, is_trained
-from .options import GramRule, ProxPropOptions, check_groups
+from .layers import CallWatch, LayerHooks, discover, is_trained
+from .options import GramRule, ProxPropOptions, check_keys
 
 __all__ = ["ProxProp"]
 
@@ -128,7 +127,8 @@ class ProxProp(Sealed):
     @property
     def plain(self) -> dict[str, str]:
         """The modules with plain gradients, by path, with their types; includes the last layer."""
-        rest = {path: module for path, module in self._model.named_modules() if path not in self.layers}
+        listed = self.layers
+        rest = {path: module for path, module in self._model.named_modules() if path not in listed}
         kinds = {path: type(module).__name__ for path, module in rest.items() if is_trained(module)}
         return kinds | ({} if self._shared.last is None else {self._shared.last: "the last layer"})
 
@@ -169,7 +169,7 @@ class ProxProp(Sealed):
             optimizer.register_load_state_dict_pre_hook(self._load_with),
         ]
         for path, other in self._others.items() if shared.undecided else ():
-            self._handles.append(other.register_forward_pre_hook(functools.partial(self._called, path)))
+            self._handles.append(other.register_forward_pre_hook(CallWatch(shared, path)))
         if not self.layers:
             _log.warning(
                 "ProxProp: no step is implicit until one is unfrozen: %s", ", ".join(map(_named, self._layers))
@@ -179,17 +179,15 @@ class ProxProp(Sealed):
             _log.warning("ProxProp: plain gradients for %s", ", ".join(plain))
         return self
 
-    def _called(self, path: str, *_: Any) -> None:
-        self._shared.latest = path if torch.is_grad_enabled() else self._shared.latest
-
     def _check_groups(self, optimizer: Optimizer) -> None:
-        check_groups(optimizer, {path: m._parameters.values() for path, (m, _) in self._layers.items()})
+        check_keys(optimizer, {path: m._parameters.values() for path, (m, _) in self._layers.items()})
 
     def detach(self) -> None:
         """Remove all hooks. In fused mode ``.grad`` keeps a direction that it holds."""
         for hook in (*self._hooked.values(), *self._handles):
             hook.remove()
         self._hooked, self._handles, self._skipped_grads, self._shared.optimizer = {}, [], [], None
+        self._stepped = False
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
