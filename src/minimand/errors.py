@@ -106,7 +106,7 @@ def is_traced(tensor: Tensor) -> bool:
 def underived(tensor: Tensor) -> Tensor:
     """The tensor without the wrappers of torch.func's derivatives; a batch of ``vmap`` stays one."""
     known = torch._C._functorch
-    while not torch.compiler.is_compiling() and known.is_gradtrackingtensor(tensor):
+    while not is_dynamo_compiling() and known.is_gradtrackingtensor(tensor):
         tensor = known.get_unwrapped(tensor)
     return tensor
 

@@ -249,7 +249,7 @@ def _mixed_precision(y: Tensor) -> tuple[AbstractContextManager[Any], torch.dtyp
     has float32's range, and its autocast stays on for products.
     """
     kind = y.device.type
-    if not torch.is_autocast_enabled(kind) or y.dtype == torch.float64:
+    if y.is_meta or not torch.is_autocast_enabled(kind) or y.dtype == torch.float64:
         return nullcontext(), y.dtype
     dtype = torch.get_autocast_dtype(kind)
     return (torch.autocast(kind, enabled=False) if dtype == torch.float16 else nullcontext()), dtype

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import holds, require_positive
+from ..errors import holds, is_compiled, require_positive
 from ..operators.base import LinearOperator
 from .base import Solver, require_count
 from .implicit import Equation, Parts, attached, constant, full_precision
@@ -49,7 +49,7 @@ class _RidgeSystem(Equation):
     def inverse(self, b: Tensor, transposed: bool, x: Tensor, *params: Tensor) -> Tensor:
         # No start is known here, so that more iterations may be needed than for the solution itself. A compiler
         # performs all of them.
-        count = self.iterations if torch.compiler.is_compiling() else 2 * self.iterations
+        count = self.iterations if is_compiled(b) else 2 * self.iterations
         return self._conjugate_gradient(b, None, params, count, 1e-12 if b.dtype == torch.float64 else 1e-6)[0]
 
     def from_start(self, start: Tensor | None) -> Tensor:
