@@ -299,7 +299,8 @@ class _SoftThreshold(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, x: Tensor | None, threshold: Tensor | None) -> Tensor:
         sign = ctx.saved_tensors[0].sign()
-        return (0 if x is None else x * sign.abs()) - (0 if threshold is None else threshold * sign)
+        change = torch.zeros_like(sign) if x is None else x * sign.abs()
+        return change if threshold is None else change - threshold * sign
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:

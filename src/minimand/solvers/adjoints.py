@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import CapabilityError, OptionError, holds, require_positive
 from .base import Solver, State, require_count
-from .implicit import Equation, Parts, attached, constant, pullback, transformed
+from .implicit import Equation, Parts, attached, constant, full_precision, pullback, transformed
 from .iterate import iterate
 from .linear import conjugate_gradient
 from .problem import Problem, as_number, reciprocal
@@ -148,8 +148,9 @@ class JacobianFree(Adjoint):
     r"""Differentiate one proximal gradient step at the solution, and nothing else.
 
     With :math:`T(x, \theta) = \operatorname{prox}_{\eta g}(x - \eta\nabla f(x))` and the solution x as a constant,
-    the gradient is :math:`\partial_\theta T(x, \theta)^\top v`: the first term of the Neumann series of
-    :class:`Implicit`. It is cheap, needs the memory of one step, and is an approximation.
+    every derivative is that of :math:`\theta \mapsto T(x, \theta)`. The gradient
+    :math:`\partial_\theta T(x, \theta)^\top v` is the first term of the Neumann series of :class:`Implicit`. It is
+    cheap, needs the memory of one step, and is an approximation.
 
     Source: Fung et al., *Jacobian-free backpropagation*, 2022.
     """
@@ -159,9 +160,12 @@ class JacobianFree(Adjoint):
         with constant():
             x, done = run.forward()
             step = _step(run.problem)
+        if not torch.is_grad_enabled() and not transformed():
+            return x, done
         parts = Parts.of(run.problem)
-        with torch.autocast(x.device.type, enabled=False):
-            moved = _forward_backward(parts.build(parts.wide(*parts.tensors)), *parts.wide(x), step)
+        with full_precision(x):
+            wide, *tensors = parts.wide(x, *parts.tensors)
+            moved = _forward_backward(parts.build(tensors), wide, step)
         with constant():
             fixed = moved.detach()
         return x + (moved - fixed).to(x.dtype), done
@@ -180,8 +184,9 @@ class Implicit(Adjoint):
     :math:`(I - D + \eta D^{1/2} H D^{1/2})\,q = D^{1/2} v`, :math:`u = v + (I-\eta H)D^{1/2}q`, by conjugate
     gradients; for others by conjugate gradients on the normal equations.
 
-    The gradient is as accurate as the solver has converged, and requires that the prox is differentiable at the
-    solution. Stochastic solvers have no fixed point and are refused.
+    The derivatives are as accurate as the solver has converged, and require that the prox is differentiable at the
+    solution. Second derivatives, forward mode and the transforms of torch.func solve systems with the same matrix, or
+    with its transpose. Stochastic solvers have no fixed point and are refused.
 
     Args:
         iters: The maximum number of iterations of the backward solve.
@@ -214,9 +219,14 @@ class Implicit(Adjoint):
         with constant():
             x, done = run.forward()
             step = _step(run.problem)
-        plain = dataclasses.replace(run.problem, operator=run.problem.operator.with_bounds(None))
-        parts = Parts.of((plain, step))
-        return attached(_FixedPoint(parts, self), x, parts), done
+        # An exported graph has no backward pass of its own.
+        return x if torch.compiler.is_exporting() else self._attached(run.problem, step, x), done
+
+    @torch.compiler.disable
+    def _attached(self, problem: Problem, step: float | Tensor, x: Tensor) -> Tensor:
+        # Not compiled: the backward solve ends when it has converged.
+        parts = Parts.of((dataclasses.replace(problem, operator=problem.operator.with_bounds(None)), step))
+        return attached(_FixedPoint(parts, self), x, parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,8 +259,8 @@ class _FixedPoint(Equation):
             # (I − DC)⁻¹ = I + D(I − CD)⁻¹C, so both systems take the same symmetric one.
             root = derivative(torch.ones_like(b)).clamp_min(0).sqrt()
             v = b if transposed else contract(b)
-            q = solve(lambda q: q - root * contract(root * q), root * v)
-            return v + contract(root * q) if transposed else b + root * (root * v + root * contract(root * q))
+            u = v + contract(root * solve(lambda q: q - root * contract(root * q), root * v))
+            return u if transposed else b + root.square() * u
         # There is no symmetric form without a square root of D.
         forward = lambda u: u - second(first(u))  # noqa: E731
         backward = lambda u: u - first(second(u))  # noqa: E731
@@ -258,14 +268,20 @@ class _FixedPoint(Equation):
 
     def _at(self, x: Tensor, params: Sequence[Tensor]) -> tuple[Problem, float | Tensor, Tensor]:
         x, *params = self.parts.wide(x, *params)
-        return *self.parts.build(params), x
+        problem, step = self.parts.build(params)
+        return problem, step, x
 
     def _maps(self, x: Tensor, params: Sequence[Tensor]) -> tuple[Linear, Linear]:
         """The symmetric maps C = I − ηH and D."""
         problem, step, x = self._at(x, params)
         keep = 1 - step * problem.ridge if problem.ridge else 1.0
         pull = pullback(lambda v: problem.prox(v, step), x + step * problem.descent(x, problem.linear()))
-        return lambda u: problem.operator.onto(None, keep, u, -step), lambda u: pull(u)[0]
+
+        def derivative(u: Tensor) -> Tensor:
+            (product,) = pull(u)
+            return torch.zeros_like(u) if product is None else product
+
+        return lambda u: problem.operator.onto(None, keep, u, -step), derivative
 
 
 def _step(problem: Problem) -> float | Tensor:

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from ..errors import CapabilityError, forward_rule
 from ..functions.base import Function
 from ..operators.base import LinearOperator
 
-__all__ = ["Equation", "Parts", "attached", "constant", "pullback", "transformed"]
+__all__ = ["Equation", "Parts", "attached", "constant", "full_precision", "pullback", "transformed"]
 
 
 @contextlib.contextmanager
@@ -28,6 +29,12 @@ def constant() -> Iterator[None]:
     """A block whose results are constants for every derivative (``no_grad`` alone leaves those in forward mode)."""
     with torch.no_grad(), forward_mode._set_fwd_grad_enabled(False):
         yield
+
+
+def full_precision(like: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Turns autocast off; where it is off already, an exported graph has no trace of it."""
+    kind = like.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 
 def transformed() -> bool:
@@ -81,10 +88,21 @@ def _replaced(node: Any, swap: Callable[[Tensor], Tensor], opaque: list[Any]) ->
         other = copy.copy(node)
         other.__dict__.update({name: _replaced(value, swap, opaque) for name, value in vars(node).items()})
         return other
-    function = node.func if isinstance(node, partial) else node
-    if callable(function) and not (getattr(function, "__module__", None) or "torch").startswith(("minimand.", "torch")):
+    if callable(node) and not _captures_nothing(node):
         opaque.append(node)
     return node
+
+
+def _captures_nothing(function: Callable[..., Any]) -> bool:
+    """Whether a callable is known to use its arguments only: a plain function of the library or of torch."""
+    if isinstance(function, partial):
+        values = *function.args, *function.keywords.values()
+        return _captures_nothing(function.func) and not any(isinstance(value, Tensor) for value in values)
+    if isinstance(function, FunctionType):
+        return function.__closure__ is None and function.__module__.startswith(("minimand.", "torch"))
+    return isinstance(function, type) or (
+        isinstance(function, BuiltinFunctionType) and not isinstance(function.__self__, Tensor)
+    )
 
 
 class Equation(abc.ABC):
@@ -128,14 +146,15 @@ class _Linearized(Equation):
 
 def attached(equation: Equation, x: Tensor, parts: Parts) -> Tensor:
     """``x``, which was computed as a constant, with its derivatives in the tensors of its equation."""
-    if not torch.compiler.is_compiling():
-        if not parts.opaque or not _captures(equation, x, parts):
-            return solution(equation, x, *parts.tensors)
-        if transformed():
-            raise CapabilityError(f"a derivative by torch.func or in forward mode {_MISSED}")
-    # The gradient alone, which reaches every tensor that the residual depends on.
-    constants = (each.detach() for each in (x, *parts.tensors))
-    return x + _Correction.apply(equation, equation.residual(x, *parts.tensors), *constants)
+    with full_precision(x):
+        if not torch.compiler.is_compiling():
+            if not parts.opaque or not _captures(equation, x, parts):
+                return solution(equation, x, *parts.tensors)
+            if transformed():
+                raise CapabilityError(f"a derivative by torch.func or in forward mode {_MISSED}")
+        # The gradient alone, which reaches every tensor that the residual depends on.
+        constants = (each.detach() for each in (x, *parts.tensors))
+        return x + _Correction.apply(equation, equation.residual(x, *parts.tensors), *constants)
 
 
 def solution(equation: Equation, x: Tensor, *params: Tensor) -> Tensor:
@@ -204,7 +223,7 @@ class _Correction(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise CapabilityError(f"a second derivative {_MISSED}")
         x, *params = ctx.saved_tensors
-        with torch.autocast(x.device.type, enabled=False):
+        with full_precision(x):
             u = ctx.equation.inverse(grad, True, x, *params)
         return None, u, None, *(None for _ in params)
 
@@ -231,7 +250,7 @@ class _Solution(torch.autograd.Function):
             values = dict(zip(wanted, some, strict=True))
             return ctx.equation.residual(x, *(values.get(k, each) for k, each in enumerate(params)))
 
-        with torch.autocast(x.device.type, enabled=False):
+        with full_precision(x):
             u = ctx.equation.solve(grad, True, x, *params)
             found = dict(zip(wanted, pullback(residual, *(params[k] for k in wanted))(u), strict=True))
         return None, None, *(found.get(k) for k in range(len(params)))
@@ -239,7 +258,7 @@ class _Solution(torch.autograd.Function):
     @forward_rule
     def jvp(ctx: Any, saved: list[Tensor], _: None, __: Tensor | None, *tangents: Tensor | None) -> Tensor:
         x, *params = saved
-        with torch.autocast(x.device.type, enabled=False):
+        with full_precision(x):
             change = pushforward(ctx.equation.residual, (x, *params), (None, *tangents))
             return ctx.equation.solve(change, False, x, *params).to(x.dtype)
 
@@ -247,13 +266,15 @@ class _Solution(torch.autograd.Function):
 def pullback(f: Callable[..., Tensor], *primals: Tensor) -> Callable[[Tensor], tuple[Tensor | None, ...]]:
     """The vector–Jacobian products of ``f``, differentiable themselves."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        return torch.func.vjp(f, *primals)[1]  # type: ignore[no-any-return]
+        return torch.func.vjp(f, *primals)[1]
     further = torch.is_grad_enabled()
     leaves = [_leaf(each) for each in primals]
     with torch.enable_grad():
         value = f(*leaves)
 
     def pull(u: Tensor) -> tuple[Tensor | None, ...]:
+        if not value.requires_grad:
+            return tuple(None for _ in leaves)
         options = {"retain_graph": True, "create_graph": further, "allow_unused": True}
         return torch.autograd.grad(value, leaves, u, **options)
 
@@ -275,10 +296,10 @@ def pushforward(f: Callable[..., Tensor], primals: tuple[Tensor, ...], tangents:
         values = dict(zip(moving, some, strict=True))
         return f(*(values.get(k, each) for k, each in enumerate(primals)))
 
-    some = [primals[k] for k in moving], [tangents[k] for k in moving]
+    at, change = tuple(primals[k] for k in moving), tuple(tangents[k] for k in moving)
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_mode._current_level < 0:
-        return torch.func.jvp(along, *map(tuple, some))[1]  # type: ignore[no-any-return]
+        return torch.func.jvp(along, at, change)[1]
     # torch.func.jvp refuses to begin in a level of forward mode that the user has opened.
-    moved = along(*map(forward_mode.make_dual, *some))
+    moved = along(*map(forward_mode.make_dual, at, change))
     tangent = forward_mode.unpack_dual(moved).tangent
     return torch.zeros_like(moved) if tangent is None else tangent

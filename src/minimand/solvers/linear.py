@@ -226,9 +226,8 @@ def measured_conjugate_gradient(
     residual = goal if x0 is None else goal - wide(apply(x0.to(target.dtype)))
     # Squares of numbers near one do not overflow or vanish. The result does not depend on the size.
     within = dims if inner is None else tuple(range(target.dim()))
-    with torch.no_grad():
-        size = torch.maximum(*(each.abs().amax(within, keepdim=True) for each in (goal, residual)))
-        size = torch.where(size > 0, size, torch.ones_like(size))
+    size = torch.maximum(*(each.abs().amax(within, keepdim=True) for each in (goal, residual)))
+    size = torch.where(size > 0, size, 1.0)
     goal, residual = product(goal / size, goal / size), residual / size
     floor, limit = rounding**2 * goal, (tol or 0.0) ** 2 * goal
     first = _Conjugate(torch.zeros_like(residual), residual, residual, product(residual, residual))
@@ -239,8 +238,8 @@ def measured_conjugate_gradient(
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     # 0/0 belongs to a system that is already solved, which must not change.
-    safe = torch.where(denominator > 0, denominator, torch.ones_like(denominator))
-    return torch.where(denominator > 0, numerator / safe, torch.zeros_like(numerator))
+    some = denominator > 0
+    return torch.where(some, numerator / torch.where(some, denominator, 1.0), 0.0)
 
 
 def _appended(

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import holds, require_positive
 from ..operators.base import LinearOperator
 from .base import Solver, require_count
-from .implicit import Equation, Parts, attached, constant
+from .implicit import Equation, Parts, attached, constant, full_precision
 from .linear import RidgeFactor, measured_conjugate_gradient, ridge_factor
 from .problem import Problem
 
@@ -18,6 +18,8 @@ __all__ = ["ADMM"]
 
 # From about this number of iterations on, conjugate gradients lose their orthogonality in single precision.
 _ORTHOGONAL = 12
+# The largest number of iterations for a system of the backward pass.
+_CONVERGED = 200
 
 
 class SplitState(NamedTuple):
@@ -44,12 +46,12 @@ class _RidgeSystem(Equation):
 
     def product(self, u: Tensor, transposed: bool, x: Tensor, *params: Tensor) -> Tensor:
         operator, shift, _ = self._at(params)
-        return operator.onto(None, shift, *self.parts.wide(u), 1.0)
+        return operator.onto(None, shift, self.parts.wide(u)[0], 1.0)
 
     def inverse(self, b: Tensor, transposed: bool, x: Tensor, *params: Tensor) -> Tensor:
-        # No start is known here, so that more iterations are needed than for the solution itself.
-        tol = 1e-12 if b.dtype == torch.float64 else 1e-6
-        return self._conjugate_gradient(b, None, params, 2 * self.iterations, tol)[0]
+        # To convergence, which may take more iterations than the solution, which had a start. A compiler cannot stop.
+        count = self.iterations if torch.compiler.is_compiling() else max(_CONVERGED, self.iterations)
+        return self._conjugate_gradient(b, None, params, count, 1e-12 if b.dtype == torch.float64 else 1e-6)[0]
 
     def from_start(self, start: Tensor | None) -> Tensor:
         """The result of conjugate gradients, with derivatives.
@@ -59,7 +61,7 @@ class _RidgeSystem(Equation):
         """
         params, target, count = self.parts.tensors, self.parts.whole[2], self.iterations
         rounding = torch.finfo(self.parts.wide(target)[0].dtype).eps
-        with torch.autocast(target.device.type, enabled=False):
+        with full_precision(target):
             z, solved = self._conjugate_gradient(target, start, params, count, rounding, count > _ORTHOGONAL)
             if torch.compiler.is_exporting():
                 return z
@@ -69,7 +71,8 @@ class _RidgeSystem(Equation):
             return exact if exact is fixed or holds(solved) else torch.where(solved, exact, z)
 
     def _at(self, params: Sequence[Tensor]) -> tuple[LinearOperator, float | Tensor, Tensor]:
-        return self.parts.build(self.parts.wide(*params))  # type: ignore[no-any-return]
+        operator, shift, target = self.parts.build(self.parts.wide(*params))
+        return operator, shift, target
 
     def _conjugate_gradient(
         self,
@@ -97,8 +100,9 @@ class ADMM(Solver):
         x \leftarrow \operatorname{prox}_{g/\rho}(z + u), \qquad u \leftarrow u + z - x .
 
     It needs no bound on the norm of A and converges for every :math:`\rho > 0`. For dense operators the system is
-    factored once, on the smaller side; for others it is solved by ``cg_iters`` conjugate gradient
-    iterations from the last solution.
+    factored once, on the smaller side; for others it is solved by at most ``cg_iters`` conjugate gradient iterations
+    from the last solution, in single or double precision. Systems that are solved have the derivatives of their
+    solution; iterations that have not converged are differentiated themselves.
 
     Source: Boyd et al., 2011, §4.2.
 
