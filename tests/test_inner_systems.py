@@ -22,11 +22,9 @@ def _leaves(scale: float, dtype: torch.dtype, y: Tensor = Y, bias: Tensor = BIAS
     return [each.to(dtype).requires_grad_() for each in (scale * WEIGHT, bias, y)]
 
 
-def _loss(
-    leaves: list[Tensor], solver: ADMM, *, dense: bool = False, ridge: float = 1e-3, relu: bool = False
-) -> Tensor:
+def _loss(leaves: list[Tensor], solver: ADMM, *, dense: bool = False, ridge: float = 1e-3, act: str = "tanh") -> Tensor:
     weight, bias, y = leaves
-    op, function = Conv1d(weight, y.shape[-1]), NonNegative() if relu else from_activation("tanh")
+    op, function = Conv1d(weight, y.shape[-1]), from_activation(act)
     if dense:
         n = y[0].numel()
         matrix = op.apply(torch.eye(n, dtype=y.dtype).reshape(n, *y.shape[1:])).reshape(n, -1).mT
