@@ -151,15 +151,6 @@ def test_nothing_of_the_callers_is_changed():
     assert Problem is type(problem)
 
 
-@pytest.mark.parametrize("adjoint", [Implicit(), JacobianFree()], ids=str)
-def test_a_second_derivative_is_refused_rather_than_wrong(adjoint):
-    build, leaves = _differentiable(problems.dense(SMOOTH, ridge=0.5))
-    x = solve(build(*leaves), FISTA(iters=200), adjoint=adjoint).x
-    (first,) = torch.autograd.grad(x.square().sum(), leaves[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
-
-
 def test_second_derivatives_of_the_unrolled_solve():
     build, leaves = _differentiable(problems.dense(SMOOTH, ridge=0.5, outputs=3, inputs=3, rows=1))
     assert torch.autograd.gradgradcheck(lambda *leaves: solve(build(*leaves), ProxGD(iters=3)).x, leaves, atol=1e-5)

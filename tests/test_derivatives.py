@@ -44,7 +44,7 @@ class Objective:
     """A scalar function of a solution, of one vector that holds all that the problem depends on: weight, bias, skip,
     input and a parameter of the function."""
 
-    def __init__(self, kind: str, name: str, solver=ProxGD(iters=40), adjoint=Unroll()) -> None:  # noqa: B008
+    def __init__(self, kind: str, name: str, solver=ProxGD(iters=30), adjoint=Unroll()) -> None:  # noqa: B008
         g = torch.Generator().manual_seed(0)
         shapes = [(3, 4), (3,), (2, 3), (2, 4)] if kind == "dense" else [(2, 2, 3, 3), (2,), (1, 2, 3, 3), (1, 2, 3, 3)]
         parts = [0.3 * torch.randn(shape, generator=g, dtype=torch.float64) for shape in [*shapes, (1,)]]
@@ -216,7 +216,7 @@ def test_admm_on_convolutions(adjoint, cg_iters):
     if isinstance(adjoint, Unroll):
         _check(Objective("conv", "tanh", ADMM(3, cg_iters=cg_iters), adjoint))
     elif cg_iters == 20:
-        _check(Objective("conv", "tanh", ADMM(40, cg_iters=cg_iters), adjoint))
+        _check(Objective("conv", "tanh", ADMM(24, cg_iters=cg_iters), adjoint))
 
 
 def test_functions_of_matrices_are_right_or_refused():
@@ -259,7 +259,7 @@ def test_captured_tensors_have_gradients_and_no_other_derivatives(solver, adjoin
         assert "\n" not in str(caught.value)
     # Tensors that the problem knows have every derivative.
     of_y = lambda y: _captured(weight, y, solver, adjoint)  # noqa: E731
-    exact = lambda y: _captured(weight, y, FISTA(200), Unroll())  # noqa: E731
+    exact = lambda y: _captured(weight, y, FISTA(60), Unroll())  # noqa: E731
     torch.testing.assert_close(hessian(of_y)(y), hessian(exact)(y), rtol=1e-6, atol=1e-8)
     # Without a derivative nothing is refused.
     both = torch.stack([weight, weight + along])

@@ -6,7 +6,7 @@ import torch
 from minimand.adjoints import Checkpoint, Unroll
 from minimand.functions import NonNegative, from_activation
 from minimand.operators import Conv2d, Dense
-from minimand.solvers import Problem, ProxGD, ProxSG, solve
+from minimand.solvers import ADMM, Problem, ProxGD, ProxSG, solve
 
 from .cases import solvers
 
@@ -54,6 +54,19 @@ def test_convolutions_compile_with_gradients(act, adjoint):
     (expected,) = torch.autograd.grad(layer(y).square().sum(), layer.weight)
     (got,) = torch.autograd.grad(compiled(y).square().sum(), layer.weight)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_inner_systems_compile_with_their_gradients():
+    """Solved ones, whose iterations have no derivative, and others, in one graph."""
+    torch._dynamo.reset()
+    layer, y = Layer(ADMM(iters=2, cg_iters=4), conv=True), _input(conv=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for scale in (0.01, 100.0, 10.0):
+        with torch.no_grad():
+            layer.weight.mul_(scale)
+        (expected,) = torch.autograd.grad(layer(y).square().sum(), layer.weight)
+        (got,) = torch.autograd.grad(compiled(y).square().sum(), layer.weight)
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-3)
 
 
 @pytest.mark.parametrize("conv", [False, True], ids=["dense", "conv"])

@@ -56,4 +56,6 @@ def test_hessians_of_the_prox(case: FunctionCase) -> None:
     x = _points(case)
     f = lambda x: case.function.prox(x, STEP).sum()  # noqa: E731
     slope = lambda x: torch.autograd.functional.jacobian(f, x)  # noqa: E731
-    torch.testing.assert_close(hessian(f)(x), torch.diag(_differences(slope, x)), rtol=1e-5, atol=1e-7)
+    expected = torch.diag(_differences(slope, x))
+    torch.testing.assert_close(hessian(f)(x), expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(jacfwd(jacfwd(f))(x), expected, rtol=1e-5, atol=1e-7)

@@ -18,6 +18,8 @@ __all__ = ["ADMM"]
 
 # From about this number of iterations on, conjugate gradients lose their orthogonality in single precision.
 _ORTHOGONAL = 12
+# The largest number of iterations for a system of the backward pass.
+_CONVERGED = 200
 
 
 class SplitState(NamedTuple):
@@ -47,9 +49,8 @@ class _RidgeSystem(Equation):
         return operator.onto(None, shift, self.parts.wide(u)[0], 1.0)
 
     def inverse(self, b: Tensor, transposed: bool, x: Tensor, *params: Tensor) -> Tensor:
-        # No start is known here, so that more iterations may be needed than for the solution itself. A compiler
-        # performs all of them.
-        count = self.iterations if is_compiled(b) else 2 * self.iterations
+        # To convergence, which may take more iterations than the solution, which had a start. A compiler cannot stop.
+        count = self.iterations if is_compiled(b) else max(_CONVERGED, self.iterations)
         return self._conjugate_gradient(b, None, params, count, 1e-12 if b.dtype == torch.float64 else 1e-6)[0]
 
     def from_start(self, start: Tensor | None) -> Tensor:
@@ -99,8 +100,9 @@ class ADMM(Solver):
         x \leftarrow \operatorname{prox}_{g/\rho}(z + u), \qquad u \leftarrow u + z - x .
 
     It needs no bound on the norm of A and converges for every :math:`\rho > 0`. For dense operators the system is
-    factored once, on the smaller side; for others it is solved by ``cg_iters`` conjugate gradient
-    iterations from the last solution.
+    factored once, on the smaller side; for others it is solved by at most ``cg_iters`` conjugate gradient iterations
+    from the last solution, in single or double precision. Systems that are solved have the derivatives of their
+    solution; iterations that have not converged are differentiated themselves.
 
     Source: Boyd et al., 2011, §4.2.
 
