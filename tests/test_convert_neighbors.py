@@ -63,6 +63,16 @@ class _Viewed(_Written):
         return F.relu(self.fc(F.dropout(x, 0.25).view(x.shape[0], 6)))
 
 
+class _Channels(_Written):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Conv1d(3, 6, 1)
+
+    def forward(self, x):
+        x = F.dropout1d(x.reshape(-1, 3, 2))  # always on
+        return F.relu(self.fc(x)).flatten(1)[:, :6]
+
+
 class _Off(_Written):
     def forward(self, x):
         return F.relu(self.fc(F.dropout(x, 0.25, training=False)))
@@ -119,6 +129,7 @@ def _behind(before):
         (_Other, 0.75),
         (_Reshaped, 0.75),
         (_Viewed, 0.75),
+        (_Channels, 0.5),
         (_Off, 1.0),
         (_Used, None),
         (_behind(nn.Dropout(0.25)), 0.75),

@@ -1,6 +1,5 @@
 """The neighbours of a layer in a record: dropout before it; normalisation, addition and activation after it."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -177,12 +176,10 @@ def _dropout_at(network: Network, call: Call, value: Value) -> Dropout | None:
         frame = None if frame.parent is None else network.frames[frame.parent]
     if call.target not in _DROPOUTS:
         return None
-    functional = inspect.isfunction(call.target)
-    names = list(inspect.signature(call.target).parameters) if functional else ["input", "p", "train"]
-    given = (
-        {"p": 0.5, "training": call.target is F.dropout} | dict(zip(names, call.args, strict=False)) | dict(call.kwargs)
-    )
-    p, training = given["p"], given.get("train", given["training"])
+    given = dict(zip(("input", "p", "training"), call.args, strict=False)) | dict(call.kwargs)
+    p, training = given.get("p", 0.5), given.get("train", given.get("training", _DROPOUTS[call.target] != "alpha"))
+    if isinstance(p, Value) or isinstance(training, Value):
+        return None
     own = isinstance(module_of(network, call), nn.modules.dropout._DropoutNd)
     frame = network.frames[call.frame] if own else None
     return Dropout(float(p) if training else 0.0, _DROPOUTS[call.target], call, frame)
