@@ -19,19 +19,20 @@ import _imports  # noqa: E402
 # Which part may import which. A new arrow is a decision: it is added here, and the diagram shows it.
 ALLOWED = {
     "errors": set(),
-    "functions": {"errors"},
+    "arguments": {"errors"},
+    "functions": {"arguments", "errors"},
     "geometry": {"errors"},
     "linalg": {"errors"},
-    "norms": {"errors", "geometry", "linalg"},
-    "operators": {"errors", "geometry", "linalg", "norms"},
-    "solvers": {"errors", "functions", "linalg", "norms", "operators"},
+    "norms": {"arguments", "errors", "geometry", "linalg"},
+    "operators": {"arguments", "errors", "geometry", "linalg", "norms"},
+    "solvers": {"arguments", "errors", "functions", "linalg", "norms", "operators"},
     "adjoints": {"solvers"},
-    "network": {"errors", "functions"},
-    "nn": {"errors", "functions", "linalg", "network", "norms", "operators", "solvers"},
+    "network": {"arguments", "errors", "functions"},
+    "nn": {"arguments", "errors", "functions", "linalg", "network", "norms", "operators", "solvers"},
     # Training methods and penalties recognise the layers and dropouts of nn.
     "train": {"errors", "functions", "geometry", "linalg", "network", "nn", "operators", "solvers"},
-    "factor": {"errors", "functions", "linalg", "norms", "operators", "solvers"},
-    "homogeneous": {"errors", "factor", "linalg", "network", "nn", "norms", "solvers"},
+    "factor": {"arguments", "errors", "functions", "linalg", "norms", "operators", "solvers"},
+    "homogeneous": {"arguments", "errors", "factor", "linalg", "network", "nn", "norms", "solvers"},
 }
 
 
