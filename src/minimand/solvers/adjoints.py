@@ -100,7 +100,8 @@ class Unroll(Adjoint):
 class Checkpoint(Adjoint):
     """Unrolling that keeps only every ``every``-th state and recomputes the others in the backward pass.
 
-    The recomputation replays the forward pass's random samples, so the gradient is :class:`Unroll`'s.
+    The recomputation replays the forward pass's random samples, so the gradient is :class:`Unroll`'s. Threads that draw
+    from one generator at the same time may draw equal samples.
 
     Args:
         every: Iterations per segment; None is about √K, which minimises the memory.
