@@ -70,7 +70,7 @@ def _cone_layer(
             parameter.mul_(scale)
     x = layer(y)
     (gradient,) = torch.autograd.grad(x.float().square().sum() * scale, layer.weight)
-    # The loss ‖x‖² has the gradient 2x, which is scaled like x.
+    # The gradient 2cx of the loss in x does not depend on c.
     return x.detach().double(), gradient.double()
 
 

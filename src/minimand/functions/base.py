@@ -118,6 +118,8 @@ class Separable(Function):
 
 def widened(x: Tensor) -> Tensor:
     """``x`` itself, or a float32 copy if ``x`` is in half precision."""
+    if getattr(x, "dtype", None) is torch.float32:
+        return x
     require_real("x", x)
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 

@@ -59,9 +59,8 @@ class Increasing(abc.ABC):
 
 def precise(x: Tensor, step: Step) -> Tensor:
     """The point in a type in which the root of its step has the relative accuracy of single precision."""
-    wide = widened(x)
-    number = not isinstance(step, Tensor)
-    return wide if (number and 1 / 64 <= step <= 1) or x.device.type == "mps" else wide.double()
+    moderate = not isinstance(step, Tensor) and 1 / 64 <= step <= 1
+    return widened(x) if moderate or x.device.type == "mps" else widened(x).double()
 
 
 def root(equation: Increasing, target: Tensor, step: Step) -> Tensor:

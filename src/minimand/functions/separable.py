@@ -348,8 +348,7 @@ class Box(Separable):
 
     def values(self, x: Tensor) -> Tensor:
         """Zero in the box, +inf elsewhere."""
-        below, above = _finite(self.low), _finite(self.high)
-        return indicator((x >= self.low - slack(x, below)) & (x <= self.high + slack(x, above)), x)
+        return indicator((x >= self.low - slack(x, self.low)) & (x <= self.high + slack(x, self.high)), x)
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """``x`` clipped to the box."""
@@ -395,7 +394,3 @@ class Support(Separable):
     def conjugate(self) -> Box:
         """The indicator of the interval."""
         return Box(self.low, self.high)
-
-
-def _finite(end: float) -> float:
-    return end if math.isfinite(end) else 0.0

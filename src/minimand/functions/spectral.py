@@ -150,15 +150,17 @@ class NegativeSemidefinite(Function):
 
 
 def _matrix(x: Tensor) -> Tensor:
+    wide = widened(x)
     if x.dim() < 2:
         raise ShapeError(f"a function of matrices needs two dimensions or more, got shape {tuple(x.shape)}")
-    return widened(x)
+    return wide
 
 
 def _square(x: Tensor) -> Tensor:
+    wide = widened(x)
     if x.dim() < 2 or x.shape[-1] != x.shape[-2]:
         raise ShapeError(f"a semidefinite cone needs square matrices, got shape {tuple(x.shape)}")
-    return widened(x)
+    return wide
 
 
 def _symmetric(x: Tensor) -> Tensor:

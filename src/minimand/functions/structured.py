@@ -125,8 +125,7 @@ class GroupL2(Function):
         if self.weight == 0:
             return x
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        # Clamping before dividing keeps the gradient finite at the zero vector. The difference is exactly zero there;
-        # 1 − threshold / norm would be a rounding unit, of vectors that may be long.
+        # Clamping before dividing keeps the gradient finite at zero. Unlike 1 − threshold / norm, the result is exact.
         norm = torch.maximum(norm, threshold) if isinstance(threshold, Tensor) else norm.clamp_min(threshold)
         return (wide * ((norm - threshold) / norm)).to(x.dtype)
 

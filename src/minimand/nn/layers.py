@@ -104,6 +104,11 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
     ``weight`` and ``bias`` are the only entries of the ``state_dict``. The step is recomputed when the weight changes.
     The options can be read and set as attributes: ``layer.eval_mode = "mean"``. Set ``generator`` to a
     :class:`torch.Generator` to seed the samples of this layer alone.
+
+    A layer in half precision computes in float32. Under bfloat16 autocast only its products are in bfloat16; under
+    float16 autocast, whose range Gram matrices leave, it computes in float32. The output has the type of a plain
+    layer's. NaN and Inf in an input pass through, as in torch's layers, so that a ``GradScaler`` sees them in the
+    gradients; an output beyond the range of its type is Inf. :func:`~minimand.solvers.solve` raises an error instead.
     """
 
     #: The attributes that a layer shares with its plain form.
@@ -199,11 +204,11 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
                 answers = [problem.as_given(self.options.adjoint(run)[0]) for _ in range(passes)]
         except MinimandError as error:
             raise located(error, self.path or type(self).__name__) from None
-        if passes == 1:
-            return answers[0].to(dtype)
-        samples = torch.stack(answers)
-        mean = samples.mean(0) if ending is None else mean_preactivation(cast(Separable, self.function), samples)
-        return mean.to(dtype)
+        x = answers[0]
+        if passes > 1:
+            samples = torch.stack(answers)
+            x = samples.mean(0) if ending is None else mean_preactivation(cast(Separable, self.function), samples)
+        return x if x.dtype is dtype else x.to(dtype)
 
     def _bounded(self, operator: LinearOperator, weight: Tensor) -> LinearOperator:
         """The operator with a weight, in float32 for half precision, and that weight's bounds."""
@@ -243,11 +248,7 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
 
 
 def _mixed_precision(y: Tensor) -> tuple[AbstractContextManager[Any], torch.dtype]:
-    """The context of a solver layer's iterations, and the type of a plain layer's output, for the input y.
-
-    The context turns float16 autocast off, because squared norms and Gram matrices leave the range of float16. bfloat16
-    has float32's range, and its autocast stays on for products.
-    """
+    """The context of a layer's iterations, which turns float16 autocast off, and the type of a plain layer's output."""
     kind = y.device.type
     if y.is_meta or not torch.is_autocast_enabled(kind) or y.dtype == torch.float64:
         return nullcontext(), y.dtype

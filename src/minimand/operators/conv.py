@@ -106,9 +106,7 @@ class Convolution(LinearOperator, abc.ABC):
         check_bias(bias, x)
         return x + bias
 
-    def affine(self, y: Tensor, bias: Tensor | None = None) -> Tensor:
-        """:meth:`apply` with a bias, in one call of torch where it has one number per channel."""
-        return self.apply(y, bias)
+    affine = apply
 
     def adjoint(self, x: Tensor) -> Tensor:
         """``Aᵀ x``, the transposed convolution, with exactly the input's size.

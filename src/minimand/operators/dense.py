@@ -57,9 +57,7 @@ class Dense(LinearOperator):
         check_bias(bias, x)
         return x + bias
 
-    def affine(self, y: Tensor, bias: Tensor | None = None) -> Tensor:
-        """:meth:`apply` with a bias, in one call of torch."""
-        return self.apply(y, bias)
+    affine = apply
 
     def adjoint(self, x: Tensor) -> Tensor:
         """``Aᵀ x``."""

@@ -99,9 +99,8 @@ class RCD(Solver):
 
     def init(self, problem: Problem, x0: Tensor | None) -> CoordinateState:
         """The residual and the step, once."""
-        operator, step = problem.operator, self.first_step(problem)
-        residual = problem.y if x0 is None else problem.y - operator.adjoint(x0)
-        return CoordinateState(x0, residual, step)
+        residual = problem.y if x0 is None else problem.y - problem.operator.adjoint(x0)
+        return CoordinateState(x0, residual, self.first_step(problem))
 
     def advance(
         self, problem: Problem, state: CoordinateState, k: int, generator: torch.Generator | None
