@@ -144,7 +144,16 @@ def _unrolled(make: Callable[..., Any]) -> Call:
         net = make(phi, phases, architecture=mnn.Architecture(channels=4), **options)
         return net(y), mnn.diagnose(net, y)
 
-    return Call(run, lambda: {"phi": _x(4, 16), "y": _x(2, 4), "phases": 2, "constrained": True, "shared": False})
+    return Call(
+        run,
+        lambda: {
+            "phi": operators.orthonormal_gaussian(4, 16),
+            "y": _x(2, 4),
+            "phases": 2,
+            "constrained": True,
+            "shared": False,
+        },
+    )
 
 
 def _parallel(X: Any, y: Any, **options: Any) -> Any:
@@ -218,6 +227,17 @@ CALLS: dict[str, Call] = {
             "y": _x(2, 3),
         },
     ),
+    "Transposed": Call(
+        lambda operator, y: operators.Transposed(operator).apply(y),
+        lambda: {"operator": operators.Dense(_x(3, 4)), "y": _x(2, 3)},
+    ),
+    "Composed": Call(
+        lambda outer, inner: operators.Composed(outer, inner).norm_sq(),
+        lambda: {
+            "outer": operators.BlockDCT((3, 6), block=3),
+            "inner": operators.Transposed(operators.BlockSensing(_x(5, 9), (3, 6))),
+        },
+    ),
     "cartesian_mask": Call(operators.cartesian_mask, lambda: {"size": (8, 8), "ratio": 0.3, "center": 0.1}),
     "radial_mask": Call(operators.radial_mask, lambda: {"size": (8, 8), "ratio": 0.3}),
     "to_blocks": Call(operators.to_blocks, lambda: {"image": _x(2, 1, 4, 4), "block": 2}),
@@ -225,6 +245,16 @@ CALLS: dict[str, Call] = {
     "pad_to_blocks": Call(operators.pad_to_blocks, lambda: {"image": _x(2, 1, 5, 4), "block": 2}),
     "orthonormal_gaussian": Call(operators.orthonormal_gaussian, lambda: {"rows": 2, "columns": 4}),
     "lipschitz": Call(norms.lipschitz, lambda: {"target": nn.Conv2d(2, 3, 3), "input_size": (5, 5), "method": "auto"}),
+    "randomized_norm_sq": Call(
+        norms.randomized_norm_sq,
+        lambda: {
+            "apply": lambda y: 2 * y,
+            "adjoint": lambda x: 2 * x,
+            "input_shape": (3,),
+            "output_shape": (3,),
+            "failure": 1e-6,
+        },
+    ),
     "certified_norm_sq": Call(norms.certified_norm_sq, lambda: {"matrix": _x(3, 4), "rtol": 1e-3}),
     "LipschitzTracker": Call(
         _tracked, lambda: {"operator": operators.Dense(_x(3, 4)), "refresh": "drift", "tolerance": 0.1}
@@ -275,6 +305,10 @@ CALLS: dict[str, Call] = {
     "AdditiveDropout": _layer(mnn.AdditiveDropout, (5, 4), p=0.5, layer=nn.Linear(4, 3), feature_dim=-1),
     "ImportanceDropout": _layer(mnn.ImportanceDropout, (5, 4), p=0.5, feature_dim=-1),
     "convert": Call(mnn.convert, lambda: {"model": _mlp(), "rules": {"3": solvers.ProxGD(2)}, "inplace": False}),
+    "plan": Call(
+        lambda model, rules, example: str(mnn.plan(model, rules, example=example)),
+        lambda: {"model": _mlp(), "rules": {"3": solvers.ProxGD(2)}, "example": _x(2, 4)},
+    ),
     "Rule": Call(mnn.Rule, lambda: {"options": solvers.ProxGD(2), "activation": "auto", "dropout": "auto"}),
     "revert": Call(mnn.revert, lambda: {"model": mnn.convert(_mlp(), {"3": solvers.ProxGD(2)}), "inplace": False}),
     "explain": Call(

@@ -13,7 +13,9 @@ NOT_CALLED = {
     *("Adjoint", "Certificate", "Frame", "Function", "LinearOperator", "Loss", "Network", "Regularizer", "Sample"),
     *("Sampling", "Schedule", "Separable", "Solution", "Solver", "SolverLayer", "Status", "Trace", "UnrolledNet"),
     *("Bernoulli", "ExactGram", "JacobianFree", "L2", "Nice", "NonNegativeL2", "Unroll", "coefficient_parameters"),
-    *("iterate", "majorant", "role"),
+    *("iterate", "majorant", "role", "Transition"),
+    # Losses and regularizers are arguments of factorize, which makes or uses them.
+    *("Entrywise", "Huber", "Logistic", "SparseL2"),
 }
 
 
@@ -23,6 +25,7 @@ def test_campaign(name: str) -> None:
     assert not outcome.failures, outcome.failures[0]
 
 
+@pytest.mark.filterwarnings("ignore")  # of fits that are cut short
 def test_valid_calls_succeed() -> None:
     for name, call in CALLS.items():
         try:
