@@ -1,5 +1,6 @@
 """Gram matrices and weighted sums of tensors, with cheap derivatives."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -139,3 +140,12 @@ def _inner(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 def is_zero(weight: Weight) -> bool:
     """Whether a coefficient is the number 0, so that its term can be left out."""
     return not isinstance(weight, Tensor) and weight == 0
+
+
+def mixed_precision(y: Tensor) -> tuple[AbstractContextManager[Any], torch.dtype]:
+    """The context of a layer's iterations, which turns float16 autocast off, and the type of a plain layer's output."""
+    kind = y.device.type
+    if y.is_meta or not torch.is_autocast_enabled(kind) or y.dtype == torch.float64:
+        return nullcontext(), y.dtype
+    dtype = torch.get_autocast_dtype(kind)
+    return (torch.autocast(kind, enabled=False) if dtype == torch.float16 else nullcontext()), dtype

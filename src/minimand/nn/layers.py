@@ -7,7 +7,6 @@ The block dropout → linear → activation is one step of a solver on the layer
 import abc
 import dataclasses
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal, Self, cast, get_args
 
 import torch
@@ -27,6 +26,7 @@ from ..errors import (
 from ..functions import Function, Separable, from_activation
 from ..functions.base import widened
 from ..functions.scalar import mean_preactivation
+from ..linalg import mixed_precision
 from ..norms.lipschitz import Bounded, majorant
 from ..operators import Conv1d, Conv2d, Dense, LinearOperator, LipschitzTracker
 from ..solvers import Problem, ProxGD, Solver
@@ -196,7 +196,7 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
             # Clear errors for inputs that torch's own layer would reject.
             require_real("the input", y)
             require_dtype("the input", y, self.weight)
-            context, dtype = _mixed_precision(y)
+            context, dtype = mixed_precision(y)
             with context:
                 problem = solver.prepare(problem_of_input())
                 ending = dataclasses.replace(problem, preactivated=True) if self.returns == "preactivation" else None
@@ -245,15 +245,6 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
     def __getstate__(self) -> dict[str, Any]:
         # A generator cannot be pickled.
         return self.__dict__ | {"generator": None}
-
-
-def _mixed_precision(y: Tensor) -> tuple[AbstractContextManager[Any], torch.dtype]:
-    """The context of a layer's iterations, which turns float16 autocast off, and the type of a plain layer's output."""
-    kind = y.device.type
-    if y.is_meta or not torch.is_autocast_enabled(kind) or y.dtype == torch.float64:
-        return nullcontext(), y.dtype
-    dtype = torch.get_autocast_dtype(kind)
-    return (torch.autocast(kind, enabled=False) if dtype == torch.float16 else nullcontext()), dtype
 
 
 @majorant.register

@@ -343,9 +343,12 @@ class Selected(LinearOperator):
         return Selected(self.operator.with_weight(weight), self._inputs, self._outputs)
 
     def bound(self) -> Tensor:
-        """That of the whole operator, times the multiplicities of features that were drawn more than once."""
+        """That of the whole operator, times the multiplicities of features that were drawn more than once, or the sum
+        of the bounds of its inputs, if that is less."""
         most = _most(self._inputs, self.operator.inputs) * _most(self._outputs, self.operator.outputs)
-        return self.operator.norm_sq() * most
+        whole = self.operator.norm_sq() * most
+        # The factor covers the rounding of the sum.
+        return torch.minimum(whole, 1.001 * self.input_bounds().sum().to(whole))
 
     def input_bounds(self) -> Tensor:
         """Those of the whole operator, times the multiplicities of outputs."""
