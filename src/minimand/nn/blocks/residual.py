@@ -107,7 +107,8 @@ def _is_single(module: nn.Module) -> bool:
     """Whether a module is a layer, or has no forward."""
     containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
     own = type(module).__module__.startswith(("torch.nn", "torch.ao.nn")) and not isinstance(module, containers)
-    return own or isinstance(module, SolverLayer) or type(module).forward is nn.Module.forward
+    # Scripted modules have no forward of their class.
+    return own or isinstance(module, SolverLayer) or getattr(type(module), "forward", None) in (None, nn.Module.forward)
 
 
 def _momenta(module: nn.Module) -> Iterator[str]:
