@@ -92,8 +92,12 @@ def test_what_has_no_layers_of_its_own_is_refused(model, message):
 
 
 def test_a_compiled_model_is_refused():
-    with pytest.raises(ConversionError, match="compiled"):
+    with pytest.raises(ConversionError, match="the model is compiled"):
         convert(torch.compile(VGG(), backend="eager"), {"*": ProxGD()})
+    model = VGG()
+    model.features = torch.compile(model.features, backend="eager")
+    with pytest.raises(ConversionError, match="features is compiled"):
+        convert(model, {"classifier.*": ProxGD()})
 
 
 @pytest.mark.parametrize("rules", [{}, {"*": "relu"}, {"*": None}, [ProxGD()]])

@@ -182,6 +182,27 @@ def test_references_are_followed_or_the_model_is_refused_unchanged(inplace):
     assert set(solver_layers(convert(model, {"last": ProxGD()}, inplace=inplace))) == {"last"}
 
 
+class Aside(nn.Module):
+    """Code that a copy cannot follow calls a part that is not converted."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc = nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.holder = Holder(self.norm)
+
+    def forward(self, x):
+        return self.fc(self.holder.layer(x))
+
+
+def test_a_copy_that_calls_any_module_of_the_original_is_refused():
+    model = Aside()
+    convert(model, {"fc": ProxGD()}, inplace=True)
+    shared = Aside()
+    shared.holder.__class__ = type("Fixed", (Holder,), {"__deepcopy__": lambda self, memo: self})
+    with pytest.raises(ConversionError, match=r"norm: the converted model calls it 0 times instead of 1"):
+        convert(shared, {"fc": ProxGD()})
+
+
 def test_an_averaged_model_is_converted_like_any_other():
     model, x = AveragedModel(VGG()).eval(), torch.randn(2, 3, 8, 8)
     converted = convert(model, ONE)

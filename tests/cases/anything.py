@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from minimand.errors import ConversionError
-from minimand.nn import convert, plan, revert
+from minimand.nn import as_algorithm, convert, plan, revert
 from minimand.solvers import ProxSG
 
 from .conversion import ONE
@@ -212,12 +212,26 @@ def answer(name):
     except ConversionError as refusal:
         return f"refused: {refusal}"
     if comparable:
+        for algorithm in ("heavy_ball", "nesterov") if name in FORWARDS else ():
+            _same_at_first(model, algorithm, example)
         expected = run(model, copy.deepcopy(example))
         found = run(converted, copy.deepcopy(example))
         assert len(found) == len(expected)
         assert all(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) for a, b in zip(found, expected, strict=True))
     assert not plan(revert(converted), ONE, example=example).left.keys() & steps.converted.keys()
     return f"converted: {len(steps.converted)}, refused: {sorted(steps.refused)}"
+
+
+def _same_at_first(model, algorithm, example):
+    """A residual network keeps its function as another algorithm; others are refused in words."""
+    try:
+        other = as_algorithm(model, algorithm, example=example)
+    except ConversionError as refusal:
+        if "no residual stage" in str(refusal):
+            return
+        raise
+    pairs = zip(run(other, copy.deepcopy(example)), run(model, copy.deepcopy(example)), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 if __name__ == "__main__":

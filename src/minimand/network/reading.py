@@ -60,10 +60,7 @@ def read(model: nn.Module, example: Any = None, *, training: bool | None = None)
 
 
 def read_modes(model: nn.Module, example: Any = None) -> tuple[Network, Network]:
-    """The records of a run in training and of one in evaluation; see :func:`read`.
-
-    A network that runs in one mode only has one complete record.
-    """
+    """The records of a run in training and of one in evaluation, of which one may be incomplete; see :func:`read`."""
     training, evaluation = _both(model, example, True)
     if not training.complete:
         evaluation = _both(model, example, False)[0]

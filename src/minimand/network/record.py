@@ -64,6 +64,7 @@ class ModuleFrame:
         parent: The index of the frame that called it; None for the first.
         inputs: The tensors it was called with.
         place: The expression that called it.
+        keywords: The names of its keyword arguments.
         outputs: The tensors it returned.
     """
 
@@ -74,6 +75,7 @@ class ModuleFrame:
     parent: int | None
     inputs: tuple[Value, ...]
     place: CallSite
+    keywords: tuple[str, ...] = ()
     outputs: tuple[Value, ...] = ()
 
 

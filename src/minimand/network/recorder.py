@@ -129,7 +129,7 @@ class Recorder(TorchFunctionMode):
             path = self._paths[module]
             inputs = tuple(self._value(tensor) for tensor in tensors((args, kwargs)))
             kind, parent = type(module).__name__, self._stack[-1].index if self._stack else None
-            frame = ModuleFrame(len(self.frames), path, kind, self._runs[path], parent, inputs, _place())
+            frame = ModuleFrame(len(self.frames), path, kind, self._runs[path], parent, inputs, _place(), tuple(kwargs))
             self._runs[path] += 1
             self.frames.append(frame)
             self._stack.append(frame)

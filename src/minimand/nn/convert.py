@@ -186,5 +186,7 @@ def check_unwrapped(model: nn.Module, caller: str) -> None:
         raise ConversionError(f"the model is wrapped in {name}; convert model.module, then wrap the result")
     if isinstance(model, torch.jit.ScriptModule):
         raise ConversionError("a scripted model cannot be changed; convert the original, then script the result")
-    if name == "OptimizedModule" or any(module._compiled_call_impl is not None for module in model.modules()):
-        raise ConversionError("the model is compiled; convert the original (model._orig_mod), then compile the result")
+    for path, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+            where = path or "the model"
+            raise ConversionError(f"{where} is compiled; convert the original (._orig_mod), then compile the result")

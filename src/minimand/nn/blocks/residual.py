@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -22,19 +22,13 @@ _POINTWISE = ("activation", "norm", "dropout", "identity")
 Called = tuple[nn.Module, CallSite]
 
 
-@dataclasses.dataclass(frozen=True)
-class ResidualAddition:
-    """A residual addition in a run of a forward, and the index of the operand that the branch is computed from."""
+class ResidualAddition(NamedTuple):
+    """A residual addition in a run of a forward, the index of its skip, and the skip, from which the branch comes."""
 
     network: Network
     add: Call
     operand: int
-
-    @property
-    def skip(self) -> Value:
-        """The operand that the branch is computed from."""
-        value: Value = self.add.args[self.operand]
-        return value
+    skip: Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +101,8 @@ def _is_single(module: nn.Module) -> bool:
     """Whether a module is a layer, or has no forward."""
     containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
     own = type(module).__module__.startswith(("torch.nn", "torch.ao.nn")) and not isinstance(module, containers)
-    return own or isinstance(module, SolverLayer) or type(module).forward is nn.Module.forward
+    # Scripted modules have no forward of their class.
+    return own or isinstance(module, SolverLayer) or getattr(type(module), "forward", None) in (None, nn.Module.forward)
 
 
 def _momenta(module: nn.Module) -> Iterator[str]:
@@ -134,7 +129,7 @@ def _structure(network: Network, frame: ModuleFrame, residuals: tuple[ResidualBl
     chains: list[list[ResidualAddition]] = []
     for block in residuals:
         if block.add.frame == frame.index and not block.shortcut and block.start in block.add.args:
-            part = ResidualAddition(network, block.add, block.add.args.index(block.start))
+            part = ResidualAddition(network, block.add, block.add.args.index(block.start), block.start)
             chain = next((c for c in chains if _follows(network, part.skip, c[-1].add)), None)
             if chain is None:
                 chains.append(chain := [])

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ...errors import ConversionError
@@ -109,13 +110,12 @@ def undo(model: nn.Module) -> nn.Module:
 
 
 #: The module of the result for each module of the model.
-Places = Mapping[nn.Module, nn.Module]
+Places = dict[nn.Module, nn.Module]
 
 
 def apply(plan: Plan, inplace: bool) -> nn.Module:
     """The model as planned."""
-    check = partial(_check, plan)
-    return changed(plan.model, plan.records, inplace, partial(_change, plan), check, bool(plan.edits))
+    return changed(plan.model, plan.records, inplace, partial(_change, plan), bool(plan.edits))
 
 
 def changed(
@@ -123,27 +123,30 @@ def changed(
     records: Sequence[Network],
     inplace: bool,
     change: Callable[[nn.Module, Places], None],
-    check: Callable[[nn.Module, Network, Counter[str]], None] | None = None,
     compare: bool = True,
 ) -> nn.Module:
     """A changed model, or a changed copy that shares the tensors.
 
-    ``change`` gets the result and, for each module of the model, that of the result. ``check`` gets each changed part,
-    its record and how often it calls its solver layers, and raises if something is wrong. With ``compare``, a model
-    that computes another function with single plain steps is refused, too. A model that is refused is unchanged.
+    ``change`` gets the result and, for each module of the model, that of the result. A result that does not call its
+    own modules is refused, and so is, with ``compare``, one that computes another function with single plain steps in
+    its solver layers. A model that is refused is unchanged.
     """
     plain = [outputs(network.model, network)[0] if compare else None for network in records]
     rollback = snapshot(model)
     result = model if inplace else clone(model)
-    place = {module: result.get_submodule(path) for path, module in model.named_modules()}
+    paths = {module: path for path, module in model.named_modules()}
+    place = {module: result.get_submodule(path) for module, path in paths.items()}
     try:
         change(result, place)
         for network, expected in zip(records, plain, strict=True):
             found, counts = outputs(place[network.model], network)
-            if check is not None:
-                check(place[network.model], network, counts)
-            if expected is not None:
-                _compare(network, found, expected)
+            _check(network, paths, place, counts)
+            fixed = expected is not None and not any("random" in value.origins for value in network.outputs)
+            if fixed and not all(map(same_bits, found, expected or ())):
+                raise ConversionError(
+                    "the edited forward does not compute what the forward computed, so the model is unchanged; write "
+                    "additions out of place (x = x + y), and dropout as a module"
+                )
     except BaseException:
         for restore in rollback:
             restore()
@@ -158,6 +161,7 @@ def _change(plan: Plan, result: nn.Module, place: Places) -> None:
         pairs[plain] = solver = solver_layer(layer, plain, None if layer.norm is None else place[layer.norm])
         solver.path = path
         install(plain, solver)
+        place[layer.module] = solver
     for module, by in plan.passed.items():
         pass_through(place[module], by)
     install_edits(plan.edits, place)
@@ -171,19 +175,42 @@ def install_edits(edits: Mapping[tuple[nn.Module, str], Edits], place: Places) -
         vars(place[module])[name] = EditedMethod(place[module], name, made if before is None else before.edits | made)
 
 
-def outputs(model: nn.Module, network: Network) -> tuple[list[Tensor], Counter[str]]:
-    """What a model returns on the arguments of a record, and how often it calls each solver layer.
+class _Calls(Counter[nn.Module]):
+    """How often each module was called; calls of copies that a forward makes of its modules are not counted."""
 
-    The solver layers make one plain step, which takes no bounds and no iterations.
-    """
-    counts: Counter[str] = Counter()
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Calls":
+        return _Calls()
+
+    def note(self, module: nn.Module, args: Any) -> None:
+        """Count a call."""
+        self[module] += 1
+
+
+class _StandIn(NamedTuple):
+    """The forward of a solver layer as a single plain step, which takes no bounds and no iterations, and is counted."""
+
+    layer: SolverLayer
+    calls: _Calls
+
+    def __call__(self, y: Tensor, skip: Tensor | None = None, affine: Tensor | None = None) -> Tensor:
+        self.calls.note(self.layer, y)
+        out = self.layer.operator(y).affine(y, self.layer.bias) if affine is None else affine
+        out = self.layer.normalized(out) if isinstance(self.layer, BlockLayer) else out
+        return out if skip is None else out + skip
+
+
+def outputs(model: nn.Module, network: Network) -> tuple[list[Tensor], _Calls]:
+    """What a model returns on the arguments of a record, with stand-ins for solver layers, and what it calls."""
+    calls = _Calls()
     with preserved(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for module in model.modules():
             if isinstance(module, SolverLayer):
-                vars(module)["forward"] = _StandIn(module, counts)
+                vars(module)["forward"] = _StandIn(module, calls)
+            elif not isinstance(module, torch.jit.ScriptModule):
+                module.register_forward_pre_hook(calls.note)
         try:
-            return returned(network, model, network.example, network.training), counts
+            return returned(network, model, network.example, network.training), calls
         except Exception as error:
             first = (str(error).strip().splitlines() or [""])[0]
             raise ConversionError(
@@ -192,38 +219,17 @@ def outputs(model: nn.Module, network: Network) -> tuple[list[Tensor], Counter[s
             ) from error
 
 
-class _StandIn:
-    """The forward of a solver layer as a single plain step, which is counted."""
-
-    def __init__(self, layer: SolverLayer, counts: Counter[str]) -> None:
-        self.layer, self.counts = layer, counts
-
-    def __call__(self, y: Tensor, skip: Tensor | None = None, affine: Tensor | None = None) -> Tensor:
-        self.counts[self.layer.path] += 1
-        out = self.layer.operator(y).affine(y, self.layer.bias) if affine is None else affine
-        out = self.layer.normalized(out) if isinstance(self.layer, BlockLayer) else out
-        return out if skip is None else out + skip
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_StandIn":
-        return _StandIn(self.layer, Counter())  # a forward may call copies of its modules
-
-
-def _check(plan: Plan, model: nn.Module, network: Network, counts: Counter[str]) -> None:
-    """Raise if the model does not call its solver layers."""
-    for path, layer in plan.converted.items():
-        called = sum(c.place.owner is layer.module and role(c) in ("linear", "conv") for c in network.calls)
-        if counts[path] != called:
-            way = "use inplace=True" if model is not network.model else "refer to it by the attributes of modules"
+def _check(network: Network, paths: Mapping[nn.Module, str], place: Places, calls: _Calls) -> None:
+    """Raise if a network does not call its own modules; those without parameters, which may go, do not count."""
+    runs = Counter(network.module(frame.path) for frame in network.frames)
+    layers = Counter(call.place.owner for call in network.calls if role(call) in ("linear", "conv"))
+    for module, new in place.items():
+        converted = isinstance(new, SolverLayer) and not isinstance(module, SolverLayer)
+        expected = layers[module] if converted else min(runs[module], calls[new] or 1)
+        stateless = next(module.parameters(), None) is None or isinstance(module, torch.jit.ScriptModule)
+        if calls[new] != expected and not stateless:
+            way = "use inplace=True" if place[network.model] is not network.model else "hold it as an attribute"
             raise ConversionError(
-                f"{path}: the converted model calls it {counts[path]} times instead of {called}, because code holds "
-                f"the original in a closure or in an object that is not a module; {way}. The model is unchanged"
+                f"{paths[module]}: the converted model calls it {calls[new]} times instead of {expected}, because code "
+                f"holds the original in an object that is not a module; {way}. The model is unchanged"
             )
-
-
-def _compare(network: Network, found: list[Tensor], expected: list[Tensor]) -> None:
-    fixed = not any("random" in value.origins for value in network.outputs)
-    if fixed and not (len(found) == len(expected) and all(map(same_bits, found, expected))):
-        raise ConversionError(
-            "the edited forward does not compute what the forward computed, so the model is unchanged; write additions "
-            "out of place (x = x + y), and dropout as a module"
-        )

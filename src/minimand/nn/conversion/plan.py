@@ -3,16 +3,17 @@
 import dataclasses
 import difflib
 import fnmatch
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ...errors import ConversionError
 from ...functions import Function
 from ...network import Network
+from ...network.graph import is_layer
 from ...solvers import ADMM, RCD, Solver
 from ..layers import SolverConv1d, SolverConv2d, SolverLayer, SolverLinear, SolverOptions
 from ..table import table_lines
@@ -28,7 +29,6 @@ _LAYERS: Mapping[type[nn.Module], Any] = {
     nn.Conv2d: (SolverConv2d, SolverBlockConv2d),
 }
 LINEAR = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd)
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,9 +161,10 @@ def targets(plan: Plan, rules: Mapping[str, Rule]) -> tuple[dict[str, Rule], dic
     """
     places = list(plan.model.named_modules(remove_duplicate=False))
     first = {module: path for path, module in plan.model.named_modules()}
-    hidden = set(_hidden(plan.model))
-    found: dict[str, Rule] = {}
-    wrong: dict[str, str] = {}
+    # Modules of torch need not call their children as modules.
+    layers = (module for module in plan.model.modules() if is_layer(module))
+    hidden = {part for layer in layers for part in layer.modules() if part is not layer}
+    found, wrong = dict[str, Rule](), dict[str, str]()
     for pattern, rule in rules.items():
         matched = {m: first[m] for path, m in places if path and fnmatch.fnmatchcase(path, pattern)}
         picked = [path for m, path in matched.items() if isinstance(m, tuple(_LAYERS)) and m not in hidden]
@@ -188,14 +189,6 @@ def _left(module: nn.Module, hidden: set[nn.Module]) -> str:
     return "no rule matches" if isinstance(module, tuple(_LAYERS)) else f"{type(module).__name__} has no solver form"
 
 
-def _hidden(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules inside modules of torch's own, which need not call their children as modules."""
-    for module in model.modules():
-        own = type(module).__module__.startswith(("torch.nn", "torch.ao.nn"))
-        if own and not isinstance(module, (*_CONTAINERS, *_LAYERS)):
-            yield from (part for part in module.modules() if part is not module)
-
-
 def _nothing(model: nn.Module, pattern: str, matched: dict[nn.Module, str], hidden: set[nn.Module]) -> str:
     """Why a pattern matches no layer that can be converted."""
     inside = [path for module, path in matched.items() if module in hidden and isinstance(module, tuple(_LAYERS))]
@@ -203,12 +196,9 @@ def _nothing(model: nn.Module, pattern: str, matched: dict[nn.Module, str], hidd
         listed = ", ".join(map(repr, inside[:5])) + (", …" if len(inside) > 5 else "")
         return f"matches only {listed}, inside a torch module that does not call its layers"
     known = [path for path, m in model.named_modules() if isinstance(m, tuple(_LAYERS)) and m not in hidden]
-    near = difflib.get_close_matches(pattern, known, 5, 0.0)
-    if not known:
-        available = "the model has no Linear, Conv1d or Conv2d of torch"
-    else:
-        listed = ", ".join(map(repr, near)) + (f" of {len(known)} layers" if len(known) > len(near) else "")
-        available = f"{'the nearest' if len(known) > len(near) else 'available'}: {listed}"
+    listed = ", ".join(map(repr, difflib.get_close_matches(pattern, known, 5, 0.0)))
+    some = f"the nearest: {listed} of {len(known)} layers" if len(known) > 5 else f"available: {listed}"
+    available = some if known else "the model has no Linear, Conv1d or Conv2d of torch"
     if not matched:
         return f"no such layer; {available}"
     module, path = next(iter(matched.items()))
@@ -225,6 +215,5 @@ def check_plain(module: nn.Module) -> None:
         raise Obstacle("its weight is computed (parametrised, normalised or pruned); make it a plain Parameter first")
     if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
         raise Obstacle("its parameters are not initialised; run the model once on an input first")
-    weight = module._parameters["weight"]
-    if weight is None or not torch.is_floating_point(weight):
-        raise Obstacle(f"its weight is {getattr(weight, 'dtype', None)}; use a floating-point weight")
+    if not torch.is_floating_point(weight := cast(Tensor, module._parameters["weight"])):
+        raise Obstacle(f"its weight is {weight.dtype}; use a floating-point weight")

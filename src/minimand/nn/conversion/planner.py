@@ -24,7 +24,7 @@ __all__ = ["Planner", "readings"]
 
 def readings(model: nn.Module, example: Any) -> list[tuple[Network, Network]]:
     """The records of training and evaluation; those of the children, for a model without a forward of its own."""
-    if example is None and type(model).forward is nn.Module.forward:
+    if example is None and getattr(type(model), "forward", None) is nn.Module.forward:
         parts = (child for child in model.children() if not isinstance(child, LINEAR))
         return [pair for child in parts for pair in readings(child, None)]
     pair = read_modes(model, example)
@@ -80,6 +80,8 @@ class Planner:
         calls = self.calls.get(module, [])
         if not calls and (rule.activation == "auto" or (rule.dropout == "auto" and options.solver.stochastic)):
             raise Obstacle(self._uncalled(module))
+        if any(network.frames[call.frame].keywords for network, call in calls):
+            raise Obstacle("it is called with a keyword argument; call it with its input alone")
         found = [self._after(network, call) for network, call in calls]
         function, names = found[0].function if found else Zero(), {around.name: None for around in found}
         if rule.activation not in (None, "auto"):
@@ -125,9 +127,8 @@ class Planner:
         if norms <= {None}:
             return None
         norm = norms.pop()
-        path = None if norm is None else self.paths[norm]
         runs = sum(network.module(f.path) is norm for network in self.networks for f in network.frames)
-        if norms or path is None or runs != len(calls):
+        if norms or runs != len(calls):
             raise Obstacle("its batch normalisation does not follow all of its calls, or also follows other layers")
         return norm
 
@@ -147,7 +148,11 @@ class Planner:
                 self.taken.append(_Taken(network, self.paths[module], dropout))
                 takes.append(f"{describe(network, dropout.call)} before it")
         if given and not calls:
-            return self._named_dropout(str(rule.dropout), module)
+            named: Any = self._module(str(rule.dropout))
+            if type(named) is not nn.Dropout or named in self.plan.passed:
+                raise Obstacle(f"{rule.dropout} is not an nn.Dropout that no other layer takes in")
+            self.plan.passed[named] = self.paths[module]
+            return float(named.p)
         if len(set(found)) > 1:
             raise Obstacle(f"it is called {_times(calls)} with different dropouts before it ({found})")
         if calls and not found and rule.dropout == "auto" and rule.resolved().solver.stochastic:
@@ -156,16 +161,6 @@ class Planner:
                 "runs in training, or Rule(..., dropout=None)"
             )
         return found[0] if found else None
-
-    def _named_dropout(self, path: str, layer: nn.Module) -> float:
-        """Take in a dropout module that a rule names, before a layer whose calls were not seen."""
-        module: Any = self._module(path)
-        if type(module) is not nn.Dropout:
-            raise Obstacle(f"{path} is not a dropout that a layer can take in; use nn.Dropout")
-        if module in self.plan.passed:
-            raise Obstacle(f"{path} is taken in by another layer; use a module of its own")
-        self.plan.passed[module] = self.paths[layer]
-        return float(module.p)
 
     def _module(self, path: str) -> nn.Module:
         found = dict(self.plan.model.named_modules()).get(path)
