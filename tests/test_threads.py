@@ -184,6 +184,29 @@ def test_compiled_layers_in_threads() -> None:
         assert all(_equal((each, y), answer) for each in found)
 
 
+def _replica(module: nn.Module, scale: float) -> nn.Module:
+    """What ``nn.DataParallel`` makes of a module for each device: Parameters become attributes."""
+    made = module._replicate_for_data_parallel()
+    for name, child in module._modules.items():
+        made._modules[name] = _replica(child, scale)
+    for name, parameter in module._parameters.items():
+        setattr(made, name, scale * parameter.detach())
+    for name, buffer in module._buffers.items():
+        setattr(made, name, buffer.clone())
+    return made
+
+
+@every_layer
+def test_replicas_of_data_parallelism(name: str) -> None:
+    layer, y, _ = _made(name, False)
+    replicas, found = [_replica(layer, 1.0 + k) for k in range(THREADS)], [torch.empty(0)] * THREADS
+    _in_threads(lambda k: found.__setitem__(k, replicas[k](y)))
+    for k in range(THREADS):
+        alone = copy.deepcopy(layer)
+        alone.load_state_dict({key: (1.0 + k) * value for key, value in layer.state_dict().items()})
+        torch.testing.assert_close(found[k], alone(y), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_published_reference_is_never_written_to(compiled: bool) -> None:
     """Another thread may be reading it."""

@@ -241,7 +241,10 @@ class Sealed:
     def _require_settable(self, name: str) -> None:
         """Raise unless an assignment to this attribute has an effect, or concerns a name of the caller's own."""
         kind, module = type(self), self if isinstance(self, nn.Module) else None
-        if name in self._settable or (module is not None and (name in module._parameters or name in module._buffers)):
+        # The Parameters of a replica for data parallelism are attributes.
+        if name in self._settable or getattr(self, "_is_replica", False):
+            return
+        if module is not None and (name in module._parameters or name in module._buffers):
             return
         member = inspect.getattr_static(kind, name, None)
         if _has_setter(member) or (module is not None and name in module._modules):
