@@ -3,7 +3,7 @@ r"""Solver layers over types, scales and degenerate data, each compared with the
 The oracle of a layer is the float64 layer with the same (rounded) weights, inputs and random samples. An output or
 gradient :math:`v` of the layer is right if
 
-.. math:: \|v - v_{64}\| \le 20\,\bigl(s + (u\kappa + u_v)\,\|v_{64}\| + u\,f\bigr),
+.. math:: \|v - v_{64}\| \le 20\,\bigl(s + (u\kappa + u_v)\,\|v_{64}\| + u\kappa f\bigr),
 
 where :math:`u` is the rounding unit of the computation (that of bfloat16 under its autocast, else that of float32 or
 float64), :math:`u_v` the one of v's type, :math:`s` the largest change of :math:`v_{64}` in three runs in which the
@@ -182,7 +182,7 @@ def check_layer(case: PrecisionCase) -> str:
     for k, (name, part, exact) in enumerate(zip(names, found, expected, strict=False)):
         info = torch.finfo(part.dtype)
         spread = max(_norm(run[k] - exact) for run in near)
-        room = spread + (case.unit * condition + info.eps) * _norm(exact) + case.unit * _norm(pushed) * summed[k]
+        room = spread + info.eps * _norm(exact) + case.unit * condition * (_norm(exact) + _norm(pushed) * summed[k])
         room += info.smallest_normal * info.eps * math.sqrt(max(1, exact.numel()))
         error = _norm(part.double() - exact)
         assert error <= ROOM * room, f"{case}: {name} is {error:.2e} from {_norm(exact):.2e}, allowed {ROOM * room:.2e}"
