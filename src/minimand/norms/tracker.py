@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from ..errors import CapabilityError, OptionError, is_traced, require_finite, require_positive, underived
+from ..errors import CapabilityError, OptionError, is_traced, require_finite, require_positive, unwrapped
 from .kernel import Bounds, Kernel, decode, encode
 from .lipschitz import Bounded
 from .spectral import EPS, round_up, to_float64, top_singular
@@ -119,7 +119,7 @@ class LipschitzTracker(nn.Module):
     def bounds(self, weight: Tensor | None = None) -> Bounds:
         """The bounds for ``weight``, by default the operator's; constants for autograd."""
         given = self.operator.weight if weight is None else weight
-        weight = underived(given)
+        weight = unwrapped(given)
         if weight is not given and not is_traced(weight):
             # Derivatives by torch.func must not have other bounds than the backward pass.
             with temporarily_clear_interpreter_stack():
