@@ -5,7 +5,7 @@ STAMP  := .venv/.installed
 # Two test processes with one torch thread each use two cores best.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test lint types docs bench clean
+.PHONY: help demo test fuzz lint types docs bench clean
 
 help:            ## list the targets
 	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -21,6 +21,9 @@ demo: $(STAMP)   ## the main job on bundled data, with a report at the end
 
 test: $(STAMP)   ## the laws, on two processes
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+fuzz: $(STAMP)   ## random tests of norms, gradients, certificates and bad input, for about an hour
+	$(BIN)/python -m tests.fuzz
 
 lint: $(STAMP)   ## style and formatting
 	$(BIN)/ruff check .

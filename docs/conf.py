@@ -10,6 +10,7 @@ sys.path.insert(0, str(HERE))
 import _experiments  # noqa: E402
 import _imports  # noqa: E402
 import _league  # noqa: E402
+import _reliability  # noqa: E402
 
 from minimand import __version__  # noqa: E402
 
@@ -78,6 +79,7 @@ def _generate(app) -> None:
     out.mkdir(exist_ok=True)
     _experiments.write(root / "papers" / "results", out)
     _imports.write(root / "src" / "minimand", out)
+    _reliability.write(root / "tests" / "fuzz" / "record.json", out)
     _league.write(root / "benchmarks" / "results", out)
 
 

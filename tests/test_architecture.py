@@ -19,19 +19,20 @@ import _imports  # noqa: E402
 # Which part may import which. A new arrow is a decision: it is added here, and the diagram shows it.
 ALLOWED = {
     "errors": set(),
-    "functions": {"errors"},
+    "arguments": {"errors"},
+    "functions": {"arguments", "errors"},
     "geometry": {"errors"},
     "linalg": {"errors"},
-    "norms": {"errors", "geometry", "linalg"},
-    "operators": {"errors", "geometry", "linalg", "norms"},
-    "solvers": {"errors", "functions", "linalg", "norms", "operators"},
+    "norms": {"arguments", "errors", "geometry", "linalg"},
+    "operators": {"arguments", "errors", "geometry", "linalg", "norms"},
+    "solvers": {"arguments", "errors", "functions", "linalg", "norms", "operators"},
     "adjoints": {"solvers"},
-    "network": {"errors", "functions"},
-    "nn": {"errors", "functions", "linalg", "network", "norms", "operators", "solvers"},
+    "network": {"arguments", "errors", "functions"},
+    "nn": {"arguments", "errors", "functions", "linalg", "network", "norms", "operators", "solvers"},
     # Training methods and penalties recognise the layers and dropouts of nn.
     "train": {"errors", "functions", "geometry", "linalg", "network", "nn", "operators", "solvers"},
-    "factor": {"errors", "functions", "linalg", "norms", "operators", "solvers"},
-    "homogeneous": {"errors", "factor", "linalg", "network", "nn", "norms", "solvers"},
+    "factor": {"arguments", "errors", "functions", "linalg", "norms", "operators", "solvers"},
+    "homogeneous": {"arguments", "errors", "factor", "linalg", "network", "nn", "norms", "solvers"},
 }
 
 
@@ -132,7 +133,8 @@ def test_the_library_and_its_tests_do_not_use_the_papers() -> None:
 
 
 def test_the_wheel_is_small() -> None:
-    assert sum(len(path.read_text().splitlines()) for path in _files("src/minimand")) < 27_000
+    # 0.2.0 had 27,000 lines. A capability that needs more raises this limit together with an entry in the changelog.
+    assert sum(len(path.read_text().splitlines()) for path in _files("src/minimand")) < 29_000
 
 
 def test_files_are_short() -> None:

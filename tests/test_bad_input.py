@@ -203,7 +203,7 @@ def test_every_error_is_a_builtin_too():
         kind = getattr(errors, name)
         if isinstance(kind, type) and kind is not errors.MinimandError:
             assert issubclass(kind, errors.MinimandError)
-            assert issubclass(kind, ValueError | TypeError | ImportError)
+            assert issubclass(kind, ValueError | TypeError | ImportError | AttributeError)
 
 
 def test_daily_names_import_from_the_top():

@@ -218,7 +218,9 @@ def test_in_place_and_by_stage():
 def test_hooks_on_blocks_still_fire():
     net, seen = Usual(), []
     net.layer1[1].register_forward_hook(lambda *_: seen.append(1))
-    as_algorithm(net, "heavy_ball")(torch.randn(2, 3, 8, 8))
+    other = as_algorithm(net, "heavy_ball")
+    seen.clear()
+    other(torch.randn(2, 3, 8, 8))
     assert seen == [1]
 
 
@@ -272,28 +274,90 @@ def test_arguments_with_defaults_keep_them(algorithm):
     torch.testing.assert_close(other(x), y)
 
 
+class Twice(nn.Module):
+    """Two additions to the argument, one of them in place, as in a transformer's block."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, scale=1.0):
+        x = x + torch.tanh(self.first(x)) * scale
+        x += self.second(x)
+        return x
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_additions_to_an_argument(algorithm):
+    net, x = Twice().double(), torch.randn(5, 4, dtype=torch.float64)
+    other = as_algorithm(net, algorithm)
+    torch.testing.assert_close(other(x), net(x), atol=0, rtol=0)
+    _set(other, 0.8, 0.3)
+    y = previous = x
+    for branch in (lambda v: torch.tanh(net.first(v)), net.second):
+        mixed = 0.8 * y + 0.3 * previous
+        y, previous = mixed + branch(y if algorithm == "heavy_ball" else mixed), y
+    torch.testing.assert_close(other(x), y)
+
+
 # Bad input -----------------------------------------------------------------------------------------------------------
 
 
-class Branching(nn.Module):
+class Unread(nn.Module):
+    """A forward that needs an example."""
+
     def __init__(self):
         super().__init__()
-        self.layer = nn.Linear(2, 2)
+        self.blocks = nn.ModuleList(Scaled() for _ in range(3))
 
-    def forward(self, x):
-        return x + self.layer(x) if x.sum() > 0 else x
+    def forward(self, *, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_network_that_cannot_be_run_needs_an_example():
+    with pytest.raises(ConversionError, match=r"no residual stage.*\n  no made-up input runs .* pass an example"):
+        as_algorithm(Unread(), "heavy_ball")
+    other = as_algorithm(Unread(), "heavy_ball", example={"x": torch.randn(2, 4)})
+    assert len(list(coefficient_parameters(other))) == 3
+    with pytest.raises(ConversionError, match="does not run on the example"):
+        as_algorithm(Unread(), "heavy_ball", example={"x": torch.randn(2, 5)})
 
 
 def test_a_network_without_a_stage_gets_the_list_of_examined_modules():
-    net = nn.Sequential(Branching(), Branching(), nn.Sequential(Residual(4, 4), nn.ReLU()), nn.Linear(2, 2))
+    net = nn.Sequential(nn.Sequential(Residual(4, 4), nn.ReLU()), Residual(4, 6, 2))
     before = list(net.state_dict())
     with pytest.raises(ConversionError) as caught:
         as_algorithm(net, "heavy_ball")
     text = str(caught.value)
-    assert "0 (Branching): cannot be traced" in text
-    assert "2.0 (Residual): a residual block" in text
+    assert "0.0 (Residual): a residual block" in text
+    assert "1 (Residual): has no residual addition of its input" in text
     assert "the model (Sequential): has no residual addition of its input" in text
     assert list(net.state_dict()) == before
+
+
+def _add(x, branch):
+    return x + branch
+
+
+class Helped(nn.Module):
+    """Blocks whose addition is in a function, out of reach of an edit."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return _add(x, self.layer(x))
+
+
+def test_a_forward_that_cannot_be_edited_is_named():
+    net = nn.Sequential(Helped(), Helped())
+    with pytest.raises(ConversionError, match=r"_add in test_blocks_adaptation.py is not a method of a module"):
+        as_algorithm(net, "heavy_ball")
+    x = torch.randn(3, 4)
+    assert torch.equal(as_algorithm(net, "nesterov")(x), net(x))  # the blocks stay as they are
 
 
 class Conditioned(nn.Module):
@@ -314,7 +378,7 @@ def test_blocks_that_are_called_with_more_than_their_input_are_named():
         as_algorithm(Conditioned(), "heavy_ball")
     text = str(caught.value)
     assert "blocks.1 (Scaled): a residual block" in text
-    assert "blocks.1: the model calls it with additional arguments, so it is in no stage" in text
+    assert "blocks: the forward cannot be edited, because Conditioned.forward calls it with more than its input" in text
 
 
 @pytest.mark.parametrize("constraint", ["positive", "unit"])

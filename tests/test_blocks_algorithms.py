@@ -16,6 +16,7 @@ from minimand.nn import HeavyBallUpdate, NesterovUpdate, OptimizationNet
 from minimand.nn.blocks import AcceleratedUpdate, ADMMUpdate, MergeUpdate, TwoStreamBlock
 from minimand.operators import Dense
 from minimand.solvers import FISTA, HeavyBall, Problem, ProxGD, solve
+from minimand.solvers.problem import GradientMap
 
 # The table of objectives of [Lin2019]: each activation with its integral, errata corrected, up to a constant.
 LI2 = curves.dilogarithm
@@ -267,7 +268,7 @@ class GradientStep(nn.Module):
 
     def __init__(self, problem):
         super().__init__()
-        self.move = problem.gradient_map(ProxGD().first_step(problem), 1)
+        self.move = GradientMap.of(problem, ProxGD().first_step(problem), 1)
 
     def forward(self, x):
         return self.move(x)

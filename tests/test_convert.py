@@ -104,8 +104,8 @@ def test_a_residual_block_is_one_solve_with_the_skip_in_its_bias():
     layers = solver_layers(converted)
     assert set(layers) == {f"layer1.{i}.conv{j}" for i in (0, 1) for j in (1, 2)}
     assert all(layer.function == NonNegative() for layer in layers.values())
-    hidden = block.conv1(y)
-    assert torch.equal(block(y), block.conv2(hidden, y))
+    hidden = torch.relu(block.conv1(y))
+    assert torch.equal(block(y), torch.relu(block.conv2(hidden, y)))
 
 
 class _Sum(nn.Module):

@@ -92,11 +92,15 @@ def test_what_has_no_layers_of_its_own_is_refused(model, message):
 
 
 def test_a_compiled_model_is_refused():
-    with pytest.raises(ConversionError, match="compiled"):
+    with pytest.raises(ConversionError, match="the model is compiled"):
         convert(torch.compile(VGG(), backend="eager"), {"*": ProxGD()})
+    model = VGG()
+    model.features = torch.compile(model.features, backend="eager")
+    with pytest.raises(ConversionError, match="features is compiled"):
+        convert(model, {"classifier.*": ProxGD()})
 
 
 @pytest.mark.parametrize("rules", [{}, {"*": "relu"}, {"*": None}, [ProxGD()]])
 def test_rules_are_checked(rules):
-    with pytest.raises(ConversionError, match=r"pattern|rules is a dict"):
+    with pytest.raises(ConversionError, match=r"a rule is a solver|rules is empty"):
         convert(VGG(), rules)

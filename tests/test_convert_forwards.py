@@ -1,4 +1,7 @@
-"""Forwards that are rewritten, and those that cannot be traced."""
+"""Forwards with functional dropout, which is edited out, and forwards that can be read in part only."""
+
+import copy
+import functools
 
 import pytest
 import torch
@@ -7,25 +10,28 @@ from torch import nn
 
 from minimand.errors import ConversionError
 from minimand.functions import NonNegative, Zero
-from minimand.nn import Rule, convert, revert
-from minimand.nn.conversion.change import Absorbed
+from minimand.nn import Rule, SolverOptions, convert, plan, revert
 from minimand.solvers import ProxGD, ProxSG
 
-from .cases.conversion import ONE, evaluated, forwarding, solver_layers
+from .cases.conversion import ONE, evaluated, forwarding, is_taken_in, solver_layers
 from .cases.networks import Attention, Branching, Functional, Shared
 
-# Forwards that are rewritten ------------------------------------------------------------------------------------------
+# Forwards that are edited, or stay as they are ------------------------------------------------------------------------
 
 
-def test_a_shared_module_disappears_only_where_it_is_taken_in():
-    model = Shared()
-    converted = convert(model, {"fc1": ProxSG(iters=2), "fc2": ONE})
+def test_a_shared_dropout_disappears_only_where_it_is_taken_in():
+    model, x = Shared(), torch.randn(3, 8)
+    converted = convert(model, {"fc1": SolverOptions(ProxSG(iters=1, tau=1.0, step=1.0), ridge=0.0), "fc2": ONE})
     assert type(converted.act) is nn.Tanh
     assert type(converted.drop) is nn.Dropout
-    assert converted.fc1.solver.tau == 0.7
-    code = converted.forward.sources[1].text
-    assert code.count("self.act(") == 1
-    assert code.count("self.drop(") == 2
+    assert convert(model, {"fc1": ProxSG()}).fc1.solver.tau == 0.7
+    inner = model.act(model.act(model.fc1(x)) + 1)  # without the first dropout
+    expected = evaluated(lambda x: model.fc3(model.drop(model.act(model.fc2(model.drop(x))))), inner, seed=2)
+    hidden = []
+    converted.fc2.register_forward_pre_hook(lambda module, args: hidden.append(args[0]))
+    torch.testing.assert_close(expected.shape, evaluated(converted, x).shape)
+    assert ((hidden[0] == 0) | torch.isclose(hidden[0], inner / 0.7)).all()
+    assert (hidden[0] == 0).any()
 
 
 def test_functional_dropout_keeps_following_the_mode():
@@ -78,7 +84,7 @@ def test_a_layer_that_is_called_twice_needs_the_same_neighbours():
     model, x = Twice(torch.relu), torch.randn(3, 6)
     converted = convert(model, {"fc": ONE})
     assert torch.equal(converted(x), model(x))
-    with pytest.raises(ConversionError, match=r"fc: it is called 2 times with different activations.*ReLU and Tanh"):
+    with pytest.raises(ConversionError, match=r"fc: it is called 2 times .* activations after it \(relu and tanh\)"):
         convert(Twice(torch.tanh), {"fc": ONE})
 
 
@@ -98,7 +104,7 @@ def test_a_block_that_runs_twice_is_rewritten_once():
     assert converted[0] is converted[1]
 
 
-def test_a_shared_forward_must_lose_the_same_in_every_run():
+def test_one_forward_may_be_the_activation_of_a_layer_and_of_something_else():
     class Squash(nn.Module):
         def forward(self, x):
             return torch.tanh(x)
@@ -111,8 +117,10 @@ def test_a_shared_forward_must_lose_the_same_in_every_run():
         def forward(self, x):
             return self.squash(1 + self.squash(self.fc(x)))
 
-    with pytest.raises(ConversionError, match=r"squash: its forward must be rewritten .* runs 2 times per pass"):
-        convert(Net(), {"fc": ONE})
+    model, x = Net(), torch.randn(3, 6)
+    converted = convert(model, {"fc": ONE})
+    assert "tanh" in str(converted.fc.function)
+    assert torch.equal(converted(x), model(x))
 
 
 def test_activations_of_another_forward_are_found():
@@ -133,7 +141,7 @@ def test_activations_of_another_forward_are_found():
     assert "softplus" in str(converted.body[2].function).lower()
 
 
-def test_code_that_asks_for_a_tensor_is_traced_as_it_runs():
+def test_code_that_asks_for_a_tensor_is_read_as_it_runs():
     class Layer(nn.Module):
         """As in DenseNet."""
 
@@ -163,67 +171,134 @@ def test_code_that_asks_for_a_tensor_is_traced_as_it_runs():
 
 def _counts(self, x):
     self.count = self.count + 1
-    return F.relu(self.fc(x))
+    return F.relu(self.fc(F.dropout(x, self.p, self.training)))
 
 
 def _keeps(self, x):
     self.last = x
-    return F.relu(self.fc(x))
+    return F.relu(self.fc(F.dropout(x, self.p, self.training)))
 
 
 def _noisy(self, x):
-    return F.relu(self.fc(x)) + torch.randn(6)
+    return F.relu(self.fc(F.dropout(x, self.p, self.training))) + 0 * torch.randn(6)
 
 
 def _without_gradients(self, x):
     with torch.no_grad():
-        return F.relu(self.fc(x))
+        return F.relu(self.fc(F.dropout(x, self.p, self.training)))
 
 
 def _made(self, x):
-    return F.relu(self.fc(x)) + torch.ones(6)
+    x = F.dropout(input=x, p=self.p, training=self.training)
+    return F.relu(self.fc(x)) + torch.ones(x.shape[0], 6)
 
 
 def _asks_a_child(self, x):
-    return F.dropout(F.relu(self.fc(x)), 0.5, self.fc.training)
+    return F.relu(self.fc(F.dropout(x, 0.5, self.fc.training)))
 
 
 def _masked(self, x, mask=None):
-    x = F.relu(self.fc(x))
+    """A docstring stays the first statement."""
+    x = F.relu(self.fc(nn.functional.dropout(x, training=self.training)))
     return x if mask is None else x * mask
 
 
-@pytest.mark.parametrize(
-    ("forward", "reason"),
-    [
-        (_counts, "sets its attribute 'count'"),
-        (_keeps, "sets its attribute 'last'"),
-        (_noisy, "draws random numbers"),
-        (_without_gradients, "computes inside a with statement"),
-        (_made, "creates a tensor"),
-        (_asks_a_child, "branches on the training flag of a submodule"),
-        (_masked, "branches on its arguments .*mask"),
-    ],
-)
-def test_a_forward_that_a_graph_would_not_repeat_is_refused(forward, reason):
+def _in_place(self, x):
+    x = x.clone()
+    F.dropout(x, 0.5, self.training, inplace=True)
+    return F.relu(self.fc(x))
+
+
+def _in_a_loop(self, x):
+    for _ in range(2):
+        x = F.relu(self.fc(F.dropout(x, 0.5, self.training)))
+    return x
+
+
+def _in_training(self, x):
+    if self.training:
+        x = torch.dropout(x, 0.5, True)
+    return F.relu(self.fc(x.reshape(-1, 6)))
+
+
+EDITED = [
+    _counts, _keeps, _noisy, _without_gradients, _made, _asks_a_child, _masked, _in_place, _in_a_loop, _in_training,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("forward", EDITED)
+def test_functional_dropout_is_edited_out_of_any_forward(forward):
+    """In evaluation nothing changes; in training with a full sample nothing is dropped."""
+    model, x = forwarding(forward), torch.randn(40, 6)
+    converted = convert(model, {"fc": SolverOptions(ProxSG(iters=1, tau=1.0, step=1.0), ridge=0.0)})
+    assert torch.equal(evaluated(model.eval(), x), evaluated(converted.eval(), x))
+    torch.testing.assert_close(evaluated(converted.train(), x), evaluated(model, x))
+    assert not torch.equal(evaluated(model.train(), x), evaluated(model.eval(), x))
+    assert convert(model, {"fc": ProxSG()}).fc.solver.tau == 0.5
+    assert model.count == (4 if forward is _counts else 0)
+    for twin in (copy.deepcopy(converted), revert(converted)):
+        assert torch.equal(evaluated(twin.eval(), x), evaluated(model.eval(), x))
+    assert "forward" not in vars(revert(converted))
+
+
+def _helper(x):
+    return F.dropout(x, 0.5)
+
+
+def _decorated(forward):
+    @functools.wraps(forward)
+    def around(*args):
+        return forward(*args)
+
+    return around
+
+
+UNEDITABLE = {
+    "helper": (lambda self, x: F.relu(self.fc(_helper(x))), "_helper in test_convert_forwards.py is not a method"),
+    "decorated": (_decorated(_counts), r"_counts in .* is not a method of Net itself \(a decorator"),
+    "no source": (
+        eval("lambda self, x: F.relu(self.fc(F.dropout(x, 0.5)))"),
+        "source text of <lambda> is not available",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNEDITABLE)
+def test_functional_dropout_out_of_reach_is_refused_with_the_remedy(name):
+    forward, reason = UNEDITABLE[name]
     model = forwarding(forward)
-    with pytest.raises(ConversionError, match=f"Net: its forward must be rewritten .* but it {reason}"):
-        convert(model, {"fc": ONE})
-    # Nothing has to be rewritten when the activation stays.
-    converted = convert(model, {"fc": Rule(ONE, activation=None)})
-    x = torch.randn(2, 6)
-    assert torch.equal(evaluated(model, x), evaluated(converted, x))
-    assert model.count == (1 if forward is _counts else 0)
+    remedy = r"; use Rule\(..., dropout=None\) to leave it in place"
+    with pytest.raises(
+        ConversionError, match=f"fc: the dropout before it cannot be taken in, because .*{reason}.*{remedy}"
+    ):
+        convert(model, {"fc": ProxSG()})
+    assert convert(model, {"fc": Rule(ProxSG(), dropout=None)}).fc.solver.tau is None
+    assert not plan(model, ProxSG()).converted
 
 
-def test_an_attribute_that_became_a_constant_may_not_change():
-    model = forwarding(lambda self, x: F.dropout(F.relu(self.fc(x)), self.p, self.training))
-    converted, x = convert(model, {"fc": ONE}), torch.randn(2, 6)
-    assert torch.equal(evaluated(converted, x), evaluated(model, x))
+def test_a_line_that_also_drops_for_other_layers_is_not_edited():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = F.relu(layer(F.dropout(x, 0.5, self.training)))
+            return x
+
+    with pytest.raises(
+        ConversionError, match=r"layers\.1: .* the same line of .*Net\.forward also makes calls that stay"
+    ):
+        convert(Net(), {"layers.1": ProxSG()})
+    assert convert(Net(), {"*": ProxSG()}).layers[1].solver.tau == 0.5
+
+
+def test_an_attribute_of_an_edited_forward_may_change():
+    model = forwarding(_counts)
+    converted, x = convert(model, {"fc": ProxSG(iters=1, tau=1.0)}), torch.randn(2, 6)
     converted.p = 0.1
-    with pytest.raises(ConversionError, match=r"Net\.p was 0\.5 .* revert the model"):
-        converted(x)
-    assert revert(converted)(x).shape == (2, 6)
+    assert converted(x).shape == (2, 6)
 
 
 def test_a_second_conversion_adds_to_the_first():
@@ -234,27 +309,54 @@ def test_a_second_conversion_adds_to_the_first():
     assert torch.equal(revert(converted)(x), model(x))
 
 
-# Forwards that cannot be traced ---------------------------------------------------------------------------------------
+# Forwards that branch on data -----------------------------------------------------------------------------------------
 
 
-def test_sequential_order_stands_in_for_a_trace():
+def test_parts_of_a_branching_forward_are_converted():
     converted = convert(Branching(), {"body.*": ProxSG(iters=2)})
-    assert isinstance(converted.body[0], Absorbed)
+    assert is_taken_in(converted.body[0])
     assert converted.body[1].function == NonNegative()
     assert converted.body[3].function == Zero()
     assert converted(torch.randn(3, 8)).shape == (3, 5)
 
 
-def test_neighbours_that_cannot_be_found_can_be_named():
+def test_dropout_in_a_branching_forward_is_named_or_left():
     model = Branching()
-    with pytest.raises(ConversionError, match=r"fc: the forward that calls it cannot be traced .*Rule\("):
+    with pytest.raises(ConversionError, match=r"fc: .*decides by data what it calls.* Rule\(\.\.\., dropout='drop'\)"):
         convert(model, {"fc": ProxSG()})
-    converted = convert(model, {"fc": Rule(ProxSG(iters=2), activation="act", dropout="drop")})
+    converted = convert(model, {"fc": Rule(ProxSG(iters=2), dropout="drop")})
     assert converted.fc.solver.tau == 0.7
-    assert isinstance(converted.act, Absorbed)
-    assert isinstance(converted.drop, Absorbed)
+    assert is_taken_in(converted.drop)
+    assert "sigmoid" in str(converted.fc.function)
     with pytest.raises(ConversionError, match="names missing, but the model has no such module"):
         convert(model, {"fc": Rule(ProxGD(), activation="missing")})
+    with pytest.raises(ConversionError, match="fc: body is not a dropout directly before"):
+        convert(model, {"fc": Rule(ProxSG(), dropout="body")})
+
+
+class Keyword(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.drop, self.fc, self.act = nn.Dropout(0.3), nn.Linear(8, 5), nn.Tanh()
+
+    def forward(self, *, x):
+        return self.act(self.fc(self.drop(x)))
+
+
+def test_a_forward_that_needs_an_example_gets_one_or_has_its_neighbours_named():
+    model, x = Keyword(), torch.randn(3, 8)
+    with pytest.raises(ConversionError, match=r"fc: the model cannot be read: no made-up input runs .* pass example="):
+        convert(model, {"fc": ProxSG()})
+    with pytest.raises(ConversionError, match=r"does not run on the example: .*mat1 and mat2"):
+        convert(model, {"fc": ProxSG()}, example={"x": torch.randn(3, 7)})
+    for converted in (
+        convert(model, {"fc": ProxSG(iters=2)}, example={"x": x}),
+        convert(model, {"fc": Rule(ProxSG(iters=2), activation="act", dropout="drop")}),
+    ):
+        assert converted.fc.solver.tau == 0.7
+        assert "tanh" in str(converted.fc.function)
+        assert is_taken_in(converted.drop)
+        assert converted(x=x).shape == (3, 5)
 
 
 def test_layers_inside_modules_of_torch_are_left_alone():

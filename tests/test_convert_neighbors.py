@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from minimand.errors import ConversionError
 from minimand.functions import Zero
-from minimand.nn import Rule, SolverOptions, convert
-from minimand.nn.conversion.change import Absorbed
-from minimand.solvers import ProxGD, ProxSG
+from minimand.nn import AdditiveDropout, ImportanceDropout, Rule, SolverOptions, convert
+from minimand.solvers import SVRG, ProxGD, ProxSG
 
-from .cases.conversion import ONE, evaluated
+from .cases.conversion import ONE, evaluated, is_taken_in
 from .cases.networks import VGG, Functional
 
 
@@ -27,6 +27,60 @@ class _Call(nn.Module):
 
     def forward(self, x):
         return self.after(self.fc(self.before(x)))
+
+
+class _Written(nn.Module):
+    """A linear layer with a dropout before it in the text of its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+
+
+class _Plain(_Written):
+    def forward(self, x):
+        return F.relu(self.fc(F.dropout(x, 0.25)))
+
+
+class _InPlace(_Written):
+    def forward(self, x):
+        return F.relu(self.fc(F.dropout(x, p=0.25, inplace=True)))
+
+
+class _Other(_Written):
+    def forward(self, x):
+        return F.relu(self.fc(torch.dropout(x, 0.25, True)))
+
+
+class _Reshaped(_Written):
+    def forward(self, x):
+        x = F.dropout(x, 0.25).reshape(-1, 6)
+        return F.relu(self.fc(x))
+
+
+class _Viewed(_Written):
+    def forward(self, x):
+        return F.relu(self.fc(F.dropout(x, 0.25).view(x.shape[0], 6)))
+
+
+class _Channels(_Written):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Conv1d(3, 6, 1)
+
+    def forward(self, x):
+        x = F.dropout1d(x.reshape(-1, 3, 2))  # always on
+        return F.relu(self.fc(x)).flatten(1)[:, :6]
+
+
+class _Off(_Written):
+    def forward(self, x):
+        return F.relu(self.fc(F.dropout(x, 0.25, training=False)))
+
+
+class _Used(_Written):
+    def forward(self, x):
+        return F.relu(self.fc(F.dropout(x, 0.25).exp()))
 
 
 ACTIVATIONS = {
@@ -59,31 +113,54 @@ def test_every_spelling_of_an_activation_is_taken_in(name):
     assert converted.fc.function != Zero()
     x = torch.randn(4, 6).double()
     assert torch.equal(converted(x), model(x))
-    # The layer alone does it now.
-    assert torch.equal(converted.fc(x), model(x))
+    # The layer hands on the pre-activation.
+    assert torch.equal(converted.fc(x), model.fc(x))
+
+
+def _behind(before):
+    return lambda: _Call(before, F.relu)
 
 
 @pytest.mark.parametrize(
-    ("before", "tau"),
+    ("make", "tau"),
     [
-        (lambda x: F.dropout(x, 0.25), 0.75),
-        (lambda x: F.dropout(x, p=0.25, inplace=True), 0.75),
-        (lambda x: torch.dropout(x, 0.25, True), 0.75),
-        (lambda x: F.dropout(x, 0.25).reshape(-1, 6), 0.75),
-        (lambda x: F.dropout(x, 0.25).view(x.shape[0], 6), 0.75),
-        (lambda x: F.dropout(x, 0.25, training=False), 1.0),
-        (nn.Dropout(0.25), 0.75),
-        (nn.Dropout(0.0), 1.0),
-        (nn.Sequential(nn.Dropout(0.25), nn.Flatten(), nn.Identity()), 0.75),
-        (nn.Dropout1d(0.25), None),
-        (lambda x: F.dropout(x, 0.25).exp(), None),
-        (lambda x: x, None),
+        (_Plain, 0.75),
+        (_InPlace, 0.75),
+        (_Other, 0.75),
+        (_Reshaped, 0.75),
+        (_Viewed, 0.75),
+        (_Channels, 0.5),
+        (_Off, 1.0),
+        (_Used, None),
+        (_behind(nn.Dropout(0.25)), 0.75),
+        (_behind(nn.Dropout(0.0)), 1.0),
+        (_behind(nn.Sequential(nn.Dropout(0.25), nn.Flatten(), nn.Identity())), 0.75),
+        (_behind(nn.Dropout1d(0.25)), None),
+        (_behind(lambda x: x), None),
     ],
 )
-def test_a_sampling_solver_keeps_what_the_dropout_kept(before, tau):
-    converted = convert(_Call(before, F.relu), {"fc": ProxSG(iters=2)})
+def test_a_sampling_solver_keeps_what_the_dropout_kept(make, tau):
+    converted = convert(make(), {"fc": ProxSG(iters=2)})
     assert converted.fc.solver.tau == tau
     assert converted(torch.rand(3, 6)).shape == (3, 6)
+
+
+def test_the_dropouts_of_the_library_are_taken_in_by_their_solvers_and_refused_by_others():
+    importance, linear = ProxSG(sampling="importance"), nn.Linear(6, 4)
+    for dropout, taken, refused in [
+        (ImportanceDropout(0.25), importance, ProxSG()),
+        (AdditiveDropout(0.25, linear), SVRG(), importance),
+    ]:
+        model = nn.Sequential(dropout, linear, nn.ReLU())
+        converted = convert(model, {"1": taken})
+        assert converted[1].solver.tau == 0.75
+        assert is_taken_in(converted[0])
+        with pytest.raises(ConversionError, match=rf"1: {type(dropout).__name__} before it .* both sample; use"):
+            convert(model, {"1": refused})
+        left = convert(model, {"1": Rule(refused, dropout=None)})
+        assert not is_taken_in(left[0])
+        assert left[1].solver.tau is None
+        assert not is_taken_in(convert(model, {"1": ProxGD()})[0])
 
 
 @pytest.mark.parametrize(
@@ -108,14 +185,14 @@ def test_dropout_before_a_batch_normalised_layer_stays(layer, norm, shape):
     torch.testing.assert_close(output, expected)
     # Without the normalisation inside, the layer takes the dropout in.
     outside = convert(plain, {"1": Rule(ProxSG(), activation=None)})
-    assert isinstance(outside[0], Absorbed)
+    assert is_taken_in(outside[0])
     assert outside[1].solver.tau == 0.5
 
 
 def test_a_given_sample_size_wins_and_the_dropout_still_goes():
     converted = convert(VGG(), {"classifier.3": ProxSG(tau=5)})
     assert converted.classifier[3].solver.tau == 5
-    assert isinstance(converted.classifier[2], Absorbed)
+    assert is_taken_in(converted.classifier[2])
 
 
 def test_dropout_before_a_deterministic_solver_stays():
@@ -125,9 +202,9 @@ def test_dropout_before_a_deterministic_solver_stays():
 
 
 def test_channel_dropout_before_a_convolution_is_taken_in_and_others_stay():
-    for dropout, taken in [(nn.Dropout2d(0.25), True), (nn.Dropout(0.25), True), (nn.Dropout1d(0.25), False)]:
+    for dropout, taken in [(nn.Dropout2d(0.25), True), (nn.Dropout(0.25), True), (nn.Dropout3d(0.25), False)]:
         converted = convert(nn.Sequential(dropout, nn.Conv2d(4, 4, 3), nn.ReLU()), {"1": ProxSG()})
-        assert isinstance(converted[0], Absorbed) == taken
+        assert is_taken_in(converted[0]) == taken
         assert converted[1].solver.tau == (0.75 if taken else None)
     flattened = nn.Sequential(nn.Dropout2d(0.25), nn.Flatten(), nn.Linear(4, 4))
     assert type(convert(flattened, {"2": ProxSG()})[0]) is nn.Dropout2d
@@ -144,7 +221,7 @@ class _Fork(nn.Module):
 
 
 def test_dropout_that_feeds_two_layers_goes_when_both_take_it_in():
-    assert isinstance(convert(_Fork(), {"*": ProxSG()}).drop, Absorbed)
+    assert is_taken_in(convert(_Fork(), {"*": ProxSG()}).drop)
     half = convert(_Fork(), {"query": ProxSG()})
     assert type(half.drop) is nn.Dropout
     assert half.query.solver.tau is None

@@ -5,6 +5,7 @@ import contextlib
 import doctest
 import io
 import itertools
+import linecache
 import re
 import textwrap
 from pathlib import Path
@@ -53,6 +54,7 @@ def _output_after(node: ast.stmt, lines: list[str]) -> str:
 def _execute(block: str, names: dict[str, object], where: str) -> None:
     """Run a block without prompts; outputs in comments must be those of the statement before them."""
     lines = block.splitlines()
+    linecache.cache[where] = len(block), None, block.splitlines(True), where  # as notebooks do
     for node in ast.parse(block).body:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):

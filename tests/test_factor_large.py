@@ -22,6 +22,7 @@ MODELS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.*stopped before its certificate")
 @pytest.mark.parametrize("shape", [(30, 10), (10, 30)])
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_a_memory_mapped_file_is_read_in_blocks(tmp_path, monkeypatch, model, shape):

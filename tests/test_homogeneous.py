@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn.exceptions import SkipTestWarning
+from sklearn.exceptions import ConvergenceWarning, SkipTestWarning
 from sklearn.utils.estimator_checks import check_estimator
 
 from minimand.errors import CapabilityError, OptionError, ShapeError
@@ -161,6 +161,7 @@ def test_merging_changes_no_output_and_raises_no_norm(count: int, seed: int) -> 
     assert size(after) <= size(before) + 1e-10
 
 
+@pytest.mark.filterwarnings("ignore:.*stopped before its certificate")
 def test_scikit_learn_conventions() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SkipTestWarning)
@@ -169,7 +170,8 @@ def test_scikit_learn_conventions() -> None:
 
 def test_limits_and_refusals() -> None:
     x, y = _wave(20, 0)
-    model = ParallelReLU(0.05, max_neurons=2).fit(x[:, None], y)
+    with pytest.warns(ConvergenceWarning, match="stopped before its certificate .* raise max_neurons"):
+        model = ParallelReLU(0.05, max_neurons=2).fit(x[:, None], y)
     assert model.n_neurons_ <= 2
     assert model.certificate_.status is Status.IMPROVABLE
     with pytest.raises(OptionError, match="lam"):

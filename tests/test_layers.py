@@ -297,7 +297,8 @@ def test_bad_layers_and_inputs():
 @pytest.mark.parametrize("p", [0.0, 0.25, 0.5, 0.75])
 def test_dropouts_are_unbiased_and_silent_in_evaluation(p):
     y = torch.randn(1, 8).expand(4000, -1)
-    for drop in (AdditiveDropout(p), ImportanceDropout(p), ImportanceDropout(p, nn.Linear(8, 3))):
+    after = nn.Linear(8, 3)
+    for drop in (AdditiveDropout(p, after), ImportanceDropout(p), ImportanceDropout(p, after)):
         noisy = drop(y)
         assert ((noisy.mean(0) - y[0]).abs() <= 5 * noisy.std(0) / 4000**0.5 + 1e-6).all()
         assert torch.equal(drop.eval()(y), y)
@@ -312,6 +313,31 @@ def test_additive_dropout_is_the_second_inner_step_of_svrg():
     x = torch.relu(block(y))
     back = x @ layer.weight
     torch.testing.assert_close(layer(y), torch.relu(block(drop(y, back) - back) + x))
+
+
+@pytest.mark.parametrize("conv", [False, True])
+def test_additive_dropout_in_a_sequence_adds_noise_along_the_reconstruction(conv):
+    """The noise does not vanish where the input does, and its size is Aᵀact(Ay + b), by dense algebra."""
+    plain = nn.Conv2d(4, 3, 3, stride=2, padding=1) if conv else nn.Linear(4, 3)
+    drop = AdditiveDropout(0.5, plain, activation="tanh", feature_dim=-3 if conv else -1)
+    y = torch.zeros(6, 4, 5, 5) if conv else torch.zeros(6, 4)
+    zeros = torch.zeros_like(y).requires_grad_()
+    (back,) = torch.autograd.grad(plain(zeros), zeros, torch.tanh(plain(y)))
+    noise = (drop(y) - y).detach()
+    torch.testing.assert_close(noise.abs(), back.abs())
+    torch.testing.assert_close(noise / back, (noise / back).sign())
+    assert (noise / back).flatten(2).unique(dim=-1).shape[-1] == 1 if conv else True
+    weight = plain.weight
+    nn.Sequential(drop, plain, nn.Tanh())(y).sum().backward()
+    assert weight.grad.abs().sum() > 0
+    assert len(list(drop.parameters())) == 0
+
+
+def test_additive_dropout_without_a_reconstruction_is_refused():
+    model = nn.Sequential(AdditiveDropout(0.5), nn.Linear(4, 2))
+    with pytest.raises(OptionError, match="name the layer that follows"):
+        model(torch.ones(3, 4))
+    assert model.eval()(torch.ones(3, 4)).shape == (3, 2)
 
 
 @pytest.mark.parametrize("conv", [False, True])
@@ -333,6 +359,13 @@ def test_bad_dropouts():
         ImportanceDropout(0.5, feature_dim=1)
     with pytest.raises(ShapeError, match="reconstruction"):
         AdditiveDropout()(torch.ones(2, 3), torch.ones(2, 4))
+    for drop in (AdditiveDropout(), ImportanceDropout()):
+        drop.p = 1.5
+        with pytest.raises(OptionError, match=r"p must lie in \[0, 1\), got 1.5"):
+            drop(torch.ones(2, 3))
+        drop.p, drop.feature_dim = 0.5, -4
+        with pytest.raises(ShapeError, match="feature_dim=-4 does not exist"):
+            drop(torch.ones(2, 3), *[torch.ones(2, 3)] * isinstance(drop, AdditiveDropout))
 
 
 @pytest.mark.parametrize("kind", KINDS)

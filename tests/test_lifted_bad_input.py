@@ -117,3 +117,35 @@ def test_a_step_that_is_not_finite_leaves_the_weights(name):
     with pytest.raises(MinimandError):
         method.step(1e30 * x.float(), 1e30 * F.one_hot(y, 3).float())
     torch.testing.assert_close([p.detach() for p in net.parameters()], [p.detach() for p in kept])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_inference_mode_trains_the_same_or_refuses(name):
+    """In inference mode, and on tensors made there, the energies are the same. Weights made there are refused."""
+    (x, y), energies = _batch(), []
+    for inside in (False, True):
+        method = METHODS[name](_net(nn.ReLU))
+        with torch.inference_mode(inside):
+            u, v = (x * 1, y * 1) if inside else (x, y)
+            energies.append([method.step(u, v) for _ in range(3)])
+            u.mul_(0.5)
+            energies[-1].append(method.step(u, v))
+            u.mul_(2.0)
+            energies[-1] += [epoch.energy for epoch in method.fit([(u, v)], 2)]
+    assert energies[0] == energies[1]
+    with torch.inference_mode():
+        built = METHODS[name](_net(nn.ReLU))
+    for call in (lambda: built.step(x, y), lambda: built.fit([(x, y)], 1)):
+        with pytest.raises(MinimandError, match="weight of 0 was made in inference mode"):
+            call()
+
+
+@pytest.mark.parametrize("part", ["weight", "bias"])
+def test_a_layer_that_is_frozen_in_part_later_is_refused(part):
+    net, (x, y) = _net(nn.ReLU), _batch()
+    method = LPOM(net)
+    method.step(x, y)
+    net[0].get_parameter(part).requires_grad_(False)
+    for call in (lambda: method.step(x, y), lambda: method.fit([(x, y)], 1)):
+        with pytest.raises(ChainError, match="0 has its weight or its bias frozen, but not both"):
+            call()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from minimand.errors import CapabilityError, OptionError
+from minimand.errors import CapabilityError, MinimandError, OptionError, ReadOnlyError
 from minimand.train.lifted import LPOM, LayerParallel
 from minimand.train.lifted.chain import parse
 from minimand.train.lifted.parallel import partition_layers
@@ -59,6 +59,7 @@ def _worker(rank):
     for loader, epochs in ((iter(batches), 2), ([], 1), (batches, -1)):
         with pytest.raises(OptionError):
             parallel.fit(loader, epochs)
+    _refusals(parallel, batches)
     assert all(torch.equal(a, b) for a, b in zip(normalized.buffers(), before, strict=True))
     for _ in range(2):
         parallel.fit(batches, 1)
@@ -69,6 +70,21 @@ def _worker(rank):
         accuracies.append(_accuracy(alone, *test))
     tensors = [*together.parameters(), *normalized.state_dict().values()]
     return [tensor.detach() for tensor in tensors], accuracies
+
+
+def _refusals(parallel, batches):
+    """Bad batches, frozen layers and settings without effect stop every process, before it sends anything."""
+    x, y = batches[0]
+    for bad in ((x * float("nan"), y), (x, y + 100), (x, torch.full((len(x), 10), torch.nan)), (x.float(), y)):
+        with pytest.raises(MinimandError):
+            parallel.fit([bad], 1)
+    model = parallel.method.model.requires_grad_(False)
+    with pytest.raises(OptionError, match="every layer is frozen"):
+        parallel.fit([(x, y)], 1)
+    model.requires_grad_(True)
+    for name in ("staleness", "asynchronous", "group", "method", "parts", "misspelt"):
+        with pytest.raises(ReadOnlyError, match=f"LayerParallel.{name} cannot be set"):
+            setattr(parallel, name, 1)
 
 
 @pytest.mark.parametrize("world", [2, 3])

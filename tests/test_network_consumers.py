@@ -1,5 +1,7 @@
 """Law: training and penalties read a network by its forward pass, however it is written."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -86,8 +88,32 @@ def test_the_last_layer_is_the_last_one_called():
     prox = ProxProp(Backwards())
     assert prox.layers == ("middle", "first")
     assert prox.plain == {"head": "the last layer"}
-    assert ProxProp(Keyword()).layers == ("head", "middle")
     assert ProxProp(Backwards(), skip_last=False).layers == ("head", "middle", "first")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_unreadable_forward_shows_its_last_layer_in_the_first_pass(fused):
+    """The gradients are those of a ProxProp that is told which layer to leave out."""
+    torch.manual_seed(0)
+    model, x = Keyword(), torch.randn(5, 3)
+    told: tuple[dict, ...] = ({}, {"exclude": "head"}, {"skip_last": False, "exclude": "head"})
+    found = []
+    for net, options in zip((model, copy.deepcopy(model), copy.deepcopy(model)), told, strict=True):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        prox = ProxProp(net, fused=fused, **options).attach(optimizer)
+        copy.deepcopy(net)(x, scale=2.0).sum().backward()  # is another network
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(x, scale=2.0).square().sum().backward()
+            optimizer.step()
+        assert prox.layers == ("middle", "first")
+        assert "head" in prox.plain
+        found.append([p.grad.clone() for p in net.parameters()])
+        prox.detach()
+        assert {"middle", "first"} <= set(prox.layers)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    torch.testing.assert_close(found[0], found[2], rtol=0, atol=0)
+    torch.testing.assert_close(found[1], found[2], rtol=0, atol=0)
 
 
 def test_finding_the_layers_leaves_no_trace():

@@ -135,6 +135,7 @@ def test_a_layer_of_several_outputs_is_not_judged_by_the_spectral_norm() -> None
     assert net.certificate_.status is Status.CERTIFIED
 
 
+@pytest.mark.filterwarnings("ignore:.*stopped before its certificate")
 @pytest.mark.parametrize("regularizer", ["product", "surrogate", "path"])
 def test_the_direction_attains_the_lower_bound(regularizer: Any) -> None:
     x, y = torch.randn(12, 2, dtype=torch.float64), torch.randn(12, 2, dtype=torch.float64)
@@ -150,6 +151,7 @@ def test_the_direction_attains_the_lower_bound(regularizer: Any) -> None:
     assert not any(p is q for p in net.parameters() for q in found.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:.*stopped before its certificate")
 @pytest.mark.parametrize("features", [1, 5])
 def test_the_direction_of_a_hidden_layer_attains_the_lower_bound(features: int) -> None:
     x, y = torch.randn(20, features, dtype=torch.float64), torch.randn(20, 2, dtype=torch.float64)
@@ -245,6 +247,7 @@ def test_the_path_norm_has_a_gradient_at_zero(order: float) -> None:
         assert all(bool(torch.isfinite(g).all()) for g in gradients)
 
 
+@pytest.mark.filterwarnings("ignore:.*stopped before its certificate")
 def test_the_path_norm_of_convolutions_needs_inputs() -> None:
     make = lambda: _chain(nn.Conv1d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 1, bias=False))  # noqa: E731
     net = ParallelNetwork(make, 0.5, regularizer="path", max_networks=1, restarts=1, descent=10)

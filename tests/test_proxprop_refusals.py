@@ -197,8 +197,9 @@ def test_the_user_is_told_once_what_stays_plain(caplog):
     assert len(text) == 2
     assert "norm (LayerNorm)" in text[0]
     assert "attention.out_proj" in text[1]
-    assert prox.layers == ("embed", "attention.out_proj")
-    assert "head" in prox.plain
+    assert prox.layers == ("embed",)
+    assert prox.plain["attention.out_proj"] == "NonDynamicallyQuantizableLinear"
+    assert prox.plain["head"] == "the last layer"
     torch.testing.assert_close(net.attention.out_proj.weight.grad, plain.attention.out_proj.weight.grad)
     assert not torch.allclose(net.embed.weight.grad, plain.embed.weight.grad)
     prox.detach()
@@ -224,4 +225,111 @@ def test_a_bare_layer_has_a_name_in_the_log(caplog):
         layer(torch.rand(4, 3)).sum().backward()
         optimizer.step()
     assert "for the model, whose forward is never called" in caplog.records[-1].getMessage()
+    prox.detach()
+
+
+class _Spare(nn.Module):
+    """One layer is never called, and one is used by its weight only."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.body, self.spare, self.raw = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        return self.head(torch.relu(nn.functional.linear(torch.relu(self.body(x)), self.raw.weight)))
+
+
+class _Branch(_Spare):
+    """The spare layer is called by large batches only."""
+
+    def forward(self, x):
+        return super().forward(self.spare(x) if len(x) > 6 else x)
+
+
+ZOO = {
+    "chain": (lambda: _net().float(), (5, 6)),
+    "attention": (_Attention, (2, 5, 6)),
+    "transformer": (lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), (2, 5, 4)),
+    "spare": (_Spare, (5, 4)),
+    "branch": (_Branch, (8, 4)),
+    "normed": (lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4),
+                                     nn.Linear(4, 2)), (5, 4)),
+    "frozen": (lambda: nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4), nn.Linear(4, 2)), (5, 4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("skip_last", [False, True])
+@pytest.mark.parametrize("name", ZOO)
+def test_exactly_the_listed_layers_are_preconditioned(name, skip_last):
+    """Compared with plain gradients, layer by layer; what is neither listed nor called is listed as plain."""
+    torch.manual_seed(0)
+    build, shape = ZOO[name]
+    net = build()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    prox = ProxProp(net, tau_theta=3.0, skip_last=skip_last).attach(optimizer)
+    x = torch.rand(shape)
+    for rows in (x[:5], x, x):
+        optimizer.zero_grad()
+        net(rows).square().sum().backward()
+        before = {path: p.grad.clone() for path, p in net.named_parameters() if p.grad is not None}
+        optimizer.step()
+        changed = {path.rpartition(".")[0] for path, p in net.named_parameters() if path in before
+                   and not torch.equal(p.grad, before[path])}  # fmt: skip
+        assert changed <= set(prox.layers)
+    assert changed == set(prox.layers)
+    trained = {
+        path
+        for path, module in net.named_modules()
+        if any(p.requires_grad for p in module._parameters.values() if p is not None)
+    }
+    assert set(prox.plain) == trained - changed
+    prox.detach()
+
+
+def test_keys_of_parameter_groups_without_effect_are_refused():
+    def attach(make, **options):
+        net = _net()
+        return ProxProp(net, **options).attach(torch.optim.SGD(make(net), lr=0.1))
+
+    for key in ("tau", "taus", "method", "cg_iters", "cg_tol", "gram", "skip_last", "include"):
+        with pytest.raises(ValueError, match=f"ProxProp ignores the key '{key}' of a parameter group"):
+            attach(lambda net, key=key: [{"params": net.parameters(), key: 1}])
+    with pytest.raises(ValueError, match="without a layer that ProxProp steps"):
+        attach(lambda net: [{"params": net[:4].parameters()}, {"params": net[4].parameters(), "tau_theta": 0.1}])
+    attach(lambda net: [{"params": net[:4].parameters()}, {"params": net[4].parameters(), "tau_theta": 0.1}],
+           skip_last=False).detach()  # fmt: skip
+    with pytest.raises(ValueError, match="layer '0' has one tau_theta, but its weight and bias are in groups with two"):
+        attach(lambda net: [{"params": net[0].weight, "tau_theta": 0.1}, {"params": [*net.parameters()][1:]}])
+    net, (x, y) = _net(), _batch()
+    prox, optimizer = _start(net)
+    optimizer.param_groups[0]["method"] = "cg"
+    _loss(net, x, y).backward()
+    with pytest.raises(ValueError, match="ignores the key 'method'"):
+        optimizer.step()
+    del optimizer.param_groups[0]["method"]
+    optimizer.param_groups[0]["initial_lr"] = 0.1  # as schedulers do
+    optimizer.step()
+    prox.detach()
+
+
+@BOTH
+def test_inference_mode_is_one_sentence(fused):
+    net, (x, y) = _net(), _batch()
+    prox, optimizer = _start(net, fused=fused)
+    loss = _loss(net, x, y)
+    with torch.inference_mode(), pytest.raises(MinimandError, match="the backward pass runs in inference mode"):
+        loss.backward()
+    with torch.inference_mode():
+        made, built = x * 1, _net()
+        assert torch.equal(net(x), copy.deepcopy(net)(x))
+    with pytest.raises(MinimandError, match="input of layer '0' was made in inference mode"):
+        net(made)
+    with pytest.raises(MinimandError, match="layer '0' was made in inference mode"):
+        ProxProp(built)
+    optimizer.zero_grad()
+    _loss(net, x, y).backward()
+    expected = _expected(net, x, y)
+    with torch.inference_mode():
+        optimizer.step()
+    torch.testing.assert_close(_grads(net), expected)
     prox.detach()

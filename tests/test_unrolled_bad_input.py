@@ -35,11 +35,6 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "phi without pixels": (lambda: ISTANet(torch.rand(3, 0)), ShapeError, "square"),
     "phi of whole numbers": (lambda: ISTANet(torch.eye(4, 9).long()), CapabilityError, "real floating-point"),
     "a complex phi": (lambda: ISTANet(torch.eye(4, 9) + 0j), CapabilityError, "real floating-point"),
-    "a mask of truth values": (
-        lambda: ISTANet(SubsampledFourier(torch.ones(4, 4).bool())),
-        CapabilityError,
-        "real floating-point",
-    ),
     "phi of zeros": (lambda: ISTANet(torch.zeros(3, 9)), OptionError, "positive and finite"),
     "phi on colours": (lambda: ISTANet(Inpainting(torch.ones(3, 4, 4))), ShapeError, r"\(1, H, W\)"),
     "phi of another kind": (lambda: ISTANet("phi"), OptionError, "measurement matrix or an operator"),

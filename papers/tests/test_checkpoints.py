@@ -132,6 +132,27 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         NonFiniteError,
         "fcs.0.soft_thr",
     ),
+    **{
+        f"a checkpoint with {name}": (
+            lambda value=value: from_public_checkpoint(_state(conv1_forward=value), PHI),
+            DataError,
+            says,
+        )
+        for name, value, says in (
+            ("a number for a convolution", torch.tensor(1.0), "channels"),
+            ("a view of one number", torch.zeros(1, 1, 1, 1).expand(10**9, 1, 3, 3), "no whole tensor"),
+            ("far more channels than it has", torch.zeros(10**6, 1, 3, 3), "1000000 channels"),
+            ("whole numbers", torch.zeros(2, 1, 3, 3, dtype=torch.int64), "no whole tensor of real"),
+            ("complex numbers", torch.zeros(2, 1, 3, 3, dtype=torch.complex64), "no whole tensor of real"),
+            ("no memory", torch.zeros(2, 1, 3, 3, device="meta"), "no whole tensor"),
+            ("a sparse tensor", torch.zeros(2, 1, 3, 3).to_sparse(), "no whole tensor"),
+        )
+    },
+    "a checkpoint with an endless number": (
+        lambda: from_public_checkpoint({f"fcs.{'9' * 5000}.soft_thr": torch.rand(1)}, PHI),
+        DataError,
+        "the key 'fcs.999",
+    ),
     "an empty checkpoint": (lambda: from_public_checkpoint({}, PHI), DataError, "phases"),
 }
 

@@ -1,5 +1,9 @@
 """Law: the command line helps: each command has an example, each mistake an answer, and demo ends in the report."""
 
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -72,6 +76,18 @@ def test_list_shows_the_sources_on_narrow_terminals(
         (("run", "solvers-lenet", "--preset", "smoke", "--limit", "-5"), "limit"),
         (("run", "solvers-lenet", "--preset", "smoke", "--seed", "-1"), "seed"),
         (("run", "solvers-lenet", "--preset", "smoke", "--threads", "0"), "threads"),
+        (("run", "solvers-lenet", "--preset", "smoke", "--threads", "1000000"), "threads must be at most"),
+        (("run", "solvers-lenet", "--preset", "smoke", "--jobs", "1000000"), "jobs must be at most"),
+        (("run", "solvers-lenet", "--preset", "smoke", "--seed", "99999999999999"), "0 to 2³² − 1, got 99999999999999"),
+        (("run", "solvers-lenet", "--preset", "smoke", "--seed", "text"), "--seed"),
+        (("run", "layer-convergence", "--preset", "smoke", "--jobs", "1", "--width", "9" * 30), "too large for this"),
+        (("run", "layer-convergence", "--preset", "smoke", "--jobs", "1", "--width", "999999999999"), "too large"),
+        (("run", "layer-convergence", "--preset", "smoke", "--out", __file__), "Not a directory; give another --out"),
+        (("run", "layer-convergence", "--preset", "smoke", "--out", "x" * 300), "File name too long"),
+        (("run", "évil\udcff\x1b[2J\n"), "there is no experiment named"),
+        (("report", "--out", ".", "--file", "."), "cannot be written ("),
+        (("report", "--out", ".", "--file", f"{__file__}/x.html"), "cannot be written (File exists)"),
+        (("demo", "--preset", "smoke", "--out", __file__), "Not a directory; give another --out"),
         (("run", "solvers-dropout-rates", "--preset", "smoke", "--networks", "resnet"), "resnet"),
         (("run", "solvers-dropout-rates", "--preset", "smoke", "--p", "0.0", "1.0"), "1.0"),
         (("report", "--out", "nowhere"), "there is no directory nowhere"),
@@ -84,8 +100,6 @@ def test_mistakes_are_answered(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    import sys
-
     for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if not (Path(p or ".") / "benchmarks").is_dir()])
@@ -130,3 +144,47 @@ def test_a_run_by_path_ends_in_a_result_and_a_report(capsys: pytest.CaptureFixtu
     assert "user-made" in (tmp_path / "pages" / "other.md").read_text()
     assert "A user" in (tmp_path / "report.html").read_text()
     assert "Report:" in capsys.readouterr().out
+
+
+def test_what_is_said_does_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    text = answer(capsys, "report", "--out", "no\x1b[2Jwhere\nminimand: all is well\udcff")[1]
+    assert text.isascii()
+    assert "\x1b" not in text
+    assert text.count("\n") == 1
+
+
+def test_paths_are_printed_as_they_are(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a[/red]", "[bold]b", "é\udcff"):
+        Path(name).mkdir(parents=True)
+        call("report", "--out", name)
+        printed = capsys.readouterr().out
+        assert f"Report: {name}/report.html" == printed.encode("utf-8", "backslashreplace").decode().replace(
+            "\\udcff", "\udcff"
+        ).rstrip("\n")
+
+
+@pytest.mark.parametrize("device", ["/dev/full", None])
+def test_output_that_cannot_be_written_is_a_sentence(device: str | None, tmp_path: Path) -> None:
+    out = open(device, "w") if device else None  # noqa: SIM115
+    program = [sys.executable, "-m", "minimand_papers", "--version"]
+    shell = ["sh", "-c", '"$@" >&-', "sh", *program] if device is None else program
+    done = subprocess.run(shell, stdout=out, stderr=subprocess.PIPE, text=True)
+    if out is not None:
+        out.close()
+    assert done.returncode == (2 if device else 0)
+    assert done.stderr.count("\n") == (1 if device else 0), done.stderr
+
+
+@pytest.mark.parametrize("seconds", [0.3, 0.8, 1.5])
+def test_an_interruption_is_quiet_at_any_time(seconds: float) -> None:
+    """While Python starts, while torch is imported, while the command runs."""
+    program = [sys.executable, "-m", "minimand_papers", "list"]
+    process = subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate()[1]
+    assert process.returncode in (0, 130, -signal.SIGINT)
+    assert "Traceback" not in said

@@ -134,7 +134,7 @@ def _works_with_nothing_measured(experiment: Experiment[Any], results: Results[A
 
 def test_the_excess_over_a_minimum_of_zero_is_a_share_of_the_data() -> None:
     Y = np.random.default_rng(0).normal(size=(5, 3))
-    model = DropoutFactorization(3, 0.0, method="gradient", max_iter=30, random_state=0)
+    model = DropoutFactorization(3, 0.0, method="gradient", max_iter=30, tol=0.0, random_state=0)
     records = list(followed(Y, model))
     assert model.optimum_ < 1e-20
     assert records[0]["excess"] == pytest.approx(model.history_[0] / (Y**2).sum())

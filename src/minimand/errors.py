@@ -1,16 +1,25 @@
 """The exceptions of the library, and the checks that raise them.
 
-Every exception is a :class:`MinimandError` and also a builtin exception (``ValueError`` or ``TypeError``), so that
+Every exception is a :class:`MinimandError` and also a builtin exception (such as ``ValueError``), so that
 ``except ValueError`` works. A message states the problem, its place, its cause and a remedy.
 """
 
+import dataclasses
+import functools
+import inspect
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.autograd.forward_ad as forward_mode
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack as _modes
+from torch._C._functorch import is_functorch_wrapped_tensor as _is_wrapped
+from torch._C._functorch import is_legacy_batchedtensor as _is_batched
+from torch._subclasses import FakeTensor
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 __all__ = [
     "CapabilityError",
@@ -23,6 +32,7 @@ __all__ = [
     "NotProximal",
     "OperatorError",
     "OptionError",
+    "ReadOnlyError",
     "ShapeError",
 ]
 
@@ -67,6 +77,10 @@ class DataError(MinimandError, ValueError):
     """A data file is missing, damaged or of another format; the message names it and a remedy."""
 
 
+class ReadOnlyError(MinimandError, AttributeError):
+    """An attribute cannot be set, because the value would be ignored; the message names what can be set."""
+
+
 class MissingExtra(MinimandError, ImportError):
     """An optional package is not installed; the message has the command that installs it."""
 
@@ -76,27 +90,31 @@ def located(error: MinimandError, where: str) -> MinimandError:
     return type(error)(f"{where}: {error}")
 
 
+def is_compiled(tensor: Tensor) -> bool:
+    """Whether the tensor belongs to a graph that is compiled or exported in this thread, or has no values at all."""
+    if is_dynamo_compiling():
+        return True
+    # The flag is one for all threads; the modes by which an exporter traces are the thread's own.
+    return tensor.is_meta or type(tensor) is FakeTensor or (_modes() > 0 and is_compiling())
+
+
 def is_traced(tensor: Tensor) -> bool:
-    """Whether Python cannot branch on the tensor's values: under a compiler, an exporter, torch.func or
-    ``is_grads_batched``."""
-    known = torch._C._functorch
-    return torch.compiler.is_compiling() or bool(
-        known.is_functorch_wrapped_tensor(tensor) or known.is_legacy_batchedtensor(tensor)
-    )
+    """Whether Python cannot branch on the tensor's values: :func:`is_compiled`, torch.func or ``is_grads_batched``."""
+    return is_compiled(tensor) or _is_wrapped(tensor) or _is_batched(tensor)
 
 
 def unwrapped(tensor: Tensor, *, batches: bool = False) -> Tensor:
     """The tensor without the wrappers of torch.func's derivatives; with ``batches`` also without those of ``vmap``."""
     known = torch._C._functorch
     wraps = known.is_functorch_wrapped_tensor if batches else known.is_gradtrackingtensor
-    while not torch.compiler.is_compiling() and wraps(tensor):
+    while not is_dynamo_compiling() and wraps(tensor):
         tensor = known.get_unwrapped(tensor)
     return tensor
 
 
 def holds(condition: Tensor) -> bool:
     """Whether a condition holds in every entry, those that ``vmap`` hides included; False where Python cannot know."""
-    hidden = torch.compiler.is_compiling() or torch._C._functorch.is_legacy_batchedtensor(condition)
+    hidden = is_compiled(condition) or _is_batched(condition)
     return not hidden and bool(unwrapped(condition, batches=True).all())
 
 
@@ -122,19 +140,20 @@ def _primal(tensor: Tensor) -> Tensor:
     return forward_mode.unpack_dual(tensor).primal
 
 
-def require_finite(name: str, tensor: Tensor) -> None:
+_CLEAN = "clean or mask the data; in a weight or an activation, the usual cause is a training run that diverged"
+
+
+def require_finite(name: str, tensor: Tensor, remedy: str = _CLEAN) -> None:
     """Raise :class:`NonFiniteError` when ``tensor`` holds NaN or Inf.
 
     It does nothing while tracing, because a branch on data would break the graph.
     """
-    if is_traced(tensor):
+    if is_traced(tensor) or tensor.is_meta:
         return
+    require_strided(name, tensor)
     if not bool(torch.isfinite(tensor.detach()).all()):
         bad = int((~torch.isfinite(tensor.detach())).sum())
-        raise NonFiniteError(
-            f"{name} holds {bad} NaN or Inf among its {tensor.numel()} entries; "
-            f"clean or mask the data; in a weight or an activation, the usual cause is a training run that diverged"
-        )
+        raise NonFiniteError(f"{name} holds {bad} NaN or Inf among its {tensor.numel()} entries; {remedy}")
 
 
 def require_real(name: str, tensor: Tensor) -> None:
@@ -142,6 +161,13 @@ def require_real(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         kind = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
         raise CapabilityError(f"{name} must be a tensor of real floating-point numbers, got {kind}; convert it first")
+    require_strided(name, tensor)
+
+
+def require_strided(name: str, tensor: Tensor) -> None:
+    """Raise :class:`CapabilityError` for a sparse tensor."""
+    if tensor.layout is not torch.strided:
+        raise CapabilityError(f"{name} is sparse ({tensor.layout}); call its to_dense() first")
 
 
 def require_dtype(name: str, tensor: Tensor, weight: Tensor) -> None:
@@ -174,8 +200,78 @@ def require_positive(name: str, value: float, *, zero: bool = False) -> None:
         raise OptionError(f"{name} must be one number, got a tensor of {tuple(value.shape)}")
     if isinstance(value, Tensor) and is_traced(value):
         return
-    if value is None or isinstance(value, bool | str | complex):
-        raise OptionError(f"{name} must be a number, got {value!r}")
+    if not isinstance(value, int | float | np.number | Tensor) or isinstance(value, bool | np.complexfloating):
+        raise OptionError(f"{name} must be a number, got {value!r:.60}")
     if not (value > 0 or (zero and value == 0)) or value == float("inf"):
         bound = "≥ 0" if zero else "> 0"
         raise OptionError(f"{name} must be a finite number {bound}, got {value}")
+
+
+class Sealed:
+    """A base of classes that refuse assignments which they would ignore.
+
+    After construction a public attribute can be set if it is a property with a setter, one of ``_settable``, or a
+    parameter, buffer or child of a module. Everything else raises :class:`ReadOnlyError`, except that modules take
+    names which are neither their own, nor arguments of their constructor, nor options of a record that they hold.
+    """
+
+    _settable: ClassVar[tuple[str, ...]] = ()
+    _arguments: ClassVar[frozenset[str]] = frozenset()
+    _sealed: frozenset[str] | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls._arguments = frozenset(inspect.signature(cls.__init__).parameters)
+            setattr(cls, "__init__", _sealing(cls, cls.__init__))  # noqa: B010 -- mypy forbids the assignment
+
+    def _seal(self) -> None:
+        vars(self)["_sealed"] = self._arguments.union(vars(self))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._sealed is not None and name[0] != "_" and name != "training" and name not in self._settable:
+            self._require_settable(name)
+        super().__setattr__(name, value)
+
+    def _require_settable(self, name: str) -> None:
+        """Raise unless an assignment to this attribute has an effect, or concerns a name of the caller's own."""
+        kind, module = type(self), self if isinstance(self, nn.Module) else None
+        if name in self._settable or (module is not None and (name in module._parameters or name in module._buffers)):
+            return
+        member = inspect.getattr_static(kind, name, None)
+        if _has_setter(member) or (module is not None and name in module._modules):
+            return
+        known = (self._sealed or frozenset()).union(_options(vars(self).values()))
+        if module is not None and name not in known and not isinstance(member, property):
+            return
+        free = {*self._settable, *(n for n, member in inspect.getmembers_static(kind) if _has_setter(member))}
+        can = ", ".join(sorted(n for n in free if not n.startswith("_")))
+        raise ReadOnlyError(
+            f"{kind.__name__}.{name} cannot be set after construction; build another {kind.__name__}"
+            f"{can and ', or set one of: '}{can}"
+        )
+
+
+def _sealing(owner: type, init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def wrapped(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        # Only after the constructor of the object's own class, which may be decorated further.
+        if next(kind for kind in type(self).__mro__ if "__init__" in vars(kind)) is owner:
+            self._seal()
+
+    return wrapped
+
+
+def _has_setter(member: object) -> bool:
+    if isinstance(member, property):
+        return member.fset is not None
+    return hasattr(type(member), "__set__") and not inspect.isgetsetdescriptor(member)
+
+
+def _options(values: Iterable[Any]) -> Iterator[str]:
+    """The names of the options of all records among the values, and inside of them."""
+    for value in values:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            yield from (*held, *_options(held.values()))

@@ -1,11 +1,12 @@
 """Gram matrices and weighted sums of tensors, with cheap derivatives."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .errors import forward_rule, is_traced
+from .errors import forward_rule, is_compiled, is_traced
 
 __all__ = ["Weight", "accumulate", "gram", "is_zero"]
 
@@ -27,7 +28,7 @@ def gram(matrix: Tensor, *, half: bool = False) -> Tensor:
     tensor([[5.]])
     """
     if matrix.requires_grad or is_traced(matrix):
-        rule = _CompiledGram if torch.compiler.is_compiling() else _Gram
+        rule = _CompiledGram if is_compiled(matrix) else _Gram
         return rule.apply(matrix)
     return _product(matrix, half)
 
@@ -139,3 +140,12 @@ def _inner(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 def is_zero(weight: Weight) -> bool:
     """Whether a coefficient is the number 0, so that its term can be left out."""
     return not isinstance(weight, Tensor) and weight == 0
+
+
+def mixed_precision(y: Tensor) -> tuple[AbstractContextManager[Any], torch.dtype]:
+    """The context of a layer's iterations, which turns float16 autocast off, and the type of a plain layer's output."""
+    kind = y.device.type
+    if y.is_meta or not torch.is_autocast_enabled(kind) or y.dtype == torch.float64:
+        return nullcontext(), y.dtype
+    dtype = torch.get_autocast_dtype(kind)
+    return (torch.autocast(kind, enabled=False) if dtype == torch.float16 else nullcontext()), dtype

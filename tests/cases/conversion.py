@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from minimand.nn import Rule, SolverLayer, SolverOptions
+from minimand.nn.conversion.change import passed
 from minimand.solvers import ProxGD
 
 from .networks import NETWORKS
@@ -23,6 +24,11 @@ def network(name):
 def evaluated(model, x, seed=1):
     torch.manual_seed(seed)
     return model(x)
+
+
+def is_taken_in(module):
+    """Whether a module passes its input on, because a solver layer does its work."""
+    return vars(module).get("forward") is passed
 
 
 def solver_layers(model):

@@ -38,10 +38,11 @@ def from_public_checkpoint(
 ) -> ISTANet:
     """An :class:`ISTANet` with the parameters of a public ISTA-Net or ISTA-Net+ checkpoint.
 
-    ``state`` is the result of ``torch.load(file)``. Its keys are ``fcs.k.NAME``, with the prefix ``module.`` if the
-    network was saved from ``DataParallel``. In each phase ``lambda_step`` is the step, ``soft_thr`` is the threshold,
-    and :data:`PUBLIC_KEYS` maps the convolutions; ``conv_D`` and ``conv_G`` occur in ISTA-Net+ only. Φ and the matrix Q
-    are published as separate files: pass them as ``phi`` and ``initial``. The parameters are unconstrained.
+    ``state`` is the result of ``torch.load(file, weights_only=True)``. Its keys are ``fcs.k.NAME``, with the prefix
+    ``module.`` if the network was saved from ``DataParallel``. In each phase ``lambda_step`` is the step, ``soft_thr``
+    is the threshold, and :data:`PUBLIC_KEYS` maps the convolutions; ``conv_D`` and ``conv_G`` occur in ISTA-Net+ only.
+    Φ and the matrix Q are published as separate files: pass them as ``phi`` and ``initial``. The parameters are
+    unconstrained.
 
     >>> from minimand.operators import orthonormal_gaussian
     >>> weights = {"conv1_forward": (2, 1), "conv2_forward": (2, 2), "conv1_backward": (2, 2), "conv2_backward": (1, 2)}
@@ -62,7 +63,11 @@ def from_public_checkpoint(
         for scalar in _SCALARS:
             if values[scalar].numel() != 1:
                 raise _other_layout(f"fcs.{k}.{scalar} has shape {tuple(values[scalar].shape)}, not one number")
-    architecture = Architecture(channels=phases[0]["conv1_forward"].shape[0])
+    # Before a network is made: its memory is of the order of the square of this number.
+    channels = (*phases[0]["conv1_forward"].shape, 0)[0]
+    if tuple(phases[0]["conv2_forward"].shape[:2]) != (channels, channels):
+        raise _other_layout(f"fcs.0.conv2_forward does not have the {channels} channels of fcs.0.conv1_forward")
+    architecture = Architecture(channels=channels)
     net = ISTANet(phi, len(phases), plus, architecture=architecture, initial=initial)
     for scalar, name in _SCALARS.items():
         assign(net, name, torch.stack([values[scalar].reshape(()) for values in phases.values()]).to(net.phi))
@@ -83,14 +88,21 @@ def _by_phase(state: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
         raise _other_layout(f"it is a {type(state).__name__}, not a state dict")
     phases: dict[int, dict[str, Tensor]] = {}
     for key, value in state.items():
-        match = re.fullmatch(r"(?:module\.)?fcs\.(\d+)\.(\w+)", str(key))
+        match = re.fullmatch(r"(?:module\.)?fcs\.(\d{1,6})\.(\w+)", str(key))
         if match is None or not isinstance(value, Tensor):
-            raise _other_layout(f"it has the key {key!r}")
+            raise _other_layout(f"it has the key {key!r:.100}")
+        if not (value.layout == torch.strided and value.is_floating_point() and not value.is_meta and _is_whole(value)):
+            raise _other_layout(f"{key} is no whole tensor of real numbers")
         require_finite(key, value)
         phases.setdefault(int(match[1]), {})[match[2]] = value
     if sorted(phases) != list(range(len(phases))) or not phases:
         raise _other_layout(f"its phases are {sorted(phases)}")
     return dict(sorted(phases.items()))
+
+
+def _is_whole(value: Tensor) -> bool:
+    """Whether the tensor has an entry in memory for each of its entries; a view of one number can have any shape."""
+    return value.untyped_storage().nbytes() >= value.numel() * value.element_size()
 
 
 def _other_layout(why: str) -> DataError:

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import io
 import os
 import shlex
 import sys
@@ -28,6 +29,8 @@ PresetName = Literal["smoke", "laptop", "paper"]
 _LONG = ("laptop", "paper")
 # From this many columns on a terminal has room for a column with the place in the source.
 _WIDE = 140
+# Words of torch's errors about sizes that no memory holds.
+_TOO_LARGE = ("allocate memory", "verflow when unpacking", "overflowed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,8 +129,6 @@ def report(
         experiment: Python files that define experiments of your own, whose results are to be shown, too. Their code is
             run; result files alone never run code.
     """
-    from rich.console import Console
-
     from .report import write_pages, write_report
 
     if not out.is_dir():
@@ -138,10 +139,10 @@ def report(
         raise OptionError(f"--markdown takes a directory, and {markdown} is a file")
     own = [find(str(path)) for path in experiment]
     path = write_report(out, file, own=own)
-    Console().print(f"Report: {path}", soft_wrap=True)
+    _say(f"Report: {path}")
     if markdown is not None:
         names = ", ".join(page.name for page in write_pages(out, markdown, own=own))
-        Console().print(f"Pages:  {names} in {markdown}", soft_wrap=True)
+        _say(f"Pages:  {names} in {markdown}")
     if open:
         import webbrowser
 
@@ -166,7 +167,7 @@ def demo(out: Path = Path("runs"), jobs: int | None = None, preset: PresetName =
     for name in ("layer-convergence", "dropout-digits"):
         path = run_setting(RunSetting(name, preset, out=out, jobs=jobs), Display(console))
         _summary(path, console)
-    console.print(f"Report: {write_report(out)}", soft_wrap=True)
+    _say(f"Report: {write_report(out)}")
 
 
 def bench(names: tyro.conf.Positional[tuple[str, ...]] = (), save: bool = False, label: str = "") -> None:
@@ -192,9 +193,6 @@ def bench(names: tyro.conf.Positional[tuple[str, ...]] = (), save: bool = False,
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given == ["--version"]:
-        print(f"minimand {metadata.version('minimand')}")
-        return
     commands: dict[str, Callable[..., Any]] = {
         "list": list_,
         "run": run,
@@ -202,19 +200,52 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "demo": demo,
         "bench": bench,
     }
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A path may hold bytes that are no text, and a terminal may lack letters.
+            stream.reconfigure(errors="backslashreplace")
     try:
-        if given[:1] == ["run"] and (ordered := _name_first(given[1:])):
+        if given == ["--version"]:
+            print(f"minimand {metadata.version('minimand')}")
+        elif given[:1] == ["run"] and (ordered := _name_first(given[1:])):
             _run(ordered)
         else:
             tyro.extras.subcommand_cli_from_dict(commands, prog="minimand", description=__doc__, args=given)
+        sys.stdout.flush()
     except MinimandError as error:
         _complain(error)
+        raise SystemExit(2) from None
+    except (OSError, MemoryError, OverflowError, RuntimeError, TypeError) as error:
+        why = _machine(error)
+        if why is None:
+            raise
+        _complain(why, *getattr(error, "__notes__", ()))
+        _let_go_of_output()
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         again = shlex.join(["minimand", *given, *([] if "--resume" in given else ["--resume"])])
         hint = f"; continue with: {again}" if given[:1] == ["run"] else ""
         _complain(f"interrupted{hint}")
         raise SystemExit(130) from None
+
+
+def _machine(error: Exception) -> str | None:
+    """A sentence for an error of the machine: of its files, devices or memory; None for one of the program."""
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror or error}; make room or get permission there, or name another place"
+    if isinstance(error, RuntimeError | TypeError) and not any(word in str(error) for word in _TOO_LARGE):
+        return None
+    return "a number among the options is too large for this machine; give a smaller one"
+
+
+def _let_go_of_output() -> None:
+    """Output that cannot be written must not be tried again when the program ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _name_first(given: list[str]) -> list[str] | None:
@@ -226,9 +257,18 @@ def _name_first(given: list[str]) -> list[str] | None:
     return None if place is None else [given[place], *given[:place], *given[place + 1 :]]
 
 
-def _complain(what: object) -> None:
-    notes = getattr(what, "__notes__", [])
-    print("minimand: " + ", ".join([str(what), *notes]), file=sys.stderr)
+def _say(text: str) -> None:
+    """Print a line as it is, whatever is in it."""
+    from rich.console import Console
+
+    Console().print(text, soft_wrap=True, markup=False)
+
+
+def _complain(what: object, *notes: str) -> None:
+    """Print a sentence, without what could steer the terminal: it may quote somebody's file."""
+    text = ", ".join([str(what), *getattr(what, "__notes__", ()), *notes])
+    plain = "".join(letter if letter.isprintable() else " " for letter in text)
+    print(f"minimand: {' '.join(plain.split())}", file=sys.stderr)
 
 
 def _run(given: list[str]) -> None:
@@ -265,9 +305,9 @@ def _run(given: list[str]) -> None:
     path = run_setting(setting, Display(console, quiet=not main_process))
     if main_process:
         _summary(path, console, [experiment])
-        console.print(f"Result: {path}", soft_wrap=True)
-        more = f" --experiment {given[0]}" if given[0].endswith(".py") else ""
-        console.print(f"Page:   minimand report --out {setting.out}{more}", soft_wrap=True)
+        _say(f"Result: {path}")
+        again = ["minimand", "report", "--out", str(setting.out)]
+        _say(f"Page:   {shlex.join([*again, '--experiment', given[0]] if given[0].endswith('.py') else again)}")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # All is written. A process that ends the ordinary way after closing a process group can be aborted by torch.
         sys.stdout.flush()
@@ -277,22 +317,23 @@ def _run(given: list[str]) -> None:
 
 def _summary(path: Path, console: Any, own: Sequence[Experiment[Any]] = ()) -> None:
     """Print the experiment's table and findings."""
+    from rich.markup import escape
     from rich.table import Table
 
     from .report.sections import section
 
     found = section(path.parent, pictures=False, own=own)
-    table = Table("", "paper", "measured", title=f"{found.title} ({found.preset})")
+    table = Table("", "paper", "measured", title=escape(f"{found.title} ({found.preset})"))
     for column in table.columns[1:]:
         column.justify = "right"
     for row in found.rows:
-        table.add_row(row.label, row.paper, row.measured)
+        table.add_row(*map(escape, (row.label, row.paper, row.measured)))
     notes = list(dict.fromkeys(row.note for row in found.rows if row.note))
     # A single note describes the whole table. Several are left to the page, which has a column for them.
-    table.caption = notes[0] if len(notes) == 1 else None
+    table.caption = escape(notes[0]) if len(notes) == 1 else None
     console.print(table)
     for finding in [*found.differences, *found.findings]:
-        console.print(f"- {finding}", highlight=False)
+        console.print(f"- {finding}", highlight=False, markup=False)
     if any(difference.outcome == "open" for difference in found.differences):
         console.print("open: one or two seeds, or a 95 % interval that includes zero", style="dim", highlight=False)
 

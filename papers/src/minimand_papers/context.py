@@ -1,8 +1,11 @@
 """The context of a part: seed, device, data, resumable epochs and files."""
 
+import contextlib
 import dataclasses
+import math
 import random
 import time
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -19,11 +22,16 @@ from .clock import Stopwatch
 from .data import Augmentation, Batches, Dataset, DataSplit, Normalization, batches, load
 from .experiment import Metrics
 from .store import Records, atomically, slug
+from .untrusted import content
 
 __all__ = ["Lab", "Stateful", "load_module_state", "module_state"]
 
 T = TypeVar("T")
 _CHECKPOINT = "checkpoint.pt"
+# The most bytes of the tensors that one part keeps for another.
+_LARGEST = 1 << 32
+# What torch's optimizers keep for a parameter in its shape.
+_LIKE_A_PARAMETER = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 class Stateful(Protocol):
@@ -45,17 +53,62 @@ def module_state(module: nn.Module) -> dict[str, Any]:
     return {"tensors": {name: tensor.detach() for name, tensor in tensors.items()}, "trackers": trackers}
 
 
+def _require_like(found: Mapping[str, Any], like: Mapping[str, Tensor]) -> None:
+    """Refuse tensors with other names, shapes or types."""
+    if found.keys() != like.keys() or any(
+        not isinstance(found[name], Tensor) or (found[name].shape, found[name].dtype) != (tensor.shape, tensor.dtype)
+        for name, tensor in like.items()
+    ):
+        raise ValueError("its tensors have other names, shapes or types than the network's")
+
+
+def _require_fitting(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Refuse a state that the optimizer would accept and that its next step could not use."""
+    for group, ours in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        if any(isinstance(value, int | float) != isinstance(group[key], int | float) for key, value in ours.items()):
+            raise ValueError("the options of its optimizer have other types")
+    shapes = [parameter.shape for group in optimizer.param_groups for parameter in group["params"]]
+    for number, values in saved["state"].items():
+        if any(key in values and values[key].shape != shapes[number] for key in _LIKE_A_PARAMETER):
+            raise ValueError("the tensors of its optimizer have other shapes")
+
+
+def _read_checkpoint(path: Path, device: torch.device) -> dict[str, Any]:
+    """The checkpoint that :func:`torch.save` wrote: tensors and plain values, never code."""
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+    # torch packs nothing. Packed members, or several with the same bytes, could become any amount of memory.
+    if any(member.compress_type for member in members) or sum(m.file_size for m in members) > path.stat().st_size:
+        raise ValueError("it is packed")
+    try:
+        return dict(torch.load(path, map_location=device, weights_only=True))
+    except Exception as error:  # torch's text recommends to load the file with code
+        raise ValueError("it is cut short, or holds more than tensors and numbers") from error
+
+
+@contextlib.contextmanager
+def _restoring(path: Path) -> Iterator[None]:
+    """Turn whatever a damaged checkpoint leads to into a sentence."""
+    try:
+        yield
+    except Exception as error:
+        why = " ".join(str(error).split())[:200]
+        raise DataError(
+            f"{path} is damaged or belongs to another version of the experiment ({why}); delete its folder, or leave "
+            f"out --resume, to start again"
+        ) from error
+
+
 @torch.no_grad()
 def load_module_state(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Restore the state that :func:`module_state` returned."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    if {name: t.shape for name, t in tensors.items()} != {name: t.shape for name, t in state["tensors"].items()}:
-        raise DataError("the checkpoint belongs to another network; run without --resume to start again")
+    _require_like(state["tensors"], tensors)
     for name, tensor in tensors.items():
         tensor.copy_(state["tensors"][name])
     for path, part in module.named_modules():
         if isinstance(part, LipschitzTracker):
-            part.refreshes = state["trackers"][path]
+            part.refreshes = int(state["trackers"][path])
 
 
 @dataclasses.dataclass
@@ -157,7 +210,7 @@ class Lab:
         if self._looped:
             raise OptionError("a part may have one loop of epochs: make the second loop a part that needs the first")
         self._looped = True
-        done = self._restore(states)
+        done = self._restore(count, states)
         self._total = count
         for epoch in range(done, count):
             self._epoch = epoch
@@ -182,6 +235,11 @@ class Lab:
         """The run time of this part by a :class:`Stopwatch`, without interruptions."""
         return self._before + self._watch.seconds
 
+    @property
+    def recorded(self) -> int:
+        """The number of records in the part's file."""
+        return len(self._records)
+
     def record(self, metrics: Metrics) -> dict[str, Any]:
         """Append a record with its time to the part's file; the runner calls it for every record of ``run``."""
         record = {**metrics, "seconds": round(self.seconds, 2)}
@@ -200,14 +258,21 @@ class Lab:
             with atomically(self.directory / f"{name}.safetensors") as file:
                 file.write(save(plain))
 
-    def kept(self, part: str, name: str) -> dict[str, Tensor]:
-        """The tensors that another part of the same seed kept under ``name``."""
+    def kept(self, part: str, name: str, like: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The tensors that another part of the same seed kept under ``name``.
+
+        Tensors with other names, shapes or types than those of ``like``, for example a ``state_dict``, are refused.
+        """
         from safetensors.torch import load as read
 
         path = self.directory.parent / slug(part) / f"{name}.safetensors"
         if not path.is_file():
             raise DataError(f"{path} is missing; the part {part!r} has to run first, or again")
-        return {key: value.to(self.device) for key, value in read(path.read_bytes()).items()}
+        with _restoring(path):
+            found = read(content(path, _LARGEST))
+            if like is not None:
+                _require_like(found, like)
+            return {key: value.to(self.device) for key, value in found.items()}
 
     # Checkpoints ---------------------------------------------------------------------------------
 
@@ -221,7 +286,7 @@ class Lab:
             return
         checkpoint = {
             "epochs": done,
-            "records": len(self._records),
+            "records": self.recorded,
             "seconds": self.seconds,
             "random": everyone,
             "states": {
@@ -232,33 +297,35 @@ class Lab:
         with atomically(self.directory / _CHECKPOINT) as file:
             torch.save(checkpoint, file)
 
-    def _restore(self, states: Mapping[str, nn.Module | Stateful]) -> int:
+    def _restore(self, count: int, states: Mapping[str, nn.Module | Stateful]) -> int:
         path = self.directory / _CHECKPOINT
         if not path.is_file():
             if self.rank == 0:
                 self._records.truncate(0)
             return 0
-        try:
-            checkpoint = torch.load(path, map_location=self.device, weights_only=True)
-        except Exception as error:
-            raise DataError(f"{path} is damaged ({error}); delete its folder and run again") from error
-        if set(checkpoint["states"]) != set(states):
-            raise DataError(f"{path} belongs to another version of the experiment; run without --resume to start again")
-        for name, state in states.items():
-            if isinstance(state, nn.Module):
-                load_module_state(state, checkpoint["states"][name])
-            else:
-                state.load_state_dict(checkpoint["states"][name])
+        with _restoring(path):
+            checkpoint = _read_checkpoint(path, self.device)
+            if set(checkpoint["states"]) != set(states):
+                raise ValueError("its states have other names")
+            for name, state in states.items():
+                if isinstance(state, nn.Module):
+                    load_module_state(state, checkpoint["states"][name])
+                else:
+                    if isinstance(state, torch.optim.Optimizer):
+                        _require_fitting(state, checkpoint["states"][name])
+                    state.load_state_dict(checkpoint["states"][name])
+            if self.rank < len(checkpoint["random"]):
+                drawn = checkpoint["random"][self.rank]
+                _set_random_state(drawn, self.device)
+                for made, position in zip(self._generators, drawn["generators"], strict=False):
+                    made.set_state(position.cpu())
+            done, records, self._before = (checkpoint[key] for key in ("epochs", "records", "seconds"))
+            if not 0 < done <= count or not 0 <= records <= len(self._records) or not 0 <= self._before < math.inf:
+                raise ValueError("its epochs, records or seconds do not fit the run")
         if self.rank == 0:
-            self._records.truncate(checkpoint["records"])
-        self._before = checkpoint["seconds"]
+            self._records.truncate(records)
         self._watch = Stopwatch()
-        if self.rank < len(checkpoint["random"]):
-            drawn = checkpoint["random"][self.rank]
-            _set_random_state(drawn, self.device)
-            for made, position in zip(self._generators, drawn["generators"], strict=False):
-                made.set_state(position.cpu())
-        return int(checkpoint["epochs"])
+        return int(done)
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:

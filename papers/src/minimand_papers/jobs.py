@@ -5,6 +5,7 @@ import dataclasses
 import os
 import queue
 import random
+import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -58,7 +59,7 @@ def execute(setting: RunSetting, directory: Path, job: Job, notify: Callable[[Ev
             log(record)
             notify(Event(job.part.name, job.seed, metrics=record))
     if rank == 0:
-        write_json(lab.directory / "done.json", {"seconds": round(lab.seconds, 2)})
+        write_json(lab.directory / "done.json", {"seconds": round(lab.seconds, 2), "records": lab.recorded})
     if world > 1:
         dist.barrier()
     notify(Event(job.part.name, job.seed, finished=True))
@@ -104,7 +105,8 @@ def in_parallel(setting: RunSetting, directory: Path, jobs: list[Job], workers: 
             # At most one job per worker, so that a job that becomes ready later can still come first.
             for job in ready[: workers - len(running)]:
                 waiting.remove(job)
-                running[pool.submit(_work, plain, options, directory, job)] = job
+                with _deaf():
+                    running[pool.submit(_work, plain, options, directory, job)] = job
             ended, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
             _drain(events, display)
             for future in ended:
@@ -127,6 +129,19 @@ def _stop(pool: ProcessPoolExecutor) -> None:
         process.terminate()
     for process in processes:
         process.join(_GRACE)
+
+
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """Processes that are started here never see Ctrl-C: this one does, and stops them. It is delivered afterwards."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _events: Any = None

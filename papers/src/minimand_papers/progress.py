@@ -43,19 +43,21 @@ class Display:
             yield
             return
         from rich import progress
+        from rich.markup import escape
 
         self._progress = progress.Progress(
             progress.TextColumn("{task.description}"),
             progress.BarColumn(bar_width=24),
             progress.TextColumn("{task.fields[count]}"),
-            progress.TextColumn("{task.fields[metrics]}", style="cyan"),
+            progress.TextColumn("{task.fields[metrics]}", style="cyan", markup=False),
             progress.TimeElapsedColumn(),
             progress.TimeRemainingColumn(elapsed_when_finished=True),
             console=self.console,
             transient=True,
             disable=not self.console.is_terminal,
         )
-        self.console.print(f"[bold]{experiment.name}[/bold]  {experiment.title} ({experiment.source})")
+        about = escape(f"{experiment.title} ({experiment.source})")
+        self.console.print(f"[bold]{escape(experiment.name)}[/bold]  {about}")
         with self._progress:
             fields = {"metrics": "", "count": f"0/{jobs}"}
             self._all = self._progress.add_task("[bold]all parts", total=jobs, **fields)
@@ -75,7 +77,9 @@ class Display:
             self._end(key)
             return
         if key not in self._tasks:
-            text = f"{event.part} · seed {event.seed}"
+            from rich.markup import escape
+
+            text = escape(f"{event.part} · seed {event.seed}")
             self._tasks[key] = self._progress.add_task(text, total=None, metrics="", count="")
         changes: dict[str, Any] = {}
         if event.done is not None and event.total is not None:
@@ -97,4 +101,4 @@ class Display:
         if record is not None:
             numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
             text = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items() if name != "epoch")
-            self.console.print(f"  {key[0]} · seed {key[1]}: {text}", highlight=False)
+            self.console.print(f"  {key[0]} · seed {key[1]}: {text}", highlight=False, markup=False)

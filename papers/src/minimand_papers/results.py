@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from minimand.errors import OptionError
+from minimand.errors import DataError, OptionError
 
 from .experiment import Experiment, Results
 from .registry import find_named
@@ -16,6 +16,8 @@ from .store import Records, read_json, versions, write_json
 __all__ = ["RESULT", "read_results", "write_result"]
 
 RESULT = "result.json"
+_KEYS = {"experiment": str, "preset": str, "options": dict, "seeds": list, "complete": bool, "records": dict}
+_KEYS |= {"seconds": float, "threads": int, "device": str, "versions": dict}
 
 
 def read_results(
@@ -26,23 +28,30 @@ def read_results(
     A result file is data: it never makes this function import code. The experiments of a user's own files are given as
     ``own``; all others come with the package.
     """
-    stored = read_json(directory / RESULT, ("experiment", "preset", "options", "seeds", "records"))
+    stored = read_json(directory / RESULT, _KEYS)
     experiment = _experiment(stored, own)
     options = experiment.restore(stored["preset"], stored["options"])
-    records = {
-        part: {int(seed): list(values) for seed, values in seeds.items()} for part, seeds in stored["records"].items()
-    }
+    try:
+        records = {
+            part: {int(seed): [{**record} for record in values] for seed, values in seeds.items()}
+            for part, seeds in stored["records"].items()
+        }
+    except (AttributeError, TypeError, ValueError) as error:
+        raise DataError(f"{directory / RESULT} has records of another shape; run the experiment again") from error
     return experiment, Results(options, stored["preset"], records), stored
 
 
 def _experiment(stored: dict[str, Any], own: Sequence[Experiment[Any]]) -> Experiment[Any]:
-    name = str(stored["experiment"])
+    name = stored["experiment"]
     if not stored.get("file"):
         return find_named(name)
     for experiment in own:
         if experiment.name == name:
             return experiment
-    raise OptionError(f"{name} is defined in a file of your own; name that file with --experiment {stored['file']}")
+    raise OptionError(
+        f"{name} is defined in a file of its author's own, {stored['file']!r}; if you have it and trust it, "
+        f"name it with --experiment"
+    )
 
 
 def write_result(experiment: Experiment[Any], setting: RunSetting, directory: Path, jobs: list[Job]) -> None:
@@ -55,8 +64,13 @@ def write_result(experiment: Experiment[Any], setting: RunSetting, directory: Pa
         if not done.is_file():
             complete = False
             continue
-        seconds += read_json(done, ("seconds",))["seconds"]
+        ended = read_json(done, {"seconds": float})
+        seconds += ended["seconds"]
         lines = [_rounded(record) for record in Records(directory / job.folder / "metrics.jsonl")]
+        if len(lines) != ended.get("records", len(lines)):
+            raise DataError(
+                f"{done.parent} has {len(lines)} of {ended['records']} records; delete it and continue with --resume"
+            )
         records.setdefault(job.part.name, {})[str(job.seed)] = lines
     result = {
         "experiment": experiment.name,

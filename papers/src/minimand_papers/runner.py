@@ -19,9 +19,12 @@ from .progress import Display, Event
 from .registry import find
 from .results import RESULT, read_results, write_result
 from .setting import Job, RunSetting, default_jobs, directory_of, is_done, options_of
-from .store import read_json, slug, sweep, write_json
+from .store import read_json, slug, sweep, write_json, writing
 
 __all__ = ["RunSetting", "directory_of", "read_results", "run"]
+
+# More processes or threads than this, or than there are cores, are taken for a mistake.
+_MOST_PROCESSES = 64
 
 
 def run(setting: RunSetting, display: Display | None = None) -> Path:
@@ -66,11 +69,14 @@ def run(setting: RunSetting, display: Display | None = None) -> Path:
 
 
 def _check(setting: RunSetting) -> None:
-    require_count("threads", setting.threads)
-    if setting.jobs is not None:
-        require_count("jobs", setting.jobs)
-    if min(setting.seeds or (0,)) < 0:
-        raise OptionError(f"a seed is a whole number ≥ 0, got {min(setting.seeds or (0,))}")
+    most = max(_MOST_PROCESSES, os.cpu_count() or 1)
+    for name, count in (("threads", setting.threads), ("jobs", 1 if setting.jobs is None else setting.jobs)):
+        require_count(name, count)
+        if count > most:
+            raise OptionError(f"{name} must be at most {most} on this machine, got {count}")
+    for seed in setting.seeds or ():
+        if type(seed) is not int or not 0 <= seed < 1 << 32:
+            raise OptionError(f"a seed is a whole number from 0 to 2³² − 1, got {seed!r}")
 
 
 def _check_parts(experiment: Experiment[Any], parts: list[Part]) -> None:
@@ -90,7 +96,7 @@ def _prepare(experiment: Experiment[Any], setting: RunSetting, directory: Path) 
     path = directory / "protocol.json"
     assert setting.seeds is not None
     if path.is_file() and setting.resume:
-        stored = read_json(path, ("options", "seeds"))
+        stored = read_json(path, {"options": dict, "seeds": list})
         if stored["options"] != options:
             different = [
                 f"{key}={stored['options'].get(key)!r} there, {value!r} now"
@@ -101,10 +107,12 @@ def _prepare(experiment: Experiment[Any], setting: RunSetting, directory: Path) 
                 f"the run in {directory} has other options ({'; '.join(different)}): give the same options, or "
                 f"leave out --resume to start again"
             )
-        seeds = tuple(dict.fromkeys((*stored["seeds"], *setting.seeds)))
-        setting = dataclasses.replace(setting, seeds=seeds)
+        setting = dataclasses.replace(setting, seeds=(*stored["seeds"], *setting.seeds))
+        _check(setting)
+        setting = dataclasses.replace(setting, seeds=tuple(dict.fromkeys(setting.seeds or ())))
     elif any(file.is_file() and file != path for file in directory.rglob("*")):
-        directory.rename(_aside(directory))
+        with writing(directory):
+            directory.rename(_aside(directory))
     protocol = {"experiment": experiment.name, "preset": setting.preset, "options": options, "seeds": setting.seeds}
     write_json(path, protocol)
     return setting
@@ -128,7 +136,8 @@ def _undone(jobs: Iterable[Job], directory: Path, display: Display) -> Iterator[
 def _forget_unresumable(folder: Path) -> None:
     """Delete the records of a part without a checkpoint, because the part starts again."""
     if not (folder / "checkpoint.pt").is_file():
-        (folder / "metrics.jsonl").unlink(missing_ok=True)
+        with writing(folder):
+            (folder / "metrics.jsonl").unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -60,7 +60,7 @@ def directory_of(out: Path, experiment: Experiment[Any], setting: RunSetting) ->
     """The directory of an experiment at a preset; a dataset other than the preset's has its own directory."""
     usual = getattr(experiment.preset(setting.preset).options, "dataset", None)
     dataset = getattr(setting.options, "dataset", usual)
-    return out / slug(experiment.name) / (setting.preset if dataset == usual else f"{setting.preset}-{dataset}")
+    return out / slug(experiment.name) / (setting.preset if dataset == usual else slug(f"{setting.preset}-{dataset}"))
 
 
 def options_of(setting: RunSetting) -> dict[str, Any]:

@@ -87,8 +87,10 @@ def evaluate(lab: Lab, model: nn.Module, batches: Batches, trials: int = 1) -> d
 
 def stages(optimizer: torch.optim.Optimizer, rates: tuple[float, ...], epochs: int) -> Any:
     """A schedule with equally long stages at the learning rates ``rates``; the optimizer has the first."""
-    steps = {epoch: min(len(rates) - 1, epoch * len(rates) // max(epochs, 1)) for epoch in range(epochs + 1)}
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: rates[steps[min(epoch, epochs)]] / rates[0])
+    last = len(rates) - 1
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda epoch: rates[min(last, epoch * len(rates) // max(epochs, 1))] / rates[0]
+    )
 
 
 def train(

@@ -41,7 +41,7 @@ def run(options, part, lab):
         nn.Linear(24, 10),
     )
     if part == "second":
-        model.load_state_dict(lab.kept("first", "model"))
+        model.load_state_dict(lab.kept("first", "model", model.state_dict()))
     drawn = lab.generator(1)
     for record in train(lab, model, data, epochs=options.epochs, rates=(5e-2, 5e-3), trials=2):
         # Drawn within the loop: after an interruption it has to go on where it was.

@@ -20,7 +20,12 @@ from .bounds import largest_singular
 from .certificate import FactorProblem, Factors, Stop
 from .growth import GrowthOptions, Report, grow, no_report
 from .inputs import (
+    APART,
+    Units,
     as_tensor,
+    leveled,
+    middle,
+    raised,
     real,
     refuse_masked,
     require_entries,
@@ -29,6 +34,7 @@ from .inputs import (
     require_whole,
     same_kind,
     seeded_generator,
+    warn_if_out_of_range,
     working,
 )
 from .losses import Loss, Squared
@@ -91,12 +97,13 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     # -- defined by each estimator ---------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def _solve(self, Y: Any, start: Any, rows: RowSharding, report: Report) -> Factors:
-        """The factors of checked data."""
+    def _solve(self, problem: FactorProblem, start: Any, report: Report) -> Factors:
+        """The solution of a problem in the middle of the floating-point range."""
 
-    def _code(self, Y: Any, V: Tensor) -> Tensor:
-        """The codes of the rows of Y for fixed V, not empty: each row solves min ½‖y − uVᵀ‖² + (λ/2)‖u‖²."""
-        return ridge_factor(V.mT.contiguous(), float(self.lam)).solve(Y.flatten(1) @ V)
+    def _code(self, problem: Any, V: Tensor) -> tuple[Tensor, bool]:
+        """The codes of the data's rows for fixed V, not empty, and whether they converged: each row solves
+        min ½‖y − uVᵀ‖² + (λ/2)‖u‖²."""
+        return ridge_factor(V.mT.contiguous(), problem.lam).solve(problem.loss.Y.flatten(1) @ V), True
 
     def _loss(self, Y: Any, rows: RowSharding) -> Loss:
         """The loss of checked data."""
@@ -106,9 +113,15 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         """θ."""
         return L2()
 
+    def _largest_polar(self, loss: Any) -> float:
+        """The polar of the loss's negative gradient at zero."""
+        return largest_singular(loss.zero(), self._generator())
+
     def lambda_max(self, Y: Any) -> float:
-        """The norm of the loss's gradient at zero: from it on the solution is zero."""
-        return largest_singular(self._loss(self._data(Y), RowSharding()).zero(), self._generator())
+        """The polar of the loss's gradient at zero: from it on the solution is zero. SparseDictionary and CPTensor give
+        a lower bound on it, by ascent from many starts: below it the solution is not zero."""
+        loss, units = self._loss(self._data(Y), RowSharding()).normalized()
+        return raised(self._largest_polar(loss), units.polar)
 
     # -- scikit-learn's methods ------------------------------------------------------------------------------------
 
@@ -137,6 +150,7 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
     def _warn(self, stop: Stop, level: int) -> None:
         """Warn if the solution is zero or not certified; ``level`` is the caller's on the stack."""
+        warn_if_out_of_range(type(self).__name__, self.objective_, level)
         zero = self.objective_ > 0 and not self.components_.any()
         if zero and self.certificate_.finds_nothing_above(self.lam):
             warnings.warn(
@@ -146,22 +160,22 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             )
         elif stop in _REMEDIES:
             remedy = _REMEDIES[stop].format(max_iter=self.max_iter, rank=self.n_components_)
-            warnings.warn(
-                f"{type(self).__name__} stopped before its certificate ({self.certificate_.status}, relative gap "
-                f"{self.certificate_.relative_gap:.2g} > tol={self.tol:g}): {remedy}",
-                ConvergenceWarning,
-                stacklevel=level,
-            )
+            text = self.certificate_.shortfall(type(self).__name__, self.tol, remedy)
+            warnings.warn(text, ConvergenceWarning, stacklevel=level)
 
     def _fit(self, Y: Any, start: Any, group: Any) -> tuple[Any, Stop]:
         """Check, solve and store; returns U and the reason for the end of the fit."""
         self._check_options()
         like, data = self._checked(Y, reset=True)
-        begin = None if start is None else self._checked_start(start, data)
-        with self._progress() as report:
-            found = self._solve(data, begin, RowSharding(group), report)
+        problem, units = self._problem(data, RowSharding(group)).normalized()
+        begin = None if start is None else self._checked_start(start, data, units)
+        with self._progress(units) as report:
+            found = self._solve(problem, begin, report).in_units(units)
         self._store(found, data, like)
         return same_kind(found.U, like), found.stop
+
+    def _problem(self, data: Any, rows: RowSharding) -> FactorProblem:
+        return FactorProblem(self._loss(data, rows), self._regularizer(), float(self.lam))
 
     def _store(self, found: Factors, data: Any, like: Any) -> None:
         """Set the fitted attributes; arrays and tensors are of the kind of ``like``."""
@@ -177,7 +191,14 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         check_is_fitted(self)
         like, data = self._checked(Y, reset=False)
         V = self._right(data)
-        return same_kind(self._code(data, V) if V.shape[1] else V.new_zeros(data.shape[0], 0), like)
+        if not V.shape[1]:
+            return same_kind(V.new_zeros(data.shape[0], 0), like)
+        problem, units = self._problem(data, RowSharding()).normalized(V, V)
+        codes, converged = self._code(problem, units.lowered(V))
+        if not converged:
+            text = f"{type(self).__name__}.transform used all its iterations before the codes converged: they are rough"
+            warnings.warn(text, ConvergenceWarning, stacklevel=3)
+        return same_kind(units.factor(codes), like)
 
     def inverse_transform(self, U: Any) -> Any:
         """The matrix UVᵀ of codes U."""
@@ -230,8 +251,7 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     def _matrix(self, Y: Any, *, reset: bool, accept_sparse: Any = False) -> Any:
         """The tensor or array Y as a matrix of float32 or float64; its entries are not checked."""
         if not isinstance(Y, Tensor):
-            options = {"dtype": FLOATS, "accept_sparse": accept_sparse, "ensure_all_finite": False}
-            return validate_data(self, Y, reset=reset, **options)
+            return validated(self, Y, reset=reset, accept_sparse=accept_sparse)
         shape = tuple(Y.shape)
         if Y.dim() != 2:
             raise ShapeError(f"Expected 2D tensor, got shape {shape}; reshape one feature with Y.reshape(-1, 1)")
@@ -246,7 +266,7 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         """Checked data; a fitted estimator requires the number of features that it was fitted to."""
         return self._checked(Y, reset="n_features_in_" not in vars(self))[1]
 
-    def _checked_start(self, start: Any, data: Any) -> tuple[Tensor, ...]:
+    def _checked_start(self, start: Any, data: Any, units: Units) -> tuple[Tensor, ...]:
         try:
             U, V = start
         except (TypeError, ValueError) as error:
@@ -259,7 +279,7 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             )
         require_finite("start", U)
         require_finite("start", V)
-        return U, V
+        return in_range(leveled(U, V), units)
 
     def _right(self, like: Tensor) -> Tensor:
         components = self.components_ if isinstance(self.components_, Tensor) else as_tensor(self.components_)
@@ -269,7 +289,7 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         return seeded_generator(self.random_state)
 
     @contextlib.contextmanager
-    def _progress(self) -> Iterator[Report]:
+    def _progress(self, units: Units) -> Iterator[Report]:
         """A function that reports sweeps, rank and objective: to a progress bar with ``verbose``."""
         if not self.verbose:
             yield no_report
@@ -282,7 +302,7 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             task = bar.add_task(type(self).__name__, total=self.max_iter)
 
             def report(sweeps: int, rank: int, objective: float) -> None:
-                text = f"{type(self).__name__}: {rank} components, objective {objective:.6g}"
+                text = f"{type(self).__name__}: {rank} components, objective {raised(objective, units.objective):.6g}"
                 bar.update(task, completed=sweeps, description=text)
 
             yield report
@@ -300,7 +320,23 @@ class GrownFactorization(Factorization):
         """Options of the growth; ``bound`` is the theory's bound on the size of a minimiser."""
         return GrowthOptions(self.n_components, self.r_max, int(self.max_iter), float(self.tol), bound=bound)
 
-    def _solve(self, Y: Any, start: Any, rows: RowSharding, report: Report) -> Factors:
-        problem = FactorProblem(self._loss(Y, rows), self._regularizer(), float(self.lam))
-        options = self._options(rows.count(Y.shape[0]) * Y.shape[1])
-        return grow(problem, options, like=Y, generator=self._generator(), start=start, report=report)
+    def _solve(self, problem: Any, start: Any, report: Report) -> Factors:
+        options = self._options(problem.loss.entries())
+        return grow(problem, options, like=problem.loss.Y, generator=self._generator(), start=start, report=report)
+
+
+def validated(estimator: BaseEstimator, *data: Any, **options: Any) -> Any:
+    """scikit-learn's checks, for tensors of every precision and whole numbers of every size, but not for NaN."""
+    arrays = (working(x.detach().cpu()).numpy() if isinstance(x, Tensor) else x for x in data)
+    try:
+        return validate_data(estimator, *arrays, **{"dtype": FLOATS, "ensure_all_finite": False, **options})
+    except OverflowError as error:
+        raise OptionError("the data hold whole numbers above the range of float64: scale them") from error
+
+
+def in_range(factors: tuple[Tensor, ...], units: Units, shares: Sequence[int] = (2, 2)) -> tuple[Tensor, ...]:
+    """A start in the middle of the range; a start far larger than the data is refused."""
+    lowered = tuple(units.lowered(x, share) for x, share in zip(factors, shares, strict=True))
+    if middle(0.0, *lowered, limit=APART) > 0:
+        raise OptionError("start is larger than Y by a factor above 1e19: scale it to the size of Y")
+    return lowered

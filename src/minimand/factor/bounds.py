@@ -247,7 +247,7 @@ def _relaxation(
     r"""ADMM on :math:`\min t` subject to :math:`S + M + N = tI`, :math:`S \succeq 0`, :math:`N \ge 0`, over-relaxed."""
     rows, columns = Z.shape
     size = rows + columns
-    scale = level if level > 0 else float(torch.linalg.matrix_norm(Z)) or 1.0
+    scale = max(level, 1e-30 * float(torch.linalg.matrix_norm(Z))) or 1.0
     M = Z.new_zeros(size, size)
     M[:rows, rows:], M[rows:, :rows] = Z / scale, Z.mT / scale
     W = _first_multiplier(pairs, size, Z)

@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, ShapeError, require_finite, require_positive
+from ..arguments import checked
+from ..errors import NonFiniteError, OptionError, ShapeError, require_finite, require_positive
 from .bounds import Bound
-from .inputs import real
+from .inputs import Units, leveled, raised, real
 from .losses import Loss, Squared, loss_from, rounding
 from .matrices import DualMatrix, RowSharding, summation_error
-from .observed import Observed
+from .observed import masked
 from .regularizers import BoundOptions, Directions, Regularizer, named_regularizer
 
 __all__ = ["Certificate", "FactorProblem", "Factors", "Status", "Stop", "certify"]
@@ -45,8 +46,8 @@ class Certificate:
     Attributes:
         status: ``CERTIFIED``: the relative gap is at most the tolerance. ``IMPROVABLE``: it is not, and a known
             direction attains a polar above :math:`\lambda`. ``UNDECIDED``: neither is shown.
-        gap: An upper bound on :math:`f - F^*`, the distance of the objective to its global minimum.
-        relative_gap: The gap divided by the objective.
+        gap: An upper bound on :math:`f - F^*`, the distance of the objective to its global minimum; it may be infinite.
+        relative_gap: The gap divided by the objective. Like the status, it is the same for (Y, λ) and (cY, cλ).
         polar_lower: The polar that a known direction attains, in the units of :math:`\lambda`.
         polar_upper: An upper bound on the polar; infinite if no bound is known.
         method: How the upper bound was computed, and its assumptions.
@@ -67,6 +68,16 @@ class Certificate:
         """
         judged = self.status is Status.CERTIFIED or lam < self.polar_upper < math.inf
         return judged and self.polar_lower <= lam
+
+    def shortfall(self, who: str, tol: float, remedy: str) -> str:
+        """The warning of a fit that stopped before its certificate."""
+        gap = f"relative gap {self.relative_gap:.2g} > tol={tol:g}"
+        return f"{who} stopped before its certificate ({self.status}, {gap}): {remedy}"
+
+    def in_units(self, units: Units) -> "Certificate":
+        """The certificate of a problem in its own units, from that of the problem in the middle of the range."""
+        lower, upper = (raised(polar, units.polar) for polar in (self.polar_lower, self.polar_upper))
+        return replace(self, gap=raised(self.gap, units.objective), polar_lower=lower, polar_upper=upper)
 
     def __str__(self) -> str:
         return (
@@ -97,6 +108,13 @@ class FactorProblem:
     def rows(self) -> RowSharding:
         """Where the rows of the data are."""
         return self.loss.rows
+
+    def normalized(self, *factors: Tensor) -> tuple["FactorProblem", Units]:
+        """The same problem in the middle of the floating-point range, and its units, for given factors (vectors as
+        columns). Every fit and every certificate starts with it."""
+        largest = self.loss.largest()
+        loss, units = self.loss.normalized(*factors, largest=largest)
+        return FactorProblem(loss, self.regularizer, units.weight(self.lam, largest)), units
 
     def penalty(self, U: Tensor, V: Tensor) -> float:
         """Σ θ of factors with vectors as columns."""
@@ -142,6 +160,16 @@ class Factors:
     stop: Stop
     modes: tuple[Tensor, Tensor, Tensor] | None = None
 
+    def in_units(self, units: Units) -> "Factors":
+        """The result for a problem in its own units, from that of the problem in the middle of the range."""
+        if units == Units():
+            return self
+        U, V = units.factor(self.U), units.factor(self.V)
+        history = tuple(raised(value, units.objective) for value in self.history)
+        certificate, modes = self.certificate.in_units(units), self.modes
+        modes = None if modes is None else (U, units.factor(modes[1], 4), units.factor(modes[2], 4))
+        return replace(self, U=U, V=V, objective=history[-1], certificate=certificate, history=history, modes=modes)
+
 
 class Finding(NamedTuple):
     """A certificate, the objective of the point, and the directions that were found, best first."""
@@ -151,6 +179,7 @@ class Finding(NamedTuple):
     directions: Directions | None
 
 
+@checked
 def certify(
     Y: Any,
     U: Any,
@@ -205,6 +234,8 @@ def certify(
     require_positive("effort", effort, zero=True)
     Y, mask = _unmasked(Y, mask)
     data, left, right = _matrix("Y", Y, finite=mask is None), _matrix("U", U), _matrix("V", V)
+    if not data.numel():
+        raise ShapeError(f"Y has no entries, only the shape {tuple(data.shape)}: there is nothing to certify")
     if (data.shape[0], left.shape[1]) != (left.shape[0], right.shape[1]) or data.shape[1] != right.shape[0]:
         raise ShapeError(
             f"Y is {tuple(data.shape)}, U {tuple(left.shape)} and V {tuple(right.shape)}; "
@@ -212,8 +243,11 @@ def certify(
         )
     if mask is not None and loss is not Squared:
         raise OptionError("mask needs the squared loss: leave loss out, or fill the missing entries")
-    made = loss_from(loss, data) if mask is None else _observed(data, mask)
-    return certify_factors(FactorProblem(made, theta, lam), left, right, tol=tol, effort=effort).certificate
+    made = loss_from(loss, data) if mask is None else masked(data, mask)
+    left, right = leveled(left, right)
+    problem, units = FactorProblem(made, theta, float(lam)).normalized(left, right)
+    left, right = units.lowered(left), units.lowered(right)
+    return certify_factors(problem, left, right, tol=tol, effort=effort).certificate.in_units(units)
 
 
 def certify_factors(
@@ -232,14 +266,13 @@ def certify_factors(
     penalty = problem.penalty(U, V)
     if not penalty < float("inf"):
         raise OptionError(
-            f"the factors lie outside the domain of {type(theta).__name__}: they hold negative entries; "
-            "clip them at zero, or certify with another regularizer"
+            f"the factors lie outside the domain of {type(theta).__name__}: they hold negative entries, or entries "
+            "whose squares overflow; clip them at zero, scale them, or certify with another regularizer"
         )
     Z = loss.dual(U, V)
     upper = theta.upper(Z, lam, BoundOptions(min(1e-4, tol / 4), effort, (U.mT, V.mT), generator))
-    slope, found = loss.slope(U, V, Z), None
-    if slope is not None:
-        found = theta.directions(slope, DIRECTIONS, generator, sweeps=SWEEPS if effort > 0 else 5)
+    slope, sweeps = loss.slope(U, V, Z), SWEEPS if effort > 0 else 5
+    found = None if slope is None else theta.directions(slope, DIRECTIONS, generator, sweeps=sweeps)
     attained = 0.0 if found is None else found.best
     certificate, objective = conclude(problem, U, V, dual=Z, penalty=penalty, polar=(attained, upper), tol=tol)
     return Finding(certificate, objective, found)
@@ -307,6 +340,11 @@ def judge(
     <Status.UNDECIDED: 'UNDECIDED'>
     """
     require_positive("tol", tol)
+    if math.isnan(gap) or not 0 <= objective < math.inf:
+        raise NonFiniteError(
+            f"the objective, {objective:g}, or its distance to the minimum, {gap:g}, leaves the range of float64: "
+            "scale the factors or weights to the size of the data"
+        )
     gap = 0.0 if gap <= 0 else gap
     relative = gap / objective if objective > 0 else (math.inf if gap > 0 else 0.0)
     otherwise = Status.IMPROVABLE if polar_lower > lam else Status.UNDECIDED
@@ -326,10 +364,10 @@ def stop_reason(
     """The reason for the end of a fit, from its certificate and what was left of its budget."""
     if certificate.status is Status.CERTIFIED:
         return Stop.CERTIFIED
-    if fixed:
-        return Stop.FIXED_SIZE
     if out_of_iterations:
         return Stop.MAX_ITER
+    if fixed:
+        return Stop.FIXED_SIZE
     if certificate.polar_lower <= lam * (1 + tol / 4):
         return Stop.NO_DIRECTION
     return Stop.R_MAX if full else Stop.SEARCH_ENDED
@@ -339,9 +377,9 @@ def noted_if_zero(certificate: Certificate, rank: int, lam: float) -> Certificat
     """Annotates the certificate's method if every component is zero; ``rank`` counts the components that are not."""
     if rank or not certificate.finds_nothing_above(lam):
         return certificate
-    note = "lam ≥ lambda_max, so the answer is zero"
-    if certificate.polar_upper > lam * (1 + 1e-6):
-        note = "the answer is zero as far as is known: no direction found attains more than lam"
+    known = certificate.polar_upper <= lam * (1 + 1e-6)
+    unknown = "the answer is zero as far as is known: no direction found attains more than lam"
+    note = "lam ≥ lambda_max, so the answer is zero" if known else unknown
     return replace(certificate, method=f"{certificate.method}; {note}")
 
 
@@ -360,13 +398,3 @@ def _unmasked(Y: Any, mask: Any) -> tuple[Any, Any]:
         return Y, mask
     seen = ~np.ma.getmaskarray(Y)
     return np.ma.getdata(Y), seen if mask is None else seen & np.asarray(mask, dtype=bool)
-
-
-def _observed(Y: Tensor, mask: Any) -> Observed:
-    seen = torch.as_tensor(mask).to(torch.bool)
-    if seen.shape != Y.shape:
-        raise ShapeError(f"mask has shape {tuple(seen.shape)}, but Y has {tuple(Y.shape)}")
-    index = torch.nonzero(seen, as_tuple=True)
-    values = Y[index]
-    require_finite("Y, where mask is True,", values)
-    return Observed(values, (index[0], index[1]), (Y.shape[0], Y.shape[1]), compact=False)

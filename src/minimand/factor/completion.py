@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import NonFiniteError, OptionError, ShapeError, require_finite
 from .base import GrownFactorization
-from .certificate import FactorProblem, Factors, Stop
+from .certificate import Factors, Stop
 from .growth import Report, grow
 from .inputs import as_tensor, working
 from .matrices import RowSharding
@@ -105,14 +105,15 @@ class MatrixCompletion(GrownFactorization):
     def _loss(self, Y: Observed, rows: RowSharding) -> Observed:
         return replace(Y, rows=rows)
 
-    def _solve(self, Y: Observed, start: tuple[Tensor, Tensor] | None, rows: RowSharding, report: Report) -> Factors:
-        problem = FactorProblem(self._loss(Y, rows), self._regularizer(), float(self.lam))
-        options = self._options(min(rows.count(Y.shape[0]), Y.shape[1]))
+    def _solve(self, problem: Any, start: Any, report: Report) -> Factors:
+        Y = problem.loss
+        options = self._options(min(Y.rows.count(Y.shape[0]), Y.shape[1]))
         return grow(problem, options, like=Y.values, generator=self._generator(), start=start, report=report)
 
-    def _code(self, Y: Observed, V: Tensor) -> Tensor:
+    def _code(self, problem: Any, V: Tensor) -> tuple[Tensor, bool]:
         """The ridge regression of each row on its observed entries."""
-        return RowGroups.of(*Y.index, Y.shape, V.shape[1]).ridge(Y.values, V.contiguous(), float(self.lam))[0]
+        Y: Observed = problem.loss
+        return RowGroups.of(*Y.index, Y.shape, V.shape[1]).ridge(Y.values, V.contiguous(), problem.lam)[0], True
 
     def _right(self, like: Any) -> Tensor:
         return super()._right(like.values if isinstance(like, Observed) else like)

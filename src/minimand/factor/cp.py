@@ -2,18 +2,20 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import OptionError, ShapeError, require_finite
 from ..linalg import gram
 from ..solvers.iterate import iterate
 from .bounds import Bound, gram_bound
 from .certificate import Certificate, FactorProblem, Factors, conclude, noted_if_zero
 from .growth import GrowthOptions, Report
-from .inputs import real, refuse_masked, require_number, working
+from .inputs import leveled, real, refuse_masked, require_number, working
 from .losses import Squared
 from .regularizers import L2, Euclidean
 
@@ -27,6 +29,7 @@ REFILLS = 3  # rounds in which components that became zero are replaced at a fix
 Modes = tuple[Tensor, Tensor, Tensor]  # (A, B, C), vectors as rows: r × size of the mode
 
 
+@checked
 def certify_tensor(Y: Any, factors: Any, *, lam: float, tol: float = 1e-3) -> Certificate:
     r"""An upper bound on the distance of given factors to the global minimum of the CP problem over all sizes,
 
@@ -52,8 +55,12 @@ def certify_tensor(Y: Any, factors: Any, *, lam: float, tol: float = 1e-3) -> Ce
     require_number("lam", lam)
     require_number("tol", tol)
     data = require_tensor(Y).to(torch.float64)
-    a, b, c = (x.to(torch.float64) for x in modes_from(factors, data))
-    return tensor_certificate(data, (a, b, c), float(lam), float(tol), torch.Generator().manual_seed(0))[0]
+    columns = modes_from(factors, data)
+    problem, units = FactorProblem(Squared(data), L2(), float(lam)).normalized(*columns)
+    a, b, c = (units.lowered(x, share).mT for x, share in zip(columns, (2, 4, 4), strict=True))
+    assert isinstance(problem.loss, Squared)
+    certificate, _ = tensor_certificate(problem.loss.Y, (a, b, c), problem.lam, tol, torch.Generator().manual_seed(0))
+    return certificate.in_units(units)
 
 
 def require_tensor(Y: Any) -> Tensor:
@@ -76,8 +83,8 @@ def _weighted(value: Any) -> bool:
     return len(value) == 2 and isinstance(value[1], tuple | list)
 
 
-def modes_from(value: Any, like: Tensor) -> Modes:
-    """The vectors, as rows, of (A, B, C) or (weights, [A, B, C]), checked against the tensor ``like``."""
+def modes_from(value: Any, like: Tensor) -> tuple[Tensor, ...]:
+    """The vectors, as columns in float64, of (A, B, C) or (weights, [A, B, C]), checked against the tensor ``like``."""
     if not is_cp(value):
         raise OptionError(f"factors must be (A, B, C) or (weights, [A, B, C]), got {type(value).__name__}")
     weights, parts = (value[0], value[1]) if _weighted(value) else (None, value)
@@ -86,15 +93,13 @@ def modes_from(value: Any, like: Tensor) -> Modes:
     rank = shapes[0][-1] if shapes and shapes[0] else 0
     if shapes != [(size, rank) for size in like.shape]:
         raise ShapeError(f"factors of shapes {shapes} do not fit a tensor of {tuple(like.shape)}: each is size × r")
-    if weights is not None:
-        scale = working(real("weights", weights))
-        if scale.shape != (rank,):
-            raise ShapeError(f"weights have shape {tuple(scale.shape)}, but there are {rank} components")
-        found[0] = found[0] * scale
-    for x in found:
+    scale = torch.ones(rank) if weights is None else real("weights", weights)
+    if scale.shape != (rank,):
+        raise ShapeError(f"weights have shape {tuple(scale.shape)}, but there are {rank} components")
+    for x in (*found, scale):
         require_finite("factors", x)
-    a, b, c = (x.mT.to(like.device) for x in found)
-    return a, b, c
+    scale, a, b, c = leveled(*(x.to(like.device, torch.float64) for x in (scale.unsqueeze(0), *found)))
+    return a * scale, b, c
 
 
 def modes_from_codes(start: tuple[Tensor, Tensor], Y: Tensor) -> Modes:
@@ -174,14 +179,15 @@ def ascend(Z: Tensor, generator: torch.Generator) -> tuple[Tensor, Modes]:
     starts = [torch.randn(STARTS, Z.shape[2], dtype=torch.float64, generator=generator).to(Z.device)]
     _, _, right = torch.linalg.svd(Z.flatten(0, 1), full_matrices=False)
     starts.append(right[:STARTS])
-    c = torch.nn.functional.normalize(torch.cat(starts), dim=1)
+    normalized = partial(torch.nn.functional.normalize, dim=1, eps=torch.finfo(torch.float64).tiny)
+    c = normalized(torch.cat(starts))
     _, values, pairs = torch.linalg.svd(torch.einsum("ijk,rk->rij", Z, c), full_matrices=False)
     b = pairs[:, 0]
 
     def step(state: tuple[Tensor, Modes], k: int) -> tuple[Tensor, Modes]:
         _, (_, b, c) = state
-        a = torch.nn.functional.normalize(torch.einsum("ijk,rj,rk->ri", Z, b, c), dim=1)
-        b = torch.nn.functional.normalize(torch.einsum("ijk,ri,rk->rj", Z, a, c), dim=1)
+        a = normalized(torch.einsum("ijk,rj,rk->ri", Z, b, c))
+        b = normalized(torch.einsum("ijk,ri,rk->rj", Z, a, c))
         top = torch.einsum("ijk,ri,rj->rk", Z, a, b)
         values, c = GAUGE.polar(top)
         return values, (a, b, c)

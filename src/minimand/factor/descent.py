@@ -137,10 +137,10 @@ def initial_pairs(
     pairs = balanced(Components(U * (values * size / size.clamp_min(1e-300)).unsqueeze(-1), V), rows)
     missing = count - pairs.rank
     if missing > 0:
-        scale = (values.mean() / max(matrix.full_rows(), 1)).clamp_min(1e-12).sqrt() * 0.1
-        noise = theta.right.project(matrix.noise(missing, generator).mT) * scale
-        other = theta.left.project(matrix.times(noise.mT).mT)
-        pairs = pairs.joined(Components(other, noise))
+        mean = values.mean()
+        noise = theta.right.project(matrix.noise(missing, generator).mT) * (mean / max(matrix.full_rows(), 1)).sqrt()
+        other = theta.left.project(matrix.times(noise.mT).mT) / torch.where(mean > 0, mean, 1.0)
+        pairs = pairs.joined(Components(0.1 * other, 0.1 * noise))
         values = torch.cat([values, values.new_zeros(missing)])
     return Components(pairs.U.to(dtype).contiguous(), pairs.V.to(dtype).contiguous()), values
 

@@ -10,7 +10,6 @@ from ..functions import L1
 from ..functions.base import Separable, Step
 from .base import GrownFactorization
 from .inputs import require_number
-from .matrices import DenseDual
 from .nmf import proximal_codes
 from .regularizers import SparseL2
 
@@ -57,13 +56,13 @@ class SparseDictionary(GrownFactorization):
     def _regularizer(self) -> SparseL2:
         return SparseL2(float(self.gamma))
 
-    def _code(self, Y: Tensor, V: Tensor) -> Tensor:
+    def _code(self, problem: Any, V: Tensor) -> tuple[Tensor, bool]:
         """Each row solves min ½‖y − uVᵀ‖² + (λ/2)‖u‖² + λγ Σ ‖vᵢ‖|uᵢ|."""
-        return proximal_codes(Y, V, WeightedL1(float(self.lam * self.gamma) * V.norm(dim=0)), float(self.lam))
+        weights = problem.lam * float(self.gamma) * V.norm(dim=0)
+        return proximal_codes(problem.loss.Y, V, WeightedL1(weights), problem.lam)
 
-    def lambda_max(self, Y: Any) -> float:
-        """A lower bound on the polar of Y, by ascent from many starts: below it the solution is not zero."""
-        return self._regularizer().directions(DenseDual(self._data(Y)), 8, self._generator(), sweeps=200).best
+    def _largest_polar(self, loss: Any) -> float:
+        return self._regularizer().directions(loss.zero(), 8, self._generator(), sweeps=200).best
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """The estimator DropoutFactorization: matrix factorisation with dropout, by four methods for one objective."""
 
+import warnings
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from ..errors import OptionError, require_positive
@@ -15,7 +17,8 @@ from ..operators import Dense
 from ..solvers.base import require_count
 from ..solvers.iterate import iterate
 from ..solvers.linear import ridge_factor
-from ..solvers.steps import Exponential, Harmonic, Schedule, check_step_size
+from ..solvers.steps import Schedule, check_step_size
+from .base import validated
 from .dropout import (
     block_smoothness,
     closed_form,
@@ -23,14 +26,18 @@ from .dropout import (
     dropout_weight,
     equalized_factors,
     require_rate,
+    sample_smoothness,
     variable_rate,
 )
-from .inputs import require_entries, require_whole, seeded_generator
+from .inputs import Units, raised, require_entries, require_whole, seeded_generator, warn_if_out_of_range
+from .losses import Squared
 
 __all__ = ["DropoutFactorization"]
 
 _METHODS = ("closed_form", "alternating", "gradient", "dropout")
 _RATES = ("fixed", "variable")
+# Samples may raise the objective, but not this many times above that of the start.
+DIVERGED = 1e3
 
 
 class _DropoutState(NamedTuple):
@@ -57,7 +64,7 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         = \min_{U, V}\; \|Y - UV^\top\|^2 + \tfrac{p}{1-p}\sum_{i=1}^r\|U_i\|^2\|V_i\|^2
 
     Source: [Vidal2018], Part II. The global minimum is known (:func:`~minimand.factor.dropout_optimum`), so ``gap_`` is
-    the exact distance to it.
+    the exact distance to it. An objective that grows a thousandfold is an error.
 
     Args:
         n_components: The number r of terms.
@@ -68,8 +75,9 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         rate: ``"fixed"``: p is the rate. ``"variable"``: p is the rate for one term, and the rate for r terms is
             raised so that :math:`\lambda_r = r\lambda_1`: the penalty is then :math:`\lambda_1\|UV^\top\|_*^2`.
         max_iter: Iterations of the iterative methods.
-        step: ``"auto"`` is :math:`1/L` for each block, else a fixed number.
-        decay: The schedule of the step; None: constant, for ``"dropout"`` harmonic decay over a tenth of ``max_iter``.
+        step: ``"auto"`` is :math:`1/L` for each block, and at most :math:`1/L` of the drawn sample, whose curvature
+            grows with :math:`(1-p)^{-2}`; else a fixed number.
+        decay: The schedule of the step; None: constant, for ``"dropout"`` linear decay to zero over ``max_iter``.
         tol: The relative decrease of the objective in one iteration at which ``"alternating"`` and ``"gradient"``
             stop.
         random_state: Seeds the start and the masks.
@@ -106,19 +114,20 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
 
     def fit(self, X: Any, y: Any = None) -> "DropoutFactorization":
         """Find the factors of X, n_samples × n_features."""
-        self._fit(X)
+        self._fit(X, 3)
         return self
 
     def fit_transform(self, X: Any, y: Any = None) -> np.ndarray:
         """Find the factors of X and return U."""
-        return self._fit(X).numpy()
+        return self._fit(X, 4).numpy()  # one level more: scikit-learn's set_output wraps this method
 
     def transform(self, X: Any) -> np.ndarray:
         r"""The best U for given V, row by row: :math:`\min_u \|x - uV^\top\|^2 + \lambda\sum_i u_i^2\|V_i\|^2`."""
         check_is_fitted(self, "components_")
         data = self._checked(X, reset=False)
         V = torch.from_numpy(self.components_.T.astype(data.dtype))
-        return best_rows(torch.tensor(data), V, dropout_weight(self.p_)).numpy()
+        loss, units = Squared(torch.tensor(data)).normalized(V, V)
+        return units.factor(best_rows(loss.Y, units.lowered(V), dropout_weight(self.p_))).numpy()
 
     def inverse_transform(self, X: Any) -> np.ndarray:
         """The product of coefficients with the components."""
@@ -129,28 +138,34 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
     def _n_features_out(self) -> int:
         return len(self.components_)
 
-    def _fit(self, X: Any) -> Tensor:
+    def _fit(self, X: Any, level: int) -> Tensor:
+        """Solve and store, and return U; ``level`` is the caller's on the stack."""
         self._check()
         data = self._checked(X)
         # A copy, because torch warns about read-only arrays.
-        Y = torch.tensor(data)
+        loss, units = Squared(torch.tensor(data)).normalized()
+        Y = loss.Y
         self.p_ = float(self.p) if self.rate == "fixed" else variable_rate(self.p, self.n_components)
         weight = dropout_weight(self.p_)
-        left, values, right, self.threshold_ = closed_form(Y, self.n_components, weight)
+        left, values, right, threshold = closed_form(Y, self.n_components, weight)
         best = equalized_factors(left, values, right, self.n_components)
         optimum = _DropoutState(*best, [], []).appended(Y, *best, self.p_)
-        self.optimum_, self.n_iter_ = optimum.history[0], 1
-        factors = optimum if self.method == "closed_form" else self._descend(Y)
-        self.components_ = factors.V.mT.contiguous().numpy()
+        self.n_iter_ = 1
+        factors = optimum if self.method == "closed_form" else self._descend(Y, units, level)
+        self.components_ = units.factor(factors.V.mT.contiguous()).numpy()
         self.n_components_ = self.n_components
-        self.history_ = np.asarray(factors.history)
-        self.norm_history_ = np.asarray(factors.norms)
-        self.objective_ = factors.history[-1]
-        self.gap_ = max(self.objective_ - self.optimum_, 0.0)
-        return factors.U
+        gap = max(factors.history[-1] - optimum.history[0], 0.0)
+        self.optimum_, self.gap_, *history = (
+            raised(x, units.objective) for x in (*optimum.history, gap, *factors.history)
+        )
+        self.history_, self.objective_ = np.array(history), history[-1]
+        self.threshold_ = raised(threshold, units.product)
+        self.norm_history_ = np.array([[raised(x, units.product) for x in norms] for norms in factors.norms])
+        warn_if_out_of_range(type(self).__name__, self.objective_, level)
+        return units.factor(factors.U)
 
     def _checked(self, X: Any, *, reset: bool = True) -> np.ndarray:
-        data = validate_data(self, X, reset=reset, dtype=[np.float64, np.float32], ensure_all_finite=False)
+        data = validated(self, X, reset=reset)
         require_entries("X", data, type(self).__name__, "fill them, or complete them with MatrixCompletion")
         return np.asarray(data)
 
@@ -167,7 +182,7 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         if self.decay is not None and not isinstance(self.decay, Schedule):
             raise OptionError(f"decay must be None or a Schedule, such as Harmonic(100), got {self.decay!r}")
 
-    def _descend(self, Y: Tensor) -> _DropoutState:
+    def _descend(self, Y: Tensor, units: Units, level: int) -> _DropoutState:
         """The iterative methods, from a random start of the data's scale."""
         generator = seeded_generator(self.random_state)
         scale = (Y.norm() / (Y.numel() ** 0.5 * self.n_components**0.5)).sqrt()
@@ -176,16 +191,30 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
             for n in Y.shape
         )
         trackers = LipschitzTracker(Dense(U)), LipschitzTracker(Dense(V))
+        # A given step is one in the units of the data.
+        length = None if isinstance(self.step, str) else raised(float(self.step), units.product)
+        start = _DropoutState(U, V, [], []).appended(Y, U, V, self.p_)
 
         def step(state: _DropoutState, k: int) -> _DropoutState:
-            return state.appended(Y, *self._stepped(Y, state, k, trackers, generator), self.p_)
+            state = state.appended(Y, *self._stepped(Y, state, k, length, trackers, generator), self.p_)
+            if not state.history[-1] <= DIVERGED * state.history[0]:
+                raise OptionError(
+                    f"DropoutFactorization(method={self.method!r}) diverged: iteration {k + 1} raised the objective "
+                    f"{state.history[-1] / state.history[0]:.2g}-fold above the start's; use a smaller step than "
+                    f'{self.step!r}, or step="auto" without a decay'
+                )
+            return state
 
         def stalled(state: _DropoutState, k: int) -> bool:
             before, after = state.history[-2:]
             return before - after <= self.tol * abs(after)
 
-        start = _DropoutState(U, V, [], []).appended(Y, U, V, self.p_)
-        factors, self.n_iter_ = iterate(step, start, self.max_iter, until=None if self.method == "dropout" else stalled)
+        sampled = self.method == "dropout"
+        factors, self.n_iter_ = iterate(step, start, self.max_iter, until=None if sampled else stalled)
+        if not sampled and self.tol > 0 and not stalled(factors, self.n_iter_):
+            text = f"DropoutFactorization made all max_iter={self.max_iter} iterations, and each lowered the objective "
+            text += f"by more than tol={self.tol:g}; raise max_iter or tol"
+            warnings.warn(text, ConvergenceWarning, stacklevel=level + 1)
         return factors
 
     def _stepped(
@@ -193,6 +222,7 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         Y: Tensor,
         state: _DropoutState,
         k: int,
+        length: float | None,
         trackers: tuple[LipschitzTracker, LipschitzTracker],
         generator: torch.Generator,
     ) -> tuple[Tensor, Tensor]:
@@ -206,26 +236,27 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
             kept = 1 - self.p_
             draw = torch.rand(2, self.n_components, generator=generator, dtype=torch.float64) < kept
             masks = (draw[0].to(Y.dtype) / kept, draw[1].to(Y.dtype) / kept)
-        U = self._moved(Y, U, V, k, masks[0], trackers[1])
-        return U, self._moved(Y.mT, V, U, k, masks[1], trackers[0])
+        U = self._moved(Y, U, V, masks[0], self._length(V, k, length, trackers[1], masks[0]))
+        return U, self._moved(Y.mT, V, U, masks[1], self._length(U, k, length, trackers[0], masks[1]))
 
-    def _moved(self, Y: Tensor, U: Tensor, V: Tensor, k: int, mask: Tensor | None, tracker: LipschitzTracker) -> Tensor:
+    def _moved(self, Y: Tensor, U: Tensor, V: Tensor, mask: Tensor | None, length: Tensor | float) -> Tensor:
         """A gradient step over U for the objective, or for its sample of the terms in ``mask``."""
-        weight = dropout_weight(self.p_)
-        length = self._length(V, weight, k, tracker)
         if mask is not None:
             return U - length * 2 * ((U * mask) @ V.mT - Y) @ (V * mask)
-        return U - length * (2 * ((U @ V.mT - Y) @ V + weight * U * V.square().sum(0)))
+        return U - length * (2 * ((U @ V.mT - Y) @ V + dropout_weight(self.p_) * U * V.square().sum(0)))
 
-    def _length(self, V: Tensor, weight: float, k: int, tracker: LipschitzTracker) -> Tensor | float:
-        """The step of this iteration for the factor that multiplies V."""
-        decay = self.decay
-        if decay is None:
-            decay = Harmonic(max(self.max_iter / 10, 1.0)) if self.method == "dropout" else Exponential(1.0)
-        if self.step != "auto":
-            return float(self.step) * decay.factor(k)
-        bound = block_smoothness(V, weight, tracker)
-        return decay.factor(k) / bound if bound > 0 else 0.0
+    def _length(
+        self, V: Tensor, k: int, length: float | None, tracker: LipschitzTracker, mask: Tensor | None
+    ) -> Tensor | float:
+        """The step of this iteration for the factor that multiplies V; ``length`` replaces 1/L."""
+        decay = 1 - k / self.max_iter if self.method == "dropout" else 1.0
+        decay = decay if self.decay is None else self.decay.factor(k)
+        if length is not None:
+            return length * decay
+        bound = block_smoothness(V, dropout_weight(self.p_), tracker)
+        if mask is not None:  # the scheduled step, but none that may raise the sampled objective
+            bound = torch.maximum(bound, decay * sample_smoothness(V, mask))
+        return decay / bound if bound > 0 else 0.0
 
 
 def best_rows(Y: Tensor, V: Tensor, weight: float) -> Tensor:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import ShapeError, require_finite
 from .certificate import Certificate, FactorProblem
 from .growth import GrowthOptions, grow
@@ -25,6 +26,7 @@ class FactorizeResult(NamedTuple):
     history: list[float]
 
 
+@checked
 def factorize(
     Y: Any,
     *,
@@ -71,9 +73,9 @@ def factorize(
     if data.dim() != 2 or 0 in data.shape:
         raise ShapeError(f"Y must be a real matrix with entries, got shape {tuple(data.shape)}")
     require_finite("Y", data)
-    problem = FactorProblem(loss_from(loss, data), theta, float(lam))
+    problem, units = FactorProblem(loss_from(loss, data), theta, float(lam)).normalized()
     options = GrowthOptions(n_components, r_max, max(int(max_iter), 1), float(tol), bound=data.numel())
-    found = grow(problem, options, like=data, generator=seeded_generator(random_state))
+    found = grow(problem, options, like=data, generator=seeded_generator(random_state)).in_units(units)
     return FactorizeResult(
         same_kind(found.U, Y), same_kind(found.V, Y), found.objective, found.certificate, list(found.history)
     )

@@ -1,8 +1,9 @@
-"""Conversion and checks of inputs: arrays, tensors, frames, masked arrays, options and seeds."""
+"""Conversion and checks of inputs: arrays, tensors, frames, masked arrays, options, seeds, and the range of numbers."""
 
 import math
 import numbers
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,11 @@ from torch import Tensor
 
 from ..errors import NonFiniteError, OptionError, ShapeError, require_positive
 
-__all__ = ["as_tensor", "real", "same_kind", "seeded_generator", "working"]
+__all__ = ["Units", "as_tensor", "real", "same_kind", "seeded_generator", "working"]
+
+# Binary exponents: of data that are left as they are; between the factors of a component that are left as they are; and
+# between data and λ, beyond which float64 cannot relate them.
+MIDDLE, APART, FARTHEST = 32, 64, 900
 
 
 def require_number(name: str, value: Any, *, zero: bool = False) -> None:
@@ -102,7 +107,7 @@ def real(name: str, value: Any) -> Tensor:
         array = np.asarray(value)
         if array.dtype.kind not in "biufc":
             raise OptionError(f"{name} must hold real numbers, got {array.dtype}: convert it")
-        tensor = as_tensor(array)
+        tensor = as_tensor(array.astype(np.float64) if array.dtype == np.longdouble else array)
     if tensor.is_complex():
         raise ShapeError(f"{name} must hold real numbers, got {tensor.dtype}: pass real and imaginary parts as columns")
     return tensor
@@ -123,3 +128,108 @@ def seeded_generator(random_state: Any) -> torch.Generator:
             f"random_state must be None, a whole number from 0 to 2³² − 1 or a numpy RandomState, got {random_state!r}"
         ) from error
     return torch.Generator().manual_seed(int(source.randint(2**31 - 1)))
+
+
+# -- the range of numbers ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Units:
+    r"""Binary exponents between a problem and the same problem in the middle of the floating-point range.
+
+    Products with powers of two are exact, so both have the same solution to the last digit, but squares in the second
+    neither overflow nor vanish. With the data :math:`Y = 2^e Y'` and a loss of degree d, λ and polars are
+    :math:`2^{(d-1)e}` times the others (``polar``), objectives and gaps :math:`2^{de}` times (``objective``), and
+    products :math:`UV^\top` as Y.
+
+    >>> Units(polar=4, objective=8).factor(torch.ones(1)), Units(polar=4, objective=8).lowered(torch.ones(1))
+    (tensor([4.]), tensor([0.2500]))
+    """
+
+    polar: int = 0
+    objective: int = 0
+
+    @property
+    def product(self) -> int:
+        """The exponent of UVᵀ, a multiple of four."""
+        return self.objective - self.polar
+
+    def factor(self, x: Tensor, share: int = 2) -> Tensor:
+        """A factor in the caller's units; it takes one of ``share`` equal shares of the exponent."""
+        return shifted(x, self.product // share)
+
+    def lowered(self, x: Tensor, share: int = 2) -> Tensor:
+        """A factor of the caller's in the middle of the range."""
+        return shifted(x, -self.product // share)
+
+    def weight(self, lam: float, largest: float) -> float:
+        """The caller's λ there; ``largest`` is the largest entry of the caller's data."""
+        return comparable(f"lam={lam:g}", raised(float(lam), -self.polar), largest)
+
+
+def comparable(name: str, value: float, largest: float) -> float:
+    """An option for data in the middle of the range; raises if float64 cannot relate it to them."""
+    if largest and not 2.0**-FARTHEST < value < 2.0**FARTHEST:
+        raise OptionError(
+            f"{name} and the data, whose largest entry is {largest:g}, are too far apart for float64: rescale one of "
+            "them"
+        )
+    return value
+
+
+def shifted(tensor: Tensor, exponent: int) -> Tensor:
+    """2^exponent · ``tensor``, in two steps, because the power itself may lie outside the range."""
+    return tensor * 2.0 ** (exponent // 2) * 2.0 ** (exponent - exponent // 2) if exponent else tensor
+
+
+def raised(value: float, exponent: int) -> float:
+    """2^exponent · ``value``: infinite above float64's range, and the smallest number above zero below it."""
+    try:
+        return math.ldexp(value, exponent) or math.copysign(5e-324, value) * (value != 0)
+    except OverflowError:
+        return math.copysign(math.inf, value)
+
+
+def warn_if_out_of_range(who: str, objective: float, level: int) -> None:
+    """Warn of an objective that :func:`raised` could not represent; ``level`` is the caller's on the stack."""
+    if objective in (5e-324, math.inf):
+        warnings.warn(
+            f"{who}: the objective lies outside of float64's range, because it scales with the data or their square; "
+            "factors, status and relative gap hold; scale the data to see it",
+            RuntimeWarning,
+            stacklevel=level + 1,
+        )
+
+
+def middle(largest: float, *factors: Tensor, limit: int = MIDDLE) -> int:
+    """The exponent, a multiple of four, by which data (and products of given factors, vectors as columns) are divided:
+    zero unless the largest entry is far from one."""
+    exponents = [math.frexp(largest)[1]] if largest else []
+    if factors:
+        sizes, powers = _magnitudes(factors)
+        exponents += powers.sum(0)[(sizes > 0).all(0)].tolist()
+    top = max(exponents, default=0)
+    return 0 if abs(top) <= limit else top - top % 4
+
+
+def leveled(*factors: Tensor) -> tuple[Tensor, ...]:
+    """Factors, vectors as columns, of the same components: powers of two move between the factors of a component until
+    their sizes differ by at most ``APART`` binary exponents."""
+    sizes, powers = _magnitudes(factors)
+    moves = np.where(np.ptp(powers, 0) > APART, powers.sum(0) // len(factors) - powers, 0)
+    moves[0] -= moves.sum(0)
+    # A zero product needs no balance, only squares in the range.
+    moves = np.where((sizes > 0).all(0), moves, np.where(np.abs(powers) > APART, -powers, 0))
+    return tuple(_moved(x, move) if move.any() else x for x, move in zip(factors, moves, strict=True))
+
+
+def _magnitudes(factors: tuple[Tensor, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """The largest absolute value and its binary exponent, factors × components."""
+    sizes = np.array([np.abs(x.detach().cpu().numpy()).max(0, initial=0.0) for x in factors], dtype=np.float64)
+    return sizes, np.frexp(sizes)[1]
+
+
+def _moved(x: Tensor, move: np.ndarray) -> Tensor:
+    for part in (move // 2, move - move // 2):
+        x = x * torch.from_numpy(np.ldexp(1.0, part)).to(x)
+    return x

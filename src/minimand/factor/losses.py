@@ -13,7 +13,7 @@ import abc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from ..errors import OptionError, require_positive
 from ..functions import L1
 from ..norms.spectral import EPS
+from .inputs import Units, comparable, middle, raised, shifted
 from .matrices import DenseDual, DualMatrix, DualMoments, RowSharding, row_blocks, summation_error
 
 __all__ = ["DualValue", "Entrywise", "Huber", "Logistic", "Loss", "Squared", "best_multiple", "loss_from", "rounding"]
@@ -42,6 +43,8 @@ class Loss(abc.ABC):
     """
 
     rows: RowSharding
+    #: The loss of cX for data cY is c^degree times that of X for Y; zero if it is no such multiple.
+    degree: int = 0
 
     @property
     @abc.abstractmethod
@@ -83,6 +86,23 @@ class Loss(abc.ABC):
         """A bound on the gradient's norm at a point of loss ``value``: √(2κℓ), because the loss is non-negative."""
         return math.sqrt(2 * self.curvature * value)
 
+    def largest(self) -> float:
+        """The largest absolute value of the data."""
+        return 0.0
+
+    def scaled(self, exponent: int) -> Self:
+        """The loss of the data times 2^exponent."""
+        raise NotImplementedError
+
+    def normalized(self, *factors: Tensor, largest: float | None = None) -> tuple[Self, Units]:
+        """The loss of data in the middle of the floating-point range, where given factors (vectors as columns) fit too,
+        and its units there; the data of a loss without a degree are left as they are, and refused far from one."""
+        largest = self.largest() if largest is None else largest
+        exponent = middle(largest, *factors) if self.degree else 0
+        if not self.degree and abs(middle(largest)) > 256:
+            raise OptionError(f"{type(self).__name__} has no degree, and entries up to {largest:g}: scale the data")
+        return self.scaled(-exponent) if exponent else self, Units(exponent * (self.degree - 1), exponent * self.degree)
+
 
 def loss_from(make: Callable[[Tensor], Loss], data: Tensor) -> Loss:
     """The loss that ``make`` builds from the data."""
@@ -107,6 +127,14 @@ class _DenseLoss(Loss):
     """A loss of a matrix Y without missing entries."""
 
     Y: Tensor
+
+    def largest(self) -> float:
+        """The largest absolute value of Y, over all processes."""
+        return self.rows.largest(self.Y)
+
+    def scaled(self, exponent: int) -> Self:
+        """The loss of Y times 2^exponent."""
+        return replace(self, Y=shifted(self.Y, exponent))  # type: ignore[type-var]
 
     def size(self) -> float:
         """‖Y‖."""
@@ -140,6 +168,7 @@ class Squared(_DenseLoss):
     Y: Tensor
     rows: RowSharding = RowSharding()  # noqa: RUF009 -- frozen
     curvature = 1.0
+    degree = 2
 
     def value(self, U: Tensor, V: Tensor) -> float:
         """Half the squared residual, by blocks of rows."""
@@ -173,10 +202,18 @@ class Huber(_DenseLoss):
     rows: RowSharding = RowSharding()  # noqa: RUF009 -- frozen
     #: A dual point from a solver. Without smoothing, the signs of the residual are a poor dual point.
     found: Tensor | None = None
+    degree = 1
 
     def __post_init__(self) -> None:
         if self.gamma is not None:
             require_positive("gamma", self.gamma)
+
+    def scaled(self, exponent: int) -> Self:
+        """The loss of Y times 2^exponent, whose gamma is that much smaller."""
+        scaled = super().scaled(exponent)
+        if self.gamma is None:
+            return scaled
+        return replace(scaled, gamma=comparable(f"gamma={self.gamma:g}", raised(self.gamma, -exponent), self.largest()))
 
     @property
     def curvature(self) -> float:
@@ -229,8 +266,8 @@ class Huber(_DenseLoss):
     def lower(self, matrix: DualMatrix, largest: float) -> DualValue:
         """c⟨Y,Z⟩ − c²‖Z‖²/(2γ) with |cZ| ≤ 1."""
         assert isinstance(matrix, DenseDual)
-        largest_entry = torch.stack([b.abs().max() for _, b in matrix.blocks() if b.numel()]).max()
-        top = float(self.rows.max(largest_entry))
+        parts = [torch.stack(torch.aminmax(b)) for _, b in matrix.blocks() if b.numel()]
+        top = self.rows.largest(torch.cat(parts))
         room = 1 / top if top > 0 else math.inf
         return best_multiple(matrix.moments(self.Y), self.curvature, min(largest, room))
 

@@ -15,7 +15,7 @@ next to it, so a few Lanczos steps bound it.
 
 import math
 from dataclasses import KW_ONLY, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,9 +65,8 @@ class LowRank(Factorization):
     _: KW_ONLY
     max_iter: int = 100
 
-    def _solve(self, Y: Tensor, start: tuple[Tensor, Tensor] | None, rows: RowSharding, report: Report) -> Factors:
-        lam, generator = float(self.lam), self._generator()
-        problem = FactorProblem(self._loss(Y, rows), self._regularizer(), lam)
+    def _solve(self, problem: Any, start: Any, report: Report) -> Factors:
+        Y, rows, lam, generator = problem.loss.Y, problem.rows, problem.lam, self._generator()
         triples = shrunk(Y, lam, rows=rows, generator=generator, start=start, sweeps=int(self.max_iter))
         report(int(self.max_iter), len(triples.kept), 0.0)
         certificate, objective = shrunk_certificate(problem, triples, self.tol, generator)

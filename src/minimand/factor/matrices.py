@@ -54,6 +54,11 @@ class RowSharding:
         """The entrywise maximum of ``tensor`` over the processes."""
         return self._reduce(tensor, dist.ReduceOp.MAX)
 
+    def largest(self, tensor: Tensor) -> float:
+        """The largest absolute value over the processes; zero for no entries."""
+        ends = torch.stack(torch.aminmax(tensor)) if tensor.numel() else tensor.new_zeros(2)
+        return float(self.max(ends.to(torch.float64).abs()).max())
+
     def _reduce(self, tensor: Tensor, op: Any) -> Tensor:
         if self.group is None:
             return tensor

@@ -12,9 +12,12 @@ from ..operators import Dense
 from ..solvers import FISTA, Problem, solve
 from .base import GrownFactorization
 from .growth import GrowthOptions
+from .inputs import Units
 from .regularizers import NonNegativeL2
 
 __all__ = ["NMF", "proximal_codes"]
+
+ROUGH = 1e-4  # the relative error of codes above which they count as not converged
 
 
 @dataclass(eq=False, repr=False)
@@ -64,8 +67,8 @@ class NMF(GrownFactorization):
             raise OptionError("Negative values in data passed to NMF: clip or shift them")
         return like, data
 
-    def _checked_start(self, start: Any, data: Any) -> tuple[Tensor, Tensor]:
-        U, V = super()._checked_start(start, data)
+    def _checked_start(self, start: Any, data: Any, units: Units) -> tuple[Tensor, ...]:
+        U, V = super()._checked_start(start, data, units)
         if bool((U < 0).any()) or bool((V < 0).any()):
             raise OptionError("Negative values in start: clip the factors at zero")
         return U, V
@@ -76,13 +79,14 @@ class NMF(GrownFactorization):
     def _options(self, bound: int) -> GrowthOptions:
         return replace(super()._options(bound), effort=self.effort)
 
-    def _code(self, Y: Tensor, V: Tensor) -> Tensor:
+    def _code(self, problem: Any, V: Tensor) -> tuple[Tensor, bool]:
         """Each row solves min ½‖y − uVᵀ‖² + (λ/2)‖u‖², u ≥ 0."""
-        return proximal_codes(Y, V, NonNegative(), float(self.lam))
+        return proximal_codes(problem.loss.Y, V, NonNegative(), problem.lam)
 
 
-def proximal_codes(Y: Tensor, V: Tensor, function: Function, lam: float) -> Tensor:
+def proximal_codes(Y: Tensor, V: Tensor, function: Function, lam: float) -> tuple[Tensor, bool]:
     """Each row solves min ½‖y − uVᵀ‖² + (λ/2)‖u‖² + g(u), until the gradient's norm is small relative to YV."""
     size = max(float((Y @ V).norm(dim=-1).max()), float(torch.finfo(Y.dtype).tiny))
     tol = size * float(torch.finfo(Y.dtype).eps) ** 0.5 * 0.1
-    return solve(Problem(Dense(V.mT.contiguous()), function, Y, ridge=lam), FISTA(iters=5000), tol=tol).x
+    found = solve(Problem(Dense(V.mT.contiguous()), function, Y, ridge=lam), FISTA(iters=5000), tol=tol)
+    return found.x, float(found.optimality) <= ROUGH * size

@@ -11,12 +11,14 @@ matrix of the data's size is formed.
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from ..errors import ShapeError, require_finite
 from ..functions import NonNegative
 from ..linalg import gram
 from ..operators import Dense
@@ -24,10 +26,11 @@ from ..solvers import FISTA, Problem, solve
 from ..solvers.iterate import iterate
 from ..solvers.linear import ridge_factor
 from .descent import Components, LocalDescent
+from .inputs import shifted
 from .losses import DualValue, Loss, best_multiple
 from .matrices import DualMatrix, DualMoments, RowSharding, row_blocks
 
-__all__ = ["Observed", "ObservedDescent", "RowGroups", "SparseDual", "rotated"]
+__all__ = ["Observed", "ObservedDescent", "RowGroups", "SparseDual", "masked", "rotated"]
 
 # Entries of a batch of ridge regressions.
 BATCH = 2_000_000
@@ -138,6 +141,15 @@ class Observed(Loss):
     rows: RowSharding = RowSharding()  # noqa: RUF009 -- frozen
     compact: bool = True
     curvature = 1.0
+    degree = 2
+
+    def largest(self) -> float:
+        """The largest absolute value of an observed entry, over all processes."""
+        return self.rows.largest(self.values)
+
+    def scaled(self, exponent: int) -> Self:
+        """The loss of the data times 2^exponent."""
+        return replace(self, values=shifted(self.values, exponent))
 
     def residual(self, U: Tensor, V: Tensor) -> Tensor:
         """Y − UVᵀ on the observed entries, in the factors' precision."""
@@ -171,6 +183,17 @@ class Observed(Loss):
     def entries(self) -> int:
         """The number of observed entries."""
         return self.rows.count(len(self.values))
+
+
+def masked(Y: Tensor, mask: Any) -> Observed:
+    """The loss on the entries of a matrix with a True ``mask``."""
+    seen = torch.as_tensor(mask).to(torch.bool)
+    if seen.shape != Y.shape:
+        raise ShapeError(f"mask has shape {tuple(seen.shape)}, but Y has {tuple(Y.shape)}")
+    index = torch.nonzero(seen, as_tuple=True)
+    values = Y[index]
+    require_finite("Y, where mask is True,", values)
+    return Observed(values, (index[0], index[1]), (Y.shape[0], Y.shape[1]), compact=False)
 
 
 def _products(U: Tensor, V: Tensor, index: tuple[Tensor, Tensor]) -> Tensor:

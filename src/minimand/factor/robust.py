@@ -1,7 +1,7 @@
 """The estimator RobustPCA: low rank plus sparse."""
 
 import math
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,13 +10,13 @@ from torch import Tensor
 from ..solvers.iterate import iterate
 from ..solvers.linear import ridge_factor
 from .base import Factorization
-from .certificate import Certificate, FactorProblem, Factors, Status, certify_factors, noted_if_zero, stop_reason
+from .certificate import Certificate, Factors, Status, certify_factors, noted_if_zero, stop_reason
 from .growth import Report
 from .inputs import require_number, same_kind
 from .losses import Huber
 from .lowrank import Triples, shrunk
 from .matrices import RowSharding
-from .regularizers import L2
+from .nmf import ROUGH
 
 __all__ = ["RobustPCA"]
 
@@ -75,8 +75,8 @@ class RobustPCA(Factorization):
         if self.gamma is not None:
             require_number("gamma", self.gamma)
 
-    def _loss(self, Y: Tensor, rows: RowSharding, found: Tensor | None = None) -> Huber:
-        return Huber(Y, None if self.gamma is None else float(self.gamma), rows, found)
+    def _loss(self, Y: Tensor, rows: RowSharding) -> Huber:
+        return Huber(Y, None if self.gamma is None else float(self.gamma), rows)
 
     def _store(self, found: Factors, data: Tensor, like: Any) -> None:
         super()._store(found, data, like)
@@ -84,48 +84,48 @@ class RobustPCA(Factorization):
         self.low_rank_ = same_kind(low_rank, like)
         self.sparse_ = same_kind(self._loss(data, RowSharding()).sparse(data - low_rank), like)
 
-    def _solve(self, Y: Tensor, start: tuple[Tensor, Tensor] | None, rows: RowSharding, report: Report) -> Factors:
-        loss, generator, history = self._loss(Y, rows), self._generator(), []
-        state, done, tol = self._first(Y, start, loss), 0, self.tol * 0.1
+    def _solve(self, problem: Any, start: Any, report: Report) -> Factors:
+        loss, lam, rows, generator, history = problem.loss, problem.lam, problem.rows, self._generator(), []
+        Y, done, tol = loss.Y, 0, self.tol * 0.1
+        state = self._first(problem, start)
         for _ in range(CERTIFICATES):
 
             def step(state: _AdmmState, k: int, tol: float = tol) -> _AdmmState:
-                state = self._advance(Y, loss, state, k, tol, generator)
+                state = self._advance(problem, state, k, tol, generator)
                 value = loss.of(Y - _product(state.triples)).to(torch.float64)
-                history.append(float(rows.sum(value)) + self.lam * float(state.triples.kept.sum()))
+                history.append(float(rows.sum(value)) + lam * float(state.triples.kept.sum()))
                 report(k, len(state.triples.kept), history[-1])
                 return state
 
             state, done = iterate(step, state, int(self.max_iter) - done, start=done, until=lambda s, k: s.quiet)
-            certificate = self._certified(Y, state, rows, generator)
+            certificate = self._certified(problem, state, generator)
             if certificate.status is Status.CERTIFIED or done >= self.max_iter or tol < 1e-4 * self.tol:
                 break
             tol *= 0.1
         U, V = state.triples.factors()
         norms = rows.sum(U.to(torch.float64).square().sum(0)).sqrt() * V.to(torch.float64).norm(dim=0)
-        objective = loss.value(U, V) + self.lam * float(norms.sum())
-        certificate = noted_if_zero(certificate, U.shape[1], self.lam)
+        objective = loss.value(U, V) + lam * float(norms.sum())
+        certificate = noted_if_zero(certificate, U.shape[1], lam)
         iterations = max(done, 1)
-        stop = stop_reason(certificate, lam=self.lam, tol=self.tol, out_of_iterations=iterations >= self.max_iter)
+        stop = stop_reason(certificate, lam=lam, tol=self.tol, out_of_iterations=iterations >= self.max_iter)
         return Factors(U, V, objective, certificate, (*history[:-1], objective), iterations, stop)
 
-    def _first(self, Y: Tensor, start: tuple[Tensor, Tensor] | None, loss: Huber) -> _AdmmState:
-        rows = loss.rows
+    def _first(self, problem: Any, start: Any) -> _AdmmState:
+        Y, rows = problem.loss.Y, problem.rows
         totals = rows.sum(torch.stack([Y.abs().sum(), torch.tensor(float(Y.numel()))]).to(torch.float64))
         mean = float(totals[0] / totals[1])
-        penalty = 0.25 * float(self.lam) / max(mean, 1e-30) / math.sqrt(max(rows.count(len(Y)), Y.shape[1]))
+        penalty = 0.25 * problem.lam / max(mean, 1e-30) / math.sqrt(max(rows.count(len(Y)), Y.shape[1]))
         empty = Triples(Y[:, :0], Y.new_zeros(0), Y.new_zeros(Y.shape[1], 0))
         residual = torch.zeros_like(Y) if start is None else Y - start[0].to(Y) @ start[1].to(Y).mT
         return _AdmmState(residual, torch.zeros_like(Y), empty, penalty, False)
 
-    def _advance(
-        self, Y: Tensor, loss: Huber, state: _AdmmState, k: int, tol: float, generator: torch.Generator
-    ) -> _AdmmState:
+    def _advance(self, problem: Any, state: _AdmmState, k: int, tol: float, generator: torch.Generator) -> _AdmmState:
         """One iteration of ADMM. The penalty is adapted until the primal and dual residuals balance."""
         residual, dual, triples, penalty, _ = state
+        loss, Y = problem.loss, problem.loss.Y
         warm = triples.factors() if len(triples.kept) else None
         triples = shrunk(
-            Y - residual + dual, float(self.lam) / penalty, rows=loss.rows, generator=generator, start=warm, sweeps=8
+            Y - residual + dual, problem.lam / penalty, rows=loss.rows, generator=generator, start=warm, sweeps=8
         )
         left_over = Y - _product(triples)
         new = loss.prox_residual(left_over + dual, 1 / penalty)
@@ -139,33 +139,34 @@ class RobustPCA(Factorization):
             factor = 2.0 if primal > 4 * change else 0.5 if change > 4 * primal else 1.0
         return _AdmmState(new, dual / factor, triples, penalty * factor, quiet)
 
-    def _certified(self, Y: Tensor, state: _AdmmState, rows: RowSharding, generator: torch.Generator) -> Certificate:
+    def _certified(self, problem: Any, state: _AdmmState, generator: torch.Generator) -> Certificate:
         """The better certificate of two dual points: the multiplier, and the gradient at X."""
         U, V = state.triples.factors()
-        points = [state.penalty * state.dual] if self.gamma is None else [state.penalty * state.dual, None]
-        problems = [FactorProblem(self._loss(Y, rows, point), L2(), float(self.lam)) for point in points]
+        problems = [replace(problem, loss=replace(problem.loss, found=state.penalty * state.dual))]
+        problems += [] if self.gamma is None else [problem]
         found = [certify_factors(problem, U, V, tol=self.tol, generator=generator).certificate for problem in problems]
         return min(found, key=lambda certificate: certificate.gap)
 
-    def _code(self, Y: Tensor, V: Tensor) -> Tensor:
+    def _code(self, problem: Any, V: Tensor) -> tuple[Tensor, bool]:
         """Each row solves min h(y − uVᵀ) + (λ/2)‖u‖² with the loss h, by ADMM with one small factorisation."""
-        loss = self._loss(Y, RowSharding())
+        loss, Y = problem.loss, problem.loss.Y
         scale = float((Y - Y.mean()).abs().mean()) or 1.0
         penalty = 4 / scale
-        factor = ridge_factor(V.mT.contiguous(), float(self.lam) / penalty)
+        factor = ridge_factor(V.mT.contiguous(), problem.lam / penalty)
 
-        def step(state: tuple[Tensor, Tensor, Tensor, bool], k: int) -> tuple[Tensor, Tensor, Tensor, bool]:
+        size, small = max(float(Y.norm()), 1e-300), torch.finfo(Y.dtype).eps ** 0.5 * 0.05
+
+        def step(state: tuple[Tensor, Tensor, Tensor, float], k: int) -> tuple[Tensor, Tensor, Tensor, float]:
             residual, dual, _, _ = state
             U = factor.solve((Y - residual + dual) @ V)
             over = RELAXATION * (Y - U @ V.mT) + (1 - RELAXATION) * residual
             new = loss.prox_residual(over + dual, 1 / penalty)
-            dual = dual + over - new
-            small = torch.finfo(Y.dtype).eps ** 0.5 * 0.05
-            still = bool((new - residual).norm() <= small * Y.norm()) and bool((over - new).norm() <= small * Y.norm())
-            return new, dual, U, still
+            change = max(float((new - residual).norm()), float((over - new).norm())) / size
+            return new, dual + over - new, U, change
 
-        start = (torch.zeros_like(Y), torch.zeros_like(Y), Y @ V, False)
-        return iterate(step, start, CODE_ITERATIONS, until=lambda s, k: s[3])[0][2]
+        start = (torch.zeros_like(Y), torch.zeros_like(Y), Y @ V, math.inf)
+        (_, _, U, change), _ = iterate(step, start, CODE_ITERATIONS, until=lambda s, k: s[3] <= small)
+        return U, change <= ROUGH
 
 
 def _product(triples: Triples) -> Tensor:

@@ -8,12 +8,11 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from ..errors import OptionError, ShapeError
-from .base import GrownFactorization
+from .base import GrownFactorization, in_range
 from .certificate import Factors
 from .cp import Modes, ascend, balanced_modes, grow_tensor, is_cp, modes_from, modes_from_codes, require_tensor
 from .growth import Report
-from .inputs import same_kind
-from .matrices import RowSharding
+from .inputs import Units, same_kind
 
 __all__ = ["CPTensor"]
 
@@ -66,18 +65,19 @@ class CPTensor(GrownFactorization):
             raise ShapeError(f"slices have shape {tuple(data.shape[1:])}, but the fitted ones had {self.mode_shape_}")
         return Y, data
 
-    def _checked_start(self, start: Any, data: Any) -> Modes:
+    def _checked_start(self, start: Any, data: Any, units: Units) -> Modes:
         if is_cp(start):
-            a, b, c = (x.to(data) for x in modes_from(start, data))
+            a, b, c = (x.mT.to(data) for x in in_range(modes_from(start, data), units, (2, 4, 4)))
             return balanced_modes((a, b, c))
-        U, V = super()._checked_start(start, data.flatten(1))  # the codes and components of another fit, in a path
+        U, V = super()._checked_start(start, data.flatten(1), units)  # codes and components of another fit, in a path
         return modes_from_codes((U, V), data)
 
-    def _solve(self, Y: Tensor, start: Modes | None, rows: RowSharding, report: Report) -> Factors:
-        if rows.group is not None:
+    def _solve(self, problem: Any, start: Modes | None, report: Report) -> Factors:
+        if problem.rows.group is not None:
             raise OptionError("CPTensor runs on one process: leave process_group out")
-        options, generator = self._options(Y.numel()), self._generator()
-        return grow_tensor(Y, float(self.lam), options, generator=generator, start=start, report=report)
+        Y, generator = problem.loss.Y, self._generator()
+        options = self._options(Y.numel())
+        return grow_tensor(Y, problem.lam, options, generator=generator, start=start, report=report)
 
     def _store(self, found: Factors, data: Tensor, like: Any) -> None:
         super()._store(found, data, like)
@@ -89,6 +89,5 @@ class CPTensor(GrownFactorization):
         check_is_fitted(self)
         return super().inverse_transform(U).reshape(-1, *self.mode_shape_)
 
-    def lambda_max(self, Y: Any) -> float:
-        """A lower bound on the largest singular value of the tensor, by ascent: below it the solution is not zero."""
-        return float(ascend(self._data(Y), self._generator())[0].max())
+    def _largest_polar(self, loss: Any) -> float:
+        return float(ascend(loss.Y, self._generator())[0].max())

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import require_positive
 from .base import Separable, Step, scaled, widened
-from .scalar import Increasing, root
+from .scalar import Increasing, precise, root
 
 __all__ = ["LogBarrier", "LogBarrierConjugate", "LogBox", "LogBoxConjugate", "LogUnit"]
 
@@ -196,7 +196,7 @@ class LogBoxConjugate(_Barrier):
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The root of the optimality condition."""
-        wide = widened(x)
+        wide = precise(x, step)
         return root(_ConjugateEquation(self.gamma), wide, scaled(step, 1.0, wide)).to(x.dtype)
 
     def conjugate(self) -> LogBox:
@@ -253,7 +253,7 @@ class LogUnit(_Barrier):
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The prox of :class:`LogBox`, with (0, 1) mapped to (−1, 1)."""
-        wide = widened(x)
+        wide = precise(x, step)
         t = root(_BoxEquation(), 2 * wide - 1, scaled(step, 4 * self.gamma, wide))
         # ½(1 + t/(1+|t|)) without the cancellation near zero.
         size = t.abs()

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..arguments import check_methods
 from ..errors import CapabilityError, OptionError, ShapeError, is_traced, require_real
 
 __all__ = ["Function", "Separable", "Step"]
@@ -34,6 +35,9 @@ class Function(abc.ABC):
 
     separable: ClassVar[bool] = False
 
+    def __init_subclass__(cls) -> None:
+        check_methods(cls, "__init__", "value", "prox")
+
     @abc.abstractmethod
     def value(self, x: Tensor) -> Tensor:
         """g(x), summed over all entries (and over the batch); +inf outside the domain."""
@@ -41,6 +45,19 @@ class Function(abc.ABC):
     @abc.abstractmethod
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The minimiser of ``step * g(z) + ½‖z − x‖²``; differentiable in ``x`` and ``step``."""
+
+    def preactivation(self, x: Tensor, step: Step = 1.0) -> Tensor:
+        r"""A point z with :math:`\operatorname{prox}_g(z) = \operatorname{prox}_{\eta g}(x)`; ``x`` itself at step 1.
+
+        At :math:`p = \operatorname{prox}_{\eta g}(x)` the quotient :math:`(x - p)/\eta` is a subgradient of g, so
+        :math:`z = p + (x - p)/\eta` is such a point: the input of an activation whose output is p. Functions for which
+        the quotient loses digits at small steps have formulas of their own.
+        """
+        eta = scaled(step, 1.0, x)
+        if not isinstance(eta, Tensor) and eta == 1:
+            return x
+        p = self.prox(x, step)
+        return p + (x - p) / eta
 
     def conjugate(self) -> "Function":
         r"""The conjugate :math:`g^*(s) = \sup_x \langle s, x\rangle - g(x)`, where it has a closed form."""
@@ -101,6 +118,8 @@ class Separable(Function):
 
 def widened(x: Tensor) -> Tensor:
     """``x`` itself, or a float32 copy if ``x`` is in half precision."""
+    if getattr(x, "dtype", None) is torch.float32:
+        return x
     require_real("x", x)
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import NotProximal, OptionError, forward_rule
 from .base import Separable, Step, check_step, widened
-from .scalar import Increasing, bracketed, root
+from .scalar import Increasing, bracketed, precise, root
 
 __all__ = ["Monotone"]
 
@@ -39,7 +39,8 @@ class Monotone(Separable):
     :math:`f(x) + \tfrac12 x^2 + \int_0^z \varphi = zx` holds at :math:`x = \varphi(z)`.
 
     :math:`0 \le \varphi' \le 1` is checked on a grid over [−20, 20]; outside it the caller is responsible.
-    Steps above 1 are computed in float64, because they amplify the rounding error of :math:`z - \varphi(z)`.
+    Steps above 1 and below 1/64 are computed in float64: long steps amplify the rounding error of
+    :math:`z - \varphi(z)`, and after short steps of a layer with large weights the solution is far smaller than z.
 
     Args:
         phi: The activation, applied to tensors entry by entry.
@@ -79,13 +80,18 @@ class Monotone(Separable):
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """``phi(x)`` at step 1; otherwise computed from the root."""
+        return self.phi(self._root(x, step)).to(x.dtype)
+
+    def preactivation(self, x: Tensor, step: Step = 1.0) -> Tensor:
+        """``x`` at step 1; otherwise the root."""
+        return self._root(x, step).to(x.dtype)
+
+    def _root(self, x: Tensor, step: Step) -> Tensor:
         if not isinstance(check_step(step, x), Tensor) and step == 1:
-            return self.phi(x)
-        work = x.to(_precision(x, step))
-        if isinstance(step, Tensor):
-            step = step.to(work.dtype)
-        z = root(_Optimality(self.phi, self.derivative), work, step)
-        return self.phi(z).to(x.dtype)
+            return x
+        work = precise(x, step)
+        step = step.to(work.dtype) if isinstance(step, Tensor) else step
+        return root(_Optimality(self.phi, self.derivative), work, step)
 
     def values(self, x: Tensor) -> Tensor:
         """f at each entry, +inf outside the closure of the range of ``phi``."""
@@ -121,12 +127,6 @@ def _require_monotone(phi: Elementwise) -> None:
             f"{float(slopes.max()):.3g} on [-20, 20], and only slopes between 0 and 1 make a prox; "
             "rescale it or use a monotone relative such as softplus or elu"
         )
-
-
-def _precision(x: Tensor, step: Step) -> torch.dtype:
-    if isinstance(step, float | int) and step <= 1:
-        return widened(x).dtype
-    return widened(x).dtype if x.device.type == "mps" else torch.float64
 
 
 @dataclass(frozen=True)

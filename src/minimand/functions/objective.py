@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import OptionError, ShapeError
+from ..arguments import checked
+from ..errors import OptionError, Sealed, ShapeError, require_real
 from . import curves
 from .activations import from_activation
 from .base import widened
@@ -16,7 +17,8 @@ from .monotone import Elementwise
 __all__ = ["LayerObjective"]
 
 
-class LayerObjective:
+@checked
+class LayerObjective(Sealed):
     r"""The function for which the layer :math:`\varphi(Wx)` is a gradient step,
 
     .. math:: f(z) = \tfrac12\|z\|^2 - \sum_i \tilde\varphi\bigl((Uz)_i\bigr), \qquad
@@ -63,19 +65,24 @@ class LayerObjective:
         self.root = (vectors * values.sqrt()) @ vectors.mT
         self.inverse_root = (vectors / values.sqrt()) @ vectors.mT
 
+    @checked
     def value(self, z: Tensor) -> Tensor:
         """f(z), summed over the batch."""
         z = widened(z)
         return 0.5 * z.square().sum() - self.integral(z @ self.root.to(z.dtype)).sum()
 
+    @checked
     def gradient(self, z: Tensor) -> Tensor:
         r"""The gradient :math:`z - U\varphi(Uz)`, row by row."""
         return z - self.phi(z @ self.root) @ self.root
 
+    @checked
     def lift(self, x: Tensor) -> Tensor:
         """z = Ux, row by row."""
+        require_real("x", x)
         return x @ self.root
 
+    @checked
     def lower(self, z: Tensor) -> Tensor:
         """x = U⁻¹z, row by row."""
         return z @ self.inverse_root

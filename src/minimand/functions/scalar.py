@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import forward_rule, holds
-from .base import Step
+from ..errors import forward_rule, holds, is_compiled
+from .base import Separable, Step, widened
 
-__all__ = ["Increasing", "bracketed", "root"]
+__all__ = ["Increasing", "bracketed", "mean_preactivation", "precise", "root"]
 
 QUICK_ITERATIONS = 8
 #: Limits for functions that are not increasing, which may not converge. Increasing functions never reach them.
@@ -57,6 +57,12 @@ class Increasing(abc.ABC):
         """A lower bound, a starting point and an upper bound of the root."""
 
 
+def precise(x: Tensor, step: Step) -> Tensor:
+    """The point in a type in which the root of its step has the relative accuracy of single precision."""
+    moderate = not isinstance(step, Tensor) and 1 / 64 <= step <= 1
+    return widened(x) if moderate or x.device.type == "mps" else widened(x).double()
+
+
 def root(equation: Increasing, target: Tensor, step: Step) -> Tensor:
     r"""The root :math:`z(a, \eta)` of :math:`h(z, \eta) = a`, differentiable any number of times.
 
@@ -65,7 +71,7 @@ def root(equation: Increasing, target: Tensor, step: Step) -> Tensor:
     """
     if isinstance(step, Tensor):
         target, step = torch.broadcast_tensors(target, step)
-    rule = _CompiledRoot if torch.compiler.is_compiling() else _Root
+    rule = _CompiledRoot if is_compiled(target) else _Root
     return rule.apply(equation, target, step)
 
 
@@ -117,7 +123,7 @@ def newton(equation: Increasing, target: Tensor, step: Step) -> Tensor:
     secant, and three secant steps that do not halve the residual are followed by bisection.
     """
     low, z, high = equation.bracket(target, step)
-    tracing = torch.compiler.is_compiling()
+    tracing = is_compiled(target)
     if not tracing and (quick := _clamped_newton(equation, target, step, low, z, high)) is not None:
         return quick
     eps, scale = torch.finfo(target.dtype).eps, target.abs() + 0.1
@@ -209,3 +215,16 @@ def _interpolate(x1: Tensor, x2: Tensor, x3: Tensor, f1: Tensor, f2: Tensor, f3:
     first = f1 / (f2 - f1) * (f3 / (f2 - f3))
     second = (x3 - x1) / (x2 - x1) * (f1 / (f3 - f1)) * (f2 / (f3 - f2))
     return torch.where(safe, first + second, 0.5)
+
+
+def mean_preactivation(function: Separable, z: Tensor) -> Tensor:
+    """A point at which the activation is the mean of the activations at ``z`` along the first dimension."""
+    mean = function.prox(z).mean(0)
+    target, low, high = mean.detach(), z.detach().amin(0), z.detach().amax(0)
+    point = bracketed(lambda t: function.prox(t) - target, low, high)
+    if not mean.requires_grad:
+        return point
+    with torch.enable_grad():
+        inner = point.requires_grad_()
+        (slope,) = torch.autograd.grad(function.prox(inner).sum(), inner)
+    return point.detach() + torch.where(slope > 0, (mean - target) / slope, 0.0)

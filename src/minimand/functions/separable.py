@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import OptionError, is_traced, require_positive
 from .base import Separable, Step, check_step, indicator, scaled, slack
 
@@ -42,6 +43,8 @@ class Zero(Separable):
         """``x`` itself."""
         check_step(step, x)
         return x
+
+    preactivation = prox
 
     def conjugate(self) -> "Origin":
         """The indicator of the origin."""
@@ -119,6 +122,7 @@ class NonPositive(Separable):
         return NonNegative()
 
 
+@checked
 @dataclass(frozen=True)
 class SquaredHinge(Separable):
     r"""The squared hinge :math:`g(x) = \frac{\gamma}{2} \max(-x - \lambda, 0)^2` with shift :math:`\lambda`.
@@ -161,6 +165,7 @@ class SquaredHinge(Separable):
         return NonPositiveRidge(1.0 / self.gamma, -self.shift)
 
 
+@checked
 @dataclass(frozen=True)
 class LeakyHinge(Separable):
     r"""The squared hinge :math:`g(x) = \frac{1-\alpha}{2\alpha} \max(-x, 0)^2`, parametrised by its leaky slope.
@@ -203,6 +208,11 @@ class LeakyHinge(Separable):
             return torch.where(x > 0, x, x * (self.slope / (self.slope + rest)))
         # slope + (1 − slope) rounds to 1 for every slope, so step 1 gives the slope exactly.
         return F.leaky_relu(x, self.slope / (self.slope + rest))
+
+    def preactivation(self, x: Tensor, step: Step = 1.0) -> Tensor:
+        """The prox with its negative part divided by the slope."""
+        rest = self.slope + scaled(step, 1.0 - self.slope, x)
+        return torch.where(x > 0, x, x / rest)
 
     def conjugate(self) -> "NonPositiveRidge":
         r"""The function :math:`s^2/(2\gamma)` on :math:`s \le 0`."""
@@ -274,6 +284,11 @@ class L1(Separable):
             return _SoftThreshold.apply(x, threshold)
         return x - torch.clamp(x, -threshold, threshold)
 
+    def preactivation(self, x: Tensor, step: Step = 1.0) -> Tensor:
+        """The prox with the threshold of step 1 added back."""
+        eta = scaled(step, 1.0, x)
+        return torch.where(self.prox(x, step) == 0, x / eta, x + (1 - eta) * self.weight * x.sign())
+
     def conjugate(self) -> "Box":
         """The indicator of the dual ball."""
         return Box(-self.weight, self.weight)
@@ -312,6 +327,7 @@ class _SoftThreshold(torch.autograd.Function):
         return to_x, to_threshold
 
 
+@checked
 @dataclass(frozen=True)
 class Box(Separable):
     r"""The indicator of :math:`[l, u]`. Its prox clips, like hardtanh and ReLU6. Either end may be infinite.
@@ -332,8 +348,7 @@ class Box(Separable):
 
     def values(self, x: Tensor) -> Tensor:
         """Zero in the box, +inf elsewhere."""
-        below, above = _finite(self.low), _finite(self.high)
-        return indicator((x >= self.low - slack(x, below)) & (x <= self.high + slack(x, above)), x)
+        return indicator((x >= self.low - slack(x, self.low)) & (x <= self.high + slack(x, self.high)), x)
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """``x`` clipped to the box."""
@@ -379,7 +394,3 @@ class Support(Separable):
     def conjugate(self) -> Box:
         """The indicator of the interval."""
         return Box(self.low, self.high)
-
-
-def _finite(end: float) -> float:
-    return end if math.isfinite(end) else 0.0

@@ -182,9 +182,16 @@ def _full_precision(x: Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, enabled=False)
 
 
-def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """The quotient of non-negative numbers, zero where both vanish."""
-    return numerator / torch.where(denominator > 0, denominator, 1.0)
+def _ratio(numerator: Tensor, denominator: Tensor, limit: float = 0.0) -> Tensor:
+    """The quotient of non-negative numbers, ``limit`` where both vanish."""
+    positive = denominator > 0
+    return torch.where(positive, numerator, limit) / torch.where(positive, denominator, 1.0)
+
+
+def _decomposable(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Matrices with zero in place of those that are not finite, which LAPACK rejects, and NaN for these."""
+    lost = (0.0 * x).sum((-2, -1), keepdim=True)
+    return torch.where(lost == 0, x, 0.0), lost
 
 
 def _loewner(signed: Tensor) -> Tensor:
@@ -211,9 +218,10 @@ class _Rectify(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
         with _full_precision(x):
+            x, lost = _decomposable(x)
             eigenvalues, q = torch.linalg.eigh(x)
             ctx.save_for_backward(eigenvalues, q)
-            return _symmetric((q * torch.relu(eigenvalues).unsqueeze(-2)) @ q.mT)
+            return _symmetric((q * torch.relu(eigenvalues).unsqueeze(-2)) @ q.mT) + lost
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
@@ -246,35 +254,38 @@ class _Singular(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, threshold: Tensor, clip: bool) -> Tensor:
         with _full_precision(x):
+            x, lost = _decomposable(x)
             u, sigma, vt = torch.linalg.svd(x, full_matrices=False)
             over = sigma - threshold.unsqueeze(-1)
-            ctx.save_for_backward(u, sigma, vt, over)
-            ctx.clip = clip  # type: ignore[attr-defined]
             kept = torch.minimum(sigma, threshold.unsqueeze(-1)) if clip else torch.relu(over)
-            return (u * kept.unsqueeze(-2)) @ vt
+            ctx.save_for_backward(u, sigma, vt, over, kept)
+            ctx.clip = clip  # type: ignore[attr-defined]
+            return (u * kept.unsqueeze(-2)) @ vt + lost
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         _require_first_derivative()
-        u, sigma, vt, over = ctx.saved_tensors  # type: ignore[attr-defined]
+        u, sigma, vt, over, kept = ctx.saved_tensors  # type: ignore[attr-defined]
+        sign = -1.0 if ctx.clip else 1.0  # type: ignore[attr-defined]
         with _full_precision(u):
             core = u.mT @ grad @ vt.mT
-            shrunk = _shrinkage_gradient(u, sigma, vt, over, grad, core)
             fall = -(core.diagonal(dim1=-2, dim2=-1) * (over > 0)).sum(-1)
-        clip: bool = ctx.clip  # type: ignore[attr-defined]
-        return (grad - shrunk, -fall, None) if clip else (shrunk, fall, None)
+            # f(σ)/σ tends to one at zero where f clips, and to zero where it shrinks.
+            passed = _spectral_gradient(u, sigma, vt, kept, _loewner(sign * over), 0.5 - 0.5 * sign, grad, core)
+            return passed, sign * fall, None
 
 
-def _shrinkage_gradient(u: Tensor, sigma: Tensor, vt: Tensor, over: Tensor, grad: Tensor, core: Tensor) -> Tensor:
-    """The gradient through the soft threshold of the singular values."""
-    soft = torch.relu(over)
-    sums = _ratio(soft.unsqueeze(-1) + soft.unsqueeze(-2), sigma.unsqueeze(-1) + sigma.unsqueeze(-2))
-    shrunk = u @ (_loewner(over) * _symmetric(core) + sums * 0.5 * (core - core.mT)) @ vt
-    ratios = _ratio(soft, sigma)
+def _spectral_gradient(
+    u: Tensor, sigma: Tensor, vt: Tensor, kept: Tensor, slopes: Tensor, limit: float, grad: Tensor, core: Tensor
+) -> Tensor:
+    """The gradient through f(Σ) = ``kept``, with divided differences ``slopes`` and f(σ)/σ → ``limit`` at zero."""
+    sums = _ratio(kept.unsqueeze(-1) + kept.unsqueeze(-2), sigma.unsqueeze(-1) + sigma.unsqueeze(-2), limit)
+    inner = u @ (slopes * _symmetric(core) + sums * 0.5 * (core - core.mT)) @ vt
+    ratios = _ratio(kept, sigma, limit)
     if grad.shape[-2] > grad.shape[-1]:
         rest = (grad - u @ (u.mT @ grad)) @ vt.mT
-        return shrunk + (rest * ratios.unsqueeze(-2)) @ vt
+        return inner + (rest * ratios.unsqueeze(-2)) @ vt
     if grad.shape[-2] < grad.shape[-1]:
         rest = u.mT @ (grad - (grad @ vt.mT) @ vt)
-        return shrunk + u @ (rest * ratios.unsqueeze(-1))
-    return shrunk
+        return inner + u @ (rest * ratios.unsqueeze(-1))
+    return inner

@@ -125,9 +125,9 @@ class GroupL2(Function):
         if self.weight == 0:
             return x
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        # Clamping before dividing keeps the gradient finite at the zero vector.
+        # Clamping before dividing keeps the gradient finite at zero. Unlike 1 − threshold / norm, the result is exact.
         norm = torch.maximum(norm, threshold) if isinstance(threshold, Tensor) else norm.clamp_min(threshold)
-        return (wide * (1 - threshold / norm)).to(x.dtype)
+        return (wide * ((norm - threshold) / norm)).to(x.dtype)
 
     def conjugate(self) -> "Ball":
         """The indicator of the dual ball."""

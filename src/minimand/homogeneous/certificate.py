@@ -1,25 +1,49 @@
 """Certificates of networks with one hidden ReLU layer: a bound on the distance to the minimum over all widths."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import OptionError, ShapeError, require_finite, require_positive
 from ..factor.certificate import Certificate, judge
+from ..factor.inputs import Units, leveled, middle, real, shifted
 from .polar import Polar, ascend, exact_polar, upper_bound
 
 __all__ = ["certify_relu", "dual_gap", "judge_relu", "judge_residual", "objective", "polar_of", "with_ones"]
 
 _POLARS = ("auto", "exact", "ascent")
+_Bounds = tuple[float, float, str]  # the lower and the upper bound on a polar, and their method
 # Above this many rows the sweep for three columns, quadratic in the rows, takes longer than the fit.
 _SPATIAL_ROWS = 600
+# Binary exponents of targets that are left as they are: the tolerances of L-BFGS are not relative.
+NEAR_ONE = 8
 
 
 def with_ones(X: Tensor) -> Tensor:
     """The inputs with a column of ones appended, for the bias."""
     return torch.cat([X, torch.ones_like(X[:, :1])], 1)
+
+
+class ReluData(NamedTuple):
+    """Inputs with a column of ones, targets and λ, in the middle of the floating-point range."""
+
+    X: Tensor
+    Y: Tensor
+    lam: float
+
+    @classmethod
+    def of(cls, X: Tensor, Y: Tensor, lam: float, *neurons: Tensor) -> tuple["ReluData", Units]:
+        r"""The problem of inputs without ones, and the units of its solutions; ``neurons`` are W and V.
+
+        Dividing X with its ones by t and Y by s divides λ by st and the weights by :math:`(s/t)^{1/2}`.
+        """
+        X, largest = with_ones(X), float(Y.abs().max())
+        t = middle(float(X.abs().max()), limit=NEAR_ONE)
+        s = middle(largest, *(shifted(x.mT, t // 2) for x in neurons), limit=NEAR_ONE)
+        units = Units(s + t, 2 * s)
+        return cls(shifted(X, -t), shifted(Y, -s), units.weight(lam, largest)), units
 
 
 def objective(X: Tensor, Y: Tensor, W: Tensor, V: Tensor, lam: float) -> float:
@@ -40,12 +64,13 @@ def polar_of(X: Tensor, R: Tensor, method: str, starts: Tensor) -> Polar:
     return Polar(best, max(upper_bound(X, R), best), directions, values, "ascent from below, norms from above")
 
 
-def dual_gap(Y: Tensor, R: Tensor, value: float, lam: float, upper: float) -> float:
+def dual_gap(Y: Tensor, R: Tensor, value: float, lam: float, upper: float, error: float = 0.0) -> float:
     r"""The duality gap: a bound on the objective's distance to the global minimum over all widths, at any weights.
 
     Let R be the residual and :math:`\hat p` an upper bound on its polar. With
     :math:`c = \operatorname{clip}(\langle Y, R\rangle/\|R\|^2, 0, \lambda/\hat p)` the point cR is dual feasible, and
-    :math:`f - c\langle Y, R\rangle + \tfrac12 c^2\|R\|^2` is the gap. Inputs are float64.
+    :math:`f - c\langle Y, R\rangle + \tfrac12 c^2\|R\|^2` is the gap. Inputs are float64; ``error`` bounds the norm of
+    the rounding error of R.
 
     >>> Y = torch.tensor([[2.0]]).double()
     >>> round(dual_gap(Y, Y, 2.0, 1.0, 2.0), 6)
@@ -56,21 +81,23 @@ def dual_gap(Y: Tensor, R: Tensor, value: float, lam: float, upper: float) -> fl
     scale = max(min(scale, lam / upper), 0.0) if upper > 0 else max(scale, 0.0)
     # A bound on the rounding error of both values, which are sums over the entries of Y, is added.
     room = 4 * torch.finfo(torch.float64).eps * (Y.numel() + 8) * (float(Y.square().sum()) + value)
-    return min(value, value - (scale * inner - 0.5 * scale**2 * square) + room)
+    room += error * (square**0.5 + error)
+    return min(value + room, value - (scale * inner - 0.5 * scale**2 * square) + room)
 
 
 def judge_residual(
-    Y: Tensor, R: Tensor, value: float, *, lam: float, polar: tuple[float, float, str], image: float, tol: float
+    Y: Tensor, R: Tensor, value: float, *, lam: float, polar: _Bounds, image: float, tol: float, error: float
 ) -> Certificate:
     r"""The certificate of a network from its residual R, its objective, and the bounds on the polar with their method.
 
     A slope p above λ gives ``IMPROVABLE`` only if adding its direction lowers the objective by more than the tolerance.
     The decrease is :math:`(p - \lambda)^2/(2\|\phi\|^2)`, where ``image`` is the norm :math:`\|\phi\|` of the
-    direction's output. Zero requires no decrease, and infinity excludes ``IMPROVABLE``.
+    direction's output. Zero requires no decrease, and infinity excludes ``IMPROVABLE``. ``error`` bounds the norm of
+    the rounding error of R.
     """
     lower, upper, method = polar
     return judge(
-        gap=dual_gap(Y, R, value, lam, upper),
+        gap=dual_gap(Y, R, value, lam, upper, error),
         objective=value,
         polar_lower=lower,
         polar_upper=upper,
@@ -86,9 +113,13 @@ def judge_relu(X: Tensor, Y: Tensor, W: Tensor, V: Tensor, lam: float, polar: Po
     bounds = (polar.lower, polar.upper, polar.method)
     known = not polar.exact and len(polar.directions) > 0
     image = float(torch.relu(X @ polar.directions[0]).norm()) if known else 0.0
-    return judge_residual(Y, R, objective(X, Y, W, V, lam), lam=lam, polar=bounds, image=image, tol=tol)
+    size = float(Y.norm() + X.norm() * (W.norm(dim=1) * V.norm(dim=1)).sum())
+    error = 2 * (len(W) + X.shape[1] + 4) * torch.finfo(torch.float64).eps * size
+    value = objective(X, Y, W, V, lam)
+    return judge_residual(Y, R, value, lam=lam, polar=bounds, image=image, tol=tol, error=error)
 
 
+@checked
 def certify_relu(
     X: Any, y: Any, weights: Any, outputs: Any, *, lam: float, tol: float = 1e-3, polar: str = "auto", seed: int = 0
 ) -> Certificate:
@@ -113,20 +144,25 @@ def certify_relu(
     <Status.CERTIFIED: 'CERTIFIED'>
     """
     require_positive("lam", lam)
-    inputs, target, W, V = (torch.as_tensor(np.array(v, dtype=np.float64)) for v in (X, y, weights, outputs))
+    require_positive("tol", tol)
+    named = {"X": X, "y": y, "weights": weights, "outputs": outputs}
+    inputs, target, W, V = (real(name, value).to(torch.float64) for name, value in named.items())
     target = target.unsqueeze(1) if target.dim() == 1 else target
     V = V.unsqueeze(1) if V.dim() == 1 else V
     for name, tensor in (("X", inputs), ("y", target), ("weights", W), ("outputs", V)):
         require_finite(name, tensor)
-    if inputs.dim() != 2 or len(inputs) != len(target):
-        raise ShapeError(f"X {tuple(inputs.shape)} and y {tuple(target.shape)} must have equally many rows")
+    if inputs.dim() != 2 or target.dim() != 2 or len(inputs) != len(target) or not target.numel():
+        raise ShapeError(
+            f"X {tuple(inputs.shape)} and y {tuple(target.shape)} must have equally many rows, and at least one"
+        )
     if W.shape != (len(V), inputs.shape[1] + 1) or V.shape[1] != target.shape[1]:
         raise ShapeError(
             f"weights {tuple(W.shape)} must be n_neurons × {inputs.shape[1] + 1}, the bias last, and outputs "
             f"{tuple(V.shape)} n_neurons × {target.shape[1]}"
         )
-    extended = with_ones(inputs)
+    W, V = (x.mT for x in leveled(W.mT, V.mT))
+    (extended, target, lam), units = ReluData.of(inputs, target, lam, W, V)
+    W, V = units.lowered(W), units.lowered(V)
     starts = torch.randn(128, extended.shape[1], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    R = target - torch.relu(extended @ W.mT) @ V
-    found = polar_of(extended, R, polar, torch.cat([starts, W]))
-    return judge_relu(extended, target, W, V, lam, found, tol)
+    found = polar_of(extended, target - torch.relu(extended @ W.mT) @ V, polar, torch.cat([starts, W]))
+    return judge_relu(extended, target, W, V, lam, found, tol).in_units(units)

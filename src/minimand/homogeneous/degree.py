@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..arguments import checked
 from ..errors import CapabilityError
 from .regularizers import factor_norms, layers_of
 
@@ -59,6 +60,7 @@ def require_mode_independent(module: nn.Module) -> None:
         )
 
 
+@checked
 def homogeneity_degree(module: nn.Module, x: Tensor) -> float | None:
     r"""The degree K with :math:`\phi(\alpha W) = \alpha^K \phi(W)` for every :math:`\alpha > 0`; None if none exists.
 

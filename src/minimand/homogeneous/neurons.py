@@ -73,6 +73,8 @@ def _lbfgs(
     value: _Valued, first: np.ndarray, second: np.ndarray, bounds: _Bounds | None, iters: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """A local minimum over two matrices; ``value`` returns the loss and the gradients."""
+    if not first.size:
+        return first, second
 
     def matrices(point: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return point[: first.size].reshape(first.shape), point[first.size :].reshape(len(first), -1)

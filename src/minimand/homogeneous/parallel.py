@@ -2,20 +2,22 @@
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import CapabilityError, OptionError, ShapeError, require_finite, require_positive, require_real
+from ..errors import CapabilityError, OptionError, Sealed, ShapeError, require_finite, require_positive, require_real
 from ..factor.certificate import Certificate, Status
+from ..factor.inputs import Units, middle, raised, shifted
 from ..solvers.base import require_count
 from ..solvers.iterate import iterate
 from .bound import NO_BOUND, chain_bound, chain_layers
-from .certificate import judge_residual
+from .certificate import NEAR_ONE, judge_residual
 from .degree import probe_input, require_homogeneous, require_mode_independent
-from .regularizers import factor_norms, layers_of, path_norm, product_of_norms, smooth_surrogate, weight_decay
+from .regularizers import balance, factor_norms, path_norm, product_of_norms, smooth_surrogate, weight_decay
 
 __all__ = ["ParallelNetwork"]
 
@@ -25,9 +27,11 @@ _BY_NORMS: dict[str, Callable[[nn.Module], Tensor]] = {
     "weight_decay": weight_decay,
 }
 _REGULARIZERS = (*_BY_NORMS, "path")
+# Binary exponents of the largest input, beyond which its powers leave the range.
+_INPUTS = {torch.float32: 40, torch.float64: 320}
 
 
-class ParallelNetwork(nn.Module):
+class ParallelNetwork(Sealed, nn.Module):
     r"""A sum of subnetworks :math:`\Phi(x) = \sum_{i=1}^r \phi(x; W_i)` with a regulariser that limits their number.
 
     .. math:: \min_{r, W}\; \tfrac12\|y - \Phi(X)\|^2 + \lambda\sum_{i=1}^r \theta(W_i)
@@ -76,6 +80,8 @@ class ParallelNetwork(nn.Module):
     ([0.9, 0.0], 'CERTIFIED')
     """
 
+    _settable = ("certificate_", "history_", "lam", "tol")
+
     def __init__(
         self,
         make_subnetwork: Callable[[], nn.Module],
@@ -101,6 +107,7 @@ class ParallelNetwork(nn.Module):
             )
         self.make_subnetwork = make_subnetwork
         self.lam, self.tol = lam, tol
+        self._lam = lam  # in the units of a fit
         self.regularizer = regularizer
         self.initial, self.max_networks = initial, max_networks
         self.restarts, self.descent = restarts, descent
@@ -146,15 +153,28 @@ class ParallelNetwork(nn.Module):
         """
         if not self.subnetworks:
             return next(self._pattern[0].parameters()).new_zeros(())
-        return self.lam * torch.stack([self._theta(net, x) for net in self.subnetworks]).sum()
+        return self._lam * torch.stack([self._theta(net, x) for net in self.subnetworks]).sum()
 
     def objective(self, x: Tensor, y: Tensor) -> Tensor:
         r""":math:`\tfrac12\|y - \Phi(x)\|^2`, summed, plus the penalty."""
         return 0.5 * (y - self(x)).square().sum() + self.penalty(x)
 
     def fit(self, x: Tensor, y: Tensor) -> "ParallelNetwork":
-        """Grow from ``initial`` random subnetworks until a search finds no improvement or the result is certified."""
+        """Grow from ``initial`` random subnetworks until a search finds no improvement or the result is certified.
+
+        It warns if a search has found an improvement that was not used.
+        """
         x, y = self._checked(x, y)
+        units = self._units(y)
+        try:
+            self._lam = units.weight(self.lam, float(y.abs().max()))
+            self._fit(x, shifted(y, -units.objective // 2))
+        finally:
+            self._lam = self.lam
+        self._finish(units)
+        return self
+
+    def _fit(self, x: Tensor, y: Tensor) -> None:
         self.subnetworks = nn.ModuleList(self._make(x) for _ in range(self.initial))
         self.history_ = []
         if self.initial:
@@ -162,7 +182,33 @@ class ParallelNetwork(nn.Module):
         self._assess(x, y)
         if self._degrees_match():
             iterate(lambda state, k: self._grow(x, y), True, self.max_networks, until=lambda state, k: not state)
-        return self
+
+    def _units(self, y: Tensor) -> Units:
+        """The units in which targets far from one are fitted, because the tolerances of L-BFGS are not relative.
+
+        The parameters of a network of degree K scale by :math:`2^{e/K}`, its outputs by :math:`2^e`, θ by its degree.
+        """
+        assert self._degree is not None
+        exponent = middle(float(y.abs().max()), limit=NEAR_ONE)
+        exponent -= exponent % self._degree
+        degree = 2 if self.regularizer == "weight_decay" else self._degree
+        return Units(2 * exponent - exponent // self._degree * degree, 2 * exponent)
+
+    def _finish(self, units: Units) -> None:
+        """Return from the units of the fit; warn if it ended although a known subnetwork lowers the objective."""
+        assert self.certificate_ is not None
+        assert self._degree is not None
+        assert self._found is not None
+        with torch.no_grad():
+            for parameter in self.subnetworks.parameters():
+                parameter.copy_(shifted(parameter, units.objective // 2 // self._degree))
+        self.certificate_ = self.certificate_.in_units(units)
+        self.history_ = [raised(value, units.objective) for value in self.history_]
+        self._found = self._found[0], raised(self._found[1], units.polar)
+        if self.certificate_.status is Status.IMPROVABLE:
+            full = "max_networks" if len(self.subnetworks) >= self.max_networks else "descent, restarts"
+            text = self.certificate_.shortfall("ParallelNetwork", self.tol, f"raise {full}, lam or tol")
+            warnings.warn(text, stacklevel=3)
 
     def _make(self, like: Tensor) -> nn.Module:
         """A new subnetwork with the dtype and device of ``like``."""
@@ -192,6 +238,8 @@ class ParallelNetwork(nn.Module):
             require_finite(name, tensor)
         if x.dtype not in (torch.float32, torch.float64):
             raise CapabilityError(f"x is {x.dtype}, but growth needs float32 or float64; convert it with .float()")
+        if not len(x) or middle(float(x.abs().max()), limit=_INPUTS[x.dtype]):
+            raise OptionError(f"x is empty, or its powers leave the range of {x.dtype}: scale its entries to near one")
         x, y = x.detach(), y.detach().to(x)
         pattern = self._copy(x)
         shape = tuple(_outputs(pattern, x).shape)
@@ -212,12 +260,12 @@ class ParallelNetwork(nn.Module):
         assert self._found is not None
         assert self.certificate_ is not None
         found, slope = self._found
-        if self.certificate_.status is Status.CERTIFIED or slope <= self.lam * (1 + 1e-6):
+        if self.certificate_.status is Status.CERTIFIED or slope <= self._lam * (1 + 1e-6):
             return False
         if len(self.subnetworks) >= self.max_networks:
             return False
         before, added = copy.deepcopy(self.subnetworks), copy.deepcopy(found)
-        self._scale(added, (slope - self.lam) / float(_outputs(found, x).square().sum()))
+        self._scale(added, (slope - self._lam) / float(_outputs(found, x).square().sum()))
         self.subnetworks.append(added)
         self._descend(x, y)
         last = self.history_[-1]
@@ -232,7 +280,7 @@ class ParallelNetwork(nn.Module):
         r"""The least gain from adding the subnetwork found, :math:`(p - \lambda)_+^2/(2\|\phi(X)\|^2)`."""
         assert self._found is not None
         found, slope = self._found
-        room, square = max(slope - self.lam, 0.0), float(_outputs(found, x).square().sum())
+        room, square = max(slope - self._lam, 0.0), float(_outputs(found, x).square().sum())
         return room**2 / (2 * square) if room > 0 else 0.0
 
     @torch.no_grad()
@@ -252,7 +300,7 @@ class ParallelNetwork(nn.Module):
         kept = [net for net, size in zip(self.subnetworks, sizes, strict=True) if size > 1e-8 * max(sizes)]
         self.subnetworks = nn.ModuleList(kept)
         for net in kept:
-            _balance(net)
+            balance(net)
 
     def _assess(self, x: Tensor, y: Tensor) -> None:
         """Search for a new subnetwork, and compute the objective and the certificate in float64."""
@@ -262,15 +310,21 @@ class ParallelNetwork(nn.Module):
         with torch.no_grad():
             R = Y - sum((net(X) for net in nets), torch.zeros_like(Y))
             penalty = sum(float(self._theta(net, X)) for net in nets)
+            sizes = sum(float(product_of_norms(net)) for net in nets)
             slope = float(self._slope(copy.deepcopy(found).double(), X, R))
-        value = 0.5 * float(R.square().sum()) + self.lam * penalty
+        value = 0.5 * float(R.square().sum()) + self._lam * penalty
         upper, method = self._upper_bound(X, R, slope)
         # If the degrees differ, a slope above λ does not imply a lower objective.
         image = float(_outputs(found, x).norm()) if self._degrees_match() else math.inf
         self._found = found, slope
         self.history_.append(value)
-        polar = (slope, upper, method)
-        self.certificate_ = judge_residual(Y, R, value, lam=self.lam, polar=polar, image=image, tol=self.tol)
+        # A bound on the rounding error of the outputs, for the networks that have a bound on the polar.
+        widths = sum(parameter.shape[-1] for parameter in found.parameters())
+        error = float(Y.norm()) + math.hypot(float(X.norm()), len(X) ** 0.5) * sizes
+        error *= 2 * (widths + len(nets) + 8) * torch.finfo(torch.float64).eps
+        self.certificate_ = judge_residual(
+            Y, R, value, lam=self._lam, polar=(slope, upper, method), image=image, tol=self.tol, error=error
+        )
 
     def _upper_bound(self, X: Tensor, R: Tensor, slope: float) -> tuple[float, str]:
         """An upper bound on the polar, and its method."""
@@ -298,7 +352,7 @@ class ParallelNetwork(nn.Module):
         # Scaled to order one, so that the optimizer's tolerances are relative.
         size = float(residual.norm()) * float(x.norm()) or 1.0
         _minimize(list(net.parameters()), lambda: -self._slope(net, x, residual) / size, self.descent)
-        _balance(net)
+        balance(net)
         self._scale(net, 1 / float(self._size(net, x).detach()))
         return net
 
@@ -328,16 +382,6 @@ def _minimize(parameters: list[nn.Parameter], value: Callable[[], Tensor], itera
 
     optimizer.step(closure)
     optimizer.zero_grad()
-
-
-@torch.no_grad()
-def _balance(net: nn.Module) -> None:
-    """Scale all layers to the same norm; output and product of norms do not change."""
-    norms = factor_norms(net)
-    mean = norms.log().mean().exp()
-    for layer, norm in zip(layers_of(net).values(), norms, strict=True):
-        for parameter in layer.parameters(recurse=False):
-            parameter.mul_(mean / norm)
 
 
 def _resize_for_checkpoint(module: ParallelNetwork, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

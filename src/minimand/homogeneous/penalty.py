@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..errors import CapabilityError, OptionError, ShapeError, require_fitting
+from ..errors import CapabilityError, OptionError, Sealed, ShapeError, require_fitting
 from ..factor.dropout import dropout_weight, require_rate
 from ..linalg import gram
 from ..network import sequence
@@ -44,7 +44,7 @@ class _Plan:
     rates: tuple[float, ...]
 
 
-class DropoutPenalty:
+class DropoutPenalty(Sealed):
     r"""The explicit regulariser of dropout under the squared loss, exactly.
 
     For a network f with dropout, and a fresh mask for every sample,

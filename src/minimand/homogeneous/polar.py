@@ -21,6 +21,8 @@ from ..solvers.iterate import iterate
 
 __all__ = ["Polar", "ascend", "exact_polar", "slopes", "upper_bound"]
 
+FLAT = 1e-12  # the sine of the angle to a normal below which a row counts as perpendicular to the plane
+
 
 @dataclasses.dataclass(frozen=True)
 class Polar:
@@ -70,8 +72,9 @@ def exact_polar(X: Tensor, Z: Tensor) -> Polar:
     found = _planar(X, terms) if X.shape[1] == 2 else _spatial(X, Z, terms)
     directions, values = _ranked(found, slopes(X, Z, found))
     best = float(values[0]) if len(values) else 0.0
-    # The rounding error of a sum of N terms, updated along a sweep, is at most a few N eps times the sum of norms.
-    room = 8 * (len(X) + 8) * torch.finfo(torch.float64).eps
+    # The rounding error of a sum of N terms, updated along a sweep, is at most a few N eps times the sum of norms; rows
+    # that are nearly perpendicular to a plane are left out of its sums.
+    room = 8 * (len(X) + 8) * torch.finfo(torch.float64).eps + FLAT * (X.shape[1] == 3)
     size = float((Z.norm(dim=1) * X.norm(dim=1)).sum())
     return Polar(best, best + room * size, directions, values, f"exact sweep of {X.shape[1]} columns", True)
 
@@ -82,15 +85,15 @@ def _ranked(directions: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return directions[order], values[order]
 
 
-def _sweep(planes: Tensor, terms: Tensor) -> tuple[Tensor, Tensor]:
+def _sweep(planes: Tensor, terms: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
     """The arcs of each plane: their start angles (B × 2N, ascending) and the sum of the active terms on each.
 
-    ``planes`` holds the rows' coordinates in each of B planes (B × N × 2), ``terms`` is N × C × d. The sweep starts in
-    the longest arc, where the active rows are determined safely despite rounding.
+    ``planes`` holds the rows' coordinates in each of B planes (B × N × 2), ``terms`` is N × C × d; the rows in ``flat``
+    are perpendicular to their plane. The sweep starts in the longest arc, where the active rows are determined safely
+    despite rounding.
     """
     rows = planes.shape[1]
     norm = planes.norm(dim=2)
-    flat = norm <= 1e-12 * norm.amax(1, keepdim=True)
     center = torch.atan2(planes[..., 1], planes[..., 0])
     events = torch.cat([center - math.pi / 2, center + math.pi / 2], 1).remainder(2 * math.pi)
     signs = torch.cat([torch.ones_like(norm), -torch.ones_like(norm)], 1).masked_fill(torch.cat([flat, flat], 1), 0.0)
@@ -133,7 +136,7 @@ def _arc_maxima(starts: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _planar(X: Tensor, terms: Tensor) -> Tensor:
-    starts, sums = _sweep(X.unsqueeze(0), terms)
+    starts, sums = _sweep(X.unsqueeze(0), terms, (X == 0).all(1).unsqueeze(0))
     angles, kept = _arc_maxima(starts, sums)
     chosen = angles[kept]
     return torch.stack([chosen.cos(), chosen.sin()], 1)
@@ -148,7 +151,9 @@ def _spatial(X: Tensor, Z: Tensor, terms: Tensor, chunk: int = 64) -> Tensor:
         normals = unit[rows]
         bases = torch.linalg.svd(normals.unsqueeze(1)).Vh[:, 1:]
         planes = X @ bases.mT
-        starts, sums = _sweep(planes, terms)
+        # Relative to its own length, because a short row may have a large term.
+        flat = planes.norm(dim=2) <= FLAT * X.norm(dim=1)
+        starts, sums = _sweep(planes, terms, flat)
         on_plane = sums @ bases.mT.unsqueeze(1)
         angles, kept = _arc_maxima(starts, on_plane)
         owner = torch.arange(len(rows)).unsqueeze(1).expand_as(angles)[kept]
@@ -156,7 +161,6 @@ def _spatial(X: Tensor, Z: Tensor, terms: Tensor, chunk: int = 64) -> Tensor:
         circle = (heading.unsqueeze(1) @ bases[owner]).squeeze(1)
         # Rows parallel to the normal are zero on its circle; on each side those that point there are active.
         cosine = normals @ unit.mT
-        flat = planes.norm(dim=2) <= 1e-12 * planes.norm(dim=2).amax(1, keepdim=True)
         sides = [torch.einsum("bn,ncd->bcd", (flat & (s * cosine > 0)).to(X.dtype), terms) for s in (1, -1)]
         cells = torch.cat([(sums + side.unsqueeze(1)).flatten(0, 1) for side in sides])
         best = max(best, float(slopes(X, Z, circle).max()) if len(circle) else 0.0)

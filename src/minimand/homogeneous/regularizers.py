@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ..arguments import checked
 from ..errors import CapabilityError
 
-__all__ = ["factor_norms", "layers_of", "path_norm", "product_of_norms", "smooth_surrogate", "weight_decay"]
+__all__ = ["balance", "factor_norms", "layers_of", "path_norm", "product_of_norms", "smooth_surrogate", "weight_decay"]
 
 
 def layers_of(module: nn.Module) -> dict[str, nn.Module]:
@@ -19,6 +20,7 @@ def layers_of(module: nn.Module) -> dict[str, nn.Module]:
     return {name: layer for name, layer in module.named_modules() if list(layer.parameters(recurse=False))}
 
 
+@checked
 def factor_norms(module: nn.Module) -> Tensor:
     r"""The norms :math:`\|W^k\|` of the modules that hold parameters directly, in order.
 
@@ -35,11 +37,23 @@ def factor_norms(module: nn.Module) -> Tensor:
     return torch.stack(norms)
 
 
+@torch.no_grad()
+def balance(net: nn.Module) -> None:
+    """Scale all layers to the same norm; output and product of norms do not change."""
+    norms = factor_norms(net)
+    mean = norms.log().mean().exp()
+    for layer, norm in zip(layers_of(net).values(), norms, strict=True):
+        for parameter in layer.parameters(recurse=False):
+            parameter.mul_(mean / norm)
+
+
+@checked
 def product_of_norms(module: nn.Module) -> Tensor:
     r""":math:`\theta(W) = \prod_k \|W^k\|`, of degree K; invariant to rescaling between layers."""
     return factor_norms(module).prod()
 
 
+@checked
 def smooth_surrogate(module: nn.Module) -> Tensor:
     r""":math:`\tfrac1K\sum_k\|W^k\|^K`, of degree K; at least the product of norms, with equality for balanced layers.
 
@@ -51,11 +65,13 @@ def smooth_surrogate(module: nn.Module) -> Tensor:
     return norms.pow(len(norms)).mean()
 
 
+@checked
 def weight_decay(module: nn.Module) -> Tensor:
     r""":math:`\tfrac12\sum_k\|W^k\|^2`, of degree 2 at any depth; zero is therefore a local minimum for K > 2."""
     return 0.5 * factor_norms(module).square().sum()
 
 
+@checked
 def path_norm(module: nn.Module, example: Tensor, order: float = 2.0) -> Tensor:
     r"""The norm over all paths from inputs to outputs, :math:`\bigl(\sum_{\text{paths}}\prod|w|^q\bigr)^{1/q}`.
 

@@ -1,20 +1,23 @@
-"""Regression by one hidden ReLU layer, grown until it is certified to be optimal over all widths."""
+"""ReluData by one hidden ReLU layer, grown until it is certified to be optimal over all widths."""
 
+import warnings
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator, MultiOutputMixin, RegressorMixin
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from ..errors import require_positive
+from ..factor.base import validated
 from ..factor.certificate import Certificate, Status
-from ..factor.inputs import require_entries, seeded_generator
+from ..factor.inputs import Units, raised, require_entries, seeded_generator, warn_if_out_of_range
 from ..solvers.base import require_count
 from ..solvers.iterate import iterate
-from .certificate import judge_relu, objective, polar_of, with_ones
+from .certificate import ReluData, judge_relu, objective, polar_of
 from .neurons import Neurons, descend, descend_in_cells, merge_neurons, prune_and_balance
 from .polar import Polar
 
@@ -28,11 +31,12 @@ class _Growth(NamedTuple):
     polar: Polar
     certificate: Certificate
     rounds: list[tuple[float, int, float]]
+    converged: bool
 
 
 @dataclass(eq=False, repr=False)
 class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
-    r"""Regression by one hidden ReLU layer, grown to the global minimum over all widths.
+    r"""ReluData by one hidden ReLU layer, grown to the global minimum over all widths.
 
     .. math::
 
@@ -90,27 +94,40 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
     def fit(self, X: Any, y: Any) -> "ParallelReLU":
         """Grow the network on X, n_samples × n_features, and y, with one or several outputs."""
         self._check()
-        X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, multi_output=True, ensure_all_finite=False)
+        X, y = validated(self, X, y, dtype=np.float64, y_numeric=True, multi_output=True)
         self._require_entries(X)
         self._single = np.ndim(y) == 1
-        inputs = with_ones(torch.tensor(X))
         target = torch.tensor(np.asarray(y, dtype=np.float64).reshape(len(X), -1))
+        data, units = ReluData.of(torch.tensor(X), target, float(self.lam))
         generator = seeded_generator(self.random_state)
-        empty = Neurons(inputs.new_zeros(0, inputs.shape[1]), inputs.new_zeros(0, target.shape[1]))
-        start = self._assess(inputs, target, empty, [], generator)
+        empty = Neurons(data.X.new_zeros(0, data.X.shape[1]), data.Y.new_zeros(0, data.Y.shape[1]))
+        start = self._assess(data, empty, [], generator)
         end, self.n_iter_ = iterate(
-            lambda state, k: self._round(inputs, target, state, generator),
+            lambda state, k: self._round(data, state, generator),
             start,
             self.max_rounds,
             until=lambda state, k: self._finished(state),
         )
-        self._store(end)
+        self._store(end, units)
+        self._warn(self._finished(end))
         return self
+
+    def _warn(self, finished: bool) -> None:
+        """Warn if a known neuron would lower the objective, or rounds ran out."""
+        warn_if_out_of_range("ParallelReLU", self.objective_, 3)
+        status = self.certificate_.status
+        if status is Status.CERTIFIED or (finished and status is Status.UNDECIDED):
+            return
+        remedy = f"all max_rounds={self.max_rounds} rounds are made; raise max_rounds or lam"
+        if finished:
+            full = self.n_neurons_ == self.max_neurons
+            remedy = "raise max_neurons or lam" if full else "its last round gained nothing; raise descent, lam or tol"
+        warnings.warn(self.certificate_.shortfall("ParallelReLU", self.tol, remedy), ConvergenceWarning, stacklevel=3)
 
     def predict(self, X: Any) -> np.ndarray:
         """The network's outputs, shaped like y."""
         check_is_fitted(self, "weights_")
-        X = validate_data(self, X, reset=False, dtype=np.float64, ensure_all_finite=False)
+        X = validated(self, X, reset=False, dtype=np.float64)
         self._require_entries(X)
         result = np.maximum(np.c_[X, np.ones(len(X))] @ self.weights_.T, 0) @ self.outputs_
         return result[:, 0] if self._single else result
@@ -126,38 +143,37 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
         if self.max_neurons is not None:
             require_count("max_neurons", self.max_neurons)
 
-    def _store(self, end: _Growth) -> None:
-        self.weights_ = end.neurons.W.numpy()
-        self.outputs_ = end.neurons.V.numpy()
+    def _store(self, end: _Growth, units: Units) -> None:
+        self.weights_, self.outputs_ = (units.factor(x).numpy() for x in end.neurons)
         self.n_neurons_ = len(end.neurons.W)
-        self.certificate_ = end.certificate
+        self.certificate_ = end.certificate.in_units(units)
         self.direction_ = end.polar.directions[0].numpy()
         values, widths, gaps = zip(*end.rounds, strict=True)
-        self.history_ = np.asarray(values)
+        self.history_ = np.array([raised(value, units.objective) for value in values])
         self.width_history_ = np.asarray(widths)
         self.gap_history_ = np.asarray(gaps)
-        self.objective_ = values[-1]
+        self.objective_ = float(self.history_[-1])
 
     def _assess(
         self,
-        X: Tensor,
-        Y: Tensor,
+        data: ReluData,
         neurons: Neurons,
         rounds: list[tuple[float, int, float]],
         generator: torch.Generator,
     ) -> _Growth:
         """Compute the polar and the certificate of a network, and append the record of its round."""
+        X, Y, lam = data
         R = Y - torch.relu(X @ neurons.W.mT) @ neurons.V
         random = torch.randn(96, X.shape[1], generator=generator, dtype=X.dtype)
         rows = X[torch.randperm(len(X), generator=generator)[:32]]
         polar = polar_of(X, R, self.polar, torch.cat([random, rows, -rows, neurons.W]))
-        certificate = judge_relu(X, Y, neurons.W, neurons.V, self.lam, polar, self.tol)
-        value = objective(X, Y, neurons.W, neurons.V, self.lam)
-        record = (value, len(neurons.W), certificate.relative_gap)
-        return _Growth(neurons, polar, certificate, [*rounds, record])
+        certificate = judge_relu(X, Y, *neurons, lam, polar, self.tol)
+        record = (objective(X, Y, *neurons, lam), len(neurons.W), certificate.relative_gap)
+        converged = certificate.status is Status.CERTIFIED or polar.lower <= lam * (1 + 1e-9)
+        return _Growth(neurons, polar, certificate, [*rounds, record], converged)
 
     def _finished(self, state: _Growth) -> bool:
-        if self._converged(state):
+        if state.converged:
             return True
         full = self.max_neurons is not None and len(state.neurons.W) >= self.max_neurons
         before = state.rounds[-2][0] if len(state.rounds) > 1 else float("inf")
@@ -165,34 +181,32 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
         least = 1e-12 if state.polar.exact else 0.1 * self.tol
         return full or before - state.rounds[-1][0] <= least * abs(before)
 
-    def _converged(self, state: _Growth) -> bool:
-        return state.certificate.status is Status.CERTIFIED or state.polar.lower <= self.lam * (1 + 1e-9)
-
-    def _round(self, X: Tensor, Y: Tensor, state: _Growth, generator: torch.Generator) -> _Growth:
+    def _round(self, data: ReluData, state: _Growth, generator: torch.Generator) -> _Growth:
         """Append the polar's directions and descend; keep the network with the lowest objective."""
-        if self._converged(state):
+        if state.converged:
             return state
+        X, Y, lam = data
         best = state.neurons
-        trial = self._appended(X, Y, state)
+        trial = self._appended(data, state)
         for method in (descend_in_cells, descend):
             if X.shape[1] == 2 and method is descend:
                 continue
-            trial = merge_neurons(X, method(X, Y, trial, self.lam, self.descent))
-            if objective(X, Y, *trial, self.lam) < objective(X, Y, *best, self.lam):
+            trial = merge_neurons(X, method(X, Y, trial, lam, self.descent))
+            if objective(X, Y, *trial, lam) < objective(X, Y, *best, lam):
                 best = trial
             else:
                 trial = best
-        return self._assess(X, Y, best, state.rounds, generator)
+        return self._assess(data, best, state.rounds, generator)
 
-    def _appended(self, X: Tensor, Y: Tensor, state: _Growth) -> Neurons:
+    def _appended(self, data: ReluData, state: _Growth) -> Neurons:
         r"""Append neurons :math:`\sqrt{s}(w, v)` with :math:`s = (p - \lambda)/\|\max(Xw, 0)\|^2` over their number."""
-        W, V = state.neurons
+        (X, Y, lam), (W, V) = data, state.neurons
         room = self.grow if self.max_neurons is None else min(self.grow, self.max_neurons - len(W))
-        chosen = _distinct(state.polar, self.lam, room)
+        chosen = _distinct(state.polar, lam, room)
         hidden = torch.relu(X @ chosen.mT)
         pull = hidden.mT @ (Y - torch.relu(X @ W.mT) @ V)
         slope = pull.norm(dim=1)
-        root = ((slope - self.lam) / hidden.square().sum(0) / max(len(chosen), 1)).clamp_min(0.0).sqrt().unsqueeze(1)
+        root = ((slope - lam) / hidden.square().sum(0) / max(len(chosen), 1)).clamp_min(0.0).sqrt().unsqueeze(1)
         outgoing = root * pull / slope.unsqueeze(1)
         return prune_and_balance(Neurons(torch.cat([W, root * chosen]), torch.cat([V, outgoing])))
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .network import Network
 from .record import Call, Value
 from .recorder import DATA_READS, Recorder
+from .running import Inputs
 
 __all__ = ["RecordedRun", "assemble"]
 
@@ -26,11 +27,12 @@ _READS = {
 
 @dataclasses.dataclass
 class RecordedRun:
-    """One recorded run: modes of the modules by path, inputs and outputs, and how it ended."""
+    """One recorded run: modes of the modules by path, its arguments, inputs and outputs, and how it ended."""
 
     recorder: Recorder
     modes: dict[str, bool]
     grad: bool
+    example: Inputs
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...] = ()
     error: str | None = None
@@ -43,23 +45,24 @@ def _unknown(run: RecordedRun) -> dict[int, Value]:
     return {id(t): values[v] for v, t in run.recorder.outside.items() if values[v].source == "unseen"}
 
 
-def assemble(model: nn.Module, run: RecordedRun, other: RecordedRun | None, guessed: bool) -> Network:
-    """The record of a run. ``other`` is a run in the other mode; None where the first did not end.
+def assemble(model: nn.Module, run: RecordedRun, other: RecordedRun | None, guessed: bool) -> tuple[Network, Network]:
+    """The records of a run and of ``other``, a run in the other mode; None where the first did not end.
 
     A tensor of unknown origin that both runs meet existed before the second one, so it is a constant.
     """
     both = {} if other is None else _unknown(other)
     for identity, value in _unknown(run).items():
         if identity in both:
-            value.source = "constant"
+            value.source = both[identity].source = "constant"
     network = _network(model, run, guessed)
     if other is None:
-        return network
+        return network, network
+    second = _network(model, other, guessed)
     if other.error is not None:
         missing: tuple[str, ...] = (f"in {'training' if other.modes[''] else 'evaluation'} {other.error}",)
     else:
-        missing = _mark_by_mode(network, _network(model, other, guessed))
-    return dataclasses.replace(network, reasons=(*network.reasons, *missing))
+        missing = _mark_by_mode(network, second)
+    return dataclasses.replace(network, reasons=(*network.reasons, *missing)), second
 
 
 def _network(model: nn.Module, run: RecordedRun, guessed: bool) -> Network:
@@ -67,7 +70,7 @@ def _network(model: nn.Module, run: RecordedRun, guessed: bool) -> Network:
     _settle(recorder)
     return Network(
         model, tuple(recorder.calls), tuple(recorder.frames), tuple(recorder.values), run.inputs, run.outputs,
-        run.modes[""], guessed, run.error is None, _reasons(run), run.modes, run.grad, _held(recorder),
+        run.modes[""], guessed, run.error is None, _reasons(run), run.modes, run.grad, run.example, _held(recorder),
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """Questions about the structure of a recorded network."""
 
 import dataclasses
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -32,13 +32,15 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 class Neighbors:
     """The calls directly before and after a layer; None where there is none.
 
-    ``skip`` is the addition of the layer's output, normalised or not, to another tensor.
+    ``skip`` is the addition of the layer's output, normalised or not, to another tensor. ``rivals`` are an activation
+    and the calls that read the same value as it, which therefore is not the layer's activation.
     """
 
     dropout: Call | None = None
     norm: Call | None = None
     skip: Call | None = None
     activation: Call | None = None
+    rivals: tuple[Call, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,10 +105,9 @@ def ancestors(network: "Network", values: Iterable[Value]) -> frozenset[Value]:
     return frozenset(found)
 
 
-def sole_reader(network: "Network", value: Value) -> Call | None:
-    """The only call that reads a value; None where there are several or it is an output."""
-    readers = network.readers(value)
-    return readers[0] if len(readers) == 1 and value not in network.outputs else None
+def live_readers(network: "Network", value: Value) -> list[Call]:
+    """The calls that read a value and from which the outputs were computed."""
+    return [call for call in network.readers(value) if network.is_live(call)]
 
 
 def operand(network: "Network", call: Call) -> Value | None:
@@ -116,33 +117,38 @@ def operand(network: "Network", call: Call) -> Value | None:
 
 def neighbors(network: "Network", call: Call) -> Neighbors:
     """See :meth:`Network.neighbors`."""
-    found: dict[str, Call] = {}
-    value = call.outputs[0] if call.outputs else None
-    while value is not None and (reader := sole_reader(network, value)) is not None:
-        kind = role(reader)
-        if kind == "norm" and operand(network, reader) == value and not found:
-            found["norm"] = reader
-        elif kind == "add" and "skip" not in found:
-            found["skip"] = reader
+    found: dict[str, Any] = {}
+    dropout = next((made for made, _, _ in before(network, call) if role(made) == "dropout"), None)
+    value, reshaped = call.outputs[0] if call.outputs else None, False
+    while value is not None:
+        readers = live_readers(network, value)
+        acting = [reader for reader in readers if role(reader) == "activation" and operand(network, reader) is value]
+        if len(readers) != 1 or value in network.outputs:
+            rivals = tuple(reader for reader in readers if reader not in acting[:1])
+            return Neighbors(dropout, **found, rivals=(acting[0], *rivals) if acting else ())
+        kind = role(readers[0])
+        if kind == "norm" and operand(network, readers[0]) is value and not found and not reshaped:
+            found["norm"] = readers[0]
+        elif kind == "add" and "skip" not in found and not reshaped:
+            found["skip"] = readers[0]
         elif kind == "activation":
-            found["activation"] = reader
+            return Neighbors(dropout, **found, activation=readers[0])
+        elif kind not in ("identity", "reshape"):
             break
-        elif kind != "identity":
-            break
-        value = reader.outputs[0] if reader.outputs else None
-    return Neighbors(dropout=_dropout_before(network, call), **found)
+        reshaped = reshaped or kind == "reshape"
+        value = readers[0].outputs[0] if readers[0].outputs else None
+    return Neighbors(dropout, **found)
 
 
-def _dropout_before(network: "Network", call: Call) -> Call | None:
-    value = operand(network, call)
-    while value is not None and (before := network.producer(value)) is not None:
-        kind = role(before)
-        if kind == "dropout":
-            return before
-        if kind not in ("reshape", "identity") or sole_reader(network, value) is None:
-            return None
-        value = operand(network, before)
-    return None
+def before(network: "Network", call: Call) -> Iterator[tuple[Call, Value, bool]]:
+    """The calls before a call with nothing but reshapings between, their results, and whether one reshapes."""
+    value, reshaped = operand(network, call), False
+    while value is not None and (made := network.producer(value)) is not None:
+        yield made, value, reshaped
+        if role(made) not in ("reshape", "identity") or len(live_readers(network, value)) != 1:
+            return
+        reshaped = reshaped or role(made) == "reshape"
+        value = operand(network, made)
 
 
 def steps(network: "Network") -> tuple[Step, ...]:
@@ -237,9 +243,9 @@ def _residual(network: "Network", add: Call, operands: list[Value]) -> ResidualB
     start = max(common, key=lambda value: value.index)
     paths = [_between(network, start, line) for line in lines]
     branch, shortcut = sorted(paths, key=len, reverse=True)
-    kinds = {role(call) for call in branch}
     around = {role(call) for call in shortcut}
-    if not kinds & {"linear", "conv"} or "activation" in around or len(branch) == len(shortcut):
+    learned = any("parameter" in v.origins and not network.depends(v) for call in branch for v in call.inputs)
+    if not learned or "activation" in around or len(branch) == len(shortcut):
         return None
     return ResidualBlock(start, branch, shortcut, add)
 

@@ -92,10 +92,11 @@ def _required(model: nn.Module) -> int:
 
 def _of(module: nn.Module) -> list[Kind]:
     """The inputs that a layer suggests; nothing for modules that suggest none."""
-    if isinstance(module, nn.Linear):
-        return _features(module.in_features)
-    if isinstance(module, nn.modules.conv._ConvNd):
-        return [("maps", module.in_channels, len(module.kernel_size))]
+    features, channels, kernel = (getattr(module, a, None) for a in ("in_features", "in_channels", "kernel_size"))
+    if isinstance(features, int):
+        return _features(features)
+    if isinstance(channels, int) and isinstance(kernel, tuple):
+        return [("maps", channels, len(kernel))]
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return [("index", shape, module.num_embeddings) for shape in ((2, 5), (5,), (2, 32), (2,))]
     if isinstance(module, nn.RNNBase):
@@ -121,7 +122,8 @@ def _features(count: int) -> list[Kind]:
         side = math.isqrt(count // channels)
         if side > 1 and channels * side * side == count:
             found.append(("normal", (2, channels, side, side)))
-    return [*found, ("normal", (count,)), ("normal", (2, 4, 4, count)), ("maps", 1, 2)]
+    return [*found, *(("normal", shape) for shape in ((count,), (2, 4, 4, count), (2, count, 5), (2, count, 8, 8))),
+            ("maps", 1, 2)]  # fmt: skip
 
 
 def _made(kind: Kind, like: Tensor, generator: torch.Generator) -> Tensor:

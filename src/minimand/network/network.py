@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from . import graph, replay
 from .graph import Line, Neighbors, ResidualBlock, SharedParameter
 from .record import Call, ModuleFrame, Opaque, Value
+from .running import Inputs
 
 __all__ = ["Network"]
 
@@ -31,6 +32,7 @@ class Network:
         reasons: Why the record as a whole does not tell all; empty where it does.
         modes: The training flag of every module, by path.
         grad: Whether gradients were on when the forward was called.
+        example: The positional and keyword arguments that it ran on.
         held: The tensors that are neither inputs nor registered nor computed, by the index of their value.
     """
 
@@ -46,6 +48,7 @@ class Network:
     reasons: tuple[str, ...] = ()
     modes: Mapping[str, bool] = dataclasses.field(default_factory=dict, repr=False)
     grad: bool = True
+    example: Inputs = dataclasses.field(default=((), {}), repr=False)
     held: Mapping[int, Tensor] = dataclasses.field(default_factory=dict, repr=False)
 
     def __repr__(self) -> str:
@@ -104,8 +107,8 @@ class Network:
     def neighbors(self, call: Call) -> Neighbors:
         """The dropout directly before a layer's call, and the normalisation, addition and activation directly after it.
 
-        Reshapings may stand between the dropout and the layer. A call after the layer counts only if it alone reads
-        the value before it. What does not exist is None.
+        Reshapings may stand between the dropout and the layer, and before the activation. A call after the layer counts
+        only if it alone reads the value before it. What does not exist is None.
 
         >>> from minimand.network import read, role
         >>> net = read(nn.Sequential(nn.Dropout(), nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh()))
@@ -130,7 +133,7 @@ class Network:
         return graph.chain(self)
 
     def residuals(self) -> tuple[ResidualBlock, ...]:
-        """The additions of a branch with linear layers and a shorter way around it, which may hold a downsampling."""
+        """The additions of a branch with parameters and a shorter way around it, which may hold a downsampling."""
         return graph.residuals(self)
 
     def shared(self) -> tuple[SharedParameter, ...]:

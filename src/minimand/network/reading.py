@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from ..arguments import checked
 from ..errors import CapabilityError
 from .assemble import RecordedRun, assemble
 from .guess import guesses
@@ -20,13 +21,14 @@ from .recorder import Recorder
 from .running import Inputs, bound, copied, eager, named, set_mode, unwrapped
 from .state import preserved
 
-__all__ = ["read"]
+__all__ = ["read", "read_modes"]
 
 _ASK = "pass an example input, read(model, example)"
 #: Errors that switching gradients off avoids: functions with out=, and in-place changes of views and leaves.
 _GRADIENT_ERRORS = re.compile(r"out=|in-?place|requires grad|a view", re.IGNORECASE)
 
 
+@checked
 def read(model: nn.Module, example: Any = None, *, training: bool | None = None) -> Network:
     """Record a run of a network: which functions of torch it calls, on which tensors, and in which modules.
 
@@ -54,18 +56,30 @@ def read(model: nn.Module, example: Any = None, *, training: bool | None = None)
     """
     if not isinstance(model, nn.Module):
         raise CapabilityError(f"read takes an nn.Module, got a {type(model).__name__}")
-    if (reason := _without_data(model)) is not None:
-        return _empty(model, example is None, reason)
-    if example is not None:
-        inputs: Inputs | None = bound(example)
-        run = _run(model, bound(example), training)
-    else:
+    return _both(model, example, training)[0]
+
+
+def read_modes(model: nn.Module, example: Any = None) -> tuple[Network, Network]:
+    """The records of a run in training and of one in evaluation, of which one may be incomplete; see :func:`read`."""
+    training, evaluation = _both(model, example, True)
+    if not training.complete:
+        evaluation = _both(model, example, False)[0]
+    return training, evaluation
+
+
+def _both(model: nn.Module, example: Any, training: bool | None) -> tuple[Network, Network]:
+    """The records of a mode and of the other one, which is empty where the first run failed."""
+    mode, guessed = model.training if training is None else training, example is None
+    inputs, run, reason = None, None, _without_data(model)
+    if reason is None and not guessed:
+        inputs, run = bound(example), _run(model, bound(example), training)
+    elif reason is None:
         inputs, run = _first_that_runs(model, training)
-    if inputs is None:
-        return _empty(model, True, f"no made-up input runs through the network (the last: {run.error}); {_ASK}")
-    mode = model.training if training is None else training
-    other = _run(model, inputs, not mode) if run.error is None else None
-    return assemble(model, run, other, example is None)
+        reason = f"no made-up input runs through the network (the last: {run.error}); {_ASK}"
+    if inputs is None or run is None:
+        empty = Network(model, (), (), (), (), (), mode, guessed, False, (str(reason),))
+        return empty, empty
+    return assemble(model, run, _run(model, inputs, not mode) if run.error is None else None, guessed)
 
 
 def _without_data(model: nn.Module) -> str | None:
@@ -76,10 +90,6 @@ def _without_data(model: nn.Module) -> str | None:
         if tensor.is_meta:
             return f"{name} is on the meta device and has no data; load or initialise it first"
     return None
-
-
-def _empty(model: nn.Module, guessed: bool, reason: str) -> Network:
-    return Network(model, (), (), (), (), (), model.training, guessed, False, (reason,))
 
 
 def _first_that_runs(model: nn.Module, training: bool | None) -> tuple[Inputs | None, RecordedRun]:
@@ -115,7 +125,7 @@ def _record(model: nn.Module, inputs: Inputs, training: bool | None, grad: bool)
         device = next((tensor.device.type for tensor in model.parameters()), "cpu")
         recorder = Recorder(paths, _registered(model), saved, device)
         given = tuple(recorder.add_input(tensor, name) for name, tensor in named(root, (args, kwargs)))
-        run = RecordedRun(recorder, modes, grad, given)
+        run = RecordedRun(recorder, modes, grad, inputs, given)
         recorder.attach()
         before = _generators()
         try:

@@ -1,12 +1,15 @@
 """The parts of a recorded run: values, frames and calls. The recorder fills them in while the network runs."""
 
 import dataclasses
+import itertools
+import types
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import nn
 
-__all__ = ["Call", "Context", "ModuleFrame", "Opaque", "Source", "Value"]
+__all__ = ["Call", "CallSite", "Context", "ModuleFrame", "Opaque", "Source", "Value"]
 
 Source = Literal["input", "parameter", "buffer", "constant", "call", "unseen"]
 
@@ -35,6 +38,20 @@ class Value:
     origins: frozenset[str] = frozenset()
 
 
+class CallSite(NamedTuple):
+    """The expression that made a call: the compiled function that holds it, the index of the instruction in it, and the
+    module whose method the function is; None for other functions."""
+
+    code: types.CodeType
+    instruction: int
+    owner: nn.Module | None
+
+    @property
+    def span(self) -> tuple[int | None, int | None, int | None, int | None]:
+        """First line, last line, first column and last column of the expression."""
+        return next(itertools.islice(self.code.co_positions(), self.instruction, None))
+
+
 @dataclasses.dataclass(eq=False)
 class ModuleFrame:
     """One run of one module's forward.
@@ -46,6 +63,8 @@ class ModuleFrame:
         run: How many times this module ran before.
         parent: The index of the frame that called it; None for the first.
         inputs: The tensors it was called with.
+        place: The expression that called it.
+        keywords: The names of its keyword arguments.
         outputs: The tensors it returned.
     """
 
@@ -55,6 +74,8 @@ class ModuleFrame:
     run: int
     parent: int | None
     inputs: tuple[Value, ...]
+    place: CallSite
+    keywords: tuple[str, ...] = ()
     outputs: tuple[Value, ...] = ()
 
 
@@ -80,10 +101,10 @@ class Call:
         kwargs: The keyword arguments, likewise.
         inputs: The values among the arguments.
         context: Gradient mode and autocast during the call.
+        place: The expression that made the call.
         outputs: The values that it returned.
         mutates: Pairs of a value and the value that replaces it, for every tensor that the call changed in place,
             including known views of the same memory.
-        site: File and line of the code that made the call.
         opaque: Why the record does not tell all about this call; None where it does.
     """
 
@@ -96,10 +117,15 @@ class Call:
     kwargs: Mapping[str, Any]
     inputs: tuple[Value, ...]
     context: Context
+    place: CallSite
     outputs: tuple[Value, ...] = ()
     mutates: tuple[tuple[Value, Value], ...] = ()
-    site: tuple[str, int] = ("", 0)
     opaque: str | None = None
+
+    @property
+    def site(self) -> tuple[str, int]:
+        """File and line of the code that made the call."""
+        return self.place.code.co_filename, self.place.span[0] or 0
 
     @property
     def produces(self) -> tuple[Value, ...]:

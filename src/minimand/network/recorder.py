@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .nested import replace, tensors
-from .record import Call, Context, ModuleFrame, Source, Value
+from .record import Call, CallSite, Context, ModuleFrame, Source, Value
 from .state import Saved, version
 
 __all__ = ["Recorder"]
@@ -42,12 +42,12 @@ _QUERIES = {
 
 _TORCH = os.path.dirname(torch.__file__)
 _HERE = os.path.dirname(__file__) + os.sep
-#: Files whose functions stand between a call and the function mode.
+#: Files whose functions stand between a call and the function mode, or between the call of a module and its hooks.
 _BETWEEN = frozenset(
     os.path.join(_TORCH, *name.split("/"))
     for name in (
         "overrides.py", "functional.py", "nn/functional.py", "_tensor.py", "_VF.py", "_jit_internal.py", "_ops.py",
-        "utils/_device.py", "utils/_contextlib.py",
+        "utils/_device.py", "utils/_contextlib.py", "nn/modules/module.py",
     )
 )  # fmt: skip
 
@@ -129,7 +129,7 @@ class Recorder(TorchFunctionMode):
             path = self._paths[module]
             inputs = tuple(self._value(tensor) for tensor in tensors((args, kwargs)))
             kind, parent = type(module).__name__, self._stack[-1].index if self._stack else None
-            frame = ModuleFrame(len(self.frames), path, kind, self._runs[path], parent, inputs)
+            frame = ModuleFrame(len(self.frames), path, kind, self._runs[path], parent, inputs, _place(), tuple(kwargs))
             self._runs[path] += 1
             self.frames.append(frame)
             self._stack.append(frame)
@@ -181,7 +181,7 @@ class Recorder(TorchFunctionMode):
             self._saved.add_generator(kwargs["generator"])
         frame = self._stack[-1]
         args, kwargs = replace((args, kwargs), Tensor, self._value)
-        call = Call(-1, frame.index, func, name, frame.path, args, kwargs, inputs, self._context())
+        call = Call(-1, frame.index, func, name, frame.path, args, kwargs, inputs, self._context(), _place())
         return _Started(call, given, [version(tensor) for tensor in given])
 
     def _after(self, started: _Started, result: Any) -> Any:
@@ -195,7 +195,7 @@ class Recorder(TorchFunctionMode):
             return result
         if len(self.calls) >= _MOST_CALLS:
             raise RuntimeError(f"the recorder stopped after {_MOST_CALLS} calls")
-        call.index, call.site = len(self.calls), _calling_site()
+        call.index = len(self.calls)
         self.calls.append(call)
         call.mutates = tuple(self._rewrite(tensor, call.index) for tensor in changed)
         if _returns_alias(started, returned, changed):
@@ -357,12 +357,14 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
         return ()
 
 
-def _calling_site() -> tuple[str, int]:
-    """File and line of the innermost frame outside of this package and of torch's dispatching code."""
+def _place() -> CallSite:
+    """The expression that runs in the innermost frame outside of this package and of torch's dispatching code."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_code.co_filename
         if name not in _BETWEEN and not name.startswith(_HERE):
             break
         frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
+    code = frame.f_code
+    owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    return CallSite(code, frame.f_lasti // 2, owner if isinstance(owner, nn.Module) else None)

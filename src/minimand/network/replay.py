@@ -1,23 +1,23 @@
 """Recomputing a network from its record."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ShapeError
 from .nested import replace, tensors
 from .record import Context, Value
-from .running import bound, copied, eager, set_mode, unwrapped
+from .running import Inputs, bound, copied, eager, set_mode, unwrapped
 from .state import Saved, preserved
 
 if TYPE_CHECKING:
     from .network import Network
 
-__all__ = ["recompute", "verify"]
+__all__ = ["recompute", "returned", "same_bits", "verify"]
 
 
 class _Inert(TorchFunctionMode):
@@ -53,24 +53,30 @@ def verify(network: "Network", example: Any) -> bool:
     """See :meth:`Network.verify`."""
     if not network.complete:
         return False
-    with preserved(network.model) as saved, torch.inference_mode(False), eager():
-        for index, tensor in _sources(network, copies=False).items():
-            if index in _changed(network):
-                saved.add(tensor)
-        _save_generators(network, saved)
-        set_mode(network.model, network.modes)
-        args, kwargs = copied(bound(example))
-        with _Inert(), torch.set_grad_enabled(network.grad):
-            output = unwrapped(network.model)(*args, **kwargs)
-        own = [tensor.detach().clone() for tensor in tensors(output)]
+    own = returned(network, network.model, bound(example), network.modes)
     try:
         again = recompute(network, example)
     except (RuntimeError, ValueError, TypeError, IndexError):  # a record that does not fit the input
         return False
-    return len(own) == len(again) and all(map(_same_bits, own, again))
+    return len(own) == len(again) and all(map(same_bits, own, again))
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
+def returned(network: "Network", model: nn.Module, inputs: Inputs, modes: bool | Mapping[str, bool]) -> list[Tensor]:
+    """The tensors that the network of a record, or a changed copy, returns in given modes, without leaving a trace."""
+    with preserved(model) as saved, torch.inference_mode(False), eager():
+        for index, tensor in _sources(network, copies=False).items():
+            if index in _changed(network):
+                saved.add(tensor)
+        _save_generators(network, saved)
+        set_mode(model, modes)
+        args, kwargs = copied(inputs)
+        with _Inert(), torch.set_grad_enabled(network.grad):
+            output = unwrapped(model)(*args, **kwargs)
+        return [tensor.detach().clone() for tensor in tensors(output)]
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same shape, type and entries; NaN equals NaN."""
     if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
         return False
     if torch.equal(one, other):

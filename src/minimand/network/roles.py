@@ -54,7 +54,7 @@ _NAMED: Mapping[Role, str] = {
 _ROLES: Mapping[Any, Role] = {function: kind for kind, names in _NAMED.items() for function in _functions(names)}
 _ADDS = _functions("add __add__ __radd__ __iadd__")
 _PRODUCTS = _functions("matmul mm addmm __matmul__ __rmatmul__")
-_CLAMPS = _functions("clamp clip clamp_min clamp_max relu")
+_CLAMPS = _functions("clamp clip clamp_min clamp_max relu threshold")
 _CASTS = _functions("to type type_as float double half bfloat16 cpu cuda")
 
 

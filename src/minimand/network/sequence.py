@@ -8,14 +8,15 @@ from typing import Any
 import torch.nn.functional as F
 from torch import nn
 
-from ..errors import MinimandError
-from ..functions.activations import activation_module
+from ..arguments import checked
+from ..errors import MinimandError, OptionError
+from ..functions.activations import activation_module, from_activation
 from .graph import is_layer
 from .reading import read
 from .record import Call, Value
 from .roles import role
 
-__all__ = ["SequencePart", "sequence"]
+__all__ = ["SequencePart", "activation_of", "sequence"]
 
 _FLATTENS = {"flatten", "reshape", "view", "squeeze", "reshape_as", "view_as"}
 _POOLS: dict[str, tuple[type[nn.Module], tuple[str, ...]]] = {
@@ -45,6 +46,7 @@ class SequencePart:
     call: Call | None = None
 
 
+@checked
 def sequence(model: nn.Module, example: Any = None) -> tuple[SequencePart, ...]:
     """The layers that a network calls in turn, each on the output of the one before.
 
@@ -126,7 +128,10 @@ def _module(call: Call) -> nn.Module | None:
         before, after = call.inputs[0].shape, call.outputs[0].shape
         flat = len(before) > 1 and after == (before[0], math.prod(before[1:]))
         return nn.Flatten() if flat and call.name in _FLATTENS else None
-    return _activation(call, args, kwargs) if kind == "activation" else None
+    try:
+        return activation_of(call) if kind == "activation" else None
+    except MinimandError:
+        return None
 
 
 def _options(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -135,15 +140,24 @@ def _options(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (call.args if "input" in call.kwargs else call.args[1:]), kwargs
 
 
-def _activation(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module | None:
-    name = call.name.rstrip("_")
-    if name in _CLAMPS:
-        given = dict(zip(_CLAMPS[name], args, strict=False)) | kwargs
-        low, high = given.get("min"), given.get("max")
-        if low == 0 and high is None:
-            return nn.ReLU()
-        return nn.Hardtanh(-math.inf if low is None else low, math.inf if high is None else high)
-    try:
+def activation_of(call: Call) -> nn.Module:
+    """The module that computes the same as the call of an activation.
+
+    Raises:
+        MinimandError: If the activation is not a prox, or has options that are tensors.
+    """
+    name, (args, kwargs) = call.name.rstrip("_"), _options(call)
+    if name not in _CLAMPS:
+        from_activation(call.target)
+    if any(isinstance(option, Value) for option in (*args, *kwargs.values())):
+        raise OptionError(f"the options of {call.name} are tensors; use numbers")
+    if name not in _CLAMPS:
         return activation_module(call.target, *args, **kwargs)
-    except MinimandError:
-        return None
+    given = dict(zip(_CLAMPS[name], args, strict=False)) | kwargs
+    low, high = given.get("min"), given.get("max")
+    if low == 0 and high is None:
+        return nn.ReLU()
+    low, high = -math.inf if low is None else low, math.inf if high is None else high
+    if not low < high:
+        raise OptionError(f"{call.name} between {low} and {high} is constant")
+    return nn.Hardtanh(low, high)

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import os
 import random
 import sys
 import threading
@@ -11,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Saved", "preserved", "version"]
+__all__ = ["Saved", "preserved", "snapshot", "version"]
 
 #: One run at a time: a run changes training flags and hooks of the modules.
 _LOCK = threading.RLock()
+if hasattr(os, "register_at_fork"):  # The thread that holds the lock does not exist in a forked worker.
+    os.register_at_fork(after_in_child=_LOCK._at_fork_reinit)  # type: ignore[attr-defined]
 _CONTAINERS = (dict, list, set, collections.deque)
 
 
@@ -79,6 +82,11 @@ def preserved(model: nn.Module) -> Iterator[Saved]:
             with torch._C.DisableTorchFunction():
                 for restore in undo:
                     restore()
+
+
+def snapshot(model: nn.Module) -> list[Callable[[], None]]:
+    """Functions that give every module of a network the attributes, children and hooks that it has now."""
+    return [_attributes(module) for module in model.modules()]
 
 
 def _attributes(module: nn.Module) -> Callable[[], None]:

@@ -9,7 +9,7 @@ from .blocks import (
     as_algorithm,
     coefficient_parameters,
 )
-from .convert import Rule, convert, revert
+from .convert import Rule, convert, plan, revert
 from .dropout import AdditiveDropout, ImportanceDropout
 from .explain import explain
 from .layers import SolverConv1d, SolverConv2d, SolverLayer, SolverLinear, SolverOptions
@@ -49,6 +49,7 @@ __all__ = [
     "diagnose",
     "explain",
     "least_squares_start",
+    "plan",
     "revert",
     "sparse_reconstruction",
 ]

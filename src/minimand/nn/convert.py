@@ -1,24 +1,58 @@
-"""Converting the layers of a network to solver layers, and reverting them."""
+"""Planning and making the conversion of a network's layers to solver layers, and reverting it."""
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
-from ..errors import ConversionError
-from ..solvers import Solver
-from .conversion.change import absorb, become, is_converted, pass_through, rewrite, undo
+from ..errors import ConversionError, OptionError
+from .conversion.change import apply, is_converted, undo
 from .conversion.clone import clone
-from .conversion.plan import Rule, plan, solver_layer
-from .layers import SolverOptions
+from .conversion.plan import Plan, Rule, Rules, checked, targets
+from .conversion.planner import Planner, readings
 
-__all__ = ["Rule", "convert", "revert"]
+__all__ = ["Plan", "Rule", "convert", "plan", "revert"]
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def convert(model: M, rules: Mapping[str, Solver | SolverOptions | Rule], *, inplace: bool = False) -> M:
+def plan(model: nn.Module, rules: Rules, *, example: Any = None) -> Plan:
+    """What :func:`convert` would do with a model, layer by layer; the model stays as it is.
+
+    ``str(plan)`` is a table of every linear layer and convolution: converted, with the dropout, normalisation and
+    activation that it takes in and its multiply-adds relative to the plain layer; left, and why; or refused, why, and
+    what to do. ``convert(model, plan)`` makes it so. The arguments are those of :func:`convert`.
+
+    Raises:
+        ConversionError: If a pattern matches no layer, or the model does not run on the example.
+
+    >>> from minimand.solvers import ProxSG
+    >>> model = nn.Sequential(nn.Dropout(0.25), nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2))
+    >>> steps = plan(model, {"[13]": ProxSG(iters=10)})
+    >>> list(steps.converted), list(steps.refused), steps.left
+    (['1'], ['3'], {'5': 'no rule matches'})
+    >>> print(steps)  # doctest: +ELLIPSIS
+    path  layer       cost  plan
+    ────  ──────────  ────  ────...
+    1     Linear 8→4  19×   converted: ProxSG(10) with 0 (Dropout) before it, 2 (ReLU)
+    3     Linear 4→4        refused: GELU is not monotone ...
+    5     Linear 4→2        left: no rule matches
+    """
+    made, wrong = _planned(model, rules, example)
+    if wrong:
+        raise _failure(wrong)
+    return made
+
+
+def convert(
+    model: M,
+    rules: Rules | Plan,
+    *,
+    example: Any = None,
+    inplace: bool = False,
+    unsupported: Literal["error", "skip"] = "error",
+) -> M:
     """Replace blocks dropout → linear or convolution → activation by solvers, with the same parameters.
 
     A plain block is one iteration of a solver; the converted block makes several. The result is an instance of the
@@ -26,32 +60,25 @@ def convert(model: M, rules: Mapping[str, Solver | SolverOptions | Rule], *, inp
     and checkpoints keep working.
 
     Args:
-        model: Any network. Its forward is traced with :mod:`torch.fx`. Where tracing fails, neighbours are found only
-            inside an ``nn.Sequential``; a :class:`Rule` has to name the others.
+        model: Any network. It is run in training and in evaluation, by :func:`~minimand.network.read`, to find the
+            neighbours of its layers.
         rules: Maps patterns (:mod:`fnmatch`, on module paths) to solvers, to :class:`~minimand.nn.SolverOptions`, or to
             a :class:`Rule`. Patterns select Linear, Conv1d and Conv2d layers only. If several patterns match a layer,
-            the last one applies.
+            the last one applies. A solver, SolverOptions or a Rule alone applies to every layer that can be converted.
+            Or a plan, made by :func:`plan` for this model.
+        example: An input: a tensor, a tuple of positional or a dictionary of keyword arguments. None: inputs are made
+            up from the sizes of the first layers. It decides which branches of a forward are read.
         inplace: Change ``model`` itself and return it. Otherwise modules are copied, and Parameters and buffers are
             shared with the original.
+        unsupported: ``"error"`` refuses the conversion if a matched layer cannot be converted, ``"skip"`` leaves such
+            layers as they are.
 
-    A converted layer absorbs
-
-    - the activation directly after it: a module, a function or a method. Without one the activation is the identity.
-      Softmax acts on whole vectors and is not absorbed;
-    - a batch normalisation between layer and activation, which is folded into the operator with the statistics of the
-      current mode;
-    - a tensor added between layer and activation (a residual block), as a part of the bias, if the same forward calls
-      the layer and adds the tensor;
-    - if its solver is stochastic, the dropout directly before it. Elementwise dropout may be followed by a reshape; a
-      convolution samples whole channels in its place. Channel dropout must have the dimension of the convolution. A
-      solver with ``tau=None`` then samples a share of 1 − p of the inputs. Dropout stays if its output has other uses,
-      if the solver is deterministic, or if the layer absorbs a batch normalisation, whose statistics are those of the
-      dropped inputs.
-
-    A converted layer is a :class:`~minimand.nn.SolverLayer` and no longer an instance of its plain class.
-
-    Absorbed calls are removed from the forward that makes them. A module without other calls becomes the identity.
-    Otherwise the forward is replaced by its traced graph, provided that the graph reproduces it completely.
+    A converted layer is a :class:`~minimand.nn.SolverLayer` at the path of the layer that it replaces. It returns a
+    pre-activation whose activation is the solution, so the forward and its activations stay as they are. Its problem
+    contains the activation directly after it, a batch normalisation before that, and a tensor added between (a residual
+    block). A stochastic solver also samples in place of the dropout directly before it: with ``tau=None`` it samples a
+    share of 1 − p of the inputs. Modules that are taken in pass their input on; functional dropout and additions are
+    edited out of the forward, from its source text, on this instance. The documentation lists what stays.
 
     Raises:
         ConversionError: Lists every problem with its path. The model is unchanged.
@@ -59,6 +86,7 @@ def convert(model: M, rules: Mapping[str, Solver | SolverOptions | Rule], *, inp
     Source: [Bibi2019], §3.4, §4 and appendix J.
 
     >>> import torch
+    >>> from minimand.nn import SolverOptions
     >>> from minimand.solvers import ProxGD, ProxSG
     >>> model = nn.Sequential(nn.Dropout(0.25), nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> converted = convert(model, {"1": ProxSG(iters=10), "3": ProxGD(iters=30)})
@@ -68,7 +96,7 @@ def convert(model: M, rules: Mapping[str, Solver | SolverOptions | Rule], *, inp
     True
     >>> one = SolverOptions(ProxGD(iters=1, step=1.0), ridge=0.0)
     >>> x = torch.randn(5, 8)
-    >>> torch.equal(convert(model.eval(), {"*": one})(x), model(x))
+    >>> torch.equal(convert(model.eval(), one)(x), model(x))
     True
     >>> convert(nn.Sequential(nn.Linear(8, 4), nn.GELU()), {"0": one, "head": one})
     Traceback (most recent call last):
@@ -76,26 +104,45 @@ def convert(model: M, rules: Mapping[str, Solver | SolverOptions | Rule], *, inp
       head: no such layer; available: '0'
       0: GELU is not monotone ...
     """
-    _check_model(model)
-    steps = plan(model, rules)
-    result = model if inplace else clone(model)
-    for path, layer in steps.layers.items():
-        module = result.get_submodule(path)
-        norm = None if layer.norm is None else result.get_submodule(layer.norm)
-        solver = solver_layer(module, layer, norm)
-        solver.path = path
-        become(module, solver)
-        if norm is not None:
-            pass_through(norm)
-    for path in steps.absorbed:
-        absorb(result.get_submodule(path))
-    for path, forward in steps.rewrites.items():
-        rewrite(result.get_submodule(path), forward.sources, forward.constants)
+    if unsupported not in ("error", "skip"):
+        raise OptionError(f'unsupported must be "error" or "skip", got {unsupported!r}')
+    if isinstance(rules, Plan):
+        _check_model(model)
+        steps, wrong = rules, _outdated(rules, model)
+    else:
+        steps, wrong = _planned(model, rules, example)
+    if unsupported == "error" and not (steps.lenient and steps.converted):
+        wrong |= steps.left | steps.refused if steps.lenient else steps.refused
+    if wrong:
+        raise _failure(wrong)
+    result: M = apply(steps, inplace)  # type: ignore[assignment]
     return result
 
 
+def _planned(model: nn.Module, rules: Rules, example: Any) -> tuple[Plan, dict[str, str]]:
+    """A plan, and what is wrong with the rules."""
+    _check_model(model)
+    made = Plan(model, lenient=not isinstance(rules, Mapping))
+    found, wrong = targets(made, checked(rules))
+    Planner(made, found, readings(model, example) if found else []).run()
+    return made, wrong
+
+
+def _outdated(steps: Plan, model: nn.Module) -> dict[str, str]:
+    if steps.model is not model:
+        return {type(model).__name__: "the plan was made for another model; make one with plan(model, rules)"}
+    now = dict(model.named_modules())
+    changed = [path for path, layer in steps.converted.items() if now.get(path) is not layer.module]
+    return dict.fromkeys(changed, "the layer is another one than when the plan was made; make a new plan")
+
+
+def _failure(problems: Mapping[str, str]) -> ConversionError:
+    lines = "\n".join(f"  {path}: {why}" for path, why in problems.items())
+    return ConversionError(f"the model was not converted and is unchanged:\n{lines}")
+
+
 def revert(model: M, *, inplace: bool = False) -> M:
-    """Undo every :func:`convert`: restore the plain layers with the trained weights, their dropout and activations.
+    """Undo every :func:`convert`: restore the plain layers with the trained weights, and their dropout.
 
     Args:
         model: A converted network, or a part of one.
@@ -115,31 +162,31 @@ def revert(model: M, *, inplace: bool = False) -> M:
     """
     if not any(is_converted(module) for module in model.modules()):
         raise ConversionError("no layer of this model was converted, so there is nothing to revert")
-    result = model if inplace else clone(model)
-    for module in list(result.modules()):
-        undo(module)
+    result: M = undo(model if inplace else clone(model))  # type: ignore[assignment]
     return result
 
 
 def _check_model(model: nn.Module) -> None:
     """Reject objects that are not modules, single layers, and wrappers."""
-    if not isinstance(model, nn.Module):
-        raise ConversionError(f"convert takes an nn.Module, got {type(model).__name__}")
     name = type(model).__name__
     if isinstance(model, nn.Linear | nn.Conv1d | nn.Conv2d):
         raise ConversionError(
             f"the model is itself a {name}, so it has no path for a pattern to match; "
             f"wrap it as nn.Sequential(model), or use Solver{name}.from_plain"
         )
-    check_unwrapped(model)
+    check_unwrapped(model, "convert")
 
 
-def check_unwrapped(model: nn.Module) -> None:
-    """Reject wrapped, scripted and compiled models."""
+def check_unwrapped(model: nn.Module, caller: str) -> None:
+    """Reject what is not a module, and wrapped, scripted and compiled models."""
     name = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise ConversionError(f"{caller} takes an nn.Module, got {name}")
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise ConversionError(f"the model is wrapped in {name}; convert model.module, then wrap the result")
     if isinstance(model, torch.jit.ScriptModule):
         raise ConversionError("a scripted model cannot be changed; convert the original, then script the result")
-    if name == "OptimizedModule" or any(module._compiled_call_impl is not None for module in model.modules()):
-        raise ConversionError("the model is compiled; convert the original (model._orig_mod), then compile the result")
+    for path, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+            where = path or "the model"
+            raise ConversionError(f"{where} is compiled; convert the original (._orig_mod), then compile the result")

@@ -5,25 +5,34 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ..errors import OptionError, ShapeError
+from ..arguments import checked
+from ..errors import OptionError, Sealed, ShapeError
+from ..functions import from_activation
 from ..norms.lipschitz import majorant
 from ..solvers.sampling import Importance, Nice, Request, Sampling, sample_size
 
 __all__ = ["AdditiveDropout", "ImportanceDropout"]
 
 
-class _SampledDropout(nn.Module):
+class _SampledDropout(Sealed, nn.Module):
     """A dropout with a drop rate, a feature dimension, and random weights of mean one."""
+
+    _settable = ("p", "feature_dim", "generator")
 
     def __init__(self, p: float, feature_dim: int) -> None:
         super().__init__()
-        if not 0 <= p < 1:
-            raise OptionError(f"p must lie in [0, 1), got {p}")
-        if feature_dim >= 0:
-            raise OptionError(f"feature_dim counts from the end and must be negative, got {feature_dim}")
-        self.p = p
-        self.feature_dim = feature_dim
+        self.p, self.feature_dim = p, feature_dim
         self.generator: torch.Generator | None = None
+        self._check()
+
+    def _check(self, y: Tensor | None = None) -> None:
+        """Check the options, which may be set at any time, and that an input has the feature dimension."""
+        if isinstance(self.p, bool) or not isinstance(self.p, int | float) or not 0 <= self.p < 1:
+            raise OptionError(f"p must lie in [0, 1), got {self.p!r}")
+        if self.feature_dim >= 0:
+            raise OptionError(f"feature_dim counts from the end and must be negative, got {self.feature_dim}")
+        if y is not None and y.dim() < -self.feature_dim:
+            raise ShapeError(f"feature_dim={self.feature_dim} does not exist in an input of shape {tuple(y.shape)}")
 
     def _weights(self, like: Tensor, sampling: Sampling, scores: Tensor | None = None) -> Tensor:
         """One weight per sample and feature, shaped to broadcast against ``like``."""
@@ -40,6 +49,7 @@ class _SampledDropout(nn.Module):
         return f"p={self.p}, feature_dim={self.feature_dim}"
 
 
+@checked
 class AdditiveDropout(_SampledDropout):
     r"""Additive dropout: zero-mean noise added to the input, as in mS2GD ([Bibi2019], Proposition 2).
 
@@ -47,31 +57,54 @@ class AdditiveDropout(_SampledDropout):
     :math:`\mathbb{E}\,w = 1`. In evaluation it is the identity. The reconstruction :math:`r` is :math:`A^\top x`,
     where x is the output of the layer that follows. With it,
     :math:`\operatorname{act}(A(\text{drop}(y, A^\top x) - A^\top x) + b + x)` is the second inner step of
-    :class:`~minimand.solvers.SVRG` at unit step. Without a reconstruction :math:`r = y`.
+    :class:`~minimand.solvers.SVRG` at unit step.
 
     Args:
         p: The share of features whose noise is :math:`+r`; the others get :math:`-\frac{p}{1-p} r`.
+        layer: The linear layer that follows, from which :math:`r = A^\top\operatorname{act}(Ay + b)` is computed. None:
+            every call needs a reconstruction.
+        activation: The activation after the layer: a name or a module.
         feature_dim: The dimension of the features: −1, or −3 for the channels of images.
 
     >>> drop = AdditiveDropout(0.5)
-    >>> y = torch.ones(1, 4)
-    >>> sorted(drop(y)[0].tolist()), drop.eval()(y)[0].tolist()
-    ([0.0, 0.0, 2.0, 2.0], [1.0, 1.0, 1.0, 1.0])
+    >>> y = torch.zeros(1, 4)
+    >>> sorted(drop(y, torch.ones(1, 4))[0].tolist()), drop.eval()(y)[0].tolist()
+    ([-1.0, -1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0])
     """
 
-    def __init__(self, p: float = 0.5, *, feature_dim: int = -1) -> None:
+    def __init__(
+        self,
+        p: float = 0.5,
+        layer: nn.Module | None = None,
+        *,
+        activation: str | nn.Module = "relu",
+        feature_dim: int = -1,
+    ) -> None:
         super().__init__(p, feature_dim)
+        # In a tuple, so that the layer is not registered as a child.
+        self._layer = (layer, from_activation(activation))
 
     def forward(self, y: Tensor, reconstruction: Tensor | None = None) -> Tensor:
         """Add the noise in training; return ``y`` in evaluation."""
+        self._check(y)
         if not self.training or self.p == 0:
             return y
-        reconstruction = y if reconstruction is None else reconstruction
+        layer, function = self._layer
+        if reconstruction is None:
+            if layer is None:
+                raise OptionError(
+                    "AdditiveDropout adds noise along the reconstruction Aᵀx of its input, which it does not know; "
+                    "pass it, or name the layer that follows: AdditiveDropout(p, layer)"
+                )
+            # The layer is affine: its pullback is Aᵀ.
+            z, pull, *_ = torch.func.vjp(layer, y)
+            (reconstruction,) = pull(function.prox(z))
         if reconstruction.shape != y.shape:
             raise ShapeError(f"y has shape {tuple(y.shape)} but its reconstruction {tuple(reconstruction.shape)}")
         return y + (1 - self._weights(y, Nice())) * reconstruction
 
 
+@checked
 class ImportanceDropout(_SampledDropout):
     r"""Dropout that keeps an input with a probability proportional to its gradient norm ([Bibi2019], §5).
 
@@ -97,6 +130,7 @@ class ImportanceDropout(_SampledDropout):
 
     def forward(self, y: Tensor) -> Tensor:
         """Sample and reweight the inputs in training; return ``y`` in evaluation."""
+        self._check(y)
         if not self.training or self.p == 0:
             return y
         size = y.detach().float().square()

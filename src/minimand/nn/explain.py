@@ -155,7 +155,7 @@ def _calls(
 def _report(path: str, layer: SolverLayer, y: Tensor, skip: Tensor | None) -> LayerReport:
     solver, _ = layer.options.resolved(layer.training)
     with torch.no_grad():
-        problem = _widened(layer.problem(y, skip)).bounded(inputs=solver.stochastic)
+        problem = layer.problem(y, skip).bounded(inputs=solver.stochastic)
         zero = torch.zeros(problem.shape, dtype=problem.y.dtype, device=problem.y.device)
         start = float(problem.objective(zero))
         run = trace(problem, solver)
@@ -186,15 +186,6 @@ def _report(path: str, layer: SolverLayer, y: Tensor, skip: Tensor | None) -> La
 def _describe(layer: SolverLayer) -> str:
     operator = layer.operator()
     return f"{operator.inputs}→{operator.outputs} {type(layer.function).__name__}"
-
-
-def _widened(problem: Problem) -> Problem:
-    """The problem in at least single precision: sums of squares overflow in half precision."""
-    if problem.y.dtype in (torch.float32, torch.float64):
-        return problem
-    bias = None if problem.bias is None else problem.bias.float()
-    operator = problem.operator.with_weight(problem.operator.weight.float())
-    return Problem(operator, problem.function, problem.y.float(), bias, problem.ridge)
 
 
 def _advice(problem: Problem, solver: Solver, start: float, last: float, best: float, left: float) -> str:

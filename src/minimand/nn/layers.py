@@ -12,8 +12,21 @@ from typing import Any, ClassVar, Literal, Self, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from ..errors import CapabilityError, MinimandError, OptionError, located, require_dtype, require_positive, require_real
-from ..functions import Function, from_activation
+from ..arguments import checked
+from ..errors import (
+    CapabilityError,
+    MinimandError,
+    OptionError,
+    Sealed,
+    located,
+    require_dtype,
+    require_positive,
+    require_real,
+)
+from ..functions import Function, Separable, from_activation
+from ..functions.base import widened
+from ..functions.scalar import mean_preactivation
+from ..linalg import mixed_precision
 from ..norms.lipschitz import Bounded, majorant
 from ..operators import Conv1d, Conv2d, Dense, LinearOperator, LipschitzTracker
 from ..solvers import Problem, ProxGD, Solver
@@ -23,6 +36,7 @@ from ..solvers.base import require_count
 __all__ = ["EvalMode", "SolverConv1d", "SolverConv2d", "SolverLayer", "SolverLinear", "SolverOptions"]
 
 EvalMode = Literal["stochastic", "mean", "deterministic"]
+Returns = Literal["solution", "preactivation"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,20 +94,28 @@ class _Option:
         return self if layer is None else getattr(layer.options, self.name)
 
     def __set__(self, layer: "SolverLayer", value: Any) -> None:
-        layer.options = dataclasses.replace(layer.options, **{self.name: value})
+        vars(layer)["options"] = dataclasses.replace(layer.options, **{self.name: value})
         layer._track()
 
 
-class SolverLayer(nn.Module, abc.ABC):
+class SolverLayer(Sealed, nn.Module, abc.ABC):
     """The base class of solver layers, whose forward pass runs a solver.
 
     ``weight`` and ``bias`` are the only entries of the ``state_dict``. The step is recomputed when the weight changes.
     The options can be read and set as attributes: ``layer.eval_mode = "mean"``. Set ``generator`` to a
     :class:`torch.Generator` to seed the samples of this layer alone.
+
+    A layer in half precision computes in float32. Under bfloat16 autocast only its products are in bfloat16; under
+    float16 autocast, whose range Gram matrices leave, it computes in float32. The output has the type of a plain
+    layer's. NaN and Inf in an input pass through, as in torch's layers, so that a ``GradScaler`` sees them in the
+    gradients; an output beyond the range of its type is Inf. :func:`~minimand.solvers.solve` raises an error instead.
     """
 
     #: The attributes that a layer shares with its plain form.
     _sizes: ClassVar[tuple[str, ...]]
+    _settable = ("generator", "path", "returns")
+    #: "preactivation": a point whose activation is the solution, for a network that applies the activation itself.
+    returns: Returns = "solution"
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -114,11 +136,19 @@ class SolverLayer(nn.Module, abc.ABC):
         self.path = ""
 
     @classmethod
-    def from_plain(cls, plain: nn.Module, activation: str | nn.Module | Function, options: SolverOptions) -> Self:
+    def from_plain(
+        cls,
+        plain: nn.Module,
+        activation: str | nn.Module | Function,
+        options: SolverOptions,
+        returns: Returns = "solution",
+    ) -> Self:
         """The solver form of a plain layer; the Parameters are shared, not copied."""
         self = cls.__new__(cls)
         SolverLayer.__init__(self, activation, options)
+        self.returns = returns
         self._take(plain)
+        self._seal()
         return self.train(plain.training)
 
     def _take(self, plain: nn.Module) -> None:
@@ -136,40 +166,65 @@ class SolverLayer(nn.Module, abc.ABC):
     @property
     def tracker(self) -> LipschitzTracker:
         """The tracker of the layer's norm, for the weight that the layer has now."""
-        self._tracker.operator = self.operator()
+        self._tracker.operator = self._working_operator
         return self._tracker
 
+    def _working_operator(self) -> LinearOperator:
+        """The layer's linear map, in float32 for half precision."""
+        operator = self.operator()
+        return operator.with_weight(widened(operator.weight))
+
     def problem(self, y: Tensor, skip: Tensor | None = None) -> Problem:
-        """The layer's problem for the input ``y``; ``skip`` is added to the bias."""
+        """The layer's problem for the input ``y``, in float32 for half precision; ``skip`` is added to the bias."""
         operator = self.operator(y)
         operator.check_input(y)
         # The operator's own weight: another thread may replace the layer's at any time.
-        operator = operator.with_bounds(self._tracker.bounds(operator.weight))
+        operator = self._bounded(operator, operator.weight)
         bias: Tensor | None = self.bias
         if skip is not None:
             bias = skip if bias is None else skip + operator.per_feature(bias)
-        return Problem(operator, self.function, y, bias, self.options.ridge)
+        return Problem(operator, self.function, y, bias, self.options.ridge).working()
 
     def forward(self, y: Tensor, skip: Tensor | None = None) -> Tensor:
         """Run the solver; ``eval_mode`` decides how in evaluation."""
+        return self.solved(y, lambda: self.problem(y, skip))
+
+    def solved(self, y: Tensor, problem_of_input: Callable[[], Problem]) -> Tensor:
+        """What the layer returns for the problem of an input."""
         solver, passes = self.options.resolved(self.training)
         try:
-            self._check(y)
-            problem = solver.prepare(self.problem(y, skip))
+            # Clear errors for inputs that torch's own layer would reject.
+            require_real("the input", y)
+            require_dtype("the input", y, self.weight)
+            context, dtype = mixed_precision(y)
+            with context:
+                problem = solver.prepare(problem_of_input())
+                ending = dataclasses.replace(problem, preactivated=True) if self.returns == "preactivation" else None
+                run = Run(problem, solver, generator=self.generator, ending=ending)
+                answers = [problem.as_given(self.options.adjoint(run)[0]) for _ in range(passes)]
         except MinimandError as error:
             raise located(error, self.path or type(self).__name__) from None
-        run = Run(problem, solver, generator=self.generator)
-        answers = [problem.as_given(self.options.adjoint(run)[0]) for _ in range(passes)]
-        return answers[0] if passes == 1 else torch.stack(answers).mean(0)
+        x = answers[0]
+        if passes > 1:
+            samples = torch.stack(answers)
+            x = samples.mean(0) if ending is None else mean_preactivation(cast(Separable, self.function), samples)
+        return x if x.dtype is dtype else x.to(dtype)
 
-    def _check(self, y: Tensor) -> None:
-        """Raise a clear error for inputs that torch's own layer would reject."""
-        require_real("the input", y)
-        require_dtype("the input", y, self.weight)
+    def _bounded(self, operator: LinearOperator, weight: Tensor) -> LinearOperator:
+        """The operator with a weight, in float32 for half precision, and that weight's bounds."""
+        weight = widened(weight)
+        operator = operator if weight is operator.weight else operator.with_weight(weight)
+        return operator.with_bounds(self._tracker.bounds(weight))
 
     def _track(self) -> None:
         operator, solver = self.operator(), self.options.solver
         solver.check(operator, self.function)
+        partial = self.returns == "preactivation" and solver.updates_some
+        if partial and float(self.function.prox(torch.zeros(1))) != 0:
+            raise CapabilityError(
+                f"{type(solver).__name__} leaves outputs at 0, which {self.function} never returns, so the activation "
+                f"cannot stay in the network; use ProxSG, or a SolverLinear or SolverConv2d in its place"
+            )
         # Stochastic solvers also need the norms of the columns or rows.
         self._tracker = LipschitzTracker(operator, inputs=solver.stochastic, outputs=solver.stochastic)
         self._tracker.train(self.training)
@@ -197,6 +252,7 @@ def _(target: SolverLayer, input_size: int | tuple[int, ...] | None) -> tuple[Bo
     return majorant(target.operator(), input_size)
 
 
+@checked
 class SolverLinear(SolverLayer):
     r"""A fully connected layer with activation that approximately solves its problem
 
@@ -257,6 +313,7 @@ class SolverLinear(SolverLayer):
         return Dense(self.weight)
 
 
+@checked
 class _SolverConv(SolverLayer):
     """The base class of convolutional solver layers."""
 

@@ -1,16 +1,16 @@
 """Bounds on the norm of a weight, as a matrix or as the kernel of a convolution.
 
-In a compiled graph a bound is one custom operator, which hides its data-dependent control flow from the compiler.
+In a compiled graph, and under torch.func, a bound is one custom operator, which hides its data-dependent control flow.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import require_finite
+from ..errors import is_traced, require_finite
 from ..geometry import ConvGeometry
 from .convolution import channel_norms_sq, convolution_norm_sq
 from .spectral import certified_norm_sq, round_up, sum_of_squares
@@ -41,16 +41,12 @@ class Kernel:
 
     weight: Tensor
     geometry: ConvGeometry | None = None
+    has_weight: ClassVar[bool] = True
 
     @property
     def kernel(self) -> "Kernel":
         """Itself: what an operator with a weight returns here, too."""
         return self
-
-    @property
-    def has_weight(self) -> bool:
-        """True."""
-        return True
 
     @property
     def dtype(self) -> torch.dtype:
@@ -120,7 +116,7 @@ class Kernel:
         return sum_of_squares(self.weight, 0 if part == "inputs" else 1)
 
     def _bound(self, part: str) -> Tensor:
-        if torch.compiler.is_compiling():
+        if is_traced(self.weight):
             return _certified(self.weight.detach(), part, encode(self.geometry))
         return round_up(self.certified(part), self.weight.dtype)
 
@@ -149,10 +145,15 @@ def decode(weight: Tensor, code: list[int]) -> Kernel:
 @torch.library.custom_op("minimand::certified_bound", mutates_args=())
 def _certified(weight: Tensor, part: str, code: list[int]) -> Tensor:
     require_finite("the operator's weight", weight)
-    return decode(weight, code)._bound(part)
+    return round_up(decode(weight, code).certified(part), weight.dtype)
 
 
 @_certified.register_fake
 def _(weight: Tensor, part: str, code: list[int]) -> Tensor:
     shapes = {"total": [], "inputs": [weight.shape[1] * (code[0] if code else 1)], "outputs": [weight.shape[0]]}
     return weight.new_empty(shapes[part])
+
+
+@_certified.register_vmap
+def _(info: Any, in_dims: tuple[int, None, None], weight: Tensor, part: str, code: list[int]) -> tuple[Tensor, int]:
+    return torch.stack([_certified(each, part, code) for each in weight.unbind(in_dims[0])]), 0

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..arguments import checked
 from ..errors import CapabilityError, OptionError, ShapeError, require_finite
 from ..geometry import ConvGeometry, Size
 from .kernel import Kernel
@@ -29,6 +30,7 @@ else:
     Bounded = Any
 
 
+@checked
 def lipschitz(target: Any, input_size: Size | None = None, *, method: str = "auto") -> Tensor:
     r"""An upper bound on :math:`L = \|A\|^2 = \lambda_{\max}(AA^\top)`, the smoothness constant of a layer.
 

@@ -4,13 +4,17 @@ The bound fails with a probability that is stated. Nothing better is possible fr
 with deterministically chosen vectors bounds the norm (Kuczyński & Woźniakowski 1992).
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.utils._python_dispatch import _disable_current_modes
 
-from ..errors import OptionError, ShapeError, require_finite
+from ..arguments import checked
+from ..errors import CapabilityError, OptionError, ShapeError, is_compiled, require_finite
 from .spectral import certified_norm_sq, lanczos, to_float64
 
 __all__ = ["FAILURE", "lanczos_factor", "lanczos_steps", "randomized_norm_sq"]
@@ -64,6 +68,7 @@ def lanczos_steps(n: int, factor: float = 1 + RTOL, failure: float = FAILURE, st
     return math.ceil((exponent / math.sqrt(1 - 1 / factor) + 1) / 2)
 
 
+@checked
 def randomized_norm_sq(
     apply: Map,
     adjoint: Map,
@@ -88,20 +93,26 @@ def randomized_norm_sq(
     (:func:`minimand.operators.check_operator` tests it), and the relative error of a product is at most
     :math:`8u + 2(m+n)\,u_{32}` for the rounding unit u of the type and :math:`u_{32}` of its sums (float32 for half
     precision); the bound is raised by twice that. Starts come from ``generator``, by default from a fixed seed: equal
-    maps then have equal bounds, and the probability is over maps that do not depend on the seed.
+    maps then have equal bounds, and the probability is over maps that do not depend on the seed. A compiled graph
+    breaks here; an exported program holds the bound as a constant.
 
     >>> weight = torch.diag(torch.linspace(1.0, 3.0, 200))
     >>> bound = randomized_norm_sq(lambda y: y @ weight.T, lambda x: x @ weight, (200,), (200,))
     >>> bool(9 <= bound <= 9.9)
     True
     """
+    if is_dynamo_compiling():
+        outside = torch.compiler.disable(randomized_norm_sq)
+        options = {"failure": failure, "dtype": dtype, "device": device, "generator": generator}
+        return outside(apply, adjoint, input_shape, output_shape, **options)
     if not 0 < failure < 1:
         raise OptionError(f"failure must be a probability in (0, 1), got {failure}")
     sides = math.prod(input_shape), math.prod(output_shape)
     n, device = min(sides), torch.empty(0, device=device).device
     if n == 0:
         return torch.zeros((), dtype=torch.float64, device=device)
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+    untraced = _disable_current_modes() if is_compiling() else contextlib.nullcontext()
+    with untraced, torch.no_grad(), torch.autocast(device.type, enabled=False):
         into, out = _checked(apply, input_shape, output_shape), _checked(adjoint, output_shape, input_shape)
         work = _working_type(into, out, sides, dtype or torch.get_default_dtype(), device)
         first, second = (into, out) if sides[0] <= sides[1] else (out, into)
@@ -130,6 +141,11 @@ def _checked(product: Map, given: tuple[int, ...], wanted: tuple[int, ...]) -> M
 
     def rows(vectors: Tensor) -> Tensor:
         result = product(vectors.reshape(-1, *given))
+        if is_compiled(result):
+            raise CapabilityError(
+                "torch.export cannot compute the norm of an operator that is made of tensors of the exported module; "
+                "give the operator norm_sq"
+            )
         if result.shape != (len(vectors), *wanted):
             raise ShapeError(
                 f"a map from samples of {given} to samples of {wanted} returned shape {tuple(result.shape)} for "

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from ..arguments import checked
 from ..linalg import gram as gram_matrix
 
 __all__ = ["Top", "certified_lambda_max", "certified_norm_sq", "certified_top", "lanczos", "round_up", "top_singular"]
@@ -181,6 +182,7 @@ def certified_top(gram: Tensor, *, rtol: float = 1e-3, floor: Tensor | float = 0
     return Top((known + _factorization_error(n, known, trace)) * scale, vector)
 
 
+@checked
 def certified_norm_sq(matrix: Tensor, *, rtol: float = 1e-3) -> Tensor:
     r"""An upper bound on :math:`\|M\|_2^2`, the largest over a batch ``(..., m, n)``, in float64.
 
@@ -249,7 +251,7 @@ def _factorizes(batch: Tensor, shift: Tensor, *, overwrite: bool = False) -> Ten
         return torch.linalg.cholesky_ex(shifted)[1] == 0
     # In place, because new memory costs more than the factorisation. The transpose has LAPACK's layout, and its upper
     # triangle is the lower one here. The conjugate of a Hermitian matrix has the same eigenvalues.
-    factor, info = shifted.mT, torch.empty(batch.shape[0], dtype=torch.int32)
+    factor, info = shifted.mT, batch.new_empty(batch.shape[0], dtype=torch.int32)
     torch.linalg.cholesky_ex(factor, upper=True, out=(factor, info))
     return info == 0
 

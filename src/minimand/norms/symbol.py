@@ -87,8 +87,9 @@ class Symbol:
     def frequencies(self, points: Sequence[int]) -> Tensor:
         """Half of the grid with ``points`` per dimension, in radians; the other half gives complex conjugates."""
         grid = [a for a in product(*map(range, points)) if a <= _mirrored(a, points)]
-        ratios = torch.tensor(grid, dtype=torch.float64) / torch.tensor(points, dtype=torch.float64)
-        return (2 * math.pi * ratios).to(self.coefficients.device)
+        device = self.coefficients.device
+        ends = torch.tensor(points, dtype=torch.float64, device=device)
+        return 2 * math.pi * (torch.tensor(grid, dtype=torch.float64, device=device) / ends)
 
     def grams(self, points: Sequence[int]) -> Iterator[Tensor]:
         """The Gram matrices ``(frequencies, batch, size, size)`` over the grid, in chunks."""

@@ -1,14 +1,27 @@
 """A bound on the norm of a layer that holds while its weight changes."""
 
-import threading
+import math
 from collections.abc import Callable
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses import FakeTensor
+from torch.compiler import is_dynamo_compiling, is_exporting
+from torch.utils._python_dispatch import _disable_current_modes
 
-from ..errors import CapabilityError, OptionError, is_traced, require_finite, require_positive, unwrapped
+from ..errors import (
+    CapabilityError,
+    OptionError,
+    Sealed,
+    is_compiled,
+    is_traced,
+    require_finite,
+    require_positive,
+    unwrapped,
+)
 from .kernel import Bounds, Kernel, decode, encode
 from .lipschitz import Bounded
 from .spectral import EPS, round_up, to_float64, top_singular
@@ -24,27 +37,21 @@ FLAT = 1 << 18  # entries up to which one flat float32 sum is accurate enough
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 
 
-class Roots(NamedTuple):
-    """Norms, or drifts of norms: of the whole operator, per input, per output."""
+class CertifiedWeight(NamedTuple):
+    """A weight, bounds on its norms (whole, per input, per output), and an estimate of its first singular vector."""
 
+    weight: Tensor
     total: Tensor
     inputs: Tensor
     outputs: Tensor
-
-
-class CertifiedWeight(NamedTuple):
-    """A weight, upper bounds on the norms that it has, and an estimate of its first singular vector."""
-
-    weight: Tensor
-    roots: Roots
     direction: Tensor
 
     def pack(self) -> Tensor:
         """All entries in one tensor, so that a weight and its bounds are published in one assignment."""
-        return torch.cat([self.weight.reshape(-1), *(part.reshape(-1) for part in self.roots), self.direction])
+        return torch.cat([part.reshape(-1) for part in self])
 
 
-class LipschitzTracker(nn.Module):
+class LipschitzTracker(Sealed, nn.Module):
     r"""Bounds on :math:`\|A\|^2` and its parts that are never below the truth while the weight :math:`W` changes.
 
     The tracker keeps a certified bound :math:`L_0` and the weight :math:`W_0` that it belongs to. Since
@@ -56,7 +63,8 @@ class LipschitzTracker(nn.Module):
     a convolution, :math:`\lceil k_h/s \rceil \lceil k_w/s \rceil` with a stride
     (:math:`\|Ay\|^2 = \sum_p \|W y_p\|^2 \le \|W\|_2^2 \sum_p \|y_p\|^2`, and each input lies in at most
     :math:`r` of the windows :math:`y_p`). With groups the norm is that of the largest group. The bound depends on
-    the values of :math:`W` only, so that it follows in-place edits, ``.data``, ``load_state_dict`` and optimizers.
+    the values of :math:`W` only, so that it follows in-place edits, ``.data``, ``load_state_dict`` and optimizers. An
+    operator holds one tensor; a function in its place, ``lambda: Dense(net.fc.weight)``, follows new Parameters, too.
 
     - ``refresh="drift"``: :math:`W_0, L_0` are renewed when the second term exceeds ``tolerance`` times the
       first (by default 0.18 for dense weights, 0.1 for convolutions, whose :math:`L_0` is less tight).
@@ -67,10 +75,10 @@ class LipschitzTracker(nn.Module):
     ``inputs`` and ``outputs`` switch on bounds per input and per output feature. A layer passes its own weight to
     :meth:`bounds`, so that its tracker can be built with a weight on the meta device. :math:`W_0` and its bounds are
     one non-persistent buffer: it moves and is copied with the module, and ``state_dict`` stays empty. A renewal
-    replaces this buffer in one assignment, so that several threads may use one tracker. While compiling, the renewal
-    is a custom operator. While exporting, only the formula is traced, so run the module once before. In training, a
-    renewal of a dense weight starts from the last singular vector and is half a per cent looser; in evaluation the
-    bound depends on the weight alone.
+    replaces this buffer in one assignment, so that several threads may use one tracker. In a compiled graph and under
+    torch.func the renewal is a custom operator. An exported program holds the formula with the weight at export as
+    :math:`W_0`. In training, a renewal of a dense weight starts from the last singular vector and is half a per cent
+    looser; in evaluation the bound depends on the weight alone.
 
     >>> from minimand.operators import Dense
     >>> A = Dense(torch.eye(3))
@@ -81,11 +89,13 @@ class LipschitzTracker(nn.Module):
     (True, True)
     """
 
+    _settable = ("reference", "refreshes")
     reference: Tensor
+    refreshes: int
 
     def __init__(
         self,
-        operator: Bounded,
+        operator: Bounded | Callable[[], Bounded],
         *,
         refresh: str = "drift",
         tolerance: float | None = None,
@@ -95,22 +105,29 @@ class LipschitzTracker(nn.Module):
         super().__init__()
         if refresh not in POLICIES:
             raise OptionError(f"refresh must be one of {', '.join(POLICIES)}, got {refresh!r}")
-        kernel = getattr(operator, "kernel", None)
+        self.operator = operator
+        kernel = getattr(self.operator, "kernel", None)
         if kernel is None:
             raise CapabilityError(
-                f"LipschitzTracker takes a Dense, Conv1d or Conv2d, got a {type(operator).__name__}; "
+                f"LipschitzTracker takes a Dense, Conv1d or Conv2d, got a {type(self.operator).__name__}; "
                 f"wrap a weight in minimand.operators.Dense, or call norm_sq() of another operator whenever it changes"
             )
         if tolerance is not None:
             require_positive("tolerance", tolerance, zero=True)
-        self.operator = operator
         self._geometry = kernel.geometry
         self.policy = refresh
         self.tolerance = tolerance if tolerance is not None else 0.18 if kernel.geometry is None else 0.1
-        self.inputs = inputs
-        self.outputs = outputs
-        self.refreshes = 0
-        self._reset(operator.weight)
+        self.parts = [inputs, outputs]
+        self._reset(kernel.weight)
+
+    @property
+    def operator(self) -> Any:
+        """The operator whose weight is bounded; assign an operator, or a function that returns the present one."""
+        return self._source() if isinstance(self._source, MethodType | FunctionType) else self._source
+
+    @operator.setter
+    def operator(self, operator: Any) -> None:
+        self._source = operator
 
     def bound(self) -> Tensor:
         r"""A bound on :math:`\|A\|^2` for the operator's present weight; a constant for autograd."""
@@ -126,125 +143,93 @@ class LipschitzTracker(nn.Module):
                 return self.bounds(weight)
         weight = weight.detach()
         kernel = Kernel(weight, self._geometry)
-        # The buffer is read once: another thread may replace it at any time.
-        packed = self._fitting(kernel)
-        if self.policy == "manual":
-            if self.refreshes == 0 and not is_traced(weight):
-                packed = self._renew(kernel, None)
-            return _squared(weight, self._unpack(packed, kernel).roots, None, self.inputs, self.outputs)
+        # The buffer is read once, and never written to: another thread may replace it at any time.
+        packed = self.reference
+        if weight.shape != self._shape or packed.dtype != weight.dtype or packed.device != weight.device:
+            packed = self._reset(weight)
         # In evaluation equal weights must have equal bounds, whatever weights came before.
-        tolerance = self.tolerance if self.training else 0.0
-        if not is_traced(weight):
-            return self._renewed(kernel, packed, tolerance)
-        if not torch.compiler.is_exporting() and torch.compiler.is_compiling():
-            flat = _tracked(weight, packed, tolerance, self.inputs, self.outputs, encode(self._geometry))
-            ends = (1, kernel.inputs if self.inputs else 0, kernel.outputs if self.outputs else 0)
-            total, inputs, outputs = flat.split(ends)
-            return Bounds(total[0], inputs if self.inputs else None, outputs if self.outputs else None)
-        return self._formula(kernel, packed)
+        tolerance = math.inf if self.policy == "manual" else self.tolerance if self.training else 0.0
+        if is_traced(weight):
+            return self._traced(kernel, packed, tolerance)
+        bounds, current = _current(kernel, packed, tolerance, self.parts)
+        if current is not packed:
+            self.reference, self.refreshes = current, self.refreshes + 1
+        return bounds
 
     @torch.no_grad()
     def refresh(self, weight: Tensor | None = None) -> Self:
         """Certify ``weight`` (by default the operator's) and make it the new reference."""
         weight = self.operator.weight.detach() if weight is None else weight.detach()
-        self._renew(Kernel(weight, self._geometry), None)
+        self.reference = _certify(Kernel(weight, self._geometry), self.parts)
+        self.refreshes += 1
         return self
 
-    def _renew(self, kernel: Kernel, start: Tensor | None) -> Tensor:
-        require_finite("the weight", kernel.weight)
-        packed = _certify(kernel, self.inputs, self.outputs, start).pack()
-        self.reference = packed
-        self.refreshes += 1
-        return packed
-
-    def _renewed(self, kernel: Kernel, packed: Tensor, tolerance: float) -> Bounds:
-        """The bounds, after a renewal if the weight has moved too far."""
-        weight, size = kernel.weight, kernel.weight.numel()
-        moved = _total_drift(kernel, packed[:size].view(weight.shape))
-        known = float(packed[size])
-        # Written so that NaN renews, too: the certificate then raises an error that names the weight.
-        if not moved <= tolerance * known:
-            start = self._unpack(packed, kernel).direction if tolerance > 0 and known > 0 else None
-            packed, moved = self._renew(kernel, start), 0.0
-            known = float(packed[size])
-        if self.inputs or self.outputs:
-            trusted = weight.dtype == torch.float32 and TRUSTED[0] < moved < TRUSTED[1]
-            precision, reference = torch.float32 if trusted else torch.float64, self._unpack(packed, kernel)
-            drift = _drift(kernel, reference.weight, self.inputs, self.outputs, precision) if moved else None
-            return _squared(weight, reference.roots, drift, self.inputs, self.outputs)
-        # Python numbers: ten operations on tensors of one entry would take longer than the drift.
-        return Bounds(_above((known + moved) ** 2, weight))
-
-    def _formula(self, kernel: Kernel, packed: Tensor) -> Bounds:
-        """The bounds without a renewal, however far the weight has moved."""
-        reference = self._unpack(packed, kernel)
-        drift = _drift(kernel, reference.weight, self.inputs, self.outputs)
-        return _squared(kernel.weight, reference.roots, drift, self.inputs, self.outputs)
-
-    def _fitting(self, kernel: Kernel) -> Tensor:
-        """The buffer, after a reset if it belongs to a weight of another size or type."""
-        packed, weight = self.reference, kernel.weight
-        if packed.numel() != sum(_sizes(kernel, self.inputs, self.outputs)) or packed.dtype != weight.dtype:
-            return self._reset(weight)
-        return packed
+    def _traced(self, kernel: Kernel, packed: Tensor, tolerance: float) -> Bounds:
+        given = kernel.weight, packed, tolerance, self.parts, encode(self._geometry)
+        if is_exporting() if is_dynamo_compiling() else is_compiled(kernel.weight):
+            # Not the operator: the weights of a program may change, and it does not import this library.
+            constant = _exported(*given)
+            if constant is None and self.refreshes == 0 and is_exporting():
+                raise CapabilityError(
+                    "torch.export cannot read the weight here, and a bound from its entries alone is loose; run the "
+                    "layer once before exporting it"
+                )
+            return _formula(kernel, packed if constant is None else constant, self.parts, tolerance)
+        flat, current = _tracked(*given)
+        if is_dynamo_compiling():
+            self.reference = current
+        total, inputs, outputs = flat.split(_sizes(kernel, self.parts)[1:4])
+        return Bounds(total[0], inputs if self.parts[0] else None, outputs if self.parts[1] else None)
 
     def _reset(self, weight: Tensor) -> Tensor:
         """Use a zero weight as the reference: its norm is zero, which is valid and needs no computation."""
         device = None if weight.device.type == "meta" else weight.device
-        size = sum(_sizes(Kernel(weight, self._geometry), self.inputs, self.outputs))
+        size = sum(_sizes(Kernel(weight, self._geometry), self.parts))
         packed = torch.zeros(size, dtype=weight.dtype, device=device)
         self.register_buffer("reference", packed, persistent=False)
-        self.refreshes = 0
+        self._shape, self.refreshes = weight.shape, 0
         return packed
 
-    def _unpack(self, packed: Tensor, kernel: Kernel) -> CertifiedWeight:
-        return _unpack(packed, kernel, self.inputs, self.outputs)
-
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        """Move or cast the buffer. A cast changes the reference weight, and its norms are raised accordingly."""
-        before = self.reference
-        super()._apply(fn, recurse)
-        after = self.reference
-        if after.is_meta or before.is_meta or after.dtype == before.dtype:
-            return self
-        kernel = Kernel(self.operator.weight.detach(), self._geometry)
-        old = self._unpack(before.to(after.device).double(), kernel)
-        new = self._unpack(after, kernel)
-        moved = _drift(Kernel(new.weight.double(), self._geometry), old.weight, self.inputs, self.outputs)
-        raised = (round_up(root + extra, after.dtype) for root, extra in zip(old.roots, moved, strict=True))
-        self.reference = new._replace(roots=Roots(*raised)).pack()
+        """Move the buffer; one that does not keep its values, as after a cast or ``to_empty``, becomes zero."""
+        before, after = self.reference, fn(self.reference)
+        kept = before.dtype == after.dtype and not before.is_meta and not after.is_meta
+        if not kept or not torch.equal(after, before.to(after.device)):
+            after, self.refreshes = after if after.is_meta else torch.zeros_like(after), 0
+        self.reference = after
         return self
 
 
-def _sizes(kernel: Kernel, inputs: bool, outputs: bool) -> tuple[int, int, int, int, int]:
+def _sizes(kernel: Kernel, parts: list[bool]) -> tuple[int, int, int, int, int]:
     """The numbers of entries of a reference's parts."""
     side = min(kernel.weight.shape) if kernel.geometry is None else 0
-    return kernel.weight.numel(), 1, kernel.inputs if inputs else 0, kernel.outputs if outputs else 0, side
+    return kernel.weight.numel(), 1, kernel.inputs if parts[0] else 0, kernel.outputs if parts[1] else 0, side
 
 
-def _unpack(packed: Tensor, kernel: Kernel, inputs: bool, outputs: bool) -> CertifiedWeight:
+def _unpack(packed: Tensor, kernel: Kernel, parts: list[bool]) -> CertifiedWeight:
     """Views of a packed reference to a weight of the kernel's size."""
-    weight, total, columns, rows, direction = packed.split(_sizes(kernel, inputs, outputs))
-    return CertifiedWeight(weight.view(kernel.weight.shape), Roots(total[0], columns, rows), direction)
+    weight, total, *others = packed.split(_sizes(kernel, parts))
+    return CertifiedWeight(weight.view(kernel.weight.shape), total[0], *others)
 
 
-def _squared(weight: Tensor, roots: Roots, drift: Roots | None, inputs: bool, outputs: bool) -> Bounds:
-    """The bounds that roots and drifts of norms imply, in the weight's type."""
+def _formula(kernel: Kernel, packed: Tensor, parts: list[bool], tolerance: float = 0.0) -> Bounds:
+    """The bounds without a renewal, however far the weight has moved; within an infinite tolerance it has not."""
+    reference = _unpack(packed, kernel, parts)
+    drift = _drift(kernel, reference.weight, parts) if tolerance < math.inf else None
+    return _squared(reference, drift, parts)
+
+
+def _squared(reference: CertifiedWeight, drift: list[Tensor] | None, parts: list[bool]) -> Bounds:
+    """The bounds that norms and their drifts imply."""
     # The square of a small float32 number may be zero.
-    work = torch.float32 if weight.device.type == "mps" else torch.float64
+    dtype, device = reference.weight.dtype, reference.weight.device
+    work = torch.float32 if device.type == "mps" else torch.float64
     slack = 1 + 8 * torch.finfo(work).eps
-
-    def square(root: Tensor, moved: Tensor | None) -> Tensor:
-        root = root.to(work)
-        value = root if moved is None else root + moved.to(work)
-        return round_up((value.square() * slack).to(torch.float64), weight.dtype)
-
-    moved = (None, None, None) if drift is None else drift
-    return Bounds(
-        square(roots.total, moved[0]),
-        square(roots.inputs, moved[1]) if inputs else None,
-        square(roots.outputs, moved[2]) if outputs else None,
-    )
+    roots = [root.to(work) for root in reference[1:4]]
+    if drift is not None:
+        roots = [root + moved.to(work) for root, moved in zip(roots, drift, strict=True)]
+    wanted = zip(roots, (True, *parts), strict=True)
+    return Bounds._make(round_up((root.square() * slack).double(), dtype) if some else None for root, some in wanted)
 
 
 def _total_drift(kernel: Kernel, anchor: Tensor) -> float:
@@ -262,12 +247,10 @@ def _total_drift(kernel: Kernel, anchor: Tensor) -> float:
             return shared**0.5 * total * (1 + (anchor[0].numel() + len(rows) + 16) * FLOAT32_EPS)
     if torch.equal(weight, anchor):
         return 0.0
-    return float(_drift(kernel, anchor, False, False).total)
+    return float(_drift(kernel, anchor, [False, False])[0])
 
 
-def _drift(
-    kernel: Kernel, anchor: Tensor, inputs: bool, outputs: bool, precision: torch.dtype = torch.float64
-) -> Roots:
+def _drift(kernel: Kernel, anchor: Tensor, parts: list[bool], precision: torch.dtype = torch.float64) -> list[Tensor]:
     """The most by which the norms can have grown from ``anchor``; squares are summed in ``precision``."""
     weight, groups, shared = kernel.weight, kernel.groups, kernel.overlap
     work = torch.promote_types(weight.dtype, torch.float32)
@@ -278,11 +261,11 @@ def _drift(
     rows = per_input.sum(1)
     total = rows.unflatten(0, (groups, -1)).sum(1).amax(0)
     none = rows.new_zeros(0)
-    columns = per_input.unflatten(0, (groups, -1)).sum(1).flatten() if inputs else none
+    columns = per_input.unflatten(0, (groups, -1)).sum(1).flatten() if parts[0] else none
     factor = shared**0.5 * (1 + (squares[0].numel() + len(rows) + 16) * info.eps + torch.finfo(work).eps)
     # A square below the smallest normal number may have been lost.
     lost = (shared * squares.numel() * info.tiny) ** 0.5
-    return Roots(*(part.sqrt() * factor + lost for part in (total, columns, rows if outputs else none)))
+    return [part.sqrt() * factor + lost for part in (total, columns, rows if parts[1] else none)]
 
 
 def _above(value: float, like: Tensor) -> Tensor:
@@ -292,59 +275,106 @@ def _above(value: float, like: Tensor) -> Tensor:
     return like.new_full((), raised if raised <= info.max else float("inf"))
 
 
-def _certify(kernel: Kernel, inputs: bool, outputs: bool, start: Tensor | None) -> CertifiedWeight:
+def _current(kernel: Kernel, packed: Tensor, tolerance: float, parts: list[bool]) -> tuple[Bounds, Tensor]:
+    """The bounds, and the reference to which they refer: a new one if the weight has moved too far from ``packed``."""
+    weight, size = kernel.weight, kernel.weight.numel()
+    known, fixed = float(packed[size]), tolerance == math.inf
+    moved = _total_drift(kernel, packed[:size].view(weight.shape)) if not fixed else 0.0 if known > 0 else math.inf
+    # Written so that NaN renews, too: the certificate then raises an error that names the weight.
+    if not moved <= tolerance * known:
+        warm = tolerance > 0 and known > 0
+        packed = _certify(kernel, parts, _unpack(packed, kernel, parts).direction if warm else None)
+        moved, known = 0.0, float(packed[size])
+    if any(parts):
+        trusted = weight.dtype == torch.float32 and TRUSTED[0] < moved < TRUSTED[1]
+        precision, reference = torch.float32 if trusted else torch.float64, _unpack(packed, kernel, parts)
+        drift = _drift(kernel, reference.weight, parts, precision) if moved else None
+        return _squared(reference, drift, parts), packed
+    # Python numbers: ten operations on tensors of one entry would take longer than the drift.
+    return Bounds(_above((known + moved) ** 2, weight)), packed
+
+
+def _certify(kernel: Kernel, parts: list[bool], start: Tensor | None = None) -> Tensor:
     """The kernel's weight as a new reference; a dense norm is found from the singular vector ``start``, if given."""
-    weight = kernel.weight
-
-    def root(norm_sq: Tensor) -> Tensor:
-        return round_up(to_float64(norm_sq).sqrt() * (1 + 4 * EPS), weight.dtype).to(weight.device)
-
-    none = weight.new_empty(0)
-    with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
+    # A normal tensor, which compiled graphs take, too; a copy, because another thread may change the weight meanwhile.
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(kernel.device.type, enabled=False):
+        weight = kernel.weight.clone()
+        kernel, none = kernel.with_weight(weight), weight.new_empty(0)
+        require_finite("the weight", weight)
         if kernel.geometry is not None:
             total, direction = kernel.certified(), none
         else:
-            total, vector = top_singular(weight, rtol=COLD_RTOL if start is None else WARM_RTOL, start=start)
-            direction = vector.to(weight)
-        columns = root(kernel.input_norms_sq()) if inputs else none
-        rows = root(kernel.output_norms_sq()) if outputs else none
-        return CertifiedWeight(weight, Roots(root(total), columns, rows), direction)
+            total, direction = top_singular(weight, rtol=COLD_RTOL if start is None else WARM_RTOL, start=start)
+        columns = kernel.input_norms_sq() if parts[0] else none
+        rows = kernel.output_norms_sq() if parts[1] else none
+        roots = (to_float64(norm_sq).sqrt() * (1 + 4 * EPS) for norm_sq in (total, columns, rows))
+        raised = (round_up(root, weight.dtype).to(weight.device) for root in roots)
+        return CertifiedWeight._make((weight, *raised, direction.to(weight))).pack()
 
 
-#: Compiled graphs write the buffer in place, which no other thread may see half done.
-_WRITING = threading.Lock()
-
-
-@torch.library.custom_op("minimand::tracked_bounds", mutates_args=("packed",))
+@torch.library.custom_op("minimand::tracked_bounds", mutates_args=())
 def _tracked(
-    weight: Tensor,
-    packed: Tensor,
-    tolerance: float,
-    inputs: bool,
-    outputs: bool,
-    code: list[int],
-) -> Tensor:
-    """All bounds in one tensor, after a renewal if the weight has moved too far."""
-    kernel = decode(weight, code)
-    with _WRITING:
-        reference = _unpack(packed, kernel, inputs, outputs)
-        known = float(reference.roots.total)
-        if not _total_drift(kernel, reference.weight) <= tolerance * known:
-            start = reference.direction if tolerance > 0 and known > 0 else None
-            packed.copy_(_certify(kernel, inputs, outputs, start).pack())
-        drift = _drift(kernel, reference.weight, inputs, outputs)
-        bounds = _squared(weight, reference.roots, drift, inputs, outputs)
-    return torch.cat([part.reshape(-1) for part in bounds if part is not None])
+    weight: Tensor, packed: Tensor, tolerance: float, parts: list[bool], code: list[int]
+) -> tuple[Tensor, Tensor]:
+    """All bounds in one tensor, and the reference to which they refer."""
+    bounds, current = _current(decode(weight, code), packed, tolerance, parts)
+    flat = torch.cat([part.reshape(-1) for part in bounds if part is not None])
+    return flat, current.clone() if current is packed else current
 
 
 @_tracked.register_fake
-def _(
-    weight: Tensor,
-    packed: Tensor,
-    tolerance: float,
-    inputs: bool,
-    outputs: bool,
-    code: list[int],
-) -> Tensor:
-    kernel = decode(weight, code)
-    return weight.new_empty(sum(_sizes(kernel, inputs, outputs)[1:4]))
+def _(weight: Tensor, packed: Tensor, tolerance: float, parts: list[bool], code: list[int]) -> tuple[Tensor, Tensor]:
+    return weight.new_empty(sum(_sizes(decode(weight, code), parts)[1:4])), torch.empty_like(packed)
+
+
+@_tracked.register_vmap
+def _(info: Any, dims: tuple[int | None, ...], weight: Tensor, packed: Tensor, *options: Any) -> tuple[Any, Any]:
+    both = zip((weight, packed), dims[:2], strict=True)
+    rows = [[each] * info.batch_size if dim is None else each.unbind(dim) for each, dim in both]
+    found = [_tracked(*pair, *options) for pair in zip(*rows, strict=True)]
+    return tuple(map(torch.stack, zip(*found, strict=True))), (0, 0)
+
+
+def _exported(weight: Tensor, packed: Tensor, tolerance: float, parts: list[bool], code: list[int]) -> Tensor | None:
+    """The reference to the value that a weight has while ``torch.export`` traces it; None if it has none."""
+    values = _values(weight, packed)
+    if values is None:
+        return None
+    with _disable_current_modes():
+        current = _current(decode(values[0], code), values[1], tolerance, parts)[1]
+    return packed if current is values[1] else current
+
+
+# As torch.compiler.assume_constant_result does, which imports the compiler.
+_exported._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _values(*tensors: Tensor) -> list[Tensor] | None:
+    """The values of tensors that are traced now, where they follow from the program's own tensors; None otherwise.
+
+    The calls that lead to a traced tensor are computed once more, outside of the graph.
+    """
+    if type(tensors[0]) is not FakeTensor:
+        return None if tensors[0].is_meta else list(tensors)
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+    tracer: Any = getattr(get_proxy_mode(), "tracer", None)
+    known: dict[Any, Any] = {}
+
+    def value(node: Any) -> Any:
+        if node not in known:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+            known[node] = getattr(tracer.root, node.target) if node.op == "get_attr" else node.target(*args, **kwargs)
+        return known[node]
+
+    try:
+        converter = tensors[0].fake_mode.fake_tensor_converter.meta_converter
+        for real, number in list(converter.describer.lookup_tensor.items()):
+            fake = converter.tensor_memo.get(number)
+            if fake is not None and (slot := get_proxy_slot(fake, tracer, None)) is not None:
+                known[slot.proxy.node] = real
+        nodes = [get_proxy_slot(tensor, tracer).proxy.node for tensor in tensors]
+        with _disable_current_modes(), torch.no_grad():
+            return [value(node) for node in nodes]
+    except (AttributeError, LookupError, RuntimeError, TypeError):  # nothing is exported, or by an unknown torch
+        return None

@@ -3,12 +3,13 @@
 import abc
 import copy
 from collections.abc import Sequence
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from ..errors import CapabilityError, ShapeError, require_finite
+from ..arguments import check_methods
+from ..errors import CapabilityError, ReadOnlyError, ShapeError, require_finite
 from ..linalg import Weight, accumulate
 from ..norms import randomized_norm_sq
 from ..norms.kernel import Bounds, Kernel
@@ -51,6 +52,7 @@ class LinearOperator(abc.ABC):
     (tensor([3., 2., 1.]), True)
     """
 
+    _derived: ClassVar[bool] = False
     _weight: Tensor | None = None
     _bounds: Bounds | None = None
     _type: tuple[torch.dtype | None, torch.device | None] = (None, None)
@@ -66,6 +68,9 @@ class LinearOperator(abc.ABC):
     ) -> None:
         self._shapes = _shape("input_shape", input_shape), _shape("output_shape", output_shape)
         self._type = dtype, None if device is None else torch.device(device)
+
+    def __init_subclass__(cls) -> None:
+        check_methods(cls, "apply", "adjoint")
 
     # The contract
 
@@ -235,6 +240,8 @@ class LinearOperator(abc.ABC):
 
     @weight.setter
     def weight(self, weight: Tensor) -> None:
+        if self._derived:
+            raise ReadOnlyError(f"{type(self).__name__} has the weight of the operator inside; use with_weight")
         self._weight = weight
 
     def with_weight(self, weight: Tensor) -> "LinearOperator":
@@ -291,18 +298,28 @@ def _(target: LinearOperator, input_size: int | tuple[int, ...] | None) -> tuple
 class Selected(LinearOperator):
     """The part of an operator on some of its input and output features; a feature that is drawn twice counts twice.
 
+    Products are computed in ``dtype``, by default the argument's type, and returned in the argument's type.
+
     >>> from minimand.operators import Conv2d
     >>> whole = Conv2d(torch.ones(1, 2, 1, 1), input_size=(1, 1))
     >>> Selected(whole, inputs=torch.tensor([1])).apply(torch.full((1, 1, 1), 5.0)).item()
     5.0
     """
 
-    def __init__(self, operator: LinearOperator, inputs: Tensor | None = None, outputs: Tensor | None = None) -> None:
+    _derived = True
+
+    def __init__(
+        self,
+        operator: LinearOperator,
+        inputs: Tensor | None = None,
+        outputs: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         shapes = zip((inputs, outputs), (operator.input_shape, operator.output_shape), strict=True)
         super().__init__(*(shape if index is None else (index.numel(), *shape[1:]) for index, shape in shapes))
         self.operator = operator
         self._weight, self._type = operator._weight, operator._type
-        self._inputs, self._outputs = inputs, outputs
+        self._inputs, self._outputs, self._inner = inputs, outputs, dtype
 
     @property
     def sampled(self) -> bool:
@@ -311,12 +328,14 @@ class Selected(LinearOperator):
 
     def apply(self, y: Tensor) -> Tensor:
         """``A y``."""
-        x = self.operator.apply(_embed(y, self._inputs, self.operator.inputs, self.feature_dim))
+        whole = _embed(y, self._inputs, self.operator.inputs, self.feature_dim)
+        x = self.operator.apply(whole.to(self._inner or y.dtype)).to(y.dtype)
         return x if self._outputs is None else self.select_outputs(x, self._outputs)
 
     def adjoint(self, x: Tensor) -> Tensor:
         """``Aᵀ x``."""
-        y = self.operator.adjoint(_embed(x, self._outputs, self.operator.outputs, self.output_dim))
+        whole = _embed(x, self._outputs, self.operator.outputs, self.output_dim)
+        y = self.operator.adjoint(whole.to(self._inner or x.dtype)).to(x.dtype)
         return y if self._inputs is None else self.select(y, self._inputs)
 
     def with_weight(self, weight: Tensor) -> "Selected":
@@ -324,8 +343,22 @@ class Selected(LinearOperator):
         return Selected(self.operator.with_weight(weight), self._inputs, self._outputs)
 
     def bound(self) -> Tensor:
-        """That of the whole operator, times the multiplicities of features that were drawn more than once."""
-        return self.operator.norm_sq() * _most(self._inputs) * _most(self._outputs)
+        """That of the whole operator, times the multiplicities of features that were drawn more than once, or the sum
+        of the bounds of its inputs, if that is less."""
+        most = _most(self._inputs, self.operator.inputs) * _most(self._outputs, self.operator.outputs)
+        whole = self.operator.norm_sq() * most
+        # The factor covers the rounding of the sum.
+        return torch.minimum(whole, 1.001 * self.input_bounds().sum().to(whole))
+
+    def input_bounds(self) -> Tensor:
+        """Those of the whole operator, times the multiplicities of outputs."""
+        norms = self.operator.input_norms_sq() * _most(self._outputs, self.operator.outputs)
+        return norms if self._inputs is None else norms[self._inputs]
+
+    def output_bounds(self) -> Tensor:
+        """Those of the whole operator, times the multiplicities of inputs."""
+        norms = self.operator.output_norms_sq() * _most(self._inputs, self.operator.inputs)
+        return norms if self._outputs is None else norms[self._outputs]
 
 
 def _embed(part: Tensor, index: Tensor | None, features: int, dim: int) -> Tensor:
@@ -337,9 +370,11 @@ def _embed(part: Tensor, index: Tensor | None, features: int, dim: int) -> Tenso
     return part.new_zeros(shape).index_add(dim, index, part)
 
 
-def _most(index: Tensor | None) -> int:
-    """The largest number of times that one feature occurs."""
-    return 1 if index is None or index.numel() == 0 else int(torch.bincount(index).max())
+def _most(index: Tensor | None, features: int) -> Tensor | int:
+    """The largest number of times that one feature occurs, by an operation whose size does not depend on the index."""
+    if index is None or index.numel() == 0:
+        return 1
+    return index.new_zeros(features).index_add(0, index, torch.ones_like(index)).max()
 
 
 def _shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:

@@ -3,11 +3,13 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import ShapeError
 
 __all__ = ["from_blocks", "pad_to_blocks", "to_blocks"]
 
 
+@checked
 def pad_to_blocks(image: Tensor, block: int = 33) -> Tensor:
     """The image continued by zeros, below and to the right, to whole blocks; ``x[..., :H, :W]`` takes them off again.
 
@@ -24,6 +26,7 @@ def pad_to_blocks(image: Tensor, block: int = 33) -> Tensor:
     return F.pad(image, (0, -width % block, 0, -height % block))
 
 
+@checked
 def to_blocks(image: Tensor, block: int = 33) -> Tensor:
     """Cut ``(..., H, W)`` of whole blocks into rows ``(N, block²)``, in reading order.
 
@@ -41,6 +44,7 @@ def to_blocks(image: Tensor, block: int = 33) -> Tensor:
     return cut.transpose(2, 3).reshape(-1, block * block)
 
 
+@checked
 def from_blocks(rows: Tensor, size: tuple[int, int]) -> Tensor:
     """Assemble rows of :func:`to_blocks` to images ``(B, 1, H, W)``; borders that were padded are cut off.
 

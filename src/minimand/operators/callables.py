@@ -1,12 +1,15 @@
 """A linear operator from two callables."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import CapabilityError, ShapeError, require_positive
 from ..norms import randomized_norm_sq
+from ..norms.randomized import Map
 from .base import LinearOperator
 
 __all__ = ["CallableOperator", "operator"]
@@ -14,9 +17,10 @@ __all__ = ["CallableOperator", "operator"]
 Norm = float | Tensor | Callable[[], float | Tensor]
 
 
+@checked
 def operator(
-    apply: Callable[[Tensor], Tensor],
-    adjoint: Callable[[Tensor], Tensor],
+    apply: Map,
+    adjoint: Map,
     input_shape: Sequence[int],
     output_shape: Sequence[int],
     norm_sq: Norm | None = None,
@@ -51,16 +55,8 @@ def operator(
     >>> blur.apply(torch.arange(8.0)), bool(1 <= blur.norm_sq() < 1.001)
     (tensor([3.5000, 0.5000, 1.5000, 2.5000, 3.5000, 4.5000, 5.5000, 6.5000]), True)
     """
-    return CallableOperator(
-        apply,
-        adjoint,
-        input_shape,
-        output_shape,
-        norms=(norm_sq, input_norms_sq, output_norms_sq),
-        dtype=dtype,
-        device=device,
-        generator=generator,
-    )
+    norms, types = (norm_sq, input_norms_sq, output_norms_sq), {"dtype": dtype, "device": device}
+    return CallableOperator((apply, adjoint), (input_shape, output_shape), norms, generator, **types)
 
 
 class CallableOperator(LinearOperator):
@@ -68,17 +64,14 @@ class CallableOperator(LinearOperator):
 
     def __init__(
         self,
-        apply: Callable[[Tensor], Tensor],
-        adjoint: Callable[[Tensor], Tensor],
-        input_shape: Sequence[int],
-        output_shape: Sequence[int],
-        *,
-        norms: tuple[Norm | None, Norm | None, Norm | None] = (None, None, None),
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        generator: torch.Generator | None = None,
+        maps: tuple[Map, Map],
+        shapes: Any,
+        norms: tuple[Any, ...],
+        generator: torch.Generator | None,
+        **types: Any,
     ) -> None:
-        super().__init__(input_shape, output_shape, dtype=dtype, device=device)
+        super().__init__(*shapes, **types)
+        apply, adjoint = maps
         if not callable(apply) or not callable(adjoint):
             raise CapabilityError(
                 f"operator takes two callables, got {type(apply).__name__} and {type(adjoint).__name__}; "
@@ -135,9 +128,7 @@ def _value(norm: Norm | None) -> float | Tensor | None:
     return norm() if callable(norm) else norm
 
 
-def _on_batch(
-    product: Callable[[Tensor], Tensor], x: Tensor, given: tuple[int, ...], wanted: tuple[int, ...], name: str
-) -> Tensor:
+def _on_batch(product: Map, x: Tensor, given: tuple[int, ...], wanted: tuple[int, ...], name: str) -> Tensor:
     """The product with leading dimensions flattened to one."""
     lead = x.shape[: x.dim() - len(given)]
     result = product(x.reshape(-1, *given))

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import OperatorError, ShapeError
 from ..norms.lipschitz import lanczos_norm_sq
 from ..norms.spectral import to_float64
@@ -13,6 +14,7 @@ from .base import LinearOperator
 __all__ = ["check_operator"]
 
 
+@checked
 def check_operator(
     operator: LinearOperator,
     *,

@@ -5,6 +5,7 @@ from typing import Self
 
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import OptionError, ShapeError
 from ..norms.spectral import round_up
 from .base import LinearOperator
@@ -12,6 +13,7 @@ from .base import LinearOperator
 __all__ = ["Composed", "Transposed"]
 
 
+@checked
 class Transposed(LinearOperator):
     r"""The adjoint :math:`A^\top` of an operator.
 
@@ -24,19 +26,12 @@ class Transposed(LinearOperator):
     tensor([3., 6.])
     """
 
+    _derived = True
+
     def __init__(self, operator: LinearOperator) -> None:
+        super().__init__(operator.output_shape, operator.input_shape)
         self.operator = operator
         self._weight, self._type = operator._weight, operator._type
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """The output shape of the original."""
-        return self.operator.output_shape
-
-    @property
-    def output_shape(self) -> tuple[int, ...]:
-        """The input shape of the original."""
-        return self.operator.input_shape
 
     @property
     def sampled(self) -> bool:
@@ -82,6 +77,7 @@ class Transposed(LinearOperator):
         return self.operator.input_norms_sq()
 
 
+@checked
 class Composed(LinearOperator):
     r"""The product :math:`AB` of two operators on maps, with the bound :math:`\|AB\|^2 \le \|A\|^2\|B\|^2`.
 
@@ -92,7 +88,7 @@ class Composed(LinearOperator):
     4.0
     """
 
-    sampled = True
+    sampled = _derived = True
 
     def __init__(self, outer: LinearOperator, inner: LinearOperator) -> None:
         if outer.feature_dim != -3 or inner.feature_dim != -3:

@@ -3,18 +3,20 @@
 import abc
 import copy
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from ..errors import ShapeError, is_traced, require_real
+from ..arguments import checked
+from ..errors import ShapeError, is_compiled, is_traced, require_real
 from ..geometry import ConvGeometry, Size
 from ..linalg import Weight
 from ..norms.kernel import Kernel
 from ..norms.lipschitz import majorant
-from .base import LinearOperator
+from .base import LinearOperator, Selected
 from .gather import Columns
 from .grouped import GroupedPart
 from .index import as_index, check_bias, check_range, pick
@@ -28,6 +30,11 @@ class Convolution(LinearOperator, abc.ABC):
 
     dimensions: ClassVar[int]
     sampled = True
+    # What the geometry fixed can be read and not set.
+    input_size, stride, padding, dilation, groups = (
+        property(operator.attrgetter(f"geometry.{name}"))
+        for name in ("size", "stride", "padding", "dilation", "groups")
+    )
 
     def __init__(
         self,
@@ -99,9 +106,7 @@ class Convolution(LinearOperator, abc.ABC):
         check_bias(bias, x)
         return x + bias
 
-    def affine(self, y: Tensor, bias: Tensor | None = None) -> Tensor:
-        """:meth:`apply` with a bias, in one call of torch where it has one number per channel."""
-        return self.apply(y, bias)
+    affine = apply
 
     def adjoint(self, x: Tensor) -> Tensor:
         """``Aᵀ x``, the transposed convolution, with exactly the input's size.
@@ -116,7 +121,8 @@ class Convolution(LinearOperator, abc.ABC):
         index = as_index(index, self.device, self.inputs)
         if self.geometry.groups > 1:
             check_range(index, self.inputs)
-            return GroupedPart(self, index, torch.arange(self.outputs, device=index.device))
+            # The sizes of a packed part depend on the index, which those of a graph must not.
+            return (Selected if is_compiled(index) else GroupedPart)(self, index, None)
         part = pick(self.weight, 1, index) if self._columns is None else self._columns.take(index)
         return self.with_weight(part, 1)
 
@@ -125,7 +131,7 @@ class Convolution(LinearOperator, abc.ABC):
         index = as_index(index, self.device, self.outputs)
         if self.geometry.groups > 1:
             check_range(index, self.outputs)
-            return GroupedPart(self, torch.arange(self.inputs, device=index.device), index)
+            return (Selected if is_compiled(index) else GroupedPart)(self, None, index)
         return self.with_weight(pick(self.weight, 0, index), 1)
 
     def gathered(self) -> Self:
@@ -226,6 +232,7 @@ def _(target: Convolution, input_size: Size | None) -> tuple[Convolution, float]
     return (target if input_size is None else target.with_size(input_size)), 1.0
 
 
+@checked
 class Conv2d(Convolution):
     r"""The map of a two-dimensional convolution with zero padding, as torch computes it.
 
@@ -251,6 +258,7 @@ class Conv2d(Convolution):
     dimensions = 2
 
 
+@checked
 class Conv1d(Convolution):
     """The map of a one-dimensional convolution; everything else as in :class:`Conv2d`.
 

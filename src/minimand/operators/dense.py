@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import ShapeError, require_real
 from ..linalg import gram
 from ..norms.kernel import Kernel
@@ -17,6 +18,7 @@ from .index import as_index, check_bias, pick
 __all__ = ["Dense"]
 
 
+@checked
 class Dense(LinearOperator):
     r"""The map :math:`y \mapsto A y` of a weight matrix :math:`A \in \mathbb{R}^{n_2 \times n_1}`.
 
@@ -55,9 +57,7 @@ class Dense(LinearOperator):
         check_bias(bias, x)
         return x + bias
 
-    def affine(self, y: Tensor, bias: Tensor | None = None) -> Tensor:
-        """:meth:`apply` with a bias, in one call of torch."""
-        return self.apply(y, bias)
+    affine = apply
 
     def adjoint(self, x: Tensor) -> Tensor:
         """``Aᵀ x``."""

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, ShapeError
+from ..arguments import checked
+from ..errors import OptionError, Sealed, ShapeError
 from ..norms.spectral import round_up, to_float64
 from .base import LinearOperator
 
@@ -13,7 +14,8 @@ __all__ = ["SubsampledFourier", "cartesian_mask", "radial_mask"]
 _ROUNDING = 1e-5
 
 
-class SubsampledFourier(LinearOperator):
+@checked
+class SubsampledFourier(Sealed, LinearOperator):
     r"""The frequencies of a real image that a mask keeps,
 
     .. math:: \Phi x = M \odot \mathcal{F}x , \qquad \mathcal{F} \text{ unitary},
@@ -39,17 +41,19 @@ class SubsampledFourier(LinearOperator):
         if mask.dim() != 2 or mask.numel() == 0:
             raise ShapeError(f"a Fourier mask has shape (H, W), got {tuple(mask.shape)}")
         super().__init__((1, *mask.shape), (2, *mask.shape))
-        self.weight = mask
+        self.weight = mask if mask.is_floating_point() else mask.to(torch.get_default_dtype())
 
     def apply(self, y: Tensor) -> Tensor:
         """The masked frequencies of images."""
-        frequencies = torch.fft.fft2(_at_least_single(y.select(-3, 0)), norm="ortho")
+        # Many devices have no Fourier transform in half precision.
+        wide = torch.promote_types(y.dtype, torch.float32)
+        frequencies = torch.fft.fft2(y.select(-3, 0).to(wide), norm="ortho")
         kept = torch.stack([frequencies.real, frequencies.imag], dim=-3).to(y.dtype)
         return self.weight * kept
 
     def adjoint(self, x: Tensor) -> Tensor:
         """The zero-filled reconstruction."""
-        real, imaginary = _at_least_single(self.weight * x).unbind(-3)
+        real, imaginary = (self.weight * x).to(torch.promote_types(x.dtype, torch.float32)).unbind(-3)
         image = torch.fft.ifft2(torch.complex(real, imaginary), norm="ortho")
         return image.real.unsqueeze(-3).to(x.dtype)
 
@@ -63,11 +67,7 @@ class SubsampledFourier(LinearOperator):
         return round_up(largest * largest * (1 + _ROUNDING), self.weight.dtype)
 
 
-def _at_least_single(x: Tensor) -> Tensor:
-    """float32 for half precision, in which many devices have no Fourier transform."""
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
-
-
+@checked
 def cartesian_mask(
     size: tuple[int, int], ratio: float, *, center: float = 0.08, generator: torch.Generator | None = None
 ) -> Tensor:
@@ -89,6 +89,7 @@ def cartesian_mask(
     return line.expand(height, width).clone()
 
 
+@checked
 def radial_mask(size: tuple[int, int], ratio: float) -> Tensor:
     """Lines through frequency zero at equal angles; the fewest lines that keep ``ratio`` of all frequencies.
 

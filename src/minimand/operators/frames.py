@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import OptionError, ShapeError
+from ..arguments import checked
+from ..errors import OptionError, Sealed, ShapeError
 from ..norms.spectral import round_up
 from .base import LinearOperator
 
@@ -53,7 +54,7 @@ def shifts(period: int, count: int) -> list[tuple[int, int]]:
     return [(down, across) for down in places for across in places]
 
 
-class Frame(LinearOperator):
+class Frame(Sealed, LinearOperator):
     """A Parseval frame on images of one channel: one channel of coefficients per shift."""
 
     sampled = True
@@ -116,6 +117,7 @@ def dct_matrix(size: int, *, dtype: torch.dtype | None = None) -> Tensor:
     return matrix.to(dtype or torch.get_default_dtype())
 
 
+@checked
 class BlockDCT(Frame):
     """The two-dimensional cosine transform of every ``block`` × ``block`` square, in ``count`` shifted positions.
 
@@ -147,6 +149,7 @@ class BlockDCT(Frame):
         return squares.transpose(2, 3).reshape(-1, *self.padded)
 
 
+@checked
 class Wavelet(Frame):
     """Daubechies' orthonormal wavelets on a periodic image, ``levels`` deep, in ``count`` shifted positions.
 

@@ -28,63 +28,32 @@ class GroupedPart(LinearOperator):
 
     A group without a kept input or output costs nothing. The other groups are padded with zero channels to the
     largest of them, because a grouped convolution needs groups of one size. The cost is proportional to the number of
-    kept channels where all groups keep about equally many, as in a depthwise convolution. While tracing, where sizes
-    must not depend on data, the whole convolution runs on inputs with zeros in place of the other channels.
+    kept channels where all groups keep about equally many, as in a depthwise convolution.
     """
 
     sampled = True
 
-    def __init__(self, whole: "Convolution", given: Tensor, taken: Tensor) -> None:
-        self.whole, self.given, self.taken = whole, given, taken
-        self.weight = whole.weight
-        if torch.compiler.is_compiling():
-            self.core = whole
-            self.sources = Placement(torch.arange(given.numel(), device=given.device), given)
-            self.targets = Placement(torch.arange(taken.numel(), device=taken.device), taken)
-        else:
-            self.core, self.sources, self.targets = _pack(whole, given, taken)
+    def __init__(self, whole: "Convolution", given: Tensor | None, taken: Tensor | None) -> None:
+        self.whole, self.weight = whole, whole.weight
+        self.given = torch.arange(whole.inputs, device=self.device) if given is None else given
+        self.taken = torch.arange(whole.outputs, device=self.device) if taken is None else taken
+        self.core, self.sources, self.targets = _pack(whole, self.given, self.taken)
 
-    @property
-    def inputs(self) -> int:
-        """The number of kept input channels."""
-        return self.given.numel()
-
-    @property
-    def outputs(self) -> int:
-        """The number of kept output channels."""
-        return self.taken.numel()
-
-    @property
-    def feature_dim(self) -> int:
-        """The dimension of the channels."""
-        return self.whole.feature_dim
-
-    @property
-    def output_dim(self) -> int:
-        """The dimension of the channels."""
-        return self.whole.output_dim
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """The shape of one input sample."""
-        return (self.inputs, *self.whole.input_shape[1:])
-
-    @property
-    def output_shape(self) -> tuple[int, ...]:
-        """The shape of one output sample."""
-        return (self.outputs, *self.whole.output_shape[1:])
+    def _given_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        shapes = self.whole.input_shape, self.whole.output_shape
+        return (self.given.numel(), *shapes[0][1:]), (self.taken.numel(), *shapes[1][1:])
 
     def apply(self, y: Tensor) -> Tensor:
         """``A y``."""
-        self._check("input", y, self.inputs)
+        self._check("input", y, self.given.numel())
         x = self.core.apply(self._move(y, self.sources.outer, self.sources.core, self.core.inputs))
-        return self._move(x, self.targets.core, self.targets.outer, self.outputs)
+        return self._move(x, self.targets.core, self.targets.outer, self.taken.numel())
 
     def adjoint(self, x: Tensor) -> Tensor:
         """``Aᵀ x``."""
-        self._check("output", x, self.outputs)
+        self._check("output", x, self.taken.numel())
         y = self.core.adjoint(self._move(x, self.targets.outer, self.targets.core, self.core.outputs))
-        return self._move(y, self.sources.core, self.sources.outer, self.inputs)
+        return self._move(y, self.sources.core, self.sources.outer, self.given.numel())
 
     def restrict(self, index: Tensor | Sequence[int]) -> "GroupedPart":
         """The part of the part on the inputs ``index``."""
@@ -102,16 +71,17 @@ class GroupedPart(LinearOperator):
 
     def _check(self, role: str, tensor: Tensor, features: int) -> None:
         # The convolution checks the rest of the shape.
-        if tensor.dim() < -self.feature_dim or tensor.shape[self.feature_dim] != features:
+        dim = self.whole.feature_dim
+        if tensor.dim() < -dim or tensor.shape[dim] != features:
             raise ShapeError(
                 f"this part of a convolution takes an {role} with {features} channels, got shape {tuple(tensor.shape)}"
             )
 
     def _move(self, tensor: Tensor, source: Tensor, target: Tensor, size: int) -> Tensor:
-        shape = list(tensor.shape)
-        shape[self.feature_dim] = size
+        dim, shape = self.whole.feature_dim, list(tensor.shape)
+        shape[dim] = size
         # index_add, because a sample with replacement can contain a channel twice.
-        return tensor.new_zeros(shape).index_add(self.feature_dim, target, self.select(tensor, source))
+        return tensor.new_zeros(shape).index_add(dim, target, tensor.index_select(dim, source))
 
     def bound(self) -> Tensor:
         """That of the convolution that computes the part."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, ShapeError
+from ..errors import OptionError, ShapeError, is_compiled
 
 __all__ = ["as_index", "check_bias", "check_range", "pick"]
 
@@ -29,7 +29,7 @@ def as_index(index: Tensor | Sequence[int], device: torch.device, size: int | No
 
 def pick(weight: Tensor, dim: int, index: Tensor) -> Tensor:
     """``index_select`` with an error that names the range."""
-    if torch.compiler.is_compiling():
+    if is_compiled(index):
         return weight.index_select(dim, index)
     try:
         return weight.index_select(dim, index)
@@ -39,7 +39,7 @@ def pick(weight: Tensor, dim: int, index: Tensor) -> Tensor:
 
 def check_range(index: Tensor, size: int) -> None:
     """Raise :class:`~minimand.errors.ShapeError` for an index outside of ``size`` features."""
-    if not torch.compiler.is_compiling() and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < size:
+    if not is_compiled(index) and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < size:
         raise _out_of_range(index, size)
 
 

@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, ShapeError, require_positive
+from ..arguments import checked
+from ..errors import OptionError, Sealed, ShapeError, require_positive
 from ..norms.kernel import Kernel
 from ..norms.spectral import round_up, to_float64
 from .base import LinearOperator
@@ -14,6 +15,7 @@ from .conv import Conv2d
 __all__ = ["BlockSensing", "Inpainting", "gaussian_blur", "is_orthonormal", "orthonormal_gaussian"]
 
 
+@checked
 def orthonormal_gaussian(
     rows: int, columns: int, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -46,7 +48,8 @@ def is_orthonormal(matrix: Tensor, tolerance: float = 1e-3) -> bool:
     return bool(((wide @ wide.mT - identity).abs() <= tolerance).all())
 
 
-class BlockSensing(LinearOperator):
+@checked
+class BlockSensing(Sealed, LinearOperator):
     r"""Block compressive sensing: the same Φ measures every b × b block of an image,
 
     .. math:: y_{\cdot,i,j} = \Phi \operatorname{vec}(x_{\text{block } i,j}), \qquad \Phi \in \mathbb{R}^{m \times b^2}.
@@ -111,7 +114,8 @@ class BlockSensing(LinearOperator):
         return Kernel(self.weight).norm_sq()
 
 
-class Inpainting(LinearOperator):
+@checked
+class Inpainting(Sealed, LinearOperator):
     """Missing pixels: the image times a mask of zeros and ones, ``(H, W)`` or ``(C, H, W)``.
 
     >>> Inpainting(torch.tensor([[1.0, 0.0]])).apply(torch.tensor([[[5.0, 7.0]]]))
@@ -123,6 +127,7 @@ class Inpainting(LinearOperator):
     def __init__(self, mask: Tensor) -> None:
         if mask.dim() not in (2, 3) or mask.numel() == 0:
             raise ShapeError(f"a mask has shape (H, W) or (C, H, W), got {tuple(mask.shape)}")
+        mask = mask if mask.is_floating_point() else mask.to(torch.get_default_dtype())
         self.weight = mask if mask.dim() == 3 else mask.unsqueeze(0)
         super().__init__(self.weight.shape, self.weight.shape)
 
@@ -144,6 +149,7 @@ class Inpainting(LinearOperator):
         return round_up(largest * largest, self.weight.dtype)
 
 
+@checked
 def gaussian_blur(input_size: tuple[int, int], sigma: float, *, radius: int | None = None) -> Conv2d:
     """Blur by a Gaussian of ``sigma`` pixels with zeros around the image, as a :class:`Conv2d`.
 

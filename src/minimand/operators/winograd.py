@@ -116,8 +116,8 @@ def winograd(weight: Tensor, geometry: ConvGeometry, rows: int) -> Winograd | No
     g = geometry
     fits = g.kernel == (_KERNEL, _KERNEL) and set(g.stride) == set(g.dilation) == {1} and g.groups == 1
     small = all(before == after < _KERNEL for before, after in g.padding)
-    precise = weight.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(weight.device.type)
-    if not (fits and small and precise) or g.size is None or weight.device.type != "cpu" or is_traced(weight):
+    usual = weight.dtype in (torch.float32, torch.float64) and weight.device.type == "cpu" and not is_traced(weight)
+    if not (fits and small and usual) or g.size is None or torch.is_autocast_enabled("cpu"):
         return None
     outputs, inputs = weight.shape[:2]
     windows, pairs = rows * _count(g.size[0]) * _count(g.size[1]), inputs * outputs
@@ -214,13 +214,13 @@ class _Transforms(NamedTuple):
 
 
 @functools.cache
-def _transforms(dtype: torch.dtype) -> _Transforms:
+def _transforms(dtype: torch.dtype, device: torch.device) -> _Transforms:
     """The transforms of the Toom–Cook product of polynomials, transposed into a filter."""
-    points = torch.tensor(_POINTS, dtype=torch.float64)
+    points = torch.tensor(_POINTS, dtype=torch.float64, device=device)
 
     def values(length: int) -> Tensor:
-        infinity = torch.eye(length, dtype=torch.float64)[-1:]
-        return torch.cat([points[:, None] ** torch.arange(length), infinity])
+        infinity = torch.eye(length, dtype=torch.float64, device=device)[-1:]
+        return torch.cat([points[:, None] ** torch.arange(length, device=device), infinity])
 
     sides = torch.linalg.inv(values(_WINDOW)).mT, values(_KERNEL), values(_TILE)
     return _Transforms(*(torch.kron(side, side).to(dtype) for side in sides))
@@ -239,12 +239,12 @@ def _maps(like: Tensor, channels: int, size: tuple[int, ...]) -> Tensor:
 def _kernels(weight: Tensor) -> Tensor:
     """36 matrices, inputs × outputs."""
     flat = weight.permute(2, 3, 1, 0).reshape(_KERNEL**2, -1)
-    return (_transforms(weight.dtype).kernels @ flat).view(_WINDOW**2, weight.shape[1], weight.shape[0])
+    return (_transforms(weight.dtype, weight.device).kernels @ flat).view(_WINDOW**2, weight.shape[1], weight.shape[0])
 
 
 def _weight(products: Tensor) -> Tensor:
     """The transpose of :func:`_kernels`."""
-    flat = _transforms(products.dtype).kernels.mT @ products.view(_WINDOW**2, -1)
+    flat = _transforms(products.dtype, products.device).kernels.mT @ products.view(_WINDOW**2, -1)
     return flat.view(_KERNEL, _KERNEL, *products.shape[1:]).permute(3, 2, 0, 1)
 
 
@@ -253,7 +253,7 @@ class _Workspace:
     much as writing to it. A method's result is valid until a method that uses the same buffer is called."""
 
     def __init__(self, like: Tensor) -> None:
-        self._like, self._transforms = like, _transforms(like.dtype)
+        self._like, self._transforms = like, _transforms(like.dtype, like.device)
         self._buffers: dict[str, Tensor] = {}
         self._frames: dict[tuple[int, ...], Tensor] = {}
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import CapabilityError, OptionError, holds, require_positive
+from ..errors import CapabilityError, OptionError, holds, is_compiled, is_traced, require_positive
 from .base import Solver, State, require_count
 from .implicit import Equation, Parts, attached, constant, full_precision, pullback, transformed
 from .iterate import iterate
@@ -44,6 +44,8 @@ class Run:
         x0: The start; None is zero.
         generator: The source of randomness; None is torch's global one.
         until: Stops the run early where it returns True.
+        ending: The problem of the last iteration, where it ends in a pre-activation; None: ``problem``. Solvers that
+            update some entries only take all their steps in it.
     """
 
     problem: Problem
@@ -51,6 +53,7 @@ class Run:
     x0: Tensor | None = None
     generator: torch.Generator | None = None
     until: Until | None = None
+    ending: Problem | None = None
 
     def init(self) -> Any:
         """The state before the first iteration."""
@@ -58,7 +61,13 @@ class Run:
 
     def advance(self, state: Any, k: int) -> Any:
         """The state after iteration k."""
-        return self.solver.advance(self.problem, state, k, self.generator)
+        last = self.solver.updates_some or k + 1 == self.solver.iterations
+        problem = self.problem if self.ending is None or not last else self.ending
+        return self.solver.advance(problem, state, k, self.generator)
+
+    def solution(self, value: Tensor) -> Tensor:
+        """The solution that a run's value stands for: itself, or the activation of a pre-activation."""
+        return value if self.ending is None else self.ending.solution(value)
 
     def forward(self) -> tuple[Tensor, int]:
         """All iterations: the solution, and their number."""
@@ -91,7 +100,8 @@ class Unroll(Adjoint):
 class Checkpoint(Adjoint):
     """Unrolling that keeps only every ``every``-th state and recomputes the others in the backward pass.
 
-    The recomputation replays the forward pass's random samples, so the gradient is :class:`Unroll`'s.
+    The recomputation replays the forward pass's random samples, so the gradient is :class:`Unroll`'s. Threads that draw
+    from one generator at the same time may draw equal samples.
 
     Args:
         every: Iterations per segment; None is about √K, which minimises the memory.
@@ -109,12 +119,16 @@ class Checkpoint(Adjoint):
             # torch.func and forward mode cannot recompute; the derivatives are the same.
             return run.forward()
         total = run.solver.iterations
-        every = self.every or math.isqrt(total - 1) + 1
+        every, source = self.every or math.isqrt(total - 1) + 1, _source(run)
 
         def segment(state: Any, s: int) -> Any:
-            length = min(every, total - s * every)
-            body = _replaying(lambda state: iterate(run.advance, state, length, start=s * every)[0], run.generator)
-            return checkpoint(body, state, use_reentrant=False)
+            def body(state: Any, generator: torch.Generator | None) -> Any:
+                advance = dataclasses.replace(run, generator=generator).advance
+                return iterate(advance, state, min(every, total - s * every), start=s * every)[0]
+
+            replay = partial(body, generator=run.generator) if source is None else _replaying(body, source)
+            keep = source is None and run.solver.stochastic
+            return checkpoint(replay, state, use_reentrant=False, preserve_rng_state=keep)
 
         until = run.until
         reached = None if until is None else lambda state, s: until(state, min(s * every, total))
@@ -122,23 +136,25 @@ class Checkpoint(Adjoint):
         return state.x, min(segments * every, total)
 
 
-def _replaying(body: Callable[[Any], Any], generator: torch.Generator | None) -> Callable[[Any], Any]:
-    """``body``, drawing the same samples in every call (torch's checkpoint does so for the global generator only)."""
-    if generator is None:
-        return body
-    begin = generator.get_state()
-    calls: list[None] = []
+def _source(run: Run) -> torch.Generator | None:
+    """The generator that a run draws from; None where there is none, or where torch's checkpoint replays it."""
+    y, given = run.problem.y, run.generator
+    usual = None if y.device.type != "cpu" or is_traced(y) else torch.default_generator
+    return (usual if given is None else given) if run.solver.stochastic else None
+
+
+def _replaying(body: Callable[[Any, torch.Generator], Any], source: torch.Generator) -> Callable[[Any], Any]:
+    """``body`` with a generator of its own, which draws in every call what ``source`` would draw in the first one,
+    whatever other threads draw from it meanwhile."""
+    begin, calls = source.get_state(), list[None]()
 
     def replay(state: Any) -> Any:
         calls.append(None)
-        if len(calls) == 1:
-            return body(state)
-        now = generator.get_state()
-        generator.set_state(begin)
-        try:
-            return body(state)
-        finally:
-            generator.set_state(now)
+        own = torch.Generator(source.device).set_state(begin)
+        result = body(state, own)
+        if len(calls) == 1 and torch.equal(source.get_state(), begin):
+            source.set_state(own.get_state())
+        return result
 
     return replay
 
@@ -159,16 +175,14 @@ class JacobianFree(Adjoint):
         """The forward pass records nothing."""
         with constant():
             x, done = run.forward()
-            step = _step(run.problem)
+            solution, step = run.solution(x), _step(run.problem)
         if not torch.is_grad_enabled() and not transformed():
             return x, done
-        parts = Parts.of(run.problem)
+        parts = Parts.of(run.ending or run.problem)
         with full_precision(x):
-            wide, *tensors = parts.wide(x, *parts.tensors)
+            wide, *tensors = parts.wide(solution, *parts.tensors)
             moved = _forward_backward(parts.build(tensors), wide, step)
-        with constant():
-            fixed = moved.detach()
-        return x + (moved - fixed).to(x.dtype), done
+        return _replaced_value(x, moved), done
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,9 +232,14 @@ class Implicit(Adjoint):
         """The forward pass records nothing; the backward pass solves a linear system."""
         with constant():
             x, done = run.forward()
-            step = _step(run.problem)
-        # An exported graph has no backward pass of its own.
-        return x if torch.compiler.is_exporting() else self._attached(run.problem, step, x), done
+            solution, step = run.solution(x), _step(run.problem)
+        if is_compiled(x) and torch.compiler.is_exporting():
+            return x, done  # an exported graph has no backward pass of its own
+        solution = self._attached(run.problem, step, solution)
+        if run.ending is None:
+            return solution, done
+        # A pre-activation of the exact minimiser is x − ∇f(x).
+        return _replaced_value(x, solution + run.problem.descent(solution, run.problem.linear())), done
 
     @torch.compiler.disable
     def _attached(self, problem: Problem, step: float | Tensor, x: Tensor) -> Tensor:
@@ -306,3 +325,10 @@ def _neumann(apply: Linear, v: Tensor, iterations: int, tol: float) -> Tensor:
         return holds(term.norm() <= tol * total.norm())
 
     return iterate(add, (v, v), iterations, until=small)[0][0]
+
+
+def _replaced_value(value: Tensor, like: Tensor) -> Tensor:
+    """A value that is constant, with the derivatives of ``like``."""
+    with constant():
+        fixed = like.detach()
+    return value + (like - fixed).to(value.dtype)

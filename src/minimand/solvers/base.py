@@ -34,10 +34,12 @@ class Solver(abc.ABC):
     Attributes:
         stochastic: Whether it draws random samples, which only an operator with ``sampled = True`` allows.
         needs_separable: Whether it updates single entries, which only a separable function allows.
+        updates_some: Whether an iteration leaves some entries as they are.
     """
 
     stochastic: ClassVar[bool] = False
     needs_separable: ClassVar[bool] = False
+    updates_some: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod

@@ -56,6 +56,7 @@ class RCD(Solver):
 
     stochastic: ClassVar[bool] = True
     needs_separable: ClassVar[bool] = True
+    updates_some: ClassVar[bool] = True
 
     iters: int = 10
     tau: float | int | None = None
@@ -98,40 +99,36 @@ class RCD(Solver):
 
     def init(self, problem: Problem, x0: Tensor | None) -> CoordinateState:
         """The residual and the step, once."""
-        operator, step = problem.operator, self.first_step(problem)
-        residual = problem.y if x0 is None else problem.y - operator.adjoint(x0)
-        return CoordinateState(x0, residual, step)
+        residual = problem.y if x0 is None else problem.y - problem.operator.adjoint(x0)
+        return CoordinateState(x0, residual, self.first_step(problem))
 
     def advance(
         self, problem: Problem, state: CoordinateState, k: int, generator: torch.Generator | None
     ) -> CoordinateState:
         """Update τ outputs, and the residual with them."""
         operator = problem.operator
-        rows = None if self.shared_sample else problem.rows
-        size = sample_size(self.tau, operator.outputs)
-        request = Request(size, operator.outputs, rows, problem.y, generator)
-        sample = Nice().draw(request)
-        x = problem.y.new_zeros(problem.shape) if state.x is None else state.x
+        rows, size = None if self.shared_sample else problem.rows, sample_size(self.tau, operator.outputs)
+        sample = Nice().draw(Request(size, operator.outputs, rows, problem.y, generator))
+        given = problem.y.new_zeros(problem.shape) if state.x is None else state.x
+        x = problem.solution(given)
         if (index := sample.index) is None:
             assert sample.weight is not None
             kept = operator.per_feature(sample.weight.reshape(*x.shape[: operator.output_dim], operator.outputs)) > 0
             updated = self._updated(problem, x, state.residual, problem.bias, state.step)
-            updated = torch.where(kept, updated, x)
-            residual = state.residual - operator.adjoint(updated - x)
+            updated = torch.where(kept, updated, given)
+            residual = state.residual - operator.adjoint(problem.solution(updated) - x)
             return state._replace(x=updated, residual=residual)
         part = dataclasses.replace(problem, operator=operator.restrict_outputs(index))
         bias = None if problem.bias is None else self._part(problem, problem.full_bias(), index)
         step = self._part(problem, state.step, index) if isinstance(state.step, Tensor) else state.step
         block = operator.select_outputs(x, index)
         updated = self._updated(part, block, state.residual, bias, step)
-        residual = state.residual - part.operator.adjoint(updated - block)
-        return state._replace(x=x.index_copy(operator.output_dim, index, updated), residual=residual)
+        residual = state.residual - part.operator.adjoint(problem.solution(updated) - block)
+        return state._replace(x=given.index_copy(operator.output_dim, index, updated), residual=residual)
 
     @staticmethod
     def _updated(problem: Problem, x: Tensor, residual: Tensor, bias: Tensor | None, step: float | Tensor) -> Tensor:
-        direction = problem.operator.affine(residual, bias)
-        if problem.ridge > 0:
-            direction = direction - problem.ridge * x
+        direction = problem.less_ridge(problem.operator.affine(residual, bias), x)
         return problem.prox(x + step * direction, step)
 
     @staticmethod

@@ -45,7 +45,7 @@ class GradientSolver(Solver):
 
     def _map(self, problem: Problem) -> GradientMap:
         # The first step from zero takes no product.
-        return problem.gradient_map(gradient_step(self.step, problem), self.iters - 1)
+        return GradientMap.of(problem, gradient_step(self.step, problem), self.iters - 1)
 
 
 @dataclasses.dataclass(frozen=True)

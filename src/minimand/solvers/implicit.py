@@ -17,7 +17,7 @@ import torch
 import torch.autograd.forward_ad as forward_mode
 from torch import Tensor
 
-from ..errors import CapabilityError, forward_rule
+from ..errors import CapabilityError, forward_rule, is_compiled
 from ..functions.base import Function
 from ..operators.base import LinearOperator
 
@@ -144,7 +144,7 @@ class _Linearized(Equation):
 def attached(equation: Equation, x: Tensor, parts: Parts) -> Tensor:
     """``x``, which was computed as a constant, with its derivatives in the tensors of its equation."""
     with full_precision(x):
-        if not torch.compiler.is_compiling():
+        if not is_compiled(x):
             if not parts.opaque or not _captures(equation, x, parts):
                 return solution(equation, x, *parts.tensors)
             if transformed():
@@ -214,7 +214,7 @@ class _Correction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and not is_compiled(grad):
             raise CapabilityError(f"a second derivative {_MISSED}")
         x, *params = ctx.saved_tensors
         with full_precision(x):

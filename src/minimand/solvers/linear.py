@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import OptionError, holds, is_traced, require_finite
 from ..functions.base import widened
 from ..linalg import gram
@@ -153,6 +154,7 @@ class _Conjugate(NamedTuple):
     earlier: tuple[Tensor, Tensor] | None = None
 
 
+@checked
 def conjugate_gradient(
     apply: Callable[[Tensor], Tensor],
     target: Tensor,

@@ -72,11 +72,9 @@ def sample_size(tau: float | int | None, features: int) -> int:
 
 def check_tau(tau: float | int | None) -> None:
     """Raise for a ``tau`` that fits no operator. :func:`sample_size` checks it against one."""
-    if tau is None:
-        return
     fraction = isinstance(tau, float) and 0 < tau <= 1
     count = isinstance(tau, int) and not isinstance(tau, bool) and tau >= 1
-    if not fraction and not count:
+    if tau is not None and not fraction and not count:
         raise OptionError(f"tau is a fraction in (0, 1] as a float, or a count ≥ 1 as an int, got {tau!r}")
 
 
@@ -176,12 +174,12 @@ class Importance(Sampling):
         return self.by == "gradients"
 
     def draw(self, request: Request) -> Sample:
-        """τ draws with replacement, proportional to ``scores`` (uniform where a row's scores are all zero)."""
+        """τ draws with replacement, proportional to ``scores`` (uniform where a row's are all zero or not finite)."""
         size, features, rows, like, generator, scores = request
         assert scores is not None
-        scores = scores.float()
-        total = scores.sum(-1, keepdim=True)
-        chance = torch.where(total > 0, scores / total, torch.full_like(scores, 1 / features))
+        largest = scores.amax(-1, keepdim=True)
+        scores = torch.where((largest > 0) & largest.isfinite(), scores / largest, 1.0).float()
+        chance = scores / scores.sum(-1, keepdim=True)
         if rows is None:
             index = torch.multinomial(chance, size, replacement=True, generator=generator)
             return Sample(index, (1 / (size * chance[index])).to(like.dtype))
@@ -197,13 +195,13 @@ class Importance(Sampling):
 
     def scores(self, operator: LinearOperator, residual: Tensor | None) -> Tensor:
         """Squared column norms, or column norms times the size of the residual."""
-        columns = operator.input_norms_sq().float()
+        columns = operator.input_norms_sq()
         if residual is None:
             return columns
-        square = residual.detach().float().square()
+        sizes = residual.detach().abs()
         if operator.feature_dim < -1:
-            square = square.flatten(operator.feature_dim + 1).sum(-1)
-        return (columns * square.reshape(-1, operator.inputs)).sqrt()
+            sizes = torch.linalg.vector_norm(sizes.flatten(operator.feature_dim + 1), dim=-1)
+        return columns.sqrt() * sizes.reshape(-1, operator.inputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,6 +229,6 @@ def resolve_sampling(sampling: str | Sampling) -> Sampling:
     """The sampling itself, or the one with a given name."""
     if isinstance(sampling, Sampling):
         return sampling
-    if sampling not in _NAMED:
+    if not isinstance(sampling, str) or sampling not in _NAMED:
         raise OptionError(f"sampling is one of {', '.join(map(repr, _NAMED))} or a Sampling, got {sampling!r}")
     return _NAMED[sampling]

@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import CapabilityError, ShapeError, require_finite, require_positive, require_real
+from ..functions.base import widened
 from .adjoints import Adjoint, Run, Unroll
 from .base import Solver, State
 from .problem import Problem
@@ -37,6 +39,7 @@ class Solution:
     converged: bool | None
 
 
+@checked
 def solve(
     problem: Problem,
     solver: Solver,
@@ -47,6 +50,8 @@ def solve(
     generator: torch.Generator | None = None,
 ) -> Solution:
     r"""Minimise the objective of a problem.
+
+    A problem in half precision is solved in float32, and x has the type of y. Autocast is ignored.
 
     Args:
         problem: :math:`\tfrac12\|A^\top x - y\|^2 - \langle b,x\rangle + \tfrac\lambda2\|x\|^2 + g(x)`.
@@ -70,11 +75,14 @@ def solve(
         raise CapabilityError(f"generator must be a torch.Generator or None, got {generator!r}")
     if tol is not None:
         require_positive("tol", tol)
-    prepared = solver.prepare(problem)
-    x, iterations = adjoint(Run(prepared, solver, x0, generator, _stopper(prepared, tol)))
-    x = problem.as_given(x)
-    with torch.no_grad():
-        objective, optimality = prepared.objective(x), prepared.optimality(x)
+    x0 = None if x0 is None else widened(x0)
+    with torch.autocast(problem.y.device.type, enabled=False):
+        prepared = solver.prepare(problem.working())
+        x, iterations = adjoint(Run(prepared, solver, x0, generator, _stopper(prepared, tol)))
+        x = problem.as_given(x).to(problem.y.dtype)
+        require_finite(f"the solution in {x.dtype}", x, "use step='auto', or a type with more range")
+        with torch.no_grad():
+            objective, optimality = prepared.objective(x), prepared.optimality(x)
     converged = None if tol is None else bool(optimality <= tol)
     return Solution(x, objective, optimality, iterations, converged)
 
@@ -86,6 +94,7 @@ class Trace(NamedTuple):
     optimality: Tensor
 
 
+@checked
 def trace(
     problem: Problem,
     solver: Solver,
@@ -107,11 +116,12 @@ def trace(
 
     def record(state: State, done: int) -> bool:
         assert state.x is not None
-        rows.append((problem.objective(state.x), prepared.optimality(state.x)))
+        rows.append((prepared.objective(state.x), prepared.optimality(state.x)))
         return False
 
-    with torch.no_grad():
-        prepared = solver.prepare(problem)
+    x0 = None if x0 is None else widened(x0)
+    with torch.no_grad(), torch.autocast(problem.y.device.type, enabled=False):
+        prepared = solver.prepare(problem.working())
         Run(prepared, solver, x0, generator, record).forward()
     objective, optimality = (torch.stack(column) for column in zip(*rows, strict=True))
     return Trace(objective, optimality)

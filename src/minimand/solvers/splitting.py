@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import holds, require_positive
+from ..errors import holds, is_compiled, require_positive
 from ..operators.base import LinearOperator
 from .base import Solver, require_count
 from .implicit import Equation, Parts, attached, constant, full_precision
@@ -47,7 +47,7 @@ class _RidgeSystem(Equation):
 
     def inverse(self, b: Tensor, transposed: bool, x: Tensor, *params: Tensor) -> Tensor:
         # To convergence, which may take more iterations than the solution, which had a start. A compiler cannot stop.
-        count = self.iterations if torch.compiler.is_compiling() else max(_CONVERGED, self.iterations)
+        count = self.iterations if is_compiled(b) else max(_CONVERGED, self.iterations)
         return self._iterated(params, b, None, count, 1e-12 if b.dtype == torch.float64 else 1e-6)[0]
 
     def from_start(self, start: Tensor | None) -> Tensor:
@@ -58,7 +58,7 @@ class _RidgeSystem(Equation):
             rounding = torch.finfo(self.parts.wide(target)[0].dtype).eps
             z, solved = self._iterated(self.parts.tensors, target, start, count, rounding, count > _ORTHOGONAL)
             z = z.to(target.dtype)
-            if torch.compiler.is_exporting():
+            if is_compiled(z) and torch.compiler.is_exporting():
                 return z
             with constant():
                 fixed = z.detach()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..functions.base import Function
+from ..linalg import accumulate
 from ..operators.base import LinearOperator
 from .base import Solver, require_count
 from .problem import Problem, as_number, reciprocal
@@ -14,11 +15,6 @@ from .sampling import Full, Request, Sample, Sampling, check_tau, resolve_sampli
 from .steps import Schedule, StepSize, check_step_size, resolve_decay
 
 __all__ = ["SVRG", "ProxSG"]
-
-
-def moved(x: Tensor | None, step: float | Tensor, direction: Tensor) -> Tensor:
-    """``x + step * direction``, with None for the origin."""
-    return step * direction if x is None else x + step * direction
 
 
 class InputSampler(Solver):
@@ -146,7 +142,7 @@ class ProxSG(InputSampler):
         x = state.x
         step = state.step * resolve_decay(self.decay).factor(k)
         direction = problem.sampled_descent(x, self.draw(problem, x, generator))
-        return state._replace(x=problem.prox(moved(x, step, direction), step))
+        return state._replace(x=problem.prox(accumulate(x, step, direction), step))
 
 
 class ReferenceState(NamedTuple):
@@ -235,4 +231,4 @@ class SVRG(InputSampler):
             assert x is not None
             away = x if state.reference is None else x - state.reference
             direction = state.anchor - problem.sampled_curvature(away, self.draw(problem, x, generator))
-        return state._replace(x=problem.prox(moved(x, step, direction), step))
+        return state._replace(x=problem.prox(accumulate(x, step, direction), step))

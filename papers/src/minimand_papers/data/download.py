@@ -1,11 +1,14 @@
-"""Downloads through pooch: checked, resumed where they stopped, and never visible before they are complete.
+"""Downloads: checked, resumed where they stopped, and never visible before they are complete.
 
 A file is written to ``NAME.part`` and takes its name only when its checksum is right. An interrupted download, even by
 SIGKILL, continues at the next call where the server allows it and starts again where not. Processes that want the same
 dataset at once wait for one another.
 """
 
+import contextlib
+import errno
 import gzip
+import hashlib
 import os
 import shutil
 import tarfile
@@ -15,51 +18,18 @@ from typing import Any
 
 from minimand.errors import DataError
 
+from ..untrusted import BoundedStream, appending
 from .formats import damaged
 from .loading import missing
 from .locks import locked
 from .registry import DatasetRecord, Files, Remote
+from .transfer import Everything, TransferError, received
 
 __all__ = ["fetch"]
 
-# A broken connection loses at most one chunk.
-_CHUNK = 1 << 16
 _TRIES = 4
-_EVERYTHING = 200
-_NO_SUCH_RANGE = 416
-
-
-class _RichBar:
-    """pooch's progress bar, drawn by rich; ``done`` bytes were there before."""
-
-    def __init__(self, progress: Any, name: str, done: int) -> None:
-        self._progress, self._done = progress, done
-        self._task = progress.add_task(name, total=None, completed=done)
-
-    @property
-    def total(self) -> int:
-        """The bytes of this transfer."""
-        return int(self._progress.tasks[self._task].total or 0) - self._done
-
-    @total.setter
-    def total(self, amount: int) -> None:
-        self._progress.update(self._task, total=self._done + amount)
-
-    def restart(self) -> None:
-        """Forget what was there: the server sends everything."""
-        self._done = 0
-        self.reset()
-
-    def update(self, amount: int) -> None:
-        """So many bytes more."""
-        self._progress.update(self._task, advance=amount)
-
-    def reset(self) -> None:
-        """Back to where this transfer began."""
-        self._progress.update(self._task, completed=self._done)
-
-    def close(self) -> None:
-        """Nothing: the display closes with its context."""
+# The most bytes that an archive may unpack to; the publishers' archives unpack to 185 MB.
+_LARGEST = 1 << 30
 
 
 def fetch(record: DatasetRecord, source: Files, directory: Path, *, progress: bool = True) -> None:
@@ -120,55 +90,48 @@ def _download(remote: Remote, target: Path, progress: bool) -> bool:
 
 def _attempt(address: str, remote: Remote, part: Path, progress: bool) -> str | None:
     """Complete ``part`` from one address; None when its checksum is right, else why not."""
-    from requests.exceptions import ChunkedEncodingError, HTTPError, RequestException
-
     reason = ""
+    if _size(part) > remote.size:
+        part.unlink()
     for _ in range(_TRIES):
         begin = _size(part)
         try:
-            _transfer(address, remote.name, part, progress)
-        except HTTPError as error:
-            status = None if error.response is None else error.response.status_code
-            reason = f"the server answered {status}"
-            if status != _NO_SUCH_RANGE or not begin:
-                return reason
+            if begin < remote.size or not begin:
+                _transfer(address, remote, part, progress)
+            if (found := _md5(part)) == remote.md5:
+                return None
+            reason = f"the {_size(part):,} bytes it sent have the md5 {found}, not the published {remote.md5}"
             part.unlink()
-            continue
-        except RequestException as error:
-            broke = isinstance(error, ChunkedEncodingError) or _size(part) > begin
-            reason = "the connection broke" if broke else f"no connection, {_root(error)}"
-            if _size(part) <= begin:
+        except TransferError as error:
+            reason = str(error)
+            if error.useless:
+                part.unlink()
+            elif _size(part) > begin:
+                continue
+            else:
                 return reason
-            continue
-        found = _md5(part)
-        if found == remote.md5:
-            return None
-        reason = f"the {_size(part):,} bytes it sent have the md5 {found}, not the published {remote.md5}"
-        part.unlink()
         if not begin:
             return reason
     return reason
 
 
-def _transfer(address: str, name: str, part: Path, progress: bool) -> None:
+def _transfer(address: str, remote: Remote, part: Path, progress: bool) -> None:
     """Append to ``part`` what it lacks, or replace it where the server sends everything."""
-    from pooch import HTTPDownloader
-
-    # Without "identity" a server may announce a .gz file as an encoding, and it would arrive unpacked.
-    headers = {"Accept-Encoding": "identity"}
-    with part.open("ab") as file, _display(progress) as display:
-        if done := file.tell():
-            headers["Range"] = f"bytes={done}-"
-        bar = _RichBar(display, name, done)
-
-        def answered(response: Any, *_: Any, **__: Any) -> None:
-            if response.status_code == _EVERYTHING:
-                file.truncate(0)
-                bar.restart()
-
-        download = HTTPDownloader(progressbar=bar, chunk_size=_CHUNK, headers=headers, hooks={"response": answered})
-        download(address, file, None)
+    with (
+        appending(part) as file,
+        _display(progress) as display,
+        contextlib.closing(received(address, file.tell(), remote.size)) as pieces,
+    ):
+        task = display.add_task(remote.name, total=remote.size, completed=file.tell())
+        for piece in pieces:
+            if isinstance(piece, Everything):
+                file.truncate(file.seek(0))
+            if file.write(piece) < len(piece):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            display.update(task, completed=file.tell())
         os.fsync(file.fileno())
+        if file.tell() < remote.size:
+            raise TransferError("the connection broke")
 
 
 def _display(progress: bool) -> Any:
@@ -190,22 +153,34 @@ def _unpack(archive: Path, source: Files, directory: Path) -> None:
     scratch = directory / f".{source.folder}.unpack"
     wanted = {f"{source.folder}/{name}": name for name in (*source.train, *source.test)}
     try:
-        shutil.rmtree(scratch, ignore_errors=True)
-        with tarfile.open(archive) as tar:
-            for member in tar:
-                _require_inside(archive, member, source.folder)
-                if member.isfile() and str(PurePosixPath(member.name)) in wanted:
-                    tar.extract(member, scratch, filter="data")
+        _remove(scratch)
+        scratch.mkdir()
+        with gzip.open(archive) as packed:
+            file: Any = BoundedStream(packed, _LARGEST)
+            with tarfile.open(fileobj=file, mode="r|") as tar:
+                for member in tar:
+                    _require_inside(archive, member, source.folder)
+                    if member.isfile() and str(PurePosixPath(member.name)) in wanted:
+                        tar.extract(member, scratch, filter="data")
         if absent := [path for path in wanted if not (scratch / path).is_file()]:
             raise damaged(archive, f"lacks {', '.join(absent)}")
         folder = directory / source.folder
         folder.mkdir(exist_ok=True)
         for path, name in wanted.items():
             os.replace(scratch / path, folder / name)
-    except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+    except DataError:
+        raise
+    except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error, ValueError) as error:
         raise damaged(archive, f"is no tar archive, or damaged ({error})") from error
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        _remove(scratch)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder with all it holds, or the link in its place."""
+    if folder.is_symlink():
+        folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _require_inside(archive: Path, member: tarfile.TarInfo, folder: str) -> None:
@@ -220,17 +195,9 @@ def _require_inside(archive: Path, member: tarfile.TarInfo, folder: str) -> None
 
 
 def _md5(path: Path) -> str:
-    from pooch import file_hash
-
-    return str(file_hash(str(path), alg="md5"))
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "md5").hexdigest()
 
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _root(error: BaseException) -> str:
-    """The innermost cause, which names the trouble shortest."""
-    while inner := error.__cause__ or error.__context__:
-        error = inner
-    return str(error) or type(error).__name__

@@ -12,11 +12,15 @@ from torch import Tensor
 
 from minimand.errors import DataError, OptionError
 
+from ..untrusted import content, opened_image
 from .loading import data_directory
 
-__all__ = ["Images", "load_images"]
+__all__ = ["FORMATS", "Images", "load_images"]
 
 _ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+"""The formats of images, by Pillow's names; a file of another one is refused whatever its ending."""
+
 _BYTE_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "YCbCr", "CMYK", "HSV", "LAB")
 
 
@@ -75,10 +79,8 @@ def _resolve(folder: str | os.PathLike[str], data_dir: str | os.PathLike[str] | 
 
 def _read(file: Path, mode: str) -> Tensor:
     """One image, C × H × W."""
-    from PIL import Image
-
     try:
-        with Image.open(file) as image:
+        with opened_image(content(file), FORMATS) as image:
             if image.mode not in _BYTE_MODES:
                 raise DataError(
                     f"{file} has more than 8 bits in a channel (Pillow's mode {image.mode}), which would be clipped: "

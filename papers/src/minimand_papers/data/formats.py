@@ -1,13 +1,13 @@
 """The publishers' file formats, read into tensors; nothing is ever unpickled.
 
 Each reader takes the files of one split and returns its images (N × C × H × W, uint8) and labels (N, int64). A file
-that is cut short, damaged or of another format is a :class:`~minimand.errors.DataError` that names it.
+that is cut short, damaged, of another format, or of more than :data:`MOST` images, packed or not, is a
+:class:`~minimand.errors.DataError` that names it.
 """
 
-import gzip
+import contextlib
 import math
-import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +16,17 @@ from torch import Tensor
 
 from minimand.errors import DataError
 
-__all__ = ["Arrays", "damaged", "read_cifar", "read_idx", "read_svhn", "require_labels", "unreadable"]
+from ..untrusted import content, gunzipped, matlab_arrays
+
+__all__ = ["MOST", "Arrays", "damaged", "read_cifar", "read_idx", "read_svhn", "reading", "require_labels"]
 
 Arrays = tuple[Tensor, Tensor]
+
+MOST = 250_000
+"""The most images of a file. The publishers' largest file has 73,257."""
+
+# What a file may hold beside its images and labels.
+_SLACK = 1 << 16
 
 
 def damaged(path: Path, why: str) -> DataError:
@@ -29,6 +37,25 @@ def damaged(path: Path, why: str) -> DataError:
     )
 
 
+@contextlib.contextmanager
+def reading(path: Path, kind: str) -> Iterator[None]:
+    """Turn what a parser raises at damaged bytes, whatever that is, into a sentence that names the file."""
+    try:
+        yield
+    except (DataError, MemoryError):
+        raise
+    except EOFError as error:
+        raise damaged(path, f"is cut short after {path.stat().st_size:,} bytes") from error
+    except OSError as error:
+        if error.errno is None:
+            raise damaged(path, f"is no {kind}, or damaged ({error})") from error
+        raise DataError(
+            f"{path} cannot be read ({error.strerror}): check that it is a file and its permissions"
+        ) from error
+    except Exception as error:
+        raise damaged(path, f"is no {kind}, or damaged ({error})") from error
+
+
 def require_labels(path: Path, labels: Tensor, low: int, high: int) -> None:
     """Refuse labels outside low … high."""
     wrong = labels[(labels < low) | (labels > high)]
@@ -36,27 +63,16 @@ def require_labels(path: Path, labels: Tensor, low: int, high: int) -> None:
         raise damaged(path, f"is damaged: it holds the label {int(wrong[0])}, outside {low} … {high}")
 
 
-def _bytes(path: Path) -> bytes:
+def _bytes(path: Path, limit: int) -> bytes:
     """The file's bytes, unpacked if they are gzip's, whatever its name says: some browsers unpack on the way."""
-    try:
-        raw = path.read_bytes()
-        return gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-    except EOFError as error:
-        raise damaged(path, f"is cut short after {path.stat().st_size:,} bytes") from error
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise damaged(path, f"is damaged ({error})") from error
-    except OSError as error:
-        raise unreadable(path, error) from error
-
-
-def unreadable(path: Path, error: OSError) -> DataError:
-    """The error for a file that cannot be read."""
-    return DataError(f"{path} cannot be read ({error.strerror or error}): check that it is a file and its permissions")
+    with reading(path, "idx file"):
+        raw = content(path, limit)
+        return gunzipped(raw, limit) if raw[:2] == b"\x1f\x8b" else raw
 
 
 def _idx(path: Path, sizes: tuple[int, ...]) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     """An idx file of bytes whose dimensions after the first are ``sizes``."""
-    raw = _bytes(path)
+    raw = _bytes(path, MOST * math.prod(sizes) + _SLACK)
     rank = 1 + len(sizes)
     magic = bytes([0, 0, 8, rank])
     if raw[:4] != magic:
@@ -90,10 +106,8 @@ def read_cifar(files: Sequence[Path], classes: int) -> Arrays:
     size = before + 3072
     images, labels = [], []
     for path in files:
-        try:
-            raw = np.fromfile(path, np.uint8)
-        except OSError as error:
-            raise unreadable(path, error) from error
+        with reading(path, "file of CIFAR"):
+            raw = np.frombuffer(bytearray(content(path, MOST * size)), np.uint8)
         if not len(raw) or len(raw) % size:
             raise damaged(path, f"is damaged: {len(raw):,} bytes are no whole number of records of {size:,} bytes")
         records = raw.reshape(-1, size)
@@ -105,26 +119,17 @@ def read_cifar(files: Sequence[Path], classes: int) -> Arrays:
 
 def read_svhn(files: Sequence[Path], classes: int) -> Arrays:
     """SVHN's cropped digits, a MATLAB 5 file: X is 32 × 32 × 3 × N, y is N × 1, where 10 stands for the digit 0."""
-    from scipy.io import loadmat
-
     (path,) = files
-    try:
-        content = loadmat(path, variable_names=["X", "y"])
-    except MemoryError:
-        raise
-    except OSError as error:
-        raise (
-            unreadable(path, error) if error.errno else damaged(path, f"is cut short or damaged ({error})")
-        ) from error
-    except Exception as error:  # SciPy's parser meets damaged bytes with whatever they lead to
-        raise damaged(path, f"is no MATLAB 5 file, or damaged ({error})") from error
-    pixels, digits = content.get("X"), content.get("y")
-    if pixels is None or digits is None:
-        raise damaged(path, "lacks the variables X and y of SVHN's cropped digits")
+    with reading(path, "MATLAB 5 file"):
+        pixels, digits = matlab_arrays(path, ("X", "y"), MOST * (3072 + 8) + _SLACK)
     count = digits.size
     if pixels.dtype != np.uint8 or pixels.shape != (32, 32, 3, count):
         raise damaged(path, f"holds X of {pixels.shape} and {count} labels, not 32 × 32 × 3 × N bytes and N labels")
     images = torch.from_numpy(np.ascontiguousarray(pixels.transpose(3, 2, 0, 1)))
-    labels = torch.from_numpy(digits.reshape(-1).astype(np.int64))
+    with np.errstate(invalid="ignore"):
+        whole = digits.reshape(-1).astype(np.int64)
+    if not np.array_equal(whole, digits.reshape(-1)):
+        raise damaged(path, "holds labels that are no whole numbers")
+    labels = torch.from_numpy(whole)
     require_labels(path, labels, 1, classes)
     return images, labels % 10

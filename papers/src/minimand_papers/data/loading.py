@@ -23,9 +23,9 @@ def data_directory(data_dir: str | os.PathLike[str] | None = None) -> Path:
     if data_dir is None:
         data_dir = os.environ.get("MINIMAND_DATA") or None
     if data_dir is None:
-        from pooch import os_cache
+        from platformdirs import user_cache_dir
 
-        data_dir = os_cache("minimand")
+        data_dir = user_cache_dir("minimand")
     return Path(data_dir).expanduser().absolute()
 
 

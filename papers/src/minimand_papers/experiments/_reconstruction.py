@@ -275,7 +275,7 @@ def verdicts(net: UnrolledNet, y: Tensor) -> dict[str, Any]:
     """The diagnosis of a network as plain numbers."""
     report = diagnose(net, y)
     return {
-        "convergent": float(report.convergent),
+        "in_range": float(report.in_range),
         "steps": [round(phase.step, 4) for phase in report.phases],
         "thresholds": [round(phase.threshold, 5) for phase in report.phases],
         "residuals": [round(phase.residual, 5) for phase in report.phases],
@@ -285,12 +285,14 @@ def verdicts(net: UnrolledNet, y: Tensor) -> dict[str, Any]:
 
 def standing(results: Results[Any], parts: Sequence[str]) -> list[str]:
     """Sentences on which networks have the steps and thresholds of a convergent solver, and on their learned proxes."""
-    diagnosed = {part: min(values) > 0 for part in parts if (values := results.final(part, "convergent"))}
+    # Older records call it "convergent".
+    found_in_range = {part: results.final(part, "in_range") or results.final(part, "convergent") for part in parts}
+    diagnosed = {part: min(values) > 0 for part, values in found_in_range.items() if values}
     gains = [max(values[-1]) for part in diagnosed for values in results.curve(part, "gains").values() if values]
     found = []
     texts = {True: "Steps and thresholds of a convergent solver", False: "Steps or thresholds outside its range"}
-    for convergent, text in texts.items():
-        names = [part for part, holds in diagnosed.items() if holds is convergent]
+    for in_range, text in texts.items():
+        names = [part for part, holds in diagnosed.items() if holds is in_range]
         if names:
             found.append(f"{text}: {'; '.join(names)}.")
     if gains:

@@ -83,15 +83,26 @@ def _markdown(block: Block) -> list[str]:
 
 def _row(cells: Sequence[Cell]) -> str:
     texts = [
-        f"[{_escaped(cell.text)}](#{cell.anchor})" if isinstance(cell, PageLink) else _escaped(cell).replace("|", r"\|")
-        for cell in cells
+        f"[{_escaped(cell.text)}](#{cell.anchor})" if isinstance(cell, PageLink) else _escaped(cell) for cell in cells
     ]
-    return f"| {' | '.join(texts)} |"
+    return " | ".join(["", *(text.replace("|", r"\|") for text in texts), ""]).strip()
 
 
 def _escaped(text: str) -> str:
-    """Asterisks are multiplication signs and norms here, never emphasis."""
-    return text.replace("*", r"\*")
+    r"""Text in one line, without HTML, links or emphasis, except for inline code between backticks.
+
+    >>> print(_escaped("λ‖X‖* of `a < b`\n[x](y) <b>"), _escaped("` <b>"))
+    λ‖X‖\* of `a < b` [x]\(y) \<b> \` \<b>
+    """
+    pieces = _pieces(text)
+    pieces[::2] = [re.sub(r"[\\*<`]|(?<=\])[(\[]", r"\\\g<0>", piece) for piece in pieces[::2]]
+    return "`".join(pieces)
+
+
+def _pieces(text: str) -> list[str]:
+    """The text in one line, divided at its backticks; one piece where they do not come in pairs."""
+    line = " ".join(text.split())
+    return [line] if "``" in line or line.count("`") % 2 else line.split("`")
 
 
 def as_rst(blocks: Sequence[Block], prefix: str) -> str:
@@ -128,6 +139,6 @@ def _plain(text: str) -> str:
     >>> print(_plain("λ‖X‖* of `minimand run`"))
     λ‖X‖\* of ``minimand run``
     """
-    pieces = text.split("`")
-    pieces[::2] = [re.sub(r"([\\*|_])", r"\\\1", piece) for piece in pieces[::2]]
+    pieces = _pieces(text)
+    pieces[::2] = [re.sub(r"([\\*|_`])", r"\\\1", piece) for piece in pieces[::2]]
     return "``".join(pieces)

@@ -10,7 +10,7 @@ from ..comparing import LEGEND
 from ..experiment import Claim, Experiment, Results, Verdict
 from ..registry import experiments, source_of
 from ..sources import SOURCES, Publication
-from ..store import atomically
+from ..store import atomically, encoded
 from .blocks import Block, Bullets, Cell, Code, Heading, PageLink, Paragraph, Table, as_markdown
 from .sections import Section, sections
 
@@ -40,7 +40,7 @@ def write_pages(out: Path, folder: Path, *, own: Sequence[Experiment[Any]] = ())
     texts[INDEX] = _index(found, problems)
     for name, text in texts.items():
         with atomically(folder / name) as file:
-            file.write(text.encode())
+            file.write(encoded(text))
     return [folder / name for name in texts]
 
 
@@ -173,7 +173,7 @@ generated from these files by `minimand report --out papers/results --markdown p
 {index_table(found)}
 A file whose `complete` is false lacks parts or seeds. `seconds` are processor time for parts with one thread. In files
 of version 0.1.0 they may be wall-clock times on two shared cores; ratios of speed are in `benchmarks/results/`.
-""" + "".join(f"\n{problem}\n" for problem in problems)
+""" + "".join(f"\n{line}\n" for line in as_markdown([Paragraph(problem) for problem in problems]).splitlines() if line)
 
 
 def _sentence(title: str) -> str:

@@ -15,11 +15,14 @@ from ..comparing import Difference, mean_std
 from ..experiment import PRESETS, Claim, Comparison, Experiment, Plot
 from ..registry import experiments, source_of
 from ..runner import read_results
+from ..store import slug
 
 __all__ = ["Picture", "Row", "Section", "section", "sections"]
 
 # Plots are drawn in this colour; in the page it is replaced by the colour of the text.
 _INK = "#123456"
+# A sentence about a file that cannot be shown is cut after so many letters.
+_LONGEST = 500
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Section:
     def anchor(self) -> str:
         """The section's id in a page: the experiment's name at the preset laptop, with what differs behind it."""
         preset = "" if self.preset == "laptop" else f"-{self.preset}"
-        return self.name + preset + (f"-{self.changed['dataset']}" if "dataset" in self.changed else "")
+        return slug(self.name + preset + (f"-{self.changed['dataset']}" if "dataset" in self.changed else ""))
 
     @property
     def key(self) -> str:
@@ -99,8 +102,9 @@ def sections(
             continue
         try:
             found.append(section(path.parent, pictures=pictures, own=own))
-        except (MinimandError, AttributeError, KeyError, TypeError, ValueError) as error:
-            problems.append(f"{path} cannot be shown: {error}")
+        except Exception as error:  # an experiment meets the values of somebody's file with whatever they lead to
+            why = str(error) if isinstance(error, MinimandError) else f"its values do not fit ({error!r})"
+            problems.append(f"{path} cannot be shown: {' '.join(why.split())[:_LONGEST]}")
     order = [experiment.name for experiment in experiments()]
     found.sort(key=lambda section: order.index(section.name) if section.name in order else len(order))
     return found, problems
@@ -109,7 +113,9 @@ def sections(
 def section(directory: Path, *, pictures: bool = True, own: Sequence[Experiment[Any]] = ()) -> Section:
     """The section of one result file."""
     experiment, results, stored = read_results(directory, own)
-    place = f"{experiment.name}-{directory.name}"
+    place = slug(
+        f"{experiment.name}-{directory.name}"
+    )  # the folder's name is anybody's, and goes into the page as it is
     preset = experiment.preset(results.preset)
     usual = dataclasses.asdict(preset.options)
     changed = {key: value for key, value in dataclasses.asdict(results.options).items() if value != usual[key]}

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ...errors import OptionError
+from ...errors import OptionError, Sealed
 from ...functions.curves import softplus_inverse
 from ...linalg import Weight
 from ...solvers.momentum import extrapolate
@@ -101,7 +101,7 @@ class FixedSum(nn.Module):
         return value
 
 
-class Coefficients(nn.Module):
+class Coefficients(Sealed, nn.Module):
     """The coefficients of one update, one per term.
 
     Args:
@@ -168,6 +168,8 @@ class LearnedMomentum(nn.Module):
 
     def __init__(self, constraint: Literal["sum"] | None = None) -> None:
         super().__init__()
+        #: Whether the block continues a stage, so that it is called with the iterate before it.
+        self.follows = False
         self.coefficients = Coefficients((1.0, 0.0), Learning("scalar", constraint))
 
     def forward(self, x: Tensor, previous: Tensor | None = None) -> Tensor:

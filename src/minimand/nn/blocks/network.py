@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...errors import CapabilityError, OptionError, ShapeError, require_fitting
+from ...arguments import checked
+from ...errors import CapabilityError, OptionError, Sealed, ShapeError, require_fitting
 from ...solvers.iterate import iterate
 from .coefficients import Coefficients, Learning, parse_learnable
 from .splitting import ADMMUpdate
@@ -67,7 +68,8 @@ class Transition(nn.Module):
         self.shortcut = shortcut
 
 
-class OptimizationNet(nn.Module):
+@checked
+class OptimizationNet(Sealed, nn.Module):
     r"""A network as an algorithm: its blocks :math:`T_1, \dots, T_K` are gradient steps, its skip connections momentum.
 
     For a symmetric positive definite W and an activation φ the layer :math:`\varphi(Wx)` is a gradient step on

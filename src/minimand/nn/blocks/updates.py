@@ -17,15 +17,7 @@ from ...errors import OptionError
 from ...linalg import Weight
 from ...solvers.momentum import extrapolate, heavy_ball, nesterov_schedule
 
-__all__ = [
-    "GradientUpdate",
-    "HeavyBallUpdate",
-    "NesterovUpdate",
-    "Place",
-    "Prox",
-    "Update",
-    "require_number",
-]
+__all__ = ["GradientUpdate", "HeavyBallUpdate", "NesterovUpdate", "Place", "Prox", "Update", "require_number"]
 
 #: The activation after an update, the prox of a proximal algorithm.
 Prox = Callable[[Tensor], Tensor]

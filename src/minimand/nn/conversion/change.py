@@ -1,181 +1,235 @@
-"""Changes to modules in place, and their reversal. Objects, hooks, attributes and ``state_dict`` keys stay."""
+"""Changing a model as planned, checking that it calls the changed layers, and undoing the changes.
 
-import importlib
-import inspect
-import types
+Parameters, hooks, attributes and ``state_dict`` keys stay.
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-import torch.fx
+import torch
 from torch import Tensor, nn
 
 from ...errors import ConversionError
+from ...network import Network, role
+from ...network.replay import returned, same_bits
+from ...network.state import preserved, snapshot
 from ..layers import SolverLayer
-from .clone import INTERNAL
+from .block import BlockLayer
+from .clone import INTERNAL, ORIGINAL, clone
+from .edit import EditedMethod, Edits
+from .plan import Plan, solver_layer
 
-__all__ = ["Absorbed", "RewrittenForward", "absorb", "adopt", "is_converted", "rewrite", "undo"]
+__all__ = ["adopt", "apply", "changed", "install_edits", "is_converted", "undo"]
 
-_ORIGINAL = "_minimand_original"
-
-
-class OriginalState(NamedTuple):
-    """The original state of a module: class, overwritten attributes, and names of added attributes and children."""
-
-    kind: type[nn.Module]
-    replaced: dict[str, Any]
-    added: tuple[str, ...]
-    children: tuple[str, ...]
+_ADDED = "_minimand_added"
 
 
-class Absorbed(nn.Identity):
-    """An activation or a dropout that a solver layer has absorbed."""
+class Original(NamedTuple):
+    """The plain layer that a solver layer replaces, and the names of the solver layer's own attributes."""
 
-    def extra_repr(self) -> str:
-        """The original class."""
-        return vars(self)[_ORIGINAL].kind.__name__
+    module: nn.Module
+    own: frozenset[str]
 
 
 def is_converted(module: nn.Module) -> bool:
     """Whether the module was changed by a conversion."""
-    return _ORIGINAL in vars(module) or isinstance(vars(module).get("forward"), RewrittenForward)
+    own = vars(module)
+    edited = any(isinstance(value, EditedMethod) for value in own.values())
+    return edited or ORIGINAL in own or _ADDED in own or own.get("forward") is passed
 
 
-def become(module: nn.Module, layer: SolverLayer) -> None:
-    """Turn a plain layer into a solver layer, in place."""
-    state = {name: value for name, value in vars(layer).items() if name not in INTERNAL}
-    replaced = {name: vars(module)[name] for name in state if name in vars(module)}
-    origin = OriginalState(type(module), replaced, tuple(state), tuple(layer._modules))
-    vars(module).update(state)
-    vars(module)[_ORIGINAL] = origin
-    module._modules.update(layer._modules)
-    module.__class__ = type(layer)
+def install(plain: nn.Module, layer: SolverLayer) -> None:
+    """Give a solver layer the hooks, tensors and attributes of the plain layer that it replaces."""
+    theirs = vars(plain)
+    own = frozenset(vars(layer)) - INTERNAL
+    vars(layer).update({name: value for name, value in theirs.items() if name != "_modules" and name not in own})
+    layer._modules.update(plain._modules)
+    vars(layer)[ORIGINAL] = Original(plain, own | {ORIGINAL})
 
 
-def absorb(module: nn.Module) -> None:
-    """Turn an activation or a dropout into the identity, in place."""
-    vars(module)[_ORIGINAL] = OriginalState(type(module), {}, (), ())
-    module.__class__ = Absorbed
+def exchange(model: nn.Module, pairs: Mapping[nn.Module, nn.Module]) -> None:
+    """Replace modules by others wherever modules, and the containers that are their attributes, refer to them."""
+    for module in list(model.modules()):
+        for name, value in vars(module).items():
+            if name not in INTERNAL or name == "_modules":
+                vars(module)[name] = _exchanged(value, pairs)
 
 
-def adopt(module: nn.Module, name: str, child: nn.Module) -> None:
-    """Add a child to a module, in place; :func:`undo` removes it."""
-    vars(module)[_ORIGINAL] = OriginalState(type(module), {}, (), (name,))
-    module._modules[name] = child
+def _exchanged(value: Any, pairs: Mapping[nn.Module, nn.Module], depth: int = 8) -> Any:
+    if isinstance(value, nn.Module):
+        return pairs.get(value, value)
+    if depth and (type(value) is list or isinstance(value, dict)):
+        for key, item in enumerate(value) if isinstance(value, list) else list(value.items()):
+            if (new := _exchanged(item, pairs, depth - 1)) is not item:
+                value[key] = new
+    elif depth and type(value) is tuple:
+        items = tuple(_exchanged(item, pairs, depth - 1) for item in value)
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else items
+    return value
 
 
-def undo(module: nn.Module) -> None:
-    """Restore the original module."""
-    if (origin := vars(module).pop(_ORIGINAL, None)) is not None:
-        for name in origin.added:
-            del vars(module)[name]
-        for name in origin.children:
-            del module._modules[name]
-        vars(module).update(origin.replaced)
-        module.__class__ = origin.kind
-    forward = vars(module).get("forward")
-    if isinstance(forward, RewrittenForward):
-        del vars(module)["forward"]
-        vars(module).update(forward.previous)
-    elif forward is passed:
-        del vars(module)["forward"]
+def adopt(module: nn.Module, name: str) -> None:
+    """Note a child or an attribute that was added to a module; :func:`undo` removes it."""
+    vars(module)[_ADDED] = (*vars(module).get(_ADDED, ()), name)
 
 
-class Source(NamedTuple):
-    """The source text of a function with the names it uses. Unlike the function it can be pickled."""
-
-    text: str
-    names: dict[str, Any]
-    modules: dict[str, str]
-
-    @classmethod
-    def of(cls, graph: torch.fx.Graph) -> "Source":
-        """The ``forward`` of a graph."""
-        code = graph.python_code("self")
-        modules = {name: value.__name__ for name, value in code.globals.items() if _is_namespace(value)}
-        names = {name: value for name, value in code.globals.items() if name not in modules}
-        return cls(code.src, names, modules)
-
-    def compile(self) -> types.FunctionType:
-        """The function."""
-        space: dict[str, Any] = {name: importlib.import_module(module) for name, module in self.modules.items()}
-        space.update(self.names)
-        exec(compile(self.text, "<minimand: the rewritten forward>", "exec"), space)
-        return space["forward"]
-
-
-def _is_namespace(value: object) -> bool:
-    return type(value).__name__ == "module"
-
-
-class RewrittenForward:
-    """A module's ``forward`` without the calls that its solver layers have absorbed.
-
-    There is one version for training and one for evaluation, since the user's code may branch on ``self.training``.
-    Attributes that the code read during tracing are constants. Changing one later raises an error.
-
-    Args:
-        module: The owner of the forward.
-        sources: For evaluation and for training.
-        constants: The attributes that were read, with their values.
-        previous: The ``forward`` attribute that the instance had before, if any.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        sources: tuple[Source, Source],
-        constants: dict[str, Any],
-        previous: dict[str, Any],
-    ) -> None:
-        self.module = module
-        self.sources = sources
-        self.constants = constants
-        self.previous = previous
-        self._compile()
-
-    def _compile(self) -> None:
-        evaluation, training = (source.compile() for source in self.sources)
-        self.evaluation, self.training = evaluation, training
-        # torch.export reads the code and the signature of a forward.
-        self.__code__ = evaluation.__code__
-        self.__signature__ = inspect.signature(types.MethodType(evaluation, self.module))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward pass of the current mode."""
-        module = self.module
-        for name, value in self.constants.items():
-            if getattr(module, name) != value:
-                raise ConversionError(
-                    f"{type(module).__name__}.{name} was {value!r} when its forward was converted and is now "
-                    f"{getattr(module, name)!r}; revert the model, set it, and convert again"
-                )
-        if module.training:
-            return self.training(module, *args, **kwargs)
-        return self.evaluation(module, *args, **kwargs)
-
-    def __getstate__(self) -> dict[str, Any]:
-        compiled = ("evaluation", "training", "__code__", "__signature__")
-        return {name: value for name, value in vars(self).items() if name not in compiled}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._compile()
-
-
-def rewrite(module: nn.Module, sources: tuple[Source, Source], constants: dict[str, Any]) -> None:
-    """Give a module a rewritten forward, in place."""
-    before = vars(module).get("forward")
-    if isinstance(before, RewrittenForward):
-        previous, constants = before.previous, before.constants | constants
-    else:
-        previous = {} if before is None else {"forward": before}
-    vars(module)["forward"] = RewrittenForward(module, sources, constants, previous)
-
-
-def pass_through(module: nn.Module) -> None:
-    """Make a normalisation the identity, in place; its class, parameters and statistics stay."""
-    vars(module)["forward"] = passed
+def pass_through(module: nn.Module, by: str) -> None:
+    """Make a dropout or a normalisation the identity, in place; its class, parameters and statistics stay."""
+    vars(module).update(forward=passed, extra_repr=partial(_taken, by))
 
 
 def passed(input: Tensor) -> Tensor:
-    """The forward of a normalisation that a solver layer computes itself."""
+    """The forward of a module whose work a solver layer does."""
     return input
+
+
+def _taken(by: str) -> str:
+    return f"taken in by {by}"
+
+
+def undo(model: nn.Module) -> nn.Module:
+    """Restore the original modules of a network, with its present tensors; returns the network."""
+    pairs: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():
+        own = vars(module)
+        if (origin := own.get(ORIGINAL)) is not None:
+            vars(origin.module).update({k: v for k, v in own.items() if k != "_modules" and k not in origin.own})
+            pairs[module] = origin.module
+        for name in own.pop(_ADDED, ()):
+            own.pop(name, None)
+            module._modules.pop(name, None)
+        if own.get("forward") is passed:
+            del own["forward"], own["extra_repr"]
+        for name in [name for name, value in own.items() if isinstance(value, EditedMethod)]:
+            del own[name]
+    exchange(model, pairs)
+    return pairs.get(model, model)
+
+
+#: The module of the result for each module of the model.
+Places = dict[nn.Module, nn.Module]
+
+
+def apply(plan: Plan, inplace: bool) -> nn.Module:
+    """The model as planned."""
+    return changed(plan.model, plan.records, inplace, partial(_change, plan), bool(plan.edits))
+
+
+def changed(
+    model: nn.Module,
+    records: Sequence[Network],
+    inplace: bool,
+    change: Callable[[nn.Module, Places], None],
+    compare: bool = True,
+) -> nn.Module:
+    """A changed model, or a changed copy that shares the tensors.
+
+    ``change`` gets the result and, for each module of the model, that of the result. A result that does not call its
+    own modules is refused, and so is, with ``compare``, one that computes another function with single plain steps in
+    its solver layers. A model that is refused is unchanged.
+    """
+    plain = [outputs(network.model, network)[0] if compare else None for network in records]
+    rollback = snapshot(model)
+    result = model if inplace else clone(model)
+    paths = {module: path for path, module in model.named_modules()}
+    place = {module: result.get_submodule(path) for module, path in paths.items()}
+    try:
+        change(result, place)
+        for network, expected in zip(records, plain, strict=True):
+            found, counts = outputs(place[network.model], network)
+            _check(network, paths, place, counts)
+            fixed = expected is not None and not any("random" in value.origins for value in network.outputs)
+            if fixed and not all(map(same_bits, found, expected or ())):
+                raise ConversionError(
+                    "the edited forward does not compute what the forward computed, so the model is unchanged; write "
+                    "additions out of place (x = x + y), and dropout as a module"
+                )
+    except BaseException:
+        for restore in rollback:
+            restore()
+        raise
+    return result
+
+
+def _change(plan: Plan, result: nn.Module, place: Places) -> None:
+    pairs = {}
+    for path, layer in plan.converted.items():
+        plain = place[layer.module]
+        pairs[plain] = solver = solver_layer(layer, plain, None if layer.norm is None else place[layer.norm])
+        solver.path = path
+        install(plain, solver)
+        place[layer.module] = solver
+    for module, by in plan.passed.items():
+        pass_through(place[module], by)
+    install_edits(plan.edits, place)
+    exchange(result, pairs)
+
+
+def install_edits(edits: Mapping[tuple[nn.Module, str], Edits], place: Places) -> None:
+    """Give the modules of the result edited methods."""
+    for (module, name), made in edits.items():
+        before = vars(place[module]).get(name)
+        vars(place[module])[name] = EditedMethod(place[module], name, made if before is None else before.edits | made)
+
+
+class _Calls(Counter[nn.Module]):
+    """How often each module was called; calls of copies that a forward makes of its modules are not counted."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Calls":
+        return _Calls()
+
+    def note(self, module: nn.Module, args: Any) -> None:
+        """Count a call."""
+        self[module] += 1
+
+
+class _StandIn(NamedTuple):
+    """The forward of a solver layer as a single plain step, which takes no bounds and no iterations, and is counted."""
+
+    layer: SolverLayer
+    calls: _Calls
+
+    def __call__(self, y: Tensor, skip: Tensor | None = None, affine: Tensor | None = None) -> Tensor:
+        self.calls.note(self.layer, y)
+        out = self.layer.operator(y).affine(y, self.layer.bias) if affine is None else affine
+        out = self.layer.normalized(out) if isinstance(self.layer, BlockLayer) else out
+        return out if skip is None else out + skip
+
+
+def outputs(model: nn.Module, network: Network) -> tuple[list[Tensor], _Calls]:
+    """What a model returns on the arguments of a record, with stand-ins for solver layers, and what it calls."""
+    calls = _Calls()
+    with preserved(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for module in model.modules():
+            if isinstance(module, SolverLayer):
+                vars(module)["forward"] = _StandIn(module, calls)
+            elif not isinstance(module, torch.jit.ScriptModule):
+                module.register_forward_pre_hook(calls.note)
+        try:
+            return returned(network, model, network.example, network.training), calls
+        except Exception as error:
+            first = (str(error).strip().splitlines() or [""])[0]
+            raise ConversionError(
+                f"the changed model does not run ({type(error).__name__}: {first}), so the model is unchanged; change "
+                f"fewer layers to find the one"
+            ) from error
+
+
+def _check(network: Network, paths: Mapping[nn.Module, str], place: Places, calls: _Calls) -> None:
+    """Raise if a network does not call its own modules; those without parameters, which may go, do not count."""
+    runs = Counter(network.module(frame.path) for frame in network.frames)
+    layers = Counter(call.place.owner for call in network.calls if role(call) in ("linear", "conv"))
+    for module, new in place.items():
+        converted = isinstance(new, SolverLayer) and not isinstance(module, SolverLayer)
+        expected = layers[module] if converted else min(runs[module], calls[new] or 1)
+        stateless = next(module.parameters(), None) is None or isinstance(module, torch.jit.ScriptModule)
+        if calls[new] != expected and not stateless:
+            way = "use inplace=True" if place[network.model] is not network.model else "hold it as an attribute"
+            raise ConversionError(
+                f"{paths[module]}: the converted model calls it {calls[new]} times instead of {expected}, because code "
+                f"holds the original in an object that is not a module; {way}. The model is unchanged"
+            )

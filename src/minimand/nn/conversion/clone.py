@@ -2,18 +2,22 @@
 
 import copy
 import functools
+import inspect
 import types
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-__all__ = ["INTERNAL", "clone"]
+from ...errors import ConversionError
+
+__all__ = ["INTERNAL", "ORIGINAL", "clone"]
 
 M = TypeVar("M", bound=nn.Module)
 #: The attributes that every module has in its ``__dict__``.
 INTERNAL = frozenset(vars(nn.Module()))
 _TENSORS = ("_parameters", "_buffers")
+#: The attribute of a solver layer that holds the layer it replaces.
+ORIGINAL = "_minimand_original"
 
 
 def clone(model: M) -> M:
@@ -28,10 +32,11 @@ def clone(model: M) -> M:
     (False, True)
     """
     modules = list(model.modules())
+    modules += [vars(module)[ORIGINAL].module for module in modules if ORIGINAL in vars(module)]
     shells = [object.__new__(type(module)) for module in modules]
     memo: dict[int, Any] = {id(module): shell for module, shell in zip(modules, shells, strict=True)}
     for module in modules:
-        for value in (*_values(module, _TENSORS), *vars(module).values()):
+        for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
             if isinstance(value, Tensor):
                 memo[id(value)] = value
     inside = frozenset(map(id, modules))
@@ -39,11 +44,6 @@ def clone(model: M) -> M:
         for name, value in vars(module).items():
             shell.__dict__[name] = _attribute(name, value, memo, inside)
     return memo[id(model)]
-
-
-def _values(module: nn.Module, names: tuple[str, ...]) -> Iterator[Any]:
-    for name in names:
-        yield from vars(module)[name].values()
 
 
 def _attribute(name: str, value: Any, memo: dict[int, Any], inside: frozenset[int]) -> Any:
@@ -63,9 +63,22 @@ def _attribute(name: str, value: Any, memo: dict[int, Any], inside: frozenset[in
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
     try:
-        return copy.deepcopy(value, memo)
+        return _rebound(value, memo) if isinstance(value, types.FunctionType) else copy.deepcopy(value, memo)
+    except ConversionError:  # an edited method must not stay bound to the original
+        raise
     except Exception:  # locks, files and generators cannot be copied, and are shared
         return value
+
+
+def _rebound(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
+    """A function that holds the copies of the modules that a function holds, such as a lambda in a constructor."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    held = {name: memo.get(id(value)) for name, value in inspect.getclosurevars(function).nonlocals.items()}
+    cells |= {name: types.CellType(copied) for name, copied in held.items() if isinstance(copied, nn.Module)}
+    space, defaults = function.__globals__, function.__defaults__
+    made = types.FunctionType(function.__code__, space, function.__name__, defaults, tuple(cells.values()))
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made if any(isinstance(copied, nn.Module) for copied in held.values()) else function
 
 
 def _bound(hook: Any, inside: frozenset[int]) -> bool:

@@ -10,7 +10,7 @@ from ...operators import LinearOperator, Transposed
 from ...solvers.linear import conjugate_gradient
 from ...solvers.problem import Problem
 from ...solvers.splitting import ADMM, SplitState
-from .base import PhaseSetting, UnrolledNet
+from .base import Measured, PhaseSetting, UnrolledNet
 from .parameters import THRESHOLD, Interval, Positive, constrain
 from .transform import Architecture
 
@@ -85,19 +85,23 @@ class ADMMNet(UnrolledNet):
             constrain(self, "rate", Interval(0.0, _GOLDEN))
         self._follow_phi()
 
-    def _measure(self) -> None:
-        super()._measure()
-        self._rounds = _exact_rounds(self._of_one_block())
+    def _measure(self) -> tuple[float, int | None]:
+        return super()._measure()[0], _exact_rounds(self._of_one_block())
 
     @property
     def cg_iters(self) -> int:
         """Conjugate gradient iterations per phase."""
-        return (self._rounds or _INEXACT_ITERATIONS) if self._cg_iters is None else self._cg_iters
+        return self._solve(self._measured())[0]
 
     @property
     def exact(self) -> bool:
         """Whether these iterations solve the linear system up to rounding."""
-        return self._rounds is not None and self.cg_iters >= self._rounds
+        return self._solve(self._measured())[1]
+
+    def _solve(self, known: Measured) -> tuple[int, bool]:
+        """The conjugate gradient iterations, and whether they are exact."""
+        iters = (known.rounds or _INEXACT_ITERATIONS) if self._cg_iters is None else self._cg_iters
+        return iters, known.rounds is not None and iters >= known.rounds
 
     def _vectors(self) -> tuple[str, ...]:
         return ("penalty", "threshold", "rate")
@@ -109,14 +113,16 @@ class ADMMNet(UnrolledNet):
 
     def init(self, problem: Problem, x0: Tensor) -> SplitState:
         r"""Both iterates at the start, no multiplier, and :math:`\Phi^\top y`."""
+        self._measured()
         return SplitState(x0, x0, None, problem.linear(), None)
 
     def advance(self, problem: Problem, state: SplitState, setting: PhaseSetting, k: int) -> SplitState:
         """One iteration of ADMM, then the multiplier's own step."""
-        if self.exact and state.x is not None:
+        iters, exact = self._solve(self._known)
+        if exact and state.x is not None:
             # With inexact solves the last solution is the better start, since its error vanishes at convergence.
             state = state._replace(smooth=state.x if state.multiplier is None else state.x - state.multiplier)
-        new = ADMM(self.phases, 1 / setting.step, cg_iters=self.cg_iters).advance(problem, state, k, None)
+        new = ADMM(self.phases, 1 / setting.step, cg_iters=iters).advance(problem, state, k, None)
         assert new.multiplier is not None
         assert setting.rate is not None
         before = torch.zeros_like(new.multiplier) if state.multiplier is None else state.multiplier

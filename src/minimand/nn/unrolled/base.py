@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...errors import OptionError, ShapeError, is_traced, require_finite, require_real
+from ...errors import OptionError, Sealed, ShapeError, is_traced, require_finite, require_real
 from ...functions.separable import Zero
 from ...operators import BlockSensing, Dense, LinearOperator, Transposed
 from ...operators.sensing import is_orthonormal
@@ -43,7 +43,15 @@ class PhaseResult(NamedTuple):
     setting: PhaseSetting
 
 
-class UnrolledNet(nn.Module, abc.ABC):
+class Measured(NamedTuple):
+    """A copy of phi, and what was computed from it."""
+
+    phi: Tensor
+    lipschitz: float
+    rounds: int | None
+
+
+class UnrolledNet(Sealed, nn.Module, abc.ABC):
     r"""A solver with a fixed number of iterations for :math:`\min_x \tfrac12\|\Phi x - y\|^2 +
     \lambda\|\mathcal{F}(x)\|_1`, with learned transform, steps and thresholds. Use :class:`ISTANet`, :class:`FISTANet`
     or :class:`ADMMNet`.
@@ -76,8 +84,7 @@ class UnrolledNet(nn.Module, abc.ABC):
         require_real("phi", weight)
         require_finite("phi", weight)
         self.register_buffer("phi", weight.detach().clone())
-        self._measure()
-        self.register_load_state_dict_post_hook(_measure_again)
+        self._known = Measured(self.phi.clone(), *self._measure())
         if self._operator is None and not is_orthonormal(weight):
             warnings.warn(
                 f"the rows of phi are not orthonormal (‖Φ‖² ≤ {self.lipschitz:.4g}): the steps are scaled by 1/‖Φ‖²",
@@ -94,11 +101,24 @@ class UnrolledNet(nn.Module, abc.ABC):
 
     # The measurement
 
-    def _measure(self) -> None:
-        """Compute the norm of phi, on which the steps depend."""
-        self.lipschitz = float(self._of_one_block().norm_sq())
-        if not 0 < self.lipschitz < math.inf:
-            raise OptionError(f"phi has the squared norm {self.lipschitz}, but it must be positive and finite")
+    @property
+    def lipschitz(self) -> float:
+        """A bound on the squared norm of phi, on which the steps depend; computed again when phi has changed."""
+        return self._measured().lipschitz
+
+    def _measured(self) -> Measured:
+        phi = self.phi.detach()
+        # Values are compared: a version counter does not notice an edit through ``.data``.
+        if not is_traced(phi) and not _equal(self._known.phi, phi):
+            self._known = Measured(phi.clone(), *self._measure())
+        return self._known
+
+    def _measure(self) -> tuple[float, int | None]:
+        """The norm of phi, and the conjugate gradient iterations that ADMM-Net needs."""
+        norm = float(self._of_one_block().norm_sq())
+        if not 0 < norm < math.inf:
+            raise OptionError(f"phi has the squared norm {norm}, but it must be positive and finite")
+        return norm, None
 
     def operator(self, y: Tensor) -> LinearOperator:
         """The measurement operator on images, for measurements of this size."""
@@ -143,9 +163,11 @@ class UnrolledNet(nn.Module, abc.ABC):
         problem = Problem(Transposed(operator), Zero(), y)
         problem.check_dtype("y", y)
         require_finite("y", y)
-        if _energy(y) > _ENERGY_SLACK * self.lipschitz * math.prod(operator.input_shape):
+        energy, most = _energy(y), _ENERGY_SLACK * math.prod(operator.input_shape)
+        # The norm is compared with the present phi only if it matters.
+        if energy > most * self._known.lipschitz and energy > most * self.lipschitz:
             raise OptionError(
-                f"y has energy {_energy(y):.3g}, too large for pixels in [0, 1]; divide the images by their largest "
+                f"y has energy {energy:.3g}, too large for pixels in [0, 1]; divide the images by their largest "
                 f"value, 255 for bytes, before measuring"
             )
         return problem
@@ -174,6 +196,14 @@ class UnrolledNet(nn.Module, abc.ABC):
     @abc.abstractmethod
     def faults(self, setting: PhaseSetting) -> list[str]:
         """The reasons why a solver with these parameters may diverge; empty if it converges."""
+
+    @property
+    def guarantee(self) -> str | None:
+        """The reason why more phases like these converge, if that is proved for the present parameters; else None.
+
+        :func:`~minimand.nn.diagnose` calls a network a convergent solver only if it has one.
+        """
+        return None
 
     def notes(self) -> list[str]:
         """Further differences between the network and its solver."""
@@ -228,7 +258,7 @@ class UnrolledNet(nn.Module, abc.ABC):
         for name in self._vectors():
             value = getattr(self, name).detach()
             assign(net, name, torch.cat([value, value[-1:].expand(extra)]))
-        net.phases = phases
+        vars(net)["phases"] = phases
         return net
 
     def _vectors(self) -> tuple[str, ...]:
@@ -240,9 +270,8 @@ class UnrolledNet(nn.Module, abc.ABC):
         return f"phases={self.phases}, lipschitz={self.lipschitz:.4g}"
 
 
-def _measure_again(net: UnrolledNet, keys: object) -> None:
-    """Recompute the norm after phi was loaded."""
-    net._measure()
+def _equal(known: Tensor, phi: Tensor) -> bool:
+    return (known.device, known.dtype) == (phi.device, phi.dtype) and torch.equal(known, phi)
 
 
 def _energy(batch: Tensor) -> float:

@@ -5,7 +5,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...errors import OptionError
+from ...arguments import checked
+from ...errors import OptionError, Sealed
 from ...functions import L1
 from ...functions.base import Function, Step
 from ...operators import Composed, Frame, LinearOperator, Transposed
@@ -14,7 +15,7 @@ from ...solvers import FISTA, Problem, Solver, solve
 __all__ = ["CycleSpinning", "sparse_reconstruction"]
 
 
-class CycleSpinning(Function):
+class CycleSpinning(Sealed, Function):
     r"""The proximal average of :math:`f_k(x) = w\|D_kx\|_1`, where :math:`D_k` are the detail coefficients of an
     orthonormal transform in K shifted positions. It is the convex function whose prox is the mean of the proxes,
 
@@ -53,6 +54,7 @@ class CycleSpinning(Function):
         return self.frame.adjoint(torch.where(self.details, shrunk, coefficients))
 
 
+@checked
 def sparse_reconstruction(
     y: Tensor,
     phi: LinearOperator,

@@ -8,7 +8,7 @@ from ...solvers.gradient import GradientState, ProxGD
 from ...solvers.problem import GradientMap, Problem
 from .base import PhaseSetting, UnrolledNet
 from .parameters import THRESHOLD, Interval, Positive, constrain
-from .transform import Architecture
+from .transform import Architecture, Transform
 
 __all__ = ["ISTANet", "gradient_map"]
 
@@ -88,6 +88,20 @@ class ISTANet(UnrolledNet):
         step, threshold = float(setting.step.detach()), float(setting.threshold.detach())
         found = [] if 0 < step < 2 / self.lipschitz else [f"step {step:.3g} outside (0, {2 / self.lipschitz:.3g})"]
         return found if threshold >= 0 else [*found, f"negative threshold {threshold:.3g}"]
+
+    @property
+    @torch.no_grad()
+    def guarantee(self) -> str | None:
+        r"""Proximal gradient descent converges to a minimiser, if there is one, for a prox of a convex function and
+        steps in :math:`(0, 2/L)`. Proved if all phases are equal and :meth:`Transform.is_prox` holds."""
+        settings = {(float(setting.step), float(setting.threshold)) for setting in self.settings()}
+        states = [transform.state_dict() for transform in self.transforms]
+        same = all(torch.equal(value, states[0][key]) for state in states for key, value in state.items())
+        first = self.transforms[0]
+        assert isinstance(first, Transform)
+        if len(settings) > 1 or not same or self.faults(self.settings()[0]) or not first.is_prox():
+            return None
+        return "all phases are the same step of proximal gradient descent on one convex problem"
 
 
 def gradient_map(problem: Problem, step: float | Tensor) -> GradientMap:

@@ -59,10 +59,7 @@ class _GatherTaps(torch.autograd.Function):
         size, height, width = taps.shape[0], *taps.shape[-2:]
         # A margin receives the taps beyond the edge. Taps in half precision are summed in float32.
         wide = taps.new_zeros(
-            *taps.shape[2:-2],
-            height + size - 1,
-            width + size - 1,
-            dtype=torch.promote_types(taps.dtype, torch.float32),
+            *taps.shape[2:-2], height + size - 1, width + size - 1, dtype=torch.promote_types(taps.dtype, torch.float32)
         )
         for i, j in _places(size):
             wide[..., size - 1 - i : size - 1 - i + height, size - 1 - j : size - 1 - j + width] += taps[i, j]

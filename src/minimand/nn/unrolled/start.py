@@ -3,12 +3,14 @@
 import torch
 from torch import Tensor
 
+from ...arguments import checked
 from ...errors import ShapeError, require_positive
 from ...solvers.linear import ridge_factor
 
 __all__ = ["least_squares_start"]
 
 
+@checked
 def least_squares_start(phi: Tensor, blocks: Tensor, *, ridge: float = 1e-6) -> Tensor:
     r"""The matrix Q of the best linear reconstruction :math:`x \approx Qy` over training blocks,
 

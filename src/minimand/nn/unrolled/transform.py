@@ -1,5 +1,6 @@
 """The learned sparsifying transform of an unrolled network, and its shrinkage as a function with a prox."""
 
+import copy
 import dataclasses
 from typing import Literal, NamedTuple
 
@@ -7,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...errors import OptionError, ShapeError, is_traced, require_positive
+from ...errors import OptionError, Sealed, ShapeError, is_traced, require_positive
 from ...functions import L1
-from ...functions.base import Function, Step
+from ...functions.base import Function, Step, widened
+from ...norms import lipschitz
 from ...solvers.base import require_count
+from .probing import Probe, probe
 from .single_channel import SingleChannelConv2d
 
 __all__ = ["Architecture", "Shrinkage", "Transform", "soft_threshold"]
@@ -49,7 +52,7 @@ class Architecture:
             require_positive("scale", self.scale)
 
 
-class Transform(nn.Module):
+class Transform(Sealed, nn.Module):
     r"""A pair of convolutional maps :math:`\mathcal{F}, \tilde{\mathcal{F}}` with
     :math:`\tilde{\mathcal{F}}\mathcal{F} \approx I`.
 
@@ -129,6 +132,22 @@ class Transform(nn.Module):
         if self.architecture.shuffle > 1:
             change = F.pixel_shuffle(change, self.architecture.shuffle)
         return change if self.reduce is None else before + change
+
+    def is_prox(self) -> bool:
+        r"""Whether :math:`\tilde{\mathcal{F}} S_\theta \mathcal{F}` is proved to be the prox of a convex function.
+
+        This holds for one convolution :math:`\mathcal{F} = K` with :math:`\|K\| \le 1` and :math:`\tilde{\mathcal{F}}
+        = K^\top`: then :math:`K^\top S_\theta K` is nonexpansive, and it is the gradient of the convex function
+        :math:`\tfrac12\|(|Kx| - \theta)_+\|^2` (Moreau, 1965). The norm is bounded for images of every size.
+        """
+        if self.expand is not None or self.architecture.depth > 1:
+            return False
+        analysis, synthesis = (part[0].get_parameter("weight").detach() for part in (self.analysis, self.synthesis))
+        if not torch.equal(synthesis, analysis.transpose(0, 1).flip(-1, -2)):
+            return False
+        sizes = analysis.double().abs().sum((-1, -2))
+        # Schur's test is exact for a single tap, where a bound with room for rounding is above one.
+        return float(sizes.sum(0).max() * sizes.sum(1).max()) <= 1 or float(lipschitz(self.analysis[0])) <= 1
 
 
 def _convolution(inputs: int, outputs: int) -> nn.Conv2d:
@@ -216,46 +235,20 @@ class Shrinkage(Function):
         self._last = Shrunk(x, features, coefficients)
         return self.transform.image(self.transform.synthesize(soft_threshold(coefficients, self.threshold)), x)
 
-    def features(self) -> Tensor:
-        """The input of the analysis in the last prox."""
-        return self._of_last_prox().features
-
     def symmetry(self) -> Tensor:
         r"""The residual :math:`\tilde{\mathcal{F}}\mathcal{F}(r) - r` of the last prox, in its features."""
-        last = self._of_last_prox()
-        return self.transform.synthesize(last.coefficients) - last.features
+        return self.transform.synthesize(self.last.coefficients) - self.last.features
 
-    def gain(self, rounds: int = 10) -> float:
-        r"""A lower bound on the norm of the Jacobian J of the prox at the last point, by power iteration on
-        :math:`J^\top J`. A prox is nonexpansive, so its norm is at most one."""
-        point = self._of_last_prox().point.detach()
-        generator = torch.Generator().manual_seed(0)
-        v = torch.randn(point.shape, generator=generator).to(point)
-        largest = 0.0
-        with torch.enable_grad():
-            point = point.requires_grad_()
-            image = _copy(self).prox(point)
-            cotangent = torch.zeros_like(image, requires_grad=True)
-            (pulled,) = torch.autograd.grad(image, point, cotangent, create_graph=True)
-            for _ in range(rounds if point.numel() else 0):
-                v = v / _norms(v).clamp_min(torch.finfo(v.dtype).tiny)
-                # Jᵀc is linear in c: its derivative along v is Jv.
-                (pushed,) = torch.autograd.grad(pulled, cotangent, v, retain_graph=True)
-                (v,) = torch.autograd.grad(image, point, pushed, retain_graph=True)
-                largest = float(_norms(pushed).max())
-        return largest
+    def probe(self) -> Probe:
+        """Tests of the learned prox around the point of the last one, in float32 or float64."""
+        point = widened(self.last.point.detach())
+        same = point.dtype == self.last.point.dtype
+        transform = self.transform if same else copy.deepcopy(self.transform).to(point.dtype)
+        return probe(Shrinkage(transform, self.threshold.detach().to(point), self.step).prox, point)
 
-    def _of_last_prox(self) -> Shrunk:
+    @property
+    def last(self) -> Shrunk:
+        """The intermediate results of the last prox."""
         if self._last is None:
             raise OptionError("no prox has been computed yet; call prox first")
         return self._last
-
-
-def _copy(shrinkage: Shrinkage) -> Shrinkage:
-    """The same function, with its own record of the last prox."""
-    return Shrinkage(shrinkage.transform, shrinkage.threshold.detach(), shrinkage.step)
-
-
-def _norms(batch: Tensor) -> Tensor:
-    """One norm per sample, shaped to broadcast."""
-    return batch.flatten(1).norm(dim=1)[:, None, None, None]

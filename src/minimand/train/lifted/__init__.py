@@ -12,13 +12,4 @@ from .parallel import LayerParallel
 from .penalty import BlockPenalty
 from .relu import LiftedReLU
 
-__all__ = [
-    "LPOM",
-    "MAC",
-    "BlockPenalty",
-    "Epoch",
-    "LayerParallel",
-    "LiftedReLU",
-    "Recipe",
-    "SplitADMM",
-]
+__all__ = ["LPOM", "MAC", "BlockPenalty", "Epoch", "LayerParallel", "LiftedReLU", "Recipe", "SplitADMM"]

@@ -11,14 +11,14 @@ from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...errors import CapabilityError, MinimandError, NonFiniteError, OptionError, ShapeError, require_finite
+from ...errors import CapabilityError, MinimandError, NonFiniteError, OptionError, Sealed, ShapeError, require_finite
 from .chain import parse
 from .losses import LOSSES, Loss, encode_targets
 from .maps import AffineMap, update_running_statistics
 from .options import NO_BATCH, Epoch, Recipe, batches, check_loader, weights_per_layer
 from .weights import Direction, MomentumUpdate, weight_directions
 
-__all__ = ["Lifted", "Variables"]
+__all__ = ["Lifted", "Variables", "plain_tensor"]
 
 MODES = ("fast", "monotone")
 #: The ridge of a full weight step, relative to the mean eigenvalue of the Gram matrix.
@@ -42,7 +42,19 @@ class Variables:
 V = TypeVar("V", bound=Variables)
 
 
-class Lifted(abc.ABC, Generic[V]):
+def plain_tensor(tensor: Tensor) -> Tensor:
+    """The tensor itself, detached, or a copy if it was made in inference mode, where autograd could not use it."""
+    if not isinstance(tensor, Tensor):
+        return tensor
+    return tensor.clone() if tensor.is_inference() else tensor.detach()
+
+
+def _stamp(tensor: Tensor) -> int | Tensor:
+    """What tells whether a tensor has changed since: its version; for a tensor of inference mode its values."""
+    return tensor.clone() if tensor.is_inference() else tensor._version
+
+
+class Lifted(Sealed, abc.ABC, Generic[V]):
     """Training by block-coordinate descent on an energy in which the activations are variables.
 
     A concrete method defines the start of the variables, the energy, one sweep over the auxiliary variables, and the
@@ -67,11 +79,16 @@ class Lifted(abc.ABC, Generic[V]):
         self.loss = loss
         self.recipe = Recipe() if recipe is None else recipe
         self._given_mu = None if mu is None else weights_per_layer(mu, len(self.chain))
-        self.mu = self._given_mu or (1.0,) * len(self.chain)
+        self._mu = self._given_mu or (1.0,) * len(self.chain)
         self._variables: V | None = None
-        self._batch: tuple[weakref.ref[Tensor], int, weakref.ref[Tensor], int] | None = None
+        self._batch: tuple[tuple[weakref.ref[Tensor], int | Tensor], ...] | None = None
         self._weights: list[tuple[int, int]] = []
         self._check_layers()
+
+    @property
+    def mu(self) -> tuple[float, ...]:
+        """The penalty weights of the layers."""
+        return self._mu
 
     @abc.abstractmethod
     def _start(self, xs: list[Tensor], zs: list[Tensor], maps: list[AffineMap], loss: Loss) -> V:
@@ -135,6 +152,7 @@ class Lifted(abc.ABC, Generic[V]):
     def _after_epoch(self) -> None:
         """Update between epochs, for example raise the penalty."""
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def step(self, x: Tensor, y: Tensor) -> float:
         """Sweep once over all blocks, weights included, and return the energy afterwards.
@@ -165,10 +183,11 @@ class Lifted(abc.ABC, Generic[V]):
         if fresh:
             update_running_statistics(v.maps)
         self._variables = v
-        self._batch = (weakref.ref(x), x._version, weakref.ref(y), y._version)
+        self._batch = tuple((weakref.ref(tensor), _stamp(tensor)) for tensor in (x, y))
         self._weights = self._parameter_versions()
         return energy
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def energy(self, x: Tensor, y: Tensor) -> float:
         """The energy at the auxiliary variables of the last step's batch; for any other batch, at its forward pass."""
@@ -218,16 +237,19 @@ class Lifted(abc.ABC, Generic[V]):
     def _is_same_batch(self, x: Tensor, y: Tensor) -> bool:
         if self._variables is None or self._batch is None:
             return False
-        first, first_version, second, second_version = self._batch
-        same = first() is x and second() is y and self._weights == self._parameter_versions()
-        return same and (x._version, y._version) == (first_version, second_version)
+        for tensor, (known, stamp) in zip((x, y), self._batch, strict=True):
+            if known() is not tensor:
+                return False
+            if not (torch.equal(tensor, stamp) if isinstance(stamp, Tensor) else tensor._version == stamp):
+                return False
+        return self._weights == self._parameter_versions()
 
     def _parameter_versions(self) -> list[tuple[int, int]]:
         """Memory address and version of every parameter; they change when a parameter changes."""
         return [(parameter.data_ptr(), parameter._version) for parameter in self.model.parameters()]
 
-    def _forward_variables(self, x: Tensor, y: Tensor, check: bool = True) -> V:
-        """The variables at the forward pass; running statistics do not change here."""
+    def _check_batch(self, x: Tensor, check: bool = True) -> None:
+        """Raise for an input of the wrong kind; with ``check`` also for NaN and Inf in it or in the weights."""
         if not isinstance(x, Tensor) or not x.numel():
             found = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}; convert it"
             raise ShapeError(f"x must be a tensor of at least one sample, got {found}")
@@ -244,8 +266,12 @@ class Lifted(abc.ABC, Generic[V]):
             require_finite("the input x", x)
             for layer in self.chain.layers:
                 require_finite(f"the weight and bias of {layer.path}", layer.parameters())
-        xs, zs, maps = self.chain.forward(x.detach())
-        return self._start(xs, zs, maps, LOSSES[self.loss](encode_targets(y, xs[-1], self.loss)))
+
+    def _forward_variables(self, x: Tensor, y: Tensor, check: bool = True) -> V:
+        """The variables at the forward pass; running statistics do not change here."""
+        self._check_batch(x, check)
+        xs, zs, maps = self.chain.forward(plain_tensor(x))
+        return self._start(xs, zs, maps, LOSSES[self.loss](encode_targets(plain_tensor(y), xs[-1], self.loss)))
 
     def _require_finite(self, v: V) -> None:
         for layer, x in zip(self.chain.layers, v.xs[1:], strict=True):
@@ -264,6 +290,8 @@ class Lifted(abc.ABC, Generic[V]):
 class _MiniBatchRun:
     """A run of the mini-batch mode: a direction from each batch, momentum, a decaying rate."""
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def __init__(self, method: Lifted[Any]) -> None:
         self.method = method
         self.layers = method.chain.layers
@@ -273,13 +301,14 @@ class _MiniBatchRun:
     def batch(self, x: Tensor, y: Tensor, share: float) -> float:
         """Update the weights from one batch and return the loss before the update."""
         method = self.method
-        kept, method.mu = method.mu, method._minibatch_mu()
+        kept, method._mu = method.mu, method._minibatch_mu()
         try:
-            with torch.no_grad():
-                return self._update(x, y, method.recipe.rate_at(share))
+            return self._update(x, y, method.recipe.rate_at(share))
         finally:
-            method.mu = kept
+            method._mu = kept
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _update(self, x: Tensor, y: Tensor, rate: float) -> float:
         method = self.method
         v, value = self._forward(x, y)
@@ -292,6 +321,7 @@ class _MiniBatchRun:
         update_running_statistics(v.maps)
         return value
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def check(self, x: Tensor, y: Tensor) -> None:
         """Check that the loss is finite after the last update."""

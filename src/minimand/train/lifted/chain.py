@@ -31,7 +31,14 @@ class LayerChain:
         return len(self.layers)
 
     def require_trained(self) -> None:
-        """Refuse a network of which nothing may move."""
+        """Refuse a network of which nothing may move, or a part of a layer only, or which was made to be read only."""
+        for layer in self.layers:
+            _check_linear(layer.path, layer.module)
+            if layer.weight.is_inference():
+                raise CapabilityError(
+                    f"the weight of {layer.path} was made in inference mode and cannot be trained; build the network "
+                    f"outside of torch.inference_mode()"
+                )
         if all(layer.frozen for layer in self.layers):
             raise OptionError(
                 f"every layer is frozen ({', '.join(layer.path for layer in self.layers)}), so there is nothing to "

@@ -101,7 +101,7 @@ class MAC(Lifted[Variables]):
         self._scale_to(self.growth * self._scale)
 
     def _scale_to(self, scale: float) -> None:
-        self.mu = tuple(m / self._scale * scale for m in self.mu)
+        self._mu = tuple(m / self._scale * scale for m in self.mu)
         self._scale = scale
 
     def _minibatch_mu(self) -> tuple[float, ...]:

@@ -1,6 +1,7 @@
 """LPOM with layers distributed over processes: synchronous Jacobi sweeps, or asynchronous batches."""
 
 import itertools
+import math
 import queue
 import threading
 import time
@@ -11,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import CapabilityError, OptionError
+from ...errors import CapabilityError, NonFiniteError, OptionError, Sealed, require_finite
+from .base import plain_tensor
 from .chain import LayerChain
 from .losses import LOSSES, SquaredError, encode_targets
 from .lpom import LPOM
@@ -47,7 +49,7 @@ def partition_layers(layers: Sequence[LiftedLayer], parts: int) -> list[tuple[in
     return list(itertools.pairwise(best[1]))
 
 
-class LayerParallel:
+class LayerParallel(Sealed):
     r"""Mini-batch training of an :class:`LPOM` with one or more layers per process of a torch.distributed group.
 
     Each process holds a range of consecutive layers and exchanges only tensors at its ends: the activation :math:`X_k`
@@ -99,10 +101,11 @@ class LayerParallel:
             OptionError: If the loader holds no batch, or is an iterator and there is more than one epoch.
         """
         check_loader(loader, epochs)
+        self.method.chain.require_trained()
         self.dual.reset()
         self._momentum, self._shapes = MomentumUpdate(self.layers, self.method.recipe.momentum), []
         history = []
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             for number in range(1, epochs + 1):
                 begin, total, samples = time.perf_counter(), 0.0, 0
                 run = _InFlight(self) if self.asynchronous else None
@@ -121,15 +124,23 @@ class LayerParallel:
                     raise OptionError(NO_BATCH)
                 mean = torch.tensor([total / samples], dtype=torch.float64)
                 dist.broadcast(mean, self._global(len(self.parts) - 1), group=self.group)
+                if not math.isfinite(float(mean)):
+                    why = f"the loss of epoch {number} is {float(mean)}, and the weights are not restored"
+                    raise NonFiniteError(f"training diverged: {why}; lower the rate or raise the damping of the recipe")
                 history.append(Epoch(number, float(mean), time.perf_counter() - begin))
             self._gather()
         return history
 
     def _forward(self, x: Tensor, y: Tensor) -> tuple[LPOMVariables, float]:
         """This process's part of the forward pass, and the loss (0 except in the process with the output)."""
+        # Every process checks the whole batch, so that a bad one stops them all.
+        self.method._check_batch(x, check=False)
+        require_finite("the input x", x)
+        x = plain_tensor(x)
         if not self._shapes:
             xs, _, _ = self.method.chain.forward(x[:1])
             self._shapes = [value.shape[1:] for value in xs]
+        y = encode_targets(plain_tensor(y), x.new_empty((len(x), *self._shapes[-1])), self.method.loss)
         if self.below is not None:
             x = x.new_empty((len(x), *self._shapes[self.first]))
             dist.recv(x, self.below, group=self.group, tag=_UP)
@@ -137,7 +148,7 @@ class LayerParallel:
         if self.above is not None:
             dist.send(xs[-1].contiguous(), self.above, group=self.group, tag=_UP)
             return LPOMVariables(xs, maps, SquaredError(xs[-1]), zs), 0.0
-        loss = LOSSES[self.method.loss](encode_targets(y, xs[-1], self.method.loss))
+        loss = LOSSES[self.method.loss](y)
         return LPOMVariables(xs, maps, loss, zs), float(loss.value(xs[-1]))
 
     def _move(self, v: LPOMVariables, rate: float) -> None:

@@ -94,13 +94,10 @@ class DualSweep:
     def downwards(self, v: LPOMVariables, mu: Sequence[float]) -> None:
         """A Gauss–Seidel sweep over all activations below the topmost one."""
         for k in range(len(v.maps) - 1, 0, -1):
-            self.update(v, mu, k)
-
-    def update(self, v: LPOMVariables, mu: Sequence[float], k: int) -> None:
-        """Update this process's k-th activation by one fixed-point iteration from q = 0."""
-        q = self.estimate(v, mu, k, None)
-        v.xs[k] = v.maps[k - 1].layer.unit.phi_(v.maps[k].add_adjoint(v.zs[k - 1], q, self._ratio(mu, k)))
-        v.zs[k] = v.maps[k].apply(v.xs[k])
+            # One fixed-point iteration from q = 0.
+            q = self.estimate(v, mu, k, None)
+            v.xs[k] = v.maps[k - 1].layer.unit.phi_(v.maps[k].add_adjoint(v.zs[k - 1], q, self._ratio(mu, k)))
+            v.zs[k] = v.maps[k].apply(v.xs[k])
 
     def _jacobi(self, v: LPOMVariables, mu: Sequence[float], sweeps: int, link: "LayerParallel | None") -> None:
         """Sweeps in which all blocks move at once, from the values of the previous sweep."""

@@ -88,12 +88,19 @@ class _Metric:
 
 @dataclass
 class Attachment:
-    """State that all layers of one ProxProp share; ``distributed``: Gram matrices are summed over processes."""
+    """State that all layers of one ProxProp share; ``distributed``: Gram matrices are summed over processes.
+
+    ``latest`` is the layer that was called last, and ``last`` the one that stays explicit; while that is ``undecided``,
+    the first backward pass decides.
+    """
 
     options: ProxPropOptions
     steps: int = 0
     optimizer: Any = None
     distributed: bool = False
+    latest: str | None = None
+    last: str | None = None
+    undecided: bool = False
 
 
 @dataclass

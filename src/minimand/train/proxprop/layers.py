@@ -5,10 +5,11 @@ count only once ``.grad`` was accumulated: ``torch.autograd.grad`` with respect 
 """
 
 import fnmatch
+import threading
 import types
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,24 @@ from .directions import Attachment, GramCache, RowAccumulator, fingerprint, to_w
 from .grams import WeightMap, weight_map
 from .options import ProxPropOptions
 
-__all__ = ["LayerHooks", "discover", "is_trained"]
+__all__ = ["CallWatch", "Discovery", "LayerHooks", "discover", "is_trained"]
 
 
-def discover(model: nn.Module, options: ProxPropOptions) -> tuple[dict[str, tuple[nn.Module, WeightMap]], str | None]:
-    """The layers to precondition, and the last layer if it stays explicit; an error lists all unusable layers.
+class Discovery(NamedTuple):
+    """The layers to precondition, the last layer if it stays explicit, and the layers that the forward pass calls.
+
+    ``called`` is None if no made-up input runs. Then the first pass that is differentiated shows which one of
+    ``layers`` and ``others`` is last.
+    """
+
+    layers: dict[str, tuple[nn.Module, WeightMap]]
+    last: str | None
+    called: set[str] | None
+    others: dict[str, nn.Module]
+
+
+def discover(model: nn.Module, options: ProxPropOptions) -> Discovery:
+    """The layers to precondition; an error lists all unusable layers.
 
     A layer whose weight is used by other code than its own forward, such as the output projection of
     ``nn.MultiheadAttention``, keeps plain gradients: its inputs are not seen there.
@@ -45,12 +59,14 @@ def discover(model: nn.Module, options: ProxPropOptions) -> tuple[dict[str, tupl
     problems = [f"layer '{path}' {problem}" for path, (m, _) in found.items() for problem in _problems(model, m)]
     if problems:
         raise CapabilityError("ProxProp cannot take this model: " + "; ".join(problems))
-    if not found:
+    others = {path: module for path, (module, _) in maps.items() if path not in found}
+    if not found or (options.skip_last and not order and len(found) == 1 and not others):
+        last = next(iter(found), last)
         why = "there is none" if last is None else f"'{last}' is the only one and skip_last keeps it explicit"
         solvers = [path for path, module in model.named_modules() if isinstance(module, SolverLayer)]
         also = f" (of solver layers, here {', '.join(solvers)}, it takes none)" if solvers else ""
         raise OptionError(f"ProxProp needs an nn.Linear or nn.Conv1d to nn.Conv3d layer in the model, but {why}{also}")
-    return found, last
+    return Discovery(found, last, set(order) if order else None, others)
 
 
 def is_trained(module: nn.Module) -> bool:
@@ -59,12 +75,15 @@ def is_trained(module: nn.Module) -> bool:
 
 
 def _forward_pass(model: nn.Module, layers: dict[str, nn.Module]) -> tuple[list[str], set[str]]:
-    """The layers in the order of their last calls, and those whose weight other modules use as well or instead."""
+    """The layers in the order of their last calls, and those whose weight other modules use as well or instead.
+
+    There is no order if the forward pass cannot be read.
+    """
     # Running a layer that another ProxProp has replaced the forward of would count as a pass of that one.
     attached = any(isinstance(module.__dict__.get("forward"), LayerHooks) for module in layers.values())
     network = None if attached else read(model)
     if network is None or not network.complete:
-        return list(layers), set()
+        return [], set()
     calls = [call.path for call in network.live if call.path in layers and role(call) in ("linear", "conv")]
     tied = {name for shared in network.shared() if len(shared.names) > 1 for name in shared.names}
     weights = {f"{path}.weight" if path else "weight": path for path in layers}
@@ -75,7 +94,7 @@ def _forward_pass(model: nn.Module, layers: dict[str, nn.Module]) -> tuple[list[
         for call in network.readers(value)
         if network.is_live(call) and layers.get(call.path) is not layers[weights[value.name]]
     }
-    return list(dict.fromkeys(reversed(calls)))[::-1] or list(layers), elsewhere
+    return list(dict.fromkeys(reversed(calls)))[::-1], elsewhere
 
 
 def _problems(model: nn.Module, module: nn.Module) -> list[str]:
@@ -92,6 +111,8 @@ def _problems(model: nn.Module, module: nn.Module) -> list[str]:
         problems.append("has no data: it is lazy or on the meta device (initialise it first)")
     elif len(devices) > 1:
         problems.append(f"is spread over the devices {', '.join(sorted(devices))} (move it to one)")
+    elif any(p.is_inference() for p in parameters.values()):
+        problems.append("was made in inference mode (build it outside of torch.inference_mode())")
     if "forward" in module.__dict__:
         other, own = "is attached to another ProxProp (detach that first)", "has a forward of its own (remove it)"
         problems.append(other if isinstance(module.__dict__["forward"], LayerHooks) else own)
@@ -119,6 +140,21 @@ class _HookedLayer(torch.autograd.Function):
         return (*(None if g is None else g.to(t.dtype) for g, t in zip(found, (x, weight, weight), strict=True)), None)
 
 
+class CallWatch:
+    """A forward pre-hook that notes which layer was called last. In copies of the model it does nothing."""
+
+    def __init__(self, shared: Attachment | None = None, path: str = "") -> None:
+        self.shared, self.path = shared, path
+
+    def __call__(self, *_: Any) -> None:
+        """Note the call, if a gradient may follow."""
+        if self.shared is not None and torch.is_grad_enabled():
+            self.shared.latest = self.path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CallWatch, ()
+
+
 class LayerHooks:
     """The forward pass of an attached layer, and the rows in its ``.grad``. Copies of the model have the plain pass."""
 
@@ -126,6 +162,7 @@ class LayerHooks:
         self.path, self.map, self.shared, self.cache = path, map, shared, cache
         self.module: Any = module
         self.called, self._handles = False, dict[int, Any]()
+        self._lock = threading.Lock()  # the backward passes of several threads add to the same rows
         self.forget()
         module.forward = self
 
@@ -158,6 +195,11 @@ class LayerHooks:
         return {name: p for name, p in both.items() if isinstance(p, Tensor) and p.requires_grad}
 
     @property
+    def is_last(self) -> bool:
+        """Whether the layer keeps plain gradients because the first pass called it last."""
+        return self.path == self.shared.last
+
+    @property
     def options(self) -> ProxPropOptions:
         """The options for this layer; the ``tau_theta`` of its parameter group wins."""
         mine, groups = next(iter(self.trained.values())), self.shared.optimizer.param_groups
@@ -172,11 +214,11 @@ class LayerHooks:
     def __call__(self, input: Tensor) -> Tensor:
         """The layer's output, through the autograd function if a gradient may follow."""
         trained, module = self.trained.values(), self.module
-        plain = not torch.is_grad_enabled() or not trained or any(not p.is_leaf for p in trained)
+        plain = not torch.is_grad_enabled() or not trained or any(not p.is_leaf for p in trained) or self.is_last
         try:
             if plain or torch._C._functorch.is_functorch_wrapped_tensor(input):
                 return _plain_forward(module)(input)
-            self.called = True
+            self.called, self.shared.latest = True, self.path
             for parameter in (p for p in trained if id(p) not in self._handles):
                 # A parameter may be unfrozen or replaced after attaching.
                 self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._accumulated)
@@ -184,6 +226,9 @@ class LayerHooks:
             out: Tensor = _HookedLayer.apply(x, module.weight, module.bias, self)
             return out.squeeze(0) if self.map.geometry is not None and x.dim() > input.dim() else out
         except (RuntimeError, TypeError) as error:
+            if isinstance(input, Tensor) and input.is_inference() and not torch.is_inference_mode_enabled():
+                why = "was made in inference mode, so that no gradient can pass it; clone it"
+                raise CapabilityError(f"the input of layer '{self.path}' {why}") from error
             require_fitting(self.path or type(module).__name__, input, module.weight, error)
             raise
 
@@ -191,9 +236,17 @@ class LayerHooks:
         self, x: Tensor, weight: Tensor, delta: Tensor, needed: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, ...]:
         """Gradients for input, weight and bias; in fused mode, directions for weight and bias."""
+        if torch.is_inference_mode_enabled():
+            why = "where torch does not record changes of .grad; leave torch.inference_mode()"
+            raise CapabilityError(f"layer '{self.path}': the backward pass runs in inference mode, {why}")
+        if self.shared.undecided:
+            self.shared.undecided, self.shared.last = False, self.shared.latest
+        if self.is_last:
+            return self.map.gradients(x, weight, delta, needed)
         run = torch._C._current_graph_task_id()
         if run not in self._pending:
-            self.drop_stale()
+            with self._lock:
+                self.drop_stale()
             self._pending[run] = []
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._pending.pop(run, None))  # type: ignore[arg-type]
         pending, rows = self._pending[run], self.new_rows()
@@ -225,7 +278,10 @@ class LayerHooks:
 
     def _accumulated(self, parameter: Tensor) -> None:
         """Add the rows, now that their gradient is in ``.grad``."""
-        run = torch._C._current_graph_task_id()
+        with self._lock:
+            self._add(torch._C._current_graph_task_id())
+
+    def _add(self, run: int) -> None:
         calls = self._pending.get(run, [])
         if calls and self.shared.options.fused:
             if self.rows is not None:

@@ -1,12 +1,15 @@
 """Options of ProxProp: the step size in the weights, the linear solver, and the Gram matrix of a convolution."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
+
+from torch import Tensor
+from torch.optim import Optimizer
 
 from ...errors import OptionError, require_positive
 
-__all__ = ["CachedGram", "ExactGram", "GramRule", "ProxPropOptions", "SubsampledGram", "paper_tau_theta"]
+__all__ = ["CachedGram", "ExactGram", "GramRule", "ProxPropOptions", "SubsampledGram", "check_keys", "paper_tau_theta"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +91,26 @@ class ProxPropOptions:
     def shift(self) -> float:
         """The ridge 1/τθ of the linear solves."""
         return 1.0 / self.tau_theta
+
+
+def check_keys(optimizer: Optimizer, layers: Mapping[str, Iterable[Tensor | None]]) -> None:
+    """Raise for keys of parameter groups that ProxProp would ignore; ``layers`` has the parameters of each layer."""
+    owned = {id(p): path for path, parameters in layers.items() for p in parameters if p is not None}
+    options = {field.name for field in dataclasses.fields(ProxPropOptions)} - {"tau_theta", *optimizer.defaults}
+    found: dict[str, Any] = {}
+    for group in optimizer.param_groups:
+        for key in group:
+            if key in options or (key.startswith("tau") and key != "tau_theta"):
+                raise OptionError(f"ProxProp ignores the key {key!r} of a parameter group; it reads tau_theta only")
+        tau: Any = group.get("tau_theta")
+        paths = {owned[id(p)] for p in group["params"] if id(p) in owned}
+        if "tau_theta" in group:
+            require_positive("tau_theta of a parameter group", tau)
+            if not paths:
+                raise OptionError("tau_theta has no effect in a parameter group without a layer that ProxProp steps")
+        for path in paths:
+            if found.setdefault(path, tau) != tau:
+                raise OptionError(f"layer '{path}' has one tau_theta, but its weight and bias are in groups with two")
 
 
 def paper_tau_theta(

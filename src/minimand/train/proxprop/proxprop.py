@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...errors import CapabilityError, NonFiniteError, OptionError, ShapeError, require_positive
+from ...errors import CapabilityError, NonFiniteError, OptionError, Sealed, ShapeError
 from .directions import Attachment, GramCache
-from .layers import LayerHooks, discover, is_trained
-from .options import GramRule, ProxPropOptions
+from .layers import CallWatch, LayerHooks, discover, is_trained
+from .options import GramRule, ProxPropOptions, check_keys
 
 __all__ = ["ProxProp"]
 
@@ -23,7 +23,7 @@ _KEY = "minimand.proxprop"
 _log = logging.getLogger("minimand")
 
 
-class ProxProp:
+class ProxProp(Sealed):
     r"""Implicit instead of explicit gradient steps on the weights of linear layers, for any torch optimizer.
 
     A layer with inputs :math:`A` (one row per sample and position, or per patch of a convolution, with a column of ones
@@ -50,7 +50,7 @@ class ProxProp:
         gram: How a convolution's Gram matrix is computed: ``"exact"``, ``"subsampled"``, ``"cached"``, or a rule such
             as ``CachedGram(every=20)``. Linear layers always use the exact one.
         skip_last: Keep plain gradients for the last layer, as in the paper: the one that the forward pass calls last.
-            It is found by a run on made-up inputs; if none runs, it is the last one in ``model.named_modules()``.
+            It is found by a run on made-up inputs; if none runs, by the first pass that is differentiated.
         include: Patterns such as ``"blocks.*.fc"``: only layers whose path matches one are preconditioned.
         exclude: Patterns of layers that keep plain gradients.
         fused: Compute the direction in the backward pass, without the gradient if there are fewer rows than columns.
@@ -93,11 +93,16 @@ class ProxProp:
             raise CapabilityError(f"ProxProp takes an nn.Module, got {type(model).__name__}")
         self._model, self._alone, self._shared = model, process_group is None, Attachment(options)
         self._group = None if isinstance(process_group, str) else process_group
-        self._layers, self._last = discover(model, options)
+        self._discover()
         self._caches = {path: GramCache() for path in self._layers}
         self._hooked: dict[str, LayerHooks] = {}
         self._skipped_grads: list[tuple[Tensor, Tensor]] = []
         self._handles, self._warned = list[Any](), set[str]()
+
+    def _discover(self) -> None:
+        self._layers, last, self._expected, self._others = discover(self._model, self._shared.options)
+        self._shared.last, self._shared.latest, self._stepped = last, None, False
+        self._shared.undecided = self._shared.options.skip_last and self._expected is None
 
     @property
     def tau_theta(self) -> float:
@@ -110,15 +115,22 @@ class ProxProp:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The paths of the layers with proximal steps, without frozen ones."""
-        return tuple(path for path, (module, _) in self._layers.items() if is_trained(module))
+        """The paths of the layers with proximal steps: trained ones that the forward pass calls.
+
+        Until the first step these are the calls of a run on made-up inputs, or all layers if none runs.
+        """
+        called = {path for path, hooks in self._hooked.items() if hooks.called}
+        called |= set() if self._stepped else set(self._layers) if self._expected is None else self._expected
+        paths = called & self._layers.keys() - {self._shared.last}
+        return tuple(path for path, (module, _) in self._layers.items() if path in paths and is_trained(module))
 
     @property
     def plain(self) -> dict[str, str]:
         """The modules with plain gradients, by path, with their types; includes the last layer."""
-        rest = {path: module for path, module in self._model.named_modules() if path not in self._layers}
+        listed = self.layers
+        rest = {path: module for path, module in self._model.named_modules() if path not in listed}
         kinds = {path: type(module).__name__ for path, module in rest.items() if is_trained(module)}
-        return kinds | ({} if self._last is None else {self._last: "the last layer"})
+        return kinds | ({} if self._shared.last is None else {self._shared.last: "the last layer"})
 
     def __repr__(self) -> str:
         state = "attached" if self._hooked else "not attached"
@@ -134,9 +146,8 @@ class ProxProp:
         hooks = optimizer._optimizer_step_pre_hooks.values()
         if any(isinstance(getattr(hook, "__self__", None), ProxProp) for hook in hooks):
             raise OptionError("this optimizer has a ProxProp already; detach it, or give one ProxProp all layers")
-        self._layers, self._last = discover(self._model, shared.options)
-        for group in optimizer.param_groups:
-            require_positive("tau_theta of a parameter group", group.get("tau_theta", 1.0))
+        self._discover()
+        self._check_groups(optimizer)
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
         named = [(f"{path}.{n}", p) for path, (m, _) in self._layers.items() for n, p in m._parameters.items()]
         missing = [name.lstrip(".") for name, p in named if p is not None and p.requires_grad and id(p) not in owned]
@@ -157,20 +168,26 @@ class ProxProp:
             optimizer.register_state_dict_post_hook(lambda _, state: state | {_KEY: self.state_dict()}),
             optimizer.register_load_state_dict_pre_hook(self._load_with),
         ]
+        for path, other in self._others.items() if shared.undecided else ():
+            self._handles.append(other.register_forward_pre_hook(CallWatch(shared, path)))
         if not self.layers:
             _log.warning(
                 "ProxProp: no step is implicit until one is unfrozen: %s", ", ".join(map(_named, self._layers))
             )
-        plain = [f"{path or 'the model'} ({kind})" for path, kind in self.plain.items() if path != self._last]
+        plain = [f"{path or 'the model'} ({kind})" for path, kind in self.plain.items() if path != shared.last]
         if plain:
             _log.warning("ProxProp: plain gradients for %s", ", ".join(plain))
         return self
+
+    def _check_groups(self, optimizer: Optimizer) -> None:
+        check_keys(optimizer, {path: m._parameters.values() for path, (m, _) in self._layers.items()})
 
     def detach(self) -> None:
         """Remove all hooks. In fused mode ``.grad`` keeps a direction that it holds."""
         for hook in (*self._hooked.values(), *self._handles):
             hook.remove()
         self._hooked, self._handles, self._skipped_grads, self._shared.optimizer = {}, [], [], None
+        self._stepped = False
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -188,7 +205,9 @@ class ProxProp:
 
     @torch.no_grad()
     def _precondition(self, optimizer: Optimizer) -> None:
-        active = [layer for layer in self._hooked.values() if any(p.grad is not None for p in layer.trained.values())]
+        self._check_groups(optimizer)
+        hooked = [layer for layer in self._hooked.values() if not layer.is_last]
+        active = [layer for layer in hooked if any(p.grad is not None for p in layer.trained.values())]
         for layer in active:
             layer.drop_stale()
             if self._shared.distributed:
@@ -233,7 +252,7 @@ class ProxProp:
             if taken and layer.rows is not None:
                 vars(layer.cache).update(layer.rows.renewed)
             layer.forget()
-        self._shared.steps += taken
+        self._shared.steps, self._stepped = self._shared.steps + taken, self._stepped or taken
 
     def state_dict(self) -> dict[str, Any]:
         """Steps taken, τθ, cached Gram matrices, layers that need float64; without rows accumulated since the step."""

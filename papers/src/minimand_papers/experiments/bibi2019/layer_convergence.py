@@ -84,7 +84,7 @@ def run(options: LayerConvergenceOptions, part: str, lab: Lab) -> Iterator[Metri
         yield {name: float(value) for name, value in found.items()}
         return
     solver = solvers(options.iters)[part]
-    ends = lab.kept(OPTIMUM, "objective")
+    ends = lab.kept(OPTIMUM, "objective", dict.fromkeys(("best", "start"), torch.zeros((), dtype=torch.float64)))
     best, start = ends["best"], ends["start"]
     measured = trace(problem, solver, generator=lab.generator())
     gaps = ((measured.objective.double() - best) / (start - best)).clamp_min(1e-8)

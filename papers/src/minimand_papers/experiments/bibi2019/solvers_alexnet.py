@@ -51,7 +51,7 @@ def run(options: SolversAlexNetOptions, part: str, lab: Lab) -> Iterator[Metrics
         yield from train(lab, model, data, epochs=options.epochs)
         lab.keep("model", model.state_dict())
         return
-    model.load_state_dict(lab.kept(START, "model"))
+    model.load_state_dict(lab.kept(START, "model", model.state_dict()))
     tuned = solved(model, {"features.0": ProxGD(options.iters)} if part == SOLVER else {})
     yield from train(lab, tuned, data, epochs=options.finetune, rates=(1e-3, 1e-4))
 

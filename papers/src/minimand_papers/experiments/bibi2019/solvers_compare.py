@@ -79,7 +79,8 @@ def run(options: SolversCompareOptions, part: str, lab: Lab) -> Iterator[Metrics
         yield from train(lab, model, data, epochs=options.epochs)
         return
     name, _, budget = part.partition(", ")
-    iters = int(lab.kept(CALIBRATION, "iterations")[name]) if budget == "equal time" else options.iters
+    counts = dict.fromkeys(SOLVERS, torch.tensor(0))
+    iters = int(lab.kept(CALIBRATION, "iterations", counts)[name]) if budget == "equal time" else options.iters
     solver = make(name, iters, options.tau)
     trials = options.trials if solver.stochastic else 1
     net = solved(model, dict.fromkeys(BLOCKS, solver))

@@ -120,7 +120,7 @@ def run(options: SolversDropoutRatesOptions, part: str, lab: Lab) -> Iterator[Me
         return
     tuned = network == "vgg"
     if tuned:
-        model.load_state_dict(lab.kept(f"{network} p = {rate} start", "model"))
+        model.load_state_dict(lab.kept(f"{network} p = {rate} start", "model", model.state_dict()))
     if method == "Prox-SG":
         iters = options.finetune_iters if tuned else options.iters
         model = solved(model, {BLOCK: ProxSG(iters, tau=1 - float(rate))})

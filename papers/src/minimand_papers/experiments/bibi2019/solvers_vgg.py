@@ -69,7 +69,7 @@ def run(options: SolversVGGOptions, part: str, lab: Lab) -> Iterator[Metrics]:
         yield from train(lab, model, data, epochs=options.epochs)
         lab.keep("model", model.state_dict())
         return
-    model.load_state_dict(lab.kept(START, "model"))
+    model.load_state_dict(lab.kept(START, "model", model.state_dict()))
     stochastic = "Prox-SG" in part
     if part in BLOCKS:
         model = _converted(model, part, options.iters)

@@ -218,7 +218,7 @@ def _dots(results: Results[CSSet11Options], ratio: float) -> Plot:
 
 
 def findings(results: Results[CSSet11Options]) -> Sequence[str | Difference]:
-    """Networks against the control, free against constrained, and which ones are convergent solvers."""
+    """Networks against the control, free against constrained, and which ones have the parameters of a solver."""
     sentences: list[str | Difference] = [f"The networks: {sizes(results.options)}."]
     for ratio in results.options.ratios:
         for net in results.options.nets:

@@ -144,7 +144,7 @@ def plots(results: Results[MRIBrainOptions]) -> list[Plot]:
 
 
 def findings(results: Results[MRIBrainOptions]) -> Sequence[str | Difference]:
-    """Networks against the control, and which ones are convergent solvers."""
+    """Networks against the control, and which ones have the steps and thresholds of a solver."""
     sentences: list[str | Difference] = []
     for net in results.options.nets:
         sentences.append(difference(results, net, CLASSICAL, unit=" dB"))

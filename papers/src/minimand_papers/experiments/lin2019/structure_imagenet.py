@@ -15,9 +15,11 @@ from ...claims import ACCURACY, combine, judge_gain, scale, signed
 from ...comparing import Difference, difference
 from ...context import Lab
 from ...data import Batches, Normalization
+from ...data.folders import FORMATS
 from ...drawing import bars, curves
 from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...training import Loaders
+from ...untrusted import content, opened_image
 from ...zoo import AGDNet121, DenseNet121, HBNet34, ResNet34
 from ._structure import StructureOptions, error_row, trained
 
@@ -110,7 +112,7 @@ def _crop(file: Path, side: int, draw: list[float] | None) -> Tensor:
     from PIL import Image
 
     try:
-        with Image.open(file) as opened:
+        with opened_image(content(file), FORMATS) as opened:
             image = opened.convert("RGB")
     except Exception as error:
         raise DataError(f"{file} is not an image, or is damaged ({error}): replace or remove it") from error

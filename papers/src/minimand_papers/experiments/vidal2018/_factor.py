@@ -18,8 +18,10 @@ from ...context import Lab
 from ...data import data_directory
 from ...drawing import COLORS, figure, logarithmic, style
 from ...experiment import Claim, Comparison, Metrics, Plot, Results
+from ...untrusted import matlab_arrays, npz_array
 
 __all__ = [
+    "arrays_of",
     "certified",
     "certified_claim",
     "file_of",
@@ -42,6 +44,24 @@ def file_of(lab: Lab, *names: str, required: bool = False) -> Path | None:
     if required:
         raise DataError(f"none of {', '.join(names)} is in {root}; put it there, or choose the bundled data")
     return None
+
+
+def arrays_of(path: Path, **shapes: tuple[int | None, ...]) -> list[np.ndarray]:
+    """Arrays of finite numbers from an ``.npz`` or ``.mat`` file; ``None`` in a shape stands for any size."""
+    try:
+        found = [npz_array(path, name) for name in shapes] if path.suffix == ".npz" else matlab_arrays(path, [*shapes])
+        for (name, shape), array in zip(shapes.items(), found, strict=True):
+            fits = array.ndim == len(shape) and all(
+                want in (None, got) for want, got in zip(shape, array.shape, strict=True)
+            )
+            if not fits or not array.size or not np.isfinite(array).all():
+                raise ValueError(f"its {name} is {array.shape}, or not finite")
+    except Exception as error:
+        raise DataError(
+            f"{path} is damaged, or not the publisher's file ({' '.join(str(error).split())}): "
+            f"replace it, or choose the bundled data"
+        ) from error
+    return found
 
 
 @contextlib.contextmanager

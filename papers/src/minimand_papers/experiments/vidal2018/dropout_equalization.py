@@ -47,6 +47,7 @@ def run(options: DropoutEqualizationOptions, part: str, lab: Lab) -> Iterator[Me
         0.0 if method == CONTROL else options.p,
         method="dropout" if method == SAMPLED else "gradient",
         max_iter=options.iterations,
+        tol=0.0,
         # The noise of a sampled step spreads the norms again: it must shrink for their equality to show.
         decay=Harmonic(options.horizon) if method == SAMPLED else None,
         random_state=lab.seed,

@@ -18,6 +18,7 @@ from ...comparing import Difference, difference
 from ...context import Lab
 from ...drawing import curves
 from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ._factor import recorded
 from ._regularized import DigitsOptions
 
 GROWN, FIXED, RIDGE = "grown", "fixed width", "ridge regression"
@@ -69,7 +70,9 @@ def run(options: GrowReLUDigitsOptions, part: str, lab: Lab) -> Iterator[Metrics
             grow=options.grow,
             descent=options.descent,
             random_state=lab.seed,
-        ).fit(x.numpy(), y.numpy())
+        )
+        with recorded():
+            model.fit(x.numpy(), y.numpy())
         for k, (value, width) in enumerate(zip(model.history_, model.width_history_, strict=True)):
             yield {"round": k, "objective": float(value), "width": int(width)}
         proof = model.certificate_

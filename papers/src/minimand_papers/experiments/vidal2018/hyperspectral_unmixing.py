@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from ...context import Lab
 from ...drawing import COLORS, figure, style
 from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...pictures import encoded, pictures
-from ._factor import certified, certified_claim, file_of, last, recorded, statuses
+from ._factor import arrays_of, certified, certified_claim, file_of, last, recorded, statuses
 
 GROWN, FIXED, STARTED = "NMF, size grown", "NMF, size given", "NMF, from successive projections"
 SKLEARN, PURE = "scikit-learn's NMF, no penalty", "successive projections"
@@ -69,7 +70,7 @@ def scene(options: HyperspectralUnmixingOptions, lab: Lab) -> Scene:
     path = None
     if options.scene != "synthetic":
         path = file_of(lab, "hyperspectral/samson_dataset.mat", required=options.scene == "samson")
-    whole = synthetic(options, lab.seed) if path is None else _samson(str(path))
+    whole = synthetic(options, lab.seed) if path is None else _samson(path)
     rows, columns = whole.shape
     chosen = np.arange(rows * columns).reshape(whole.shape)[:: options.stride, :: options.stride]
     index = chosen.ravel()
@@ -87,13 +88,11 @@ def _scene(Y: np.ndarray, spectra: np.ndarray, abundances: np.ndarray, shape: tu
     return Scene(Y / norms, norms, spectra, abundances, shape, name)
 
 
-def _samson(path: str) -> Scene:
-    from scipy.io import loadmat
-
-    file = loadmat(path)
+def _samson(path: Path) -> Scene:
+    Y, spectra, abundances = arrays_of(path, Y=(None, 95 * 95), M=(None, None), A=(None, 95 * 95))
     # The publisher's pixels run down the columns of the 95 × 95 picture.
     order = np.arange(95 * 95).reshape(95, 95).T.ravel()
-    return _scene(file["Y"].T[order], file["M"].T, file["A"].T[order], (95, 95), "samson")
+    return _scene(Y.T[order], spectra.T, abundances.T[order], (95, 95), "samson")
 
 
 def synthetic(options: HyperspectralUnmixingOptions, seed: int) -> Scene:

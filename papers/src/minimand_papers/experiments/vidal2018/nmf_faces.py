@@ -14,7 +14,7 @@ from ...context import Lab
 from ...drawing import COLORS, figure, logarithmic, style
 from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...pictures import encoded, montage, pictures
-from ._factor import certified, certified_claim, file_of, last, recorded, resized, statuses
+from ._factor import arrays_of, certified, certified_claim, file_of, last, recorded, resized, statuses
 
 OURS = "grown to the certificate"
 SWEEPS = 2000
@@ -55,12 +55,10 @@ def faces(options: NMFFacesOptions, lab: Lab) -> tuple[np.ndarray, str]:
     names = {"orl": (orl,), "yale": (yale,), "auto": (orl, yale)}.get(options.source, ())
     path = file_of(lab, *names, required=options.source in ("orl", "yale")) if names else None
     if path is not None and path.suffix == ".npz":
-        images, name = np.load(path)["images"] / 255.0, "orl"
+        images, name = arrays_of(path, images=(None, None, None))[0] / 255.0, "orl"
     elif path is not None:
-        from scipy.io import loadmat
-
         # The publisher's file holds columns of each image one after the other.
-        images, name = loadmat(path)["fea"].reshape(-1, 32, 32).transpose(0, 2, 1) / 255.0, "yale"
+        images, name = arrays_of(path, fea=(None, 1024))[0].reshape(-1, 32, 32).transpose(0, 2, 1) / 255.0, "yale"
     elif options.source == "digits":
         from sklearn.datasets import load_digits
 

@@ -15,7 +15,18 @@ from ...drawing import curves
 from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...pictures import encoded, pictures
 from .._reconstruction import photographs
-from ._factor import certified, certified_claim, file_of, last, measured, recorded, resized, statuses, thinned
+from ._factor import (
+    arrays_of,
+    certified,
+    certified_claim,
+    file_of,
+    last,
+    measured,
+    recorded,
+    resized,
+    statuses,
+    thinned,
+)
 
 PURSUIT = "principal component pursuit"
 NOISY = "with a noise term"
@@ -64,7 +75,7 @@ def clip(options: RPCAVideoOptions, lab: Lab) -> Clip:
         name = "escalator" if options.video == "auto" else options.video
         path = file_of(lab, f"video/{name}_gray.npz", required=options.video != "auto")
         if path is not None:
-            frames = np.load(path)["frames"][: options.frames] / 255.0
+            frames = arrays_of(path, frames=(None, None, None))[0][: options.frames] / 255.0
             height, width = (side // options.shrink for side in frames.shape[1:])
             return Clip(resized(frames, height, width), name)
     return synthetic(options.frames, 128 // options.shrink, lab.seed)

@@ -1,0 +1,133 @@
+"""Errors about arguments, at the border between a user's code and the library."""
+
+import functools
+import inspect
+import os
+import traceback
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any, Literal, TypeVar, Union
+
+import torch
+from torch import Tensor
+
+from .errors import CapabilityError, MinimandError, OptionError
+
+__all__ = ["check_methods", "checked"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_KINDS: dict[Any, str] = {Tensor: "a tensor", float: "a number", int: "a whole number", str: "a string"}
+_OURS = tuple(os.path.dirname(path) + os.sep for path in (__file__, str(torch.__file__)))
+_STANDARD = os.path.dirname(inspect.__file__) + os.sep
+
+
+def checked(function: F) -> F:
+    """Answer wrong arguments of a function, or of a class's constructor, with an error of the library.
+
+    A call that succeeds is not affected. When it fails with an exception of Python or torch, the arguments are compared
+    with the annotations, and :class:`~minimand.errors.CapabilityError` names the first that does not fit. If all fit,
+    :class:`~minimand.errors.OptionError` repeats torch's reason with the shapes and types of the tensors. Exceptions
+    from the caller's own code, such as a module's forward, pass through.
+
+    >>> @checked
+    ... def double(x: Tensor) -> Tensor:
+    ...     return x.mul(2)
+    >>> double("one")
+    Traceback (most recent call last):
+    minimand.errors.CapabilityError: double(x=…) takes a tensor, got a str
+    """
+    if isinstance(function, type):
+        function.__init__ = checked(function.__init__)  # type: ignore[misc]
+        return function
+
+    @functools.wraps(function)
+    def answering(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except MinimandError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise _answer(function, args, kwargs, error) from error
+
+    return typing.cast(F, answering)
+
+
+def check_methods(cls: type, *names: str) -> None:
+    """Apply :func:`checked` to methods that a class defines itself."""
+    for name in names:
+        if name in vars(cls):
+            setattr(cls, name, checked(vars(cls)[name]))
+
+
+def _answer(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Exception:
+    """The error to raise instead of ``error``; itself if the caller's code raised it."""
+    try:
+        bound = inspect.signature(function).bind(*args, **kwargs).arguments
+        hints = typing.get_type_hints(function)
+    except (TypeError, NameError):
+        return error  # a wrong number of arguments, which Python explains best
+    name = type(args[0]).__name__ if function.__name__ == "__init__" else function.__qualname__
+    given = {key: value for key, value in bound.items() if key in hints and key != "self"}
+    for key, value in given.items():
+        if not _fits(value, hints[key]):
+            kind = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+            return CapabilityError(f"{name}({key}=…) takes {_words(hints[key])}, got {kind}")
+    if not _internal(error):
+        return error
+    tensors = [f"{key} {tuple(v.shape)} {v.dtype} on {v.device}" for key, v in given.items() if isinstance(v, Tensor)]
+    others = [f"{key}={v!r:.40}" for key, v in given.items() if isinstance(v, int | float | str | tuple)]
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return OptionError(f"{name} cannot use its arguments ({', '.join(tensors + others)}): {reason:.300}")
+
+
+def _internal(error: Exception) -> bool:
+    """Whether the exception comes from the library or torch, without a frame of other code in between."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    return all(
+        file.startswith((*_OURS, "<")) or (file.startswith(_STANDARD) and "site-packages" not in file) for file in files
+    )
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of the annotated kind; annotations that cannot be checked fit."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, part) for part in parts)
+    if origin is Literal:
+        return value in parts if isinstance(value, str | int | None) else False
+    if origin is tuple:
+        if not isinstance(value, tuple | list | torch.Size):
+            return False
+        kinds = parts[:1] * len(value) if parts[-1:] == (Ellipsis,) else parts
+        return len(kinds) == len(value) and all(map(_fits, value, kinds))
+    if hint is Any:
+        return True
+    if hint is None or hint is type(None):
+        return value is None
+    if hint is float:
+        return isinstance(value, Real) and not isinstance(value, bool) and hasattr(value, "__float__")
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if origin is not None and isinstance(origin, type):
+        plain = isinstance(value, str) and issubclass(origin, Sequence)
+        return isinstance(value, origin) and not plain
+    return isinstance(value, hint) if isinstance(hint, type) and not getattr(hint, "_is_protocol", False) else True
+
+
+def _words(hint: Any) -> str:
+    """An annotation in words."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_words(part) for part in parts if part is not type(None)))
+    if origin is Literal:
+        return ", ".join(repr(part) for part in parts)
+    if origin is tuple:
+        return "a tuple of whole numbers" if int in parts else "a tuple"
+    if origin is Mapping:
+        return "a dictionary"
+    if origin in (Callable, Sequence):
+        return "a function" if origin is Callable else "a list"
+    return _KINDS.get(hint) or f"a {getattr(origin or hint, '__name__', str(hint))}"
