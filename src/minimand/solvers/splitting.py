@@ -47,7 +47,7 @@ class _RidgeSystem(Equation):
 
     def inverse(self, b: Tensor, transposed: bool, x: Tensor, *params: Tensor) -> Tensor:
         # To convergence, which may take more iterations than the solution, which had a start. A compiler cannot stop.
-        count = self.iterations if is_compiled(b) else max(_CONVERGED, self.iterations)
+        count = 2 * self.iterations if is_compiled(b) else max(_CONVERGED, self.iterations)
         return self._iterated(params, b, None, count, 1e-12 if b.dtype == torch.float64 else 1e-6)[0]
 
     def from_start(self, start: Tensor | None) -> Tensor:
