@@ -103,29 +103,24 @@ def is_traced(tensor: Tensor) -> bool:
     return is_compiled(tensor) or _is_wrapped(tensor) or _is_batched(tensor)
 
 
-def underived(tensor: Tensor) -> Tensor:
-    """The tensor without the wrappers of torch.func's derivatives; a batch of ``vmap`` stays one."""
+def unwrapped(tensor: Tensor, *, batches: bool = False) -> Tensor:
+    """The tensor without the wrappers of torch.func's derivatives; with ``batches`` also without those of ``vmap``."""
     known = torch._C._functorch
-    while not is_dynamo_compiling() and known.is_gradtrackingtensor(tensor):
+    wraps = known.is_functorch_wrapped_tensor if batches else known.is_gradtrackingtensor
+    while not is_dynamo_compiling() and wraps(tensor):
         tensor = known.get_unwrapped(tensor)
     return tensor
 
 
 def holds(condition: Tensor) -> bool:
     """Whether a condition holds in every entry, those that ``vmap`` hides included; False where Python cannot know."""
-    if is_compiled(condition) or _is_batched(condition):
-        return False
-    while _is_wrapped(condition):
-        condition = torch._C._functorch.get_unwrapped(condition)
-    return bool(condition.all())
+    hidden = is_compiled(condition) or _is_batched(condition)
+    return not hidden and bool(unwrapped(condition, batches=True).all())
 
 
 def forward_rule(jvp: Callable[..., Tensor]) -> Any:
-    """The forward-mode rule ``jvp(ctx, saved, *tangents)`` of a custom function.
-
-    torch calls it with forward mode off, so that a second derivative in forward mode would be wrong without an error.
-    Here it is on, and the saved tensors have lost the tangents of the present level.
-    """
+    """The forward-mode rule ``jvp(ctx, saved, *tangents)`` of a custom function. torch calls it with forward mode off,
+    which makes second derivatives zero. Here it is on, and saved tensors have lost the tangents of this level."""
 
     def rule(ctx: Any, *tangents: Tensor | None) -> Tensor:
         with forward_mode._set_fwd_grad_enabled(True):

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import forward_rule, is_compiled, is_traced
+from ..errors import forward_rule, holds, is_compiled
 from .base import Separable, Step, widened
 
 __all__ = ["Increasing", "bracketed", "mean_preactivation", "precise", "root"]
@@ -100,6 +100,8 @@ class _CompiledRoot(torch.autograd.Function):
 class _Root(_CompiledRoot):
     """The same with forward-mode derivatives and vmap, which torch.compile refuses to trace."""
 
+    generate_vmap_rule = True
+
     @forward_rule
     def jvp(ctx: Any, saved: list[Tensor], _: None, target: Tensor | None, step_tangent: Tensor | None) -> Tensor:
         z, step = _saved(ctx, saved)
@@ -108,30 +110,10 @@ class _Root(_CompiledRoot):
             change = change - ctx.equation.sensitivity(z, step) * step_tangent
         return change / ctx.equation.slope(z, step)
 
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[int | None, ...], equation: Increasing, target: Tensor, step: Step
-    ) -> tuple[Tensor, int]:
-        # Target and step have one shape, so that each entry keeps its own step.
-        size = (info.batch_size, *_without(target, in_dims[1]))
-        target = _batch_first(target, in_dims[1]).expand(size)
-        if isinstance(step, Tensor):
-            step = _batch_first(step, in_dims[2]).expand(size)
-        return _Root.apply(equation, target, step), 0
-
 
 def _saved(ctx: Any, saved: Sequence[Tensor]) -> tuple[Tensor, Step]:
     z, *step = saved
     return z, step[0] if step else ctx.step
-
-
-def _batch_first(tensor: Tensor, dim: int | None) -> Tensor:
-    return tensor.unsqueeze(0) if dim is None else tensor.movedim(dim, 0)
-
-
-def _without(tensor: Tensor, dim: int | None) -> tuple[int, ...]:
-    """The shape of one sample."""
-    return tuple(size for place, size in enumerate(tensor.shape) if place != dim)
 
 
 def newton(equation: Increasing, target: Tensor, step: Step) -> Tensor:
@@ -163,7 +145,7 @@ def newton(equation: Increasing, target: Tensor, step: Step) -> Tensor:
         # needs two short steps to stop.
         large, before = move.abs() > eps ** (0.75 if tangent is not None else 0.9) * (z.abs() + scale), large
         moving = large | before if tangent is None else large
-        if not tracing and not bool(moving.any()):
+        if holds(~moving):
             break
         residual = equation.left(z, step) - target
         if tangent is None:
@@ -182,7 +164,7 @@ def _clamped_newton(
             return None
         move = (target - equation.left(z, step)) / tangent
         z = torch.clamp(z + move, low, high)
-        if count >= 2 and bool((move.abs() <= limit).all()):
+        if count >= 2 and holds(move.abs() <= limit):
             return z
     return None
 
@@ -218,7 +200,7 @@ def bracketed(function: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -
         best = torch.where(done, best, torch.where(nearer, x1, x2))
         limit = 2 * eps * (best.abs() + 1e-6) / (x2 - x1).abs().clamp_min(tiny)
         done = done | (limit > 0.5) | (torch.minimum(f1.abs(), f2.abs()) == 0)
-        if not is_traced(low) and not is_traced(f1) and bool((done | ~torch.isfinite(f1)).all()):
+        if holds(done | ~torch.isfinite(f1)):
             break
         t = _interpolate(x1, x2, x3, f1, f2, f3)
         t = torch.minimum(torch.maximum(t, limit), 1 - limit)

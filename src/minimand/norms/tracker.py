@@ -20,7 +20,7 @@ from ..errors import (
     is_traced,
     require_finite,
     require_positive,
-    underived,
+    unwrapped,
 )
 from .kernel import Bounds, Kernel, decode, encode
 from .lipschitz import Bounded
@@ -136,7 +136,7 @@ class LipschitzTracker(Sealed, nn.Module):
     def bounds(self, weight: Tensor | None = None) -> Bounds:
         """The bounds for ``weight``, by default the operator's; constants for autograd."""
         given = self.operator.weight if weight is None else weight
-        weight = underived(given)
+        weight = unwrapped(given)
         if weight is not given and not is_traced(weight):
             # Derivatives by torch.func must not have other bounds than the backward pass.
             with temporarily_clear_interpreter_stack():

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import CapabilityError, OptionError, holds, is_traced, require_positive
+from ..errors import CapabilityError, OptionError, holds, is_compiled, is_traced, require_positive
 from .base import Solver, State, require_count
 from .implicit import Equation, Parts, attached, constant, full_precision, pullback, transformed
 from .iterate import iterate
@@ -233,7 +233,7 @@ class Implicit(Adjoint):
         with constant():
             x, done = run.forward()
             solution, step = run.solution(x), _step(run.problem)
-        if torch.compiler.is_exporting():
+        if is_compiled(x) and torch.compiler.is_exporting():
             return x, done  # an exported graph has no backward pass of its own
         solution = self._attached(run.problem, step, solution)
         if run.ending is None:

@@ -43,11 +43,8 @@ def transformed() -> bool:
 
 
 class Parts(NamedTuple):
-    """An object and the tensors that it holds, which can be replaced.
-
-    ``opaque`` says whether it may hold more: a callable or an object of the user's own may capture tensors. ``cast``
-    says whether it can be evaluated in single precision if the tensors are in half precision.
-    """
+    """An object and the tensors that it holds, which can be replaced; whether it may hold more, because callables and
+    objects of the user's own may capture tensors; and whether tensors in half precision can be cast to single."""
 
     whole: Any
     tensors: tuple[Tensor, ...]
@@ -174,8 +171,7 @@ def _captures(equation: Equation, x: Tensor, parts: Parts) -> bool:
     with constant():
         bare = [_bare(each) for each in (x, *parts.tensors)]
     with torch.enable_grad():
-        result = equation.residual(*(each.detach() for each in bare))
-    batched = False
+        result, batched = equation.residual(*(each.detach() for each in bare)), False
     while known.is_functorch_wrapped_tensor(result):
         batched = batched or known.is_batchedtensor(result)
         if known.is_gradtrackingtensor(result) and _varies_here(result):
@@ -189,8 +185,7 @@ def _bare(tensor: Tensor) -> Tensor:
     """The numbers of a tensor without the wrappers of torch.func; one sample of a batch that ``vmap`` hides."""
     known = torch._C._functorch
     while known.is_functorch_wrapped_tensor(tensor):
-        dim = known.maybe_get_bdim(tensor)
-        tensor = known.get_unwrapped(tensor)
+        dim, tensor = known.maybe_get_bdim(tensor), known.get_unwrapped(tensor)
         tensor = tensor if dim < 0 else tensor.select(dim, 0)
     return tensor
 
@@ -200,8 +195,7 @@ def _varies(tensor: Tensor) -> bool:
 
 
 def _varies_here(tensor: Tensor) -> bool:
-    gradient = tensor.requires_grad and torch.is_grad_enabled()
-    return gradient or _tangent(tensor) is not None
+    return (tensor.requires_grad and torch.is_grad_enabled()) or _tangent(tensor) is not None
 
 
 def _tangent(tensor: Tensor) -> Tensor | None:
@@ -243,17 +237,13 @@ class _Solution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, *params = ctx.saved_tensors
-        wanted = [k for k, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
-
-        def residual(*some: Tensor) -> Tensor:
-            values = dict(zip(wanted, some, strict=True))
-            return ctx.equation.residual(x, *(values.get(k, each) for k, each in enumerate(params)))
-
+        x, *params = saved = ctx.saved_tensors
+        wanted = [k for k, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
         with full_precision(x):
             u = ctx.equation.solve(grad, True, x, *params)
-            found = dict(zip(wanted, pullback(residual, *(params[k] for k in wanted))(u), strict=True))
-        return None, None, *(found.get(k) for k in range(len(params)))
+            pull = pullback(_of(ctx.equation.residual, saved, wanted), *(saved[k] for k in wanted))
+            found = dict(zip(wanted, pull(u), strict=True))
+        return None, *(found.get(k) for k in range(len(saved)))
 
     @forward_rule
     def jvp(ctx: Any, saved: list[Tensor], _: None, __: Tensor | None, *tangents: Tensor | None) -> Tensor:
@@ -271,14 +261,10 @@ def pullback(f: Callable[..., Tensor], *primals: Tensor) -> Callable[[Tensor], t
     leaves = [_leaf(each) for each in primals]
     with torch.enable_grad():
         value = f(*leaves)
-
-    def pull(u: Tensor) -> tuple[Tensor | None, ...]:
-        if not value.requires_grad:
-            return tuple(None for _ in leaves)
-        options = {"retain_graph": True, "create_graph": further, "allow_unused": True}
-        return torch.autograd.grad(value, leaves, u, **options)
-
-    return pull
+    if not value.requires_grad:
+        return lambda u: tuple(None for _ in leaves)
+    options = {"retain_graph": True, "create_graph": further, "allow_unused": True}
+    return lambda u: torch.autograd.grad(value, leaves, u, **options)
 
 
 def _leaf(tensor: Tensor) -> Tensor:
@@ -291,11 +277,7 @@ def _leaf(tensor: Tensor) -> Tensor:
 def pushforward(f: Callable[..., Tensor], primals: tuple[Tensor, ...], tangents: tuple[Tensor | None, ...]) -> Tensor:
     """The Jacobian–vector product of ``f``; None is a zero tangent."""
     moving = [k for k, tangent in enumerate(tangents) if tangent is not None]
-
-    def along(*some: Tensor) -> Tensor:
-        values = dict(zip(moving, some, strict=True))
-        return f(*(values.get(k, each) for k, each in enumerate(primals)))
-
+    along = _of(f, primals, moving)
     at, change = tuple(primals[k] for k in moving), tuple(tangents[k] for k in moving)
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_mode._current_level < 0:
         return torch.func.jvp(along, at, change)[1]
@@ -303,3 +285,13 @@ def pushforward(f: Callable[..., Tensor], primals: tuple[Tensor, ...], tangents:
     moved = along(*map(forward_mode.make_dual, at, change))
     tangent = forward_mode.unpack_dual(moved).tangent
     return torch.zeros_like(moved) if tangent is None else tangent
+
+
+def _of(f: Callable[..., Tensor], arguments: Sequence[Tensor], places: list[int]) -> Callable[..., Tensor]:
+    """``f`` as a function of some of its arguments."""
+
+    def partially(*some: Tensor) -> Tensor:
+        values = dict(zip(places, some, strict=True))
+        return f(*(values.get(k, each) for k, each in enumerate(arguments)))
+
+    return partially

@@ -191,11 +191,8 @@ def measured_conjugate_gradient(
     stable: bool = False,
 ) -> tuple[Tensor, Tensor]:
     r"""The result of :func:`conjugate_gradient`, and whether each residual is at most :math:`\epsilon^{2/3}` times its
-    target.
-
-    In systems that converge slowly, rounding errors grow from iteration to iteration, and the derivatives of the
-    iterations with them. ``stable`` makes each residual orthogonal to all before it, and computes in double precision.
-    """
+    target. In systems that converge slowly, rounding errors and with them the derivatives of the iterations grow from
+    one to the next; ``stable`` makes each residual orthogonal to all before it, in double precision."""
     dims = tuple(range(-sample_dims, 0))
     rounding, double = torch.finfo(widened(target).dtype).eps, stable and target.device.type != "mps"
 

@@ -16,10 +16,8 @@ from .problem import Problem
 
 __all__ = ["ADMM"]
 
-# From about this number of iterations on, conjugate gradients lose their orthogonality in single precision.
-_ORTHOGONAL = 12
-# The largest number of iterations for a system of the backward pass.
-_CONVERGED = 200
+_ORTHOGONAL = 12  # iterations until conjugate gradients lose their orthogonality in single precision
+_CONVERGED = 200  # iterations at most for a system of the backward pass
 
 
 class SplitState(NamedTuple):
@@ -41,8 +39,7 @@ class _RidgeSystem(Equation):
     iterations: int
 
     def residual(self, x: Tensor, *params: Tensor) -> Tensor:
-        _, _, target = self._at(params)
-        return target - self.product(x, False, x, *params)
+        return self._at(params)[2] - self.product(x, False, x, *params)
 
     def product(self, u: Tensor, transposed: bool, x: Tensor, *params: Tensor) -> Tensor:
         operator, shift, _ = self._at(params)
@@ -50,20 +47,18 @@ class _RidgeSystem(Equation):
 
     def inverse(self, b: Tensor, transposed: bool, x: Tensor, *params: Tensor) -> Tensor:
         # To convergence, which may take more iterations than the solution, which had a start. A compiler cannot stop.
-        count = self.iterations if is_compiled(b) else max(_CONVERGED, self.iterations)
-        return self._conjugate_gradient(b, None, params, count, 1e-12 if b.dtype == torch.float64 else 1e-6)[0]
+        count = 2 * self.iterations if is_compiled(b) else max(_CONVERGED, self.iterations)
+        return self._iterated(params, b, None, count, 1e-12 if b.dtype == torch.float64 else 1e-6)[0]
 
     def from_start(self, start: Tensor | None) -> Tensor:
-        """The result of conjugate gradients, with derivatives.
-
-        A system that is solved has the derivatives of its solution; those of the iterations would be wrong, or not
-        finite. Iterations that have not converged are differentiated themselves.
-        """
-        params, target, count = self.parts.tensors, self.parts.whole[2], self.iterations
-        rounding = torch.finfo(self.parts.wide(target)[0].dtype).eps
+        """The result of conjugate gradients. A system that is solved has the derivatives of its solution; those of the
+        iterations would be wrong, or not finite. Iterations that have not converged are differentiated themselves."""
+        target, count = self.parts.whole[2], self.iterations
         with full_precision(target):
-            z, solved = self._conjugate_gradient(target, start, params, count, rounding, count > _ORTHOGONAL)
-            if torch.compiler.is_exporting():
+            rounding = torch.finfo(self.parts.wide(target)[0].dtype).eps
+            z, solved = self._iterated(self.parts.tensors, target, start, count, rounding, count > _ORTHOGONAL)
+            z = z.to(target.dtype)
+            if is_compiled(z) and torch.compiler.is_exporting():
                 return z
             with constant():
                 fixed = z.detach()
@@ -74,20 +69,13 @@ class _RidgeSystem(Equation):
         operator, shift, target = self.parts.build(self.parts.wide(*params))
         return operator, shift, target
 
-    def _conjugate_gradient(
-        self,
-        b: Tensor,
-        start: Tensor | None,
-        params: Sequence[Tensor],
-        iterations: int,
-        tol: float,
-        stable: bool = False,
+    def _iterated(
+        self, params: Sequence[Tensor], b: Tensor, start: Tensor | None, count: int, tol: float, stable: bool = False
     ) -> tuple[Tensor, Tensor]:
         operator, shift, _ = self._at(params)
+        (b,), dims = self.parts.wide(b), len(operator.output_shape)
         apply = lambda v: operator.onto(None, shift, v, 1.0)  # noqa: E731
-        (wide,), dims = self.parts.wide(b), len(operator.output_shape)
-        z, solved = measured_conjugate_gradient(apply, wide, iterations, start, dims, tol, stable=stable)
-        return z.to(b.dtype), solved
+        return measured_conjugate_gradient(apply, b, count, start, dims, tol, stable=stable)
 
 
 @dataclasses.dataclass(frozen=True)
