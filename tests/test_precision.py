@@ -127,7 +127,7 @@ def test_an_operator_of_callables_keeps_its_type(dtype, sampled):
     """Callables that capture half precision are called with it; everything else is float32."""
     weight = (torch.randn(4, 6) / 2).to(dtype)
     norms = {"input_norms_sq": 4.0} if sampled else {}
-    given = operator(lambda y: y @ weight.mT, lambda x: x @ weight, (6,), (4,), 30.0, dtype=dtype, **norms)
+    given = operator(lambda y: y @ weight.mT, lambda x: x @ weight, (6,), (4,), 12.0, dtype=dtype, **norms)
     y = torch.randn(5, 6).to(dtype).requires_grad_()
     solver = ProxSG(8) if sampled else FISTA(60)
     torch.manual_seed(0)
@@ -135,7 +135,7 @@ def test_an_operator_of_callables_keeps_its_type(dtype, sampled):
     solution.x.sum().backward()
     assert solution.x.dtype == y.grad.dtype == dtype
     assert solution.objective.dtype == torch.float32
-    exact = operator(lambda y: y @ weight.double().mT, lambda x: x @ weight.double(), (6,), (4,), 30.0, **norms)
+    exact = operator(lambda y: y @ weight.double().mT, lambda x: x @ weight.double(), (6,), (4,), 12.0, **norms)
     torch.manual_seed(0)
     x = solve(Problem(exact, NonNegative(), y.detach().double(), ridge=0.1), solver).x
     torch.testing.assert_close(solution.x.double(), x, rtol=0, atol=20 * torch.finfo(dtype).eps)

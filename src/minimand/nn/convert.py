@@ -90,12 +90,9 @@ def convert(
     >>> from minimand.solvers import ProxGD, ProxSG
     >>> model = nn.Sequential(nn.Dropout(0.25), nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> converted = convert(model, {"1": ProxSG(iters=10), "3": ProxGD(iters=30)})
-    >>> converted[1].solver.tau, converted[1].function, converted[3].function
-    (0.75, NonNegative(), Zero())
-    >>> converted[1].weight is model[1].weight
-    True
-    >>> one = SolverOptions(ProxGD(iters=1, step=1.0), ridge=0.0)
-    >>> x = torch.randn(5, 8)
+    >>> converted[1].solver.tau, converted[1].function, converted[3].function, converted[1].weight is model[1].weight
+    (0.75, NonNegative(), Zero(), True)
+    >>> one, x = SolverOptions(ProxGD(iters=1, step=1.0), ridge=0.0), torch.randn(5, 8)
     >>> torch.equal(convert(model.eval(), one)(x), model(x))
     True
     >>> convert(nn.Sequential(nn.Linear(8, 4), nn.GELU()), {"0": one, "head": one})

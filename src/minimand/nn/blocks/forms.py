@@ -21,8 +21,7 @@ _ALGORITHMS = ("heavy_ball", "nesterov")
 
 
 def coefficient_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """The learned coefficients of a network, for a parameter group without weight decay, which would shrink skip
-    connections.
+    """The learned coefficients of a network, for a parameter group without weight decay, which would shrink skips.
 
     >>> from minimand.nn import OptimizationNet
     >>> net = OptimizationNet([nn.Linear(2, 2)] * 3, "heavy_ball", learnable=True)

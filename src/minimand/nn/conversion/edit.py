@@ -20,7 +20,7 @@ from ...network.record import CallSite
 
 __all__ = ["EditedMethod", "Edits", "Uneditable", "add_edit", "method_at"]
 
-Span = tuple[int | None, int | None, int | None, int | None]
+Span = tuple[int | None, ...]
 Operand = tuple[int, int]
 
 
