@@ -15,8 +15,7 @@ from torch import nn
 
 from benchmarks import Row, at_most, training_step
 from minimand.adjoints import Checkpoint, Implicit, JacobianFree, Unroll
-from minimand.nn import convert
-from minimand.nn.layers import SolverOptions
+from minimand.nn import SolverOptions, convert
 from minimand.solvers import ADMM, FISTA, SVRG, ProxGD, ProxSG
 from minimand.train import LPOM, MAC, CachedGram, ProxProp
 

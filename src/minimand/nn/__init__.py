@@ -10,9 +10,11 @@ from .blocks import (
     coefficient_parameters,
 )
 from .convert import Rule, convert, plan, revert
+from .convolutions import SolverConv1d, SolverConv2d
 from .dropout import AdditiveDropout, ImportanceDropout
 from .explain import explain
-from .layers import SolverConv1d, SolverConv2d, SolverLayer, SolverLinear, SolverOptions
+from .layers import SolverLayer, SolverLinear
+from .options import SolverOptions
 from .unrolled import (
     ADMMNet,
     Architecture,

@@ -7,7 +7,7 @@ The block dropout → linear → activation is one step of a solver on the layer
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Self, cast, get_args
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,9 @@ from ..arguments import checked
 from ..errors import (
     CapabilityError,
     MinimandError,
-    OptionError,
     Sealed,
     located,
     require_dtype,
-    require_positive,
     require_real,
 )
 from ..functions import Function, Separable, from_activation
@@ -28,60 +26,12 @@ from ..functions.base import widened
 from ..functions.scalar import mean_preactivation
 from ..linalg import mixed_precision
 from ..norms.lipschitz import Bounded, majorant
-from ..operators import Conv1d, Conv2d, Dense, LinearOperator, LipschitzTracker
+from ..operators import Dense, LinearOperator, LipschitzTracker
 from ..solvers import Problem, ProxGD, Solver
 from ..solvers.adjoints import Adjoint, Run, Unroll
-from ..solvers.base import require_count
+from .options import EvalMode, Returns, SolverOptions
 
-__all__ = ["EvalMode", "SolverConv1d", "SolverConv2d", "SolverLayer", "SolverLinear", "SolverOptions"]
-
-EvalMode = Literal["stochastic", "mean", "deterministic"]
-Returns = Literal["solution", "preactivation"]
-
-
-@dataclasses.dataclass(frozen=True)
-class SolverOptions:
-    """The options of a solver layer: everything but its sizes and activation. A conversion rule may set them.
-
-    Args:
-        solver: The method and its number of iterations.
-        adjoint: How gradients are computed through the solver.
-        ridge: The weight λ of the term (λ/2)‖x‖².
-        eval_mode: The behaviour in ``eval()``: ``"stochastic"`` samples as in training, ``"mean"`` averages
-            ``mean_passes`` samples of the output, ``"deterministic"`` takes the same steps along full gradients.
-        shared_sample: Draw one sample for the whole batch; a step then costs only the sampled share of the inputs.
-            Otherwise every row draws its own sample.
-        mean_passes: The number of passes that ``"mean"`` averages.
-    """
-
-    solver: Solver = ProxGD()  # noqa: RUF009 -- frozen
-    adjoint: Adjoint = Unroll()  # noqa: RUF009 -- frozen
-    ridge: float = 1e-3
-    eval_mode: EvalMode = "stochastic"
-    shared_sample: bool = False
-    mean_passes: int = 16
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.solver, Solver):
-            raise OptionError(f"solver must be a minimand solver such as ProxGD(iters=10), got {self.solver!r}")
-        if not isinstance(self.adjoint, Adjoint):
-            raise OptionError(f"adjoint must be one of minimand.adjoints, got {self.adjoint!r}")
-        require_positive("ridge", self.ridge, zero=True)
-        require_count("mean_passes", self.mean_passes)
-        if self.eval_mode not in get_args(EvalMode):
-            raise OptionError(f"eval_mode is one of {', '.join(get_args(EvalMode))}, got {self.eval_mode!r}")
-        self.adjoint.check(self.solver)
-
-    def resolved(self, training: bool) -> tuple[Solver, int]:
-        """The solver for this mode, and the number of its outputs to average."""
-        solver = self.solver
-        if not solver.stochastic:
-            return solver, 1
-        if not training and self.eval_mode == "deterministic":
-            return solver.noiseless(), 1
-        if self.shared_sample:
-            solver = dataclasses.replace(solver, shared_sample=True)  # type: ignore[call-arg]
-        return solver, 1 if training or self.eval_mode != "mean" else self.mean_passes
+__all__ = ["SolverLayer", "SolverLinear"]
 
 
 class _Option:
@@ -311,88 +261,3 @@ class SolverLinear(SolverLayer):
     def operator(self, y: Tensor | None = None) -> Dense:
         """The weight as an operator."""
         return Dense(self.weight)
-
-
-@checked
-class _SolverConv(SolverLayer):
-    """The base class of convolutional solver layers."""
-
-    _sizes = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups")
-
-    in_channels: int
-    out_channels: int
-    kernel_size: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...] | str
-    dilation: tuple[int, ...]
-    groups: int
-
-    _plain: ClassVar[type[nn.Conv1d] | type[nn.Conv2d]]
-    _operator: ClassVar[type[Conv1d] | type[Conv2d]]
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | tuple[int, ...],
-        stride: int | tuple[int, ...] = 1,
-        padding: int | tuple[int, ...] | str = 0,
-        dilation: int | tuple[int, ...] = 1,
-        groups: int = 1,
-        bias: bool = True,
-        *,
-        activation: str | nn.Module | Function = "relu",
-        solver: Solver = ProxGD(),  # noqa: B008 -- frozen
-        adjoint: Adjoint = Unroll(),  # noqa: B008 -- frozen
-        ridge: float = 1e-3,
-        eval_mode: EvalMode = "stochastic",
-        shared_sample: bool = False,
-        mean_passes: int = 16,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        options = SolverOptions(solver, adjoint, ridge, eval_mode, shared_sample, mean_passes)
-        super().__init__(activation, options)
-        make: Callable[..., Any] = self._plain
-        sizes = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias)
-        self._take(make(*sizes, device=device, dtype=dtype))
-
-    def _take(self, plain: nn.Module) -> None:
-        if plain.padding_mode != "zeros":
-            raise CapabilityError(
-                f"padding_mode={plain.padding_mode!r} is not supported by solver layers; use padding_mode='zeros'"
-            )
-        super()._take(plain)
-
-    def operator(self, y: Tensor | None = None) -> Conv1d | Conv2d:
-        """The weight as an operator on images of the size of ``y``, or of any size."""
-        size = None if y is None else tuple(y.shape[2 - self.weight.dim() :])
-        return self._operator(self.weight, size, self.stride, self.padding, self.dilation, self.groups)
-
-
-class SolverConv2d(_SolverConv):
-    """The convolutional :class:`SolverLinear`. It replaces ``Dropout2d → Conv2d → activation``.
-
-    Sizes are those of :class:`torch.nn.Conv2d`, options those of :class:`SolverLinear`. Stochastic solvers sample whole
-    channels. The step is valid for every image size.
-
-    >>> layer = SolverConv2d(3, 4, 3, padding=1, solver=ProxGD(iters=1, step=1.0))
-    >>> y = torch.randn(2, 3, 8, 8)
-    >>> plain = torch.nn.functional.conv2d(y, layer.weight, layer.bias, padding=1)
-    >>> torch.equal(layer(y), torch.relu(plain))
-    True
-    """
-
-    _plain = nn.Conv2d
-    _operator = Conv2d
-
-
-class SolverConv1d(_SolverConv):
-    """The one-dimensional :class:`SolverConv2d`.
-
-    >>> SolverConv1d(3, 4, 5, stride=2)(torch.randn(2, 3, 11)).shape
-    torch.Size([2, 4, 4])
-    """
-
-    _plain = nn.Conv1d
-    _operator = Conv1d

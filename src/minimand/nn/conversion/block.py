@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from ...errors import ShapeError
 from ...operators.batchnorm import fold_batch_norm
 from ...solvers import Problem
-from ..layers import SolverConv1d, SolverConv2d, SolverLayer, SolverLinear
+from ..convolutions import SolverConv1d, SolverConv2d
+from ..layers import SolverLayer, SolverLinear
 
 __all__ = ["SolverBlockConv1d", "SolverBlockConv2d", "SolverBlockLinear"]
 

@@ -15,7 +15,9 @@ from ...functions import Function
 from ...network import Network
 from ...network.graph import is_layer
 from ...solvers import ADMM, RCD, Solver
-from ..layers import SolverConv1d, SolverConv2d, SolverLayer, SolverLinear, SolverOptions
+from ..convolutions import SolverConv1d, SolverConv2d
+from ..layers import SolverLayer, SolverLinear
+from ..options import SolverOptions
 from ..table import table_lines
 from .block import SolverBlockConv1d, SolverBlockConv2d, SolverBlockLinear
 from .edit import Edits

@@ -14,7 +14,7 @@ from ...network.reading import read_modes
 from ...network.record import Call, CallSite, ModuleFrame
 from ...solvers import SVRG, ProxSG, Solver
 from ...solvers.sampling import Importance, resolve_sampling
-from ..layers import SolverOptions
+from ..options import SolverOptions
 from .edit import Edits, Uneditable, add_edit
 from .neighbors import After, Dropout, Join, Obstacle, after, describe, dropout_before, is_alone, may_branch
 from .plan import LINEAR, LayerPlan, Plan, Rule, check_plain, solver_layer
