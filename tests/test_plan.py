@@ -1,6 +1,7 @@
 """Laws of a plan: it says what becomes of every layer, changes nothing, and is what convert does."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -242,10 +243,10 @@ def test_hooks_see_pre_activations():
 
 def test_every_solver_keeps_the_activation_in_the_network():
     x = torch.randn(5, 8)
-    for solver in (ProxSG(3), SVRG(1, 3), RCD(3), ADMM(3)):
+    for solver, start in itertools.product((ProxSG(3), SVRG(1, 3), RCD(3), ADMM(3)), ("plain", "zero")):
         for mode in ("stochastic", "mean", "deterministic"):
             model = nn.Sequential(nn.Linear(8, 6), nn.Tanh())
-            options = SolverOptions(solver, eval_mode=mode, mean_passes=2)
+            options = SolverOptions(solver, eval_mode=mode, mean_passes=2, start=start)
             converted = convert(model, options).eval()
             expected = SolverLinear.from_plain(model[0], "tanh", options).eval()
             torch.manual_seed(0)

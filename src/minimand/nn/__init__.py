@@ -15,6 +15,7 @@ from .dropout import AdditiveDropout, ImportanceDropout
 from .explain import explain
 from .layers import SolverLayer, SolverLinear
 from .options import SolverOptions
+from .running import sample, set_strength, warm_start
 from .unrolled import (
     ADMMNet,
     Architecture,
@@ -53,5 +54,8 @@ __all__ = [
     "least_squares_start",
     "plan",
     "revert",
+    "sample",
+    "set_strength",
     "sparse_reconstruction",
+    "warm_start",
 ]

@@ -6,7 +6,6 @@ The block dropout → linear → activation is one step of a solver on the layer
 
 import abc
 import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -17,6 +16,7 @@ from ..errors import (
     CapabilityError,
     MinimandError,
     Sealed,
+    is_traced,
     located,
     require_dtype,
     require_real,
@@ -24,14 +24,18 @@ from ..errors import (
 from ..functions import Function, Separable, from_activation
 from ..functions.base import widened
 from ..functions.scalar import mean_preactivation
-from ..linalg import mixed_precision
+from ..linalg import is_zero, mixed_precision
 from ..norms.lipschitz import Bounded, majorant
 from ..operators import Dense, LinearOperator, LipschitzTracker
 from ..solvers import Problem, ProxGD, Solver
 from ..solvers.adjoints import Adjoint, Run, Unroll
-from .options import EvalMode, Returns, SolverOptions
+from ..solvers.rows import solve_rows
+from .options import EvalMode, Returns, SolverOptions, check_strength
 
 __all__ = ["SolverLayer", "SolverLinear"]
+
+# A learned strength in training is not below this, so that it has a gradient at zero, too.
+_LEAST_STRENGTH = 1e-6
 
 
 class _Option:
@@ -69,6 +73,10 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    #: Whether the step is to be renewed in the next forward pass, where that happens once an epoch.
+    _due: bool = False
+    #: The last pre-activation, if the next run starts from it (:func:`~minimand.nn.warm_start`).
+    _memory: list[Tensor] | None = None
 
     solver = _Option()
     adjoint = _Option()
@@ -76,11 +84,14 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
     eval_mode = _Option()
     shared_sample = _Option()
     mean_passes = _Option()
+    start = _Option()
+    refresh = _Option()
+    tol = _Option()
 
     def __init__(self, activation: str | nn.Module | Function, options: SolverOptions) -> None:
         super().__init__()
         self.function = activation if isinstance(activation, Function) else from_activation(activation)
-        self.options = options
+        self.options = options.filled("zero", "stochastic")
         self.generator: torch.Generator | None = None
         #: The path of the layer in the converted network.
         self.path = ""
@@ -107,6 +118,9 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
             setattr(self, name, getattr(plain, name))
         self.register_parameter("weight", cast(nn.Parameter, plain.weight))
         self.register_parameter("bias", cast(nn.Parameter | None, plain.bias))
+        if self.options.learn_strength:
+            # Not by register_parameter, which the property of this name forbids.
+            self._parameters["strength"] = nn.Parameter(self.weight.new_tensor(self.options.strength))
         self._track()
 
     @abc.abstractmethod
@@ -135,35 +149,112 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
             bias = skip if bias is None else skip + operator.per_feature(bias)
         return Problem(operator, self.function, y, bias, self.options.ridge).working()
 
+    @property
+    def strength(self) -> float | nn.Parameter:
+        """The factor of the steps, in [0, 1]; a Parameter if it is learned. It can be set to a number at any time."""
+        learned = self._parameters.get("strength")
+        return cast(float, self.options.strength) if learned is None else learned
+
+    @strength.setter
+    def strength(self, strength: float) -> None:
+        self._set_strength(strength)
+
+    def _set_strength(self, strength: float) -> None:
+        check_strength(strength)
+        learned = self._parameters.get("strength")
+        if learned is None:
+            vars(self)["options"] = dataclasses.replace(self.options, strength=strength)
+        else:
+            learned.data.fill_(strength)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A module refuses numbers for the name of a Parameter.
+        if name == "strength" and not isinstance(value, nn.Parameter | None):
+            self._set_strength(value)
+        else:
+            super().__setattr__(name, value)
+
+    def plain(self, y: Tensor, skip: Tensor | None = None) -> Tensor:
+        """The plain layer before its activation."""
+        out = self.operator(y).affine(y, self.bias)
+        return out if skip is None else out + skip
+
     def forward(self, y: Tensor, skip: Tensor | None = None) -> Tensor:
         """Run the solver; ``eval_mode`` decides how in evaluation."""
-        return self.solved(y, lambda: self.problem(y, skip))
+        return self.solved(y, skip)
 
-    def solved(self, y: Tensor, problem_of_input: Callable[[], Problem]) -> Tensor:
-        """What the layer returns for the problem of an input."""
-        solver, passes = self.options.resolved(self.training)
+    def solved(self, y: Tensor, *others: Tensor | None) -> Tensor:
+        """What the layer returns for an input and what else its problem is made of."""
+        (solver, passes), strength = self.options.resolved(self.training), self._factor()
+        # Every draw of a plain start counts as a sample.
+        steady = self.options.start == "plain" and not self.options.samples(self.training)
         try:
             # Clear errors for inputs that torch's own layer would reject.
             require_real("the input", y)
             require_dtype("the input", y, self.weight)
+            if steady and (is_zero(strength) or solver.iterations == 1):
+                self.operator(y).check_input(y)
+                plain = self.plain(y, *others)
+                return plain if self.returns == "preactivation" else self.function.prox(plain)
             context, dtype = mixed_precision(y)
             with context:
-                problem = solver.prepare(problem_of_input())
-                ending = dataclasses.replace(problem, preactivated=True) if self.returns == "preactivation" else None
-                run = Run(problem, solver, generator=self.generator, ending=ending)
-                answers = [problem.as_given(self.options.adjoint(run)[0]) for _ in range(passes)]
+                problem = self.problem(y, *others)
+                answers = [self._answer(problem, solver, strength) for _ in range(passes)]
         except MinimandError as error:
             raise located(error, self.path or type(self).__name__) from None
         x = answers[0]
         if passes > 1:
-            samples = torch.stack(answers)
-            x = samples.mean(0) if ending is None else mean_preactivation(cast(Separable, self.function), samples)
+            samples, function = torch.stack(answers), cast(Separable, self.function)
+            x = samples.mean(0) if self.returns == "solution" else mean_preactivation(function, samples)
         return x if x.dtype is dtype else x.to(dtype)
+
+    def _factor(self) -> float | Tensor:
+        """The factor of the steps. A learned one is clamped, above zero where its gradient is needed."""
+        learned = self._parameters.get("strength")
+        if learned is None:
+            return cast(float, self.options.strength)
+        if not is_traced(learned):
+            if self.training:
+                learned.data.clamp_(0, 1)
+            elif float(learned.detach()) <= 0:
+                return 0.0
+        return widened(learned).clamp(_LEAST_STRENGTH, 1)
+
+    def _answer(self, given: Problem, solver: Solver, strength: float | Tensor) -> Tensor:
+        """A pass of the solver: its solution, or the pre-activation of that."""
+        preactivated, start, memory = self.returns == "preactivation", None, self._memory
+        if self.options.start == "plain":
+            start = solver.plain(given, self.generator)
+            if is_zero(strength) or solver.iterations == 1:
+                return start if preactivated else self.function.prox(start)
+            if not self.options.samples(self.training):
+                given = dataclasses.replace(given, affine=start)
+        if memory and memory[0].shape == given.shape and memory[0].dtype == given.y.dtype:
+            start = memory[0]
+        problem = solver.prepare(given)
+        # Methods that update some entries only keep pre-activations, and need the one that they start from.
+        through = preactivated or memory is not None or (start is not None and solver.updates_some)
+        ending = dataclasses.replace(problem, preactivated=True) if through else None
+        solver = solver if isinstance(strength, float) and strength == 1 else solver.weakened(strength)
+        run = Run(problem, solver, generator=self.generator, ending=ending, start=start)
+        x = solve_rows(run, cast(float, self.tol)) if self._stops_early(given) else self.options.adjoint(run)[0]
+        if memory is not None:
+            memory[:] = [x.detach()]
+        return problem.as_given(x if preactivated else run.solution(x))
+
+    def _stops_early(self, problem: Problem) -> bool:
+        tensors = (problem.y, self.weight, *(() if problem.bias is None else (problem.bias,)))
+        needed = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        batched = problem.y.dim() > len(problem.operator.input_shape)
+        return self.tol is not None and not self.training and batched and not needed and not is_traced(problem.y)
 
     def _bounded(self, operator: LinearOperator, weight: Tensor) -> LinearOperator:
         """The operator with a weight, in float32 for half precision, and that weight's bounds."""
         weight = widened(weight)
         operator = operator if weight is operator.weight else operator.with_weight(weight)
+        if self._due:
+            self._tracker.refresh(weight)
+            self._due = False
         return operator.with_bounds(self._tracker.bounds(weight))
 
     def _track(self) -> None:
@@ -176,20 +267,31 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
                 f"cannot stay in the network; use ProxSG, or a SolverLinear or SolverConv2d in its place"
             )
         # Stochastic solvers also need the norms of the columns or rows.
-        self._tracker = LipschitzTracker(operator, inputs=solver.stochastic, outputs=solver.stochastic)
+        policy = "drift" if self.options.refresh == "drift" else "manual"
+        parts = {"inputs": solver.stochastic, "outputs": solver.stochastic}
+        self._tracker = LipschitzTracker(operator, refresh=policy, **parts)
         self._tracker.train(self.training)
+        self._due = policy == "manual"
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode; a step that is renewed once an epoch is renewed in the next forward pass."""
+        self._due = mode and self.options.refresh == "epoch"
+        return super().train(mode)
 
     def extra_repr(self) -> str:
         """The description that ``print`` shows."""
-        options, defaults = self.options, SolverOptions()
+        options, defaults = self.options, SolverOptions().filled("zero", "stochastic")
         parts = [str(getattr(self, name)) for name in self._sizes[:2]]
         parts += [f"{name}={getattr(self, name)}" for name in self._sizes[2:]]
         parts += [f"bias={self.bias is not None}", f"activation={self.function}", f"solver={options.solver}"]
         parts += [
             f"{field.name}={getattr(options, field.name)!r}"
             for field in dataclasses.fields(options)
-            if field.name != "solver" and getattr(options, field.name) != getattr(defaults, field.name)
+            if field.name not in ("solver", "strength")
+            and getattr(options, field.name) != getattr(defaults, field.name)
         ]
+        if not is_traced(self.weight) and (strength := float(torch.as_tensor(self.strength).detach())) != 1:
+            parts.append(f"strength={strength:.3g}")
         return ", ".join(parts)
 
     def __getstate__(self) -> dict[str, Any]:

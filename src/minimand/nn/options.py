@@ -1,18 +1,24 @@
 """The options of solver layers."""
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from ..errors import OptionError, require_positive
 from ..solvers import ProxGD, Solver
 from ..solvers.adjoints import Adjoint, Unroll
 from ..solvers.base import require_count
 
-__all__ = ["EvalMode", "Returns", "SolverOptions"]
+__all__ = ["STRENGTH", "EvalMode", "Refresh", "Returns", "SolverOptions", "Start", "check_strength"]
 
 EvalMode = Literal["stochastic", "mean", "deterministic"]
+Start = Literal["plain", "zero"]
+Refresh = Literal["drift", "epoch"]
 #: What a layer returns: the solution, or a point whose activation is the solution.
 Returns = Literal["solution", "preactivation"]
+
+#: The strength of a layer that starts from the plain one: the largest at which conversion costs a validation network
+#: at most half a point of accuracy.
+STRENGTH = 0.03
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,18 +30,36 @@ class SolverOptions:
         adjoint: How gradients are computed through the solver.
         ridge: The weight λ of the term (λ/2)‖x‖².
         eval_mode: The behaviour in ``eval()``: ``"stochastic"`` samples as in training, ``"mean"`` averages
-            ``mean_passes`` samples of the output, ``"deterministic"`` takes the same steps along full gradients.
+            ``mean_passes`` samples of the output, ``"deterministic"`` takes the same steps along full gradients. None:
+            deterministic in a converted network, stochastic in a layer that is made as such.
         shared_sample: Draw one sample for the whole batch; a step then costs only the sampled share of the inputs.
             Otherwise every row draws its own sample.
         mean_passes: The number of passes that ``"mean"`` averages.
+        start: ``"plain"``: the first iteration is the plain layer, with the solver's sample as its dropout, and the
+            others go on from there at ``strength`` times the solver's step. ``"zero"``: all iterations are the
+            solver's, from zero. None: plain in a converted network, unless the adjoint is that of the minimiser, and
+            zero in a layer that is made as such.
+        strength: A number in [0, 1] by which steps are multiplied. At 0 a layer that starts from the plain one *is* the
+            plain one. Methods without a step move pre-activations by this share of the way instead (ADMM: by its
+            relaxation). None: 0.03 from the plain start, 1 from zero.
+        learn_strength: Make the strength a Parameter of the layer, clamped to [0, 1].
+        refresh: ``"drift"``: the step follows the weight. ``"epoch"``: it is computed when training begins and at every
+            call of ``train()``, as in [Bibi2019]; **unsafe**, since the weight moves meanwhile.
+        tol: In ``eval()`` and without gradients, a sample makes no further iterations once its optimality measure is at
+            most this share of the one at the start. Compiled and exported layers make all iterations.
     """
 
     solver: Solver = ProxGD()  # noqa: RUF009 -- frozen
     adjoint: Adjoint = Unroll()  # noqa: RUF009 -- frozen
     ridge: float = 1e-3
-    eval_mode: EvalMode = "stochastic"
+    eval_mode: EvalMode | None = None
     shared_sample: bool = False
     mean_passes: int = 16
+    start: Start | None = None
+    strength: float | None = None
+    learn_strength: bool = False
+    refresh: Refresh = "drift"
+    tol: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.solver, Solver):
@@ -44,17 +68,72 @@ class SolverOptions:
             raise OptionError(f"adjoint must be one of minimand.adjoints, got {self.adjoint!r}")
         require_positive("ridge", self.ridge, zero=True)
         require_count("mean_passes", self.mean_passes)
-        if self.eval_mode not in get_args(EvalMode):
-            raise OptionError(f"eval_mode is one of {', '.join(get_args(EvalMode))}, got {self.eval_mode!r}")
+        if self.tol is not None:
+            require_positive("tol", self.tol)
+        _require_one_of("eval_mode", self.eval_mode, EvalMode)
+        _require_one_of("start", self.start, Start)
+        _require_one_of("refresh", self.refresh, Refresh, none=False)
+        if self.strength is not None:
+            check_strength(self.strength)
         self.adjoint.check(self.solver)
+        self._check_start()
+
+    def _check_start(self) -> None:
+        """Raise where gradients of the minimiser would be given for a point that is not near it."""
+        if self.start == "plain" and self.adjoint.of_minimizer:
+            raise OptionError(
+                f"{type(self.adjoint).__name__} differentiates the minimiser, which a layer does not reach from "
+                f'start="plain"; use start="zero" with enough iterations, or Unroll() or Checkpoint()'
+            )
+        if (self.strength not in (None, 1.0) or self.learn_strength) and self.adjoint.of_minimizer:
+            raise OptionError(
+                f"{type(self.adjoint).__name__} differentiates the minimiser, on which the strength has no influence; "
+                f"use Unroll() or Checkpoint() with a strength"
+            )
+
+    @classmethod
+    def paper(cls, solver: Solver) -> Self:
+        """The protocol of [Bibi2019], §4: iterations from zero, a first step of 1/L with L renewed once an epoch (at
+        every call of ``train()``), exponential decay of the step, λ = 10⁻³ and samples also in evaluation.
+
+        >>> from minimand.solvers import ProxSG
+        >>> options = SolverOptions.paper(ProxSG(iters=30))
+        >>> options.start, options.solver.step, options.refresh, options.eval_mode
+        ('zero', '1/L', 'epoch', 'stochastic')
+        """
+        changes: dict[str, Any] = {"step": "1/L"} if hasattr(solver, "step") else {}
+        chosen: dict[str, Any] = {"eval_mode": "stochastic", "start": "zero", "refresh": "epoch"}
+        return cls(dataclasses.replace(solver, **changes), ridge=1e-3, **chosen)
+
+    def filled(self, start: Start, eval_mode: EvalMode) -> "SolverOptions":
+        """The same options with values in the place of None."""
+        start = self.start or ("zero" if self.adjoint.of_minimizer else start)
+        strength = (STRENGTH if start == "plain" else 1.0) if self.strength is None else self.strength
+        return dataclasses.replace(self, start=start, strength=strength, eval_mode=self.eval_mode or eval_mode)
+
+    def samples(self, training: bool) -> bool:
+        """Whether a pass in this mode draws samples."""
+        return self.solver.stochastic and (training or self.eval_mode != "deterministic")
 
     def resolved(self, training: bool) -> tuple[Solver, int]:
         """The solver for this mode, and the number of its outputs to average."""
         solver = self.solver
         if not solver.stochastic:
             return solver, 1
-        if not training and self.eval_mode == "deterministic":
+        if not self.samples(training):
             return solver.noiseless(), 1
         if self.shared_sample:
             solver = dataclasses.replace(solver, shared_sample=True)  # type: ignore[call-arg]
         return solver, 1 if training or self.eval_mode != "mean" else self.mean_passes
+
+
+def check_strength(strength: float) -> None:
+    """Raise :class:`~minimand.errors.OptionError` unless the strength is a number in [0, 1]."""
+    number = isinstance(strength, int | float) and not isinstance(strength, bool)
+    if not number or not 0 <= strength <= 1:
+        raise OptionError(f"strength is a number between 0 (the plain layer) and 1 (the solver), got {strength!r}")
+
+
+def _require_one_of(name: str, value: object, kind: Any, none: bool = True) -> None:
+    if value not in get_args(kind) and not (none and value is None):
+        raise OptionError(f"{name} is one of {', '.join(get_args(kind))}, got {value!r}")

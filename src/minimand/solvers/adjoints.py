@@ -15,7 +15,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ class Run:
         until: Stops the run early where it returns True.
         ending: The problem of the last iteration, where it ends in a pre-activation; None: ``problem``. Solvers that
             update some entries only take all their steps in it.
+        start: A point whose activation is the start, instead of ``x0``. It counts as the first iteration.
     """
 
     problem: Problem
@@ -54,14 +55,22 @@ class Run:
     generator: torch.Generator | None = None
     until: Until | None = None
     ending: Problem | None = None
+    start: Tensor | None = None
+
+    @property
+    def iterations(self) -> int:
+        """The number of iterations to make."""
+        return self.solver.iterations - (self.start is not None)
 
     def init(self) -> Any:
         """The state before the first iteration."""
+        if self.start is not None:
+            return self.solver.start(self.problem, self.start)
         return self.solver.init(self.problem, self.x0)
 
     def advance(self, state: Any, k: int) -> Any:
         """The state after iteration k."""
-        last = self.solver.updates_some or k + 1 == self.solver.iterations
+        last = self.solver.updates_some or k + 1 == self.iterations
         problem = self.problem if self.ending is None or not last else self.ending
         return self.solver.advance(problem, state, k, self.generator)
 
@@ -71,13 +80,19 @@ class Run:
 
     def forward(self) -> tuple[Tensor, int]:
         """All iterations: the solution, and their number."""
-        state, done = iterate(self.advance, self.init(), self.solver.iterations, until=self.until)
+        state, done = iterate(self.advance, self.init(), self.iterations, until=self.until)
         return state.x, done
 
 
 @dataclasses.dataclass(frozen=True)
 class Adjoint(abc.ABC):
-    """A rule for gradients: it runs a solver and makes the solution differentiable."""
+    """A rule for gradients: it runs a solver and makes the solution differentiable.
+
+    Attributes:
+        of_minimizer: Whether the gradient is that of the minimiser, or an approximation of it, and not of the run.
+    """
+
+    of_minimizer: ClassVar[bool] = False
 
     @abc.abstractmethod
     def __call__(self, run: Run) -> tuple[Tensor, int]:
@@ -118,7 +133,7 @@ class Checkpoint(Adjoint):
         if transformed():
             # torch.func and forward mode cannot recompute; the derivatives are the same.
             return run.forward()
-        total = run.solver.iterations
+        total = run.iterations
         every, source = self.every or math.isqrt(total - 1) + 1, _source(run)
 
         def segment(state: Any, s: int) -> Any:
@@ -171,6 +186,8 @@ class JacobianFree(Adjoint):
     Source: Fung et al., *Jacobian-free backpropagation*, 2022.
     """
 
+    of_minimizer: ClassVar[bool] = True
+
     def __call__(self, run: Run) -> tuple[Tensor, int]:
         """The forward pass records nothing."""
         with constant():
@@ -208,6 +225,8 @@ class Implicit(Adjoint):
         method: ``"cg"``, or ``"neumann"`` for the plain series, whose truncation after k terms is a
             compromise between :class:`JacobianFree` and the exact gradient.
     """
+
+    of_minimizer: ClassVar[bool] = True
 
     iters: int = 200
     tol: float | None = None

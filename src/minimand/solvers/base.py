@@ -11,8 +11,9 @@ from ..errors import CapabilityError, OptionError
 from ..functions.base import Function
 from ..operators.base import LinearOperator
 from .problem import Problem
+from .steps import Scaled, StepSize
 
-__all__ = ["Solver", "State", "require_count"]
+__all__ = ["Solver", "State", "check_relaxation", "require_count"]
 
 
 class State(Protocol):
@@ -54,6 +55,25 @@ class Solver(abc.ABC):
     def advance(self, problem: Problem, state: Any, k: int, generator: torch.Generator | None) -> Any:
         """One iteration."""
 
+    def plain(self, problem: Problem, generator: torch.Generator | None) -> Tensor:
+        """The plain layer before its activation: a unit step from zero, with the sample of this method as dropout."""
+        return problem.linear()
+
+    def start(self, problem: Problem, preactivation: Tensor) -> Any:
+        """The state before the first iteration from the activation of a point; momentum is at rest."""
+        return self.init(problem, problem.function.prox(preactivation))
+
+    def weakened(self, strength: float | Tensor) -> "Solver":
+        """The same method with ``strength`` times its steps."""
+        step: StepSize | None = getattr(self, "step", None)
+        if step is None:
+            raise CapabilityError(
+                f"{type(self).__name__} has no step that a strength could scale; implement weakened(strength), or use "
+                f'start="zero" and strength=1'
+            )
+        changes: dict[str, Any] = {"step": Scaled(step, strength)}
+        return dataclasses.replace(self, **changes)
+
     def first_step(self, problem: Problem) -> float | Tensor | None:
         """The step size of the first iteration; None for a method without step sizes."""
         return None
@@ -80,6 +100,13 @@ class Solver(abc.ABC):
                 f"{name} samples features of the operator, but {type(operator).__name__} does not support sampling; "
                 f"pass input_norms_sq to operator(…), set sampled = True in a subclass, or use ProxGD, FISTA or ADMM"
             )
+
+
+def check_relaxation(value: float | Tensor, most: float) -> None:
+    """Raise :class:`~minimand.errors.OptionError` unless ``value`` lies in (0, most], or is learned."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not isinstance(value, Tensor) and not (number and 0 < value <= most):
+        raise OptionError(f"relaxation must lie in (0, {most:g}], got {value!r}")
 
 
 def require_count(name: str, value: int) -> None:

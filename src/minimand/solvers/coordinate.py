@@ -8,11 +8,11 @@ from torch import Tensor
 
 from ..functions.base import Function
 from ..operators.base import LinearOperator
-from .base import Solver, require_count
+from .base import Solver, check_relaxation, require_count
 from .gradient import ProxGD
-from .problem import Problem, as_number, reciprocal, require_steps
+from .problem import Problem, reciprocal, require_steps
 from .sampling import Nice, Request, check_tau, sample_size
-from .steps import StepSize, check_step_size
+from .steps import Scaled, StepSize, check_step_size, gradient_step
 
 __all__ = ["RCD"]
 
@@ -43,6 +43,8 @@ class RCD(Solver):
         step: 1/v; automatic: :math:`1/(L+\lambda)` for blocks, which is safe for any τ, and
             :math:`1/(\|\mathrm{row}_i\|^2+\lambda)` for a single output at a time.
         shared_sample: One draw for the whole batch; a step gathers τ rows of the operator and costs τ/n2 of a full one.
+        relaxation: The share α of an update :math:`x_S + \alpha\,(x_S^+ - x_S)`, of pre-activations in a layer that
+            starts from the plain one.
 
     Source: Richtárik & Takáč, 2016; [Bibi2019], appendix I.
 
@@ -62,11 +64,13 @@ class RCD(Solver):
     tau: float | int | None = None
     step: StepSize = "auto"
     shared_sample: bool = dataclasses.field(default=False, kw_only=True)
+    relaxation: float | Tensor = dataclasses.field(default=1.0, kw_only=True)
 
     def __post_init__(self) -> None:
         require_count("iters", self.iters)
         check_step_size(self.step)
         check_tau(self.tau)
+        check_relaxation(self.relaxation, 1.0)
 
     @property
     def iterations(self) -> int:
@@ -85,17 +89,34 @@ class RCD(Solver):
     def first_step(self, problem: Problem) -> float | Tensor:
         """1/v; one per output where single outputs are updated."""
         operator = problem.operator
-        if not isinstance(self.step, str):
-            return self.step
-        if sample_size(self.tau, operator.outputs) == 1:
+        if self.step == "auto" and sample_size(self.tau, operator.outputs) == 1:
             steps = reciprocal(operator.output_norms_sq() + problem.ridge)
             require_steps(steps)
             return operator.per_feature(steps)
-        return as_number(reciprocal(problem.smoothness()))
+        return gradient_step(self.step, problem)
 
     def noiseless(self) -> ProxGD:
-        """Proximal gradient descent, which updates all outputs at once."""
-        return ProxGD(self.iters, self.step)
+        """Proximal gradient descent, which updates all outputs at once; a relaxation shortens its step."""
+        return ProxGD(self.iters, Scaled(self.step, self.relaxation) if self._is_relaxed else self.step)
+
+    def weakened(self, strength: float | Tensor) -> "RCD":
+        """The same method with ``strength`` times its updates."""
+        return dataclasses.replace(self, relaxation=self.relaxation * strength)
+
+    def plain(self, problem: Problem, generator: torch.Generator | None) -> Tensor:
+        """``A y + b`` on the sampled outputs, zero on the others."""
+        state, unit = CoordinateState(None, problem.y, 1.0), dataclasses.replace(self, relaxation=1.0)
+        z = unit.advance(dataclasses.replace(problem, preactivated=True), state, 0, generator).x
+        assert z is not None
+        return z
+
+    def start(self, problem: Problem, preactivation: Tensor) -> CoordinateState:
+        """The state holds the pre-activation, in which all updates are made."""
+        return self.init(problem, problem.function.prox(preactivation))._replace(x=preactivation)
+
+    @property
+    def _is_relaxed(self) -> bool:
+        return isinstance(self.relaxation, Tensor) or self.relaxation != 1
 
     def init(self, problem: Problem, x0: Tensor | None) -> CoordinateState:
         """The residual and the step, once."""
@@ -115,7 +136,7 @@ class RCD(Solver):
             assert sample.weight is not None
             kept = operator.per_feature(sample.weight.reshape(*x.shape[: operator.output_dim], operator.outputs)) > 0
             updated = self._updated(problem, x, state.residual, problem.bias, state.step)
-            updated = torch.where(kept, updated, given)
+            updated = torch.where(kept, self._relaxed(given, updated), given)
             residual = state.residual - operator.adjoint(problem.solution(updated) - x)
             return state._replace(x=updated, residual=residual)
         part = dataclasses.replace(problem, operator=operator.restrict_outputs(index))
@@ -123,8 +144,12 @@ class RCD(Solver):
         step = self._part(problem, state.step, index) if isinstance(state.step, Tensor) else state.step
         block = operator.select_outputs(x, index)
         updated = self._updated(part, block, state.residual, bias, step)
+        updated = self._relaxed(operator.select_outputs(given, index), updated)
         residual = state.residual - part.operator.adjoint(problem.solution(updated) - block)
         return state._replace(x=given.index_copy(operator.output_dim, index, updated), residual=residual)
+
+    def _relaxed(self, given: Tensor, updated: Tensor) -> Tensor:
+        return given + self.relaxation * (updated - given) if self._is_relaxed else updated
 
     @staticmethod
     def _updated(problem: Problem, x: Tensor, residual: Tensor, bias: Tensor | None, step: float | Tensor) -> Tensor:

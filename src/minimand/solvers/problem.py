@@ -143,11 +143,14 @@ class Problem:
 
         which is zero at the minimiser and nowhere else.
         """
+        norms = self.gradient_mapping(x).flatten(self.operator.output_dim).norm(dim=-1)
+        return norms.amax() if self.rows else norms.sum()
+
+    def gradient_mapping(self, x: Tensor) -> Tensor:
+        r""":math:`\ell\,(x - \operatorname{prox}_{g/\ell}(x - \nabla f(x)/\ell))`, zero at the minimiser only."""
         problem, x = self.working(), widened(x)
         step = as_number(reciprocal(problem.smoothness()))
-        moved = (x - problem.prox(x + step * problem.descent(x, problem.linear()), step)) / step
-        norms = moved.flatten(self.operator.output_dim).norm(dim=-1)
-        return norms.amax() if self.rows else norms.sum()
+        return (x - problem.prox(x + step * problem.descent(x, problem.linear()), step)) / step
 
     def as_given(self, x: Tensor) -> Tensor:
         """``x`` in the memory format that torch would give it: channels last only where the input or the weight is. A

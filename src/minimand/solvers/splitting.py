@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..errors import holds, is_compiled, require_positive
+from ..linalg import accumulate
 from ..operators.base import LinearOperator
-from .base import Solver, require_count
+from .base import Solver, check_relaxation, require_count
 from .implicit import Equation, Parts, attached, constant, full_precision
 from .linear import RidgeFactor, measured_conjugate_gradient, ridge_factor
 from .problem import Problem
@@ -92,6 +93,13 @@ class ADMM(Solver):
     from the last solution, in single or double precision. Systems that are solved have the derivatives of their
     solution; iterations that have not converged are differentiated themselves.
 
+    Args:
+        iters: Iterations.
+        rho: The penalty :math:`\rho`.
+        cg_iters: Conjugate gradient iterations at most, where the system is not factored.
+        relaxation: :math:`\alpha \in (0, 2)`: :math:`\alpha z + (1 - \alpha) x` takes the place of z in the last two
+            updates, which moves :math:`z + u` by the share :math:`\alpha` (§3.4.3 there).
+
     Source: Boyd et al., 2011, §4.2.
 
     >>> from minimand.functions import NonNegative
@@ -105,6 +113,7 @@ class ADMM(Solver):
     iters: int = 10
     rho: float | Tensor = 1.0
     cg_iters: int = dataclasses.field(default=10, kw_only=True)
+    relaxation: float | Tensor = dataclasses.field(default=1.0, kw_only=True)
 
     def __post_init__(self) -> None:
         require_count("iters", self.iters)
@@ -112,6 +121,7 @@ class ADMM(Solver):
         # A tensor is a learned parameter; the network that owns it keeps it positive.
         if not isinstance(self.rho, Tensor):
             require_positive("rho", self.rho)
+        check_relaxation(self.relaxation, 1.95)
 
     @property
     def iterations(self) -> int:
@@ -124,6 +134,15 @@ class ADMM(Solver):
         factor = None if matrix is None else ridge_factor(matrix, problem.ridge + self.rho)
         return SplitState(x0, x0, None, problem.linear(), factor)
 
+    def start(self, problem: Problem, preactivation: Tensor) -> SplitState:
+        """The multiplier is the subgradient of g that belongs to the pre-activation."""
+        x = problem.function.prox(preactivation)
+        return self.init(problem, x)._replace(multiplier=(preactivation - x) / self.rho)
+
+    def weakened(self, strength: float | Tensor) -> "ADMM":
+        """The same method with ``strength`` times its relaxation."""
+        return dataclasses.replace(self, relaxation=self.relaxation * strength)
+
     def advance(self, problem: Problem, state: SplitState, k: int, generator: torch.Generator | None) -> SplitState:
         """Linear solve, prox, multiplier."""
         x, smooth, multiplier, linear, factor = state
@@ -135,6 +154,9 @@ class ADMM(Solver):
         else:
             parts = Parts.of((problem.operator.with_bounds(None), problem.ridge + self.rho, target))
             smooth = _RidgeSystem(parts, self.cg_iters).from_start(smooth)
-        pushed = smooth if multiplier is None else smooth + multiplier
+        relaxed = smooth
+        if isinstance(self.relaxation, Tensor) or self.relaxation != 1:
+            relaxed = accumulate(None if x is None else (1 - self.relaxation) * x, self.relaxation, smooth)
+        pushed = relaxed if multiplier is None else relaxed + multiplier
         new = problem.prox(pushed, 1 / self.rho)
         return state._replace(x=new, smooth=smooth, multiplier=pushed - new)

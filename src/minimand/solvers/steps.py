@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from .problem import Problem, as_number, reciprocal
 __all__ = [
     "Exponential",
     "Harmonic",
+    "Scaled",
     "Schedule",
     "StepSize",
     "check_step_size",
@@ -20,23 +22,42 @@ __all__ = [
     "nesterov_momentum",
     "polyak_momentum",
     "resolve_decay",
+    "resolve_step",
 ]
 
-#: ``"auto"``, or a number that the caller is responsible for.
-StepSize = float | Literal["auto"]
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scaled:
+    """A share of another step size. A tensor is learned."""
+
+    step: "StepSize"
+    share: float | Tensor
+
+
+#: ``"auto"``; ``"1/L"``, the rule of [Bibi2019]; or a number that the caller is responsible for.
+StepSize = float | Literal["auto", "1/L"] | Scaled
 
 
 def check_step_size(step: StepSize) -> None:
-    """Raise :class:`~minimand.errors.OptionError` unless ``step`` is ``"auto"`` or a positive number."""
+    """Raise :class:`~minimand.errors.OptionError` unless ``step`` is ``"auto"``, ``"1/L"`` or a positive number."""
     if isinstance(step, int | float):
         require_positive("step", step)
-    elif step != "auto":
-        raise OptionError(f'step is "auto" or a number > 0, got {step!r}')
+    elif not isinstance(step, Scaled) and step not in ("auto", "1/L"):
+        raise OptionError(f'step is "auto", "1/L" or a number > 0, got {step!r}')
+
+
+def resolve_step(step: StepSize, problem: Problem, automatic: Callable[[], Tensor]) -> float | Tensor:
+    r"""The given number, :math:`1/(L + \lambda)` for ``"1/L"``, or one over the smoothness that a solver computes."""
+    if isinstance(step, Scaled):
+        return step.share * resolve_step(step.step, problem, automatic)
+    if not isinstance(step, str):
+        return step
+    return as_number(reciprocal(automatic() if step == "auto" else problem.smoothness()))
 
 
 def gradient_step(step: StepSize, problem: Problem) -> float | Tensor:
     r""":math:`1/(L + \lambda)` for ``"auto"``, with which the objective never increases; otherwise the given number."""
-    return as_number(reciprocal(problem.smoothness())) if isinstance(step, str) else step
+    return resolve_step(step, problem, problem.smoothness)
 
 
 @dataclasses.dataclass(frozen=True)

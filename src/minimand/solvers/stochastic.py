@@ -10,9 +10,9 @@ from ..functions.base import Function
 from ..linalg import accumulate
 from ..operators.base import LinearOperator
 from .base import Solver, require_count
-from .problem import Problem, as_number, reciprocal
+from .problem import Problem
 from .sampling import Full, Request, Sample, Sampling, check_tau, resolve_sampling, sample_size
-from .steps import Schedule, StepSize, check_step_size, resolve_decay
+from .steps import Schedule, StepSize, check_step_size, resolve_decay, resolve_step
 
 __all__ = ["SVRG", "ProxSG"]
 
@@ -46,6 +46,12 @@ class InputSampler(Solver):
         """The same steps along full gradients."""
         changes: dict[str, Any] = {"sampling": Full(resolve_sampling(self.sampling)), "shared_sample": False}
         return dataclasses.replace(self, **changes)
+
+    def plain(self, problem: Problem, generator: torch.Generator | None) -> Tensor:
+        """``A (w ⊙ y) + b``, where the sample w is the dropout."""
+        sample = self.draw(problem, None, generator)
+        full = sample.index is None and sample.weight is None
+        return problem.linear() if full else problem.sampled_descent(None, sample)
 
     def _size(self, problem: Problem) -> int:
         return sample_size(self.tau, problem.operator.inputs)
@@ -94,8 +100,8 @@ class ProxSG(InputSampler):
         iters: Iterations.
         tau: The number of inputs (channels, for a convolution) in a step: a float is a fraction, an int a count.
             None: half of them.
-        step: The first step; automatic: one over the *expected smoothness* of the sampling. The paper's 1/L
-            diverges for small samples.
+        step: The first step; automatic: one over the *expected smoothness* of the sampling. ``"1/L"``, the paper's
+            rule, diverges for small samples.
         decay: A factor per iteration, or a :class:`~minimand.solvers.steps.Schedule`.
         sampling: ``"nice"``, ``"bernoulli"``, ``"importance"`` or a :class:`~minimand.solvers.sampling.Sampling`.
         shared_sample: One draw for the whole batch; a step gathers τ inputs of the operator and costs τ/n of a
@@ -129,9 +135,7 @@ class ProxSG(InputSampler):
 
     def first_step(self, problem: Problem) -> float | Tensor:
         """One over the expected smoothness of the sampling and the ridge."""
-        if not isinstance(self.step, str):
-            return self.step
-        return as_number(reciprocal(self._smoothness(problem)))
+        return resolve_step(self.step, problem, lambda: self._smoothness(problem))
 
     def init(self, problem: Problem, x0: Tensor | None) -> SampledState:
         """The first step."""
@@ -212,11 +216,12 @@ class SVRG(InputSampler):
 
     def first_step(self, problem: Problem) -> float | Tensor:
         """A step that is shorter than 1/L, because the remaining noise requires it."""
-        if not isinstance(self.step, str):
-            return self.step
+        return resolve_step(self.step, problem, lambda: self._reduced(problem))
+
+    def _reduced(self, problem: Problem) -> Tensor:
         n, size = problem.operator.inputs, self._size(problem)
         residual = (n - size) / (size * max(n - 1, 1)) * n * problem.operator.input_norms_sq().amax()
-        return as_number(reciprocal(2 * (self._smoothness(problem) + 2 * residual)))
+        return 2 * (self._smoothness(problem) + 2 * residual)
 
     def advance(
         self, problem: Problem, state: ReferenceState, k: int, generator: torch.Generator | None

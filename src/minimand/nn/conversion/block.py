@@ -31,7 +31,12 @@ class BlockLayer(SolverLayer):
 
     def forward(self, y: Tensor, skip: Tensor | None = None, affine: Tensor | None = None) -> Tensor:
         """Run the solver with a skip; ``affine`` is what :meth:`affine` returned."""
-        return self.solved(y, lambda: self.problem(y, skip, affine))
+        return self.solved(y, skip, affine)
+
+    def plain(self, y: Tensor, skip: Tensor | None = None, affine: Tensor | None = None) -> Tensor:
+        """The plain block before its activation; ``affine`` is what :meth:`affine` returned."""
+        out = self.normalized(self.affine(y) if affine is None else affine)
+        return out if skip is None else out + skip
 
     def problem(self, y: Tensor, skip: Tensor | None = None, affine: Tensor | None = None) -> Problem:
         """The problem of the whole block; in training this updates the running statistics."""

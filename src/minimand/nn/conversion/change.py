@@ -44,8 +44,10 @@ def is_converted(module: nn.Module) -> bool:
 def install(plain: nn.Module, layer: SolverLayer) -> None:
     """Give a solver layer the hooks, tensors and attributes of the plain layer that it replaces."""
     theirs = vars(plain)
-    own = frozenset(vars(layer)) - INTERNAL
+    own, learned = frozenset(vars(layer)) - INTERNAL, layer._parameters.get("strength")
     vars(layer).update({name: value for name, value in theirs.items() if name != "_modules" and name not in own})
+    if learned is not None:
+        vars(layer)["_parameters"] = {**plain._parameters, "strength": learned}
     layer._modules.update(plain._modules)
     vars(layer)[ORIGINAL] = Original(plain, own | {ORIGINAL})
 
@@ -96,6 +98,7 @@ def undo(model: nn.Module) -> nn.Module:
     for module in model.modules():
         own = vars(module)
         if (origin := own.get(ORIGINAL)) is not None:
+            module._parameters.pop("strength", None)
             vars(origin.module).update({k: v for k, v in own.items() if k != "_modules" and k not in origin.own})
             pairs[module] = origin.module
         for name in own.pop(_ADDED, ()):
@@ -194,9 +197,8 @@ class _StandIn(NamedTuple):
 
     def __call__(self, y: Tensor, skip: Tensor | None = None, affine: Tensor | None = None) -> Tensor:
         self.calls.note(self.layer, y)
-        out = self.layer.operator(y).affine(y, self.layer.bias) if affine is None else affine
-        out = self.layer.normalized(out) if isinstance(self.layer, BlockLayer) else out
-        return out if skip is None else out + skip
+        others = (skip, affine) if isinstance(self.layer, BlockLayer) else (skip,)
+        return self.layer.plain(y, *others)
 
 
 def outputs(model: nn.Module, network: Network) -> tuple[list[Tensor], _Calls]:

@@ -55,7 +55,8 @@ class Rule:
 
     def resolved(self) -> SolverOptions:
         """The options in full."""
-        return self.options if isinstance(self.options, SolverOptions) else SolverOptions(solver=self.options)
+        options = self.options if isinstance(self.options, SolverOptions) else SolverOptions(solver=self.options)
+        return options.filled("plain", "deterministic")
 
 
 Rules = Mapping[str, Solver | SolverOptions | Rule] | Solver | SolverOptions | Rule
