@@ -209,7 +209,7 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
         return x if x.dtype is dtype else x.to(dtype)
 
     def _factor(self) -> float | Tensor:
-        """The factor of the steps. A learned one is clamped, above zero where its gradient is needed."""
+        """The factor of the steps. A learned one is clamped, and above zero, so that it has a gradient there."""
         learned = self._parameters.get("strength")
         if learned is None:
             return cast(float, self.options.strength)
@@ -218,7 +218,7 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
                 learned.data.clamp_(0, 1)
             elif float(learned.detach()) <= 0:
                 return 0.0
-        return widened(learned).clamp(_LEAST_STRENGTH, 1)
+        return (1 - _LEAST_STRENGTH) * widened(learned).clamp(0, 1) + _LEAST_STRENGTH
 
     def _answer(self, given: Problem, solver: Solver, strength: float | Tensor) -> Tensor:
         """A pass of the solver: its solution, or the pre-activation of that."""
