@@ -16,6 +16,7 @@ from .explain import explain
 from .layers import SolverLayer, SolverLinear
 from .options import SolverOptions
 from .running import sample, set_strength, warm_start
+from .suggest import suggest
 from .unrolled import (
     ADMMNet,
     Architecture,
@@ -57,5 +58,6 @@ __all__ = [
     "sample",
     "set_strength",
     "sparse_reconstruction",
+    "suggest",
     "warm_start",
 ]

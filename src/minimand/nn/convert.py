@@ -104,7 +104,7 @@ def convert(
     if unsupported not in ("error", "skip"):
         raise OptionError(f'unsupported must be "error" or "skip", got {unsupported!r}')
     if isinstance(rules, Plan):
-        _check_model(model)
+        check_convertible(model)
         steps, wrong = rules, _outdated(rules, model)
     else:
         steps, wrong = _planned(model, rules, example)
@@ -118,7 +118,7 @@ def convert(
 
 def _planned(model: nn.Module, rules: Rules, example: Any) -> tuple[Plan, dict[str, str]]:
     """A plan, and what is wrong with the rules."""
-    _check_model(model)
+    check_convertible(model)
     made = Plan(model, lenient=not isinstance(rules, Mapping))
     found, wrong = targets(made, checked(rules))
     Planner(made, found, readings(model, example) if found else []).run()
@@ -163,7 +163,7 @@ def revert(model: M, *, inplace: bool = False) -> M:
     return result
 
 
-def _check_model(model: nn.Module) -> None:
+def check_convertible(model: nn.Module) -> None:
     """Reject objects that are not modules, single layers, and wrappers."""
     name = type(model).__name__
     if isinstance(model, nn.Linear | nn.Conv1d | nn.Conv2d):

@@ -229,13 +229,22 @@ def _costs(layer: SolverLayer, y: Tensor, skip: Tensor | None) -> tuple[float, f
 
 def _seconds(block: Callable[[Tensor], Tensor], y: Tensor, weights: Sequence[Tensor]) -> float:
     """The time of the fastest of a few forward and backward passes; ``.grad`` is not touched."""
-    times = []
+
+    def run() -> None:
+        out = block(y)
+        torch.autograd.grad(out, [y, *weights], torch.ones_like(out))
+
     with torch.enable_grad():
-        for _ in range(_REPEATS):
-            begin = time.perf_counter()
-            out = block(y)
-            torch.autograd.grad(out, [y, *weights], torch.ones_like(out))
-            times.append(time.perf_counter() - begin)
+        return fastest(run, _REPEATS)
+
+
+def fastest(run: Callable[[], None], repeats: int) -> float:
+    """The time of the fastest of several runs, in seconds."""
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
     return min(times)
 
 

@@ -101,18 +101,23 @@ class Plan:
     edits: dict[tuple[nn.Module, str], Edits] = dataclasses.field(default_factory=dict, repr=False)
     #: The records of evaluation.
     records: tuple[Network, ...] = dataclasses.field(default=(), repr=False)
+    #: What a suggestion says about a layer, by path, and about the whole.
+    remarks: dict[str, str] = dataclasses.field(default_factory=dict, repr=False)
+    summary: str = ""
 
     def __str__(self) -> str:
         words = {path: f"left: {why}" for path, why in self.left.items()}
         words |= {path: f"refused: {why}" for path, why in self.refused.items()}
         words |= {path: str(layer) for path, layer in self.converted.items()}
+        words |= {path: f"{words[path]}; {remark}" for path, remark in self.remarks.items()}
         columns = {
             "path": lambda path: path,
             "layer": lambda path: _described(self.model.get_submodule(path)),
             "cost": lambda path: f"{_cost(self.converted[path]):.3g}×" if path in self.converted else "",
             "plan": words.__getitem__,
         }
-        return "\n".join(table_lines(columns, [path for path, _ in self.model.named_modules() if path in words]))
+        lines = table_lines(columns, [path for path, _ in self.model.named_modules() if path in words])
+        return "\n".join([*lines, self.summary] if self.summary else lines)
 
 
 def _described(module: Any) -> str:
