@@ -41,6 +41,7 @@ SOURCES: Mapping[str, Publication] = {
                 "solvers-dropout-rates",
                 "dropout-digits",
                 "solvers-compare",
+                "solvers-conversion",
             ),
         ),
         Publication(

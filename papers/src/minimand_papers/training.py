@@ -1,7 +1,7 @@
 """Supervised training for the experiments: staged learning rates, repeated evaluation of stochastic networks."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -104,10 +104,12 @@ def train(
     weight_decay: float = 5e-4,
     trials: int = 1,
     undecayed: Iterable[nn.Parameter] = (),
+    each: Callable[[float], None] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Train with SGD and momentum on the cross-entropy; yields a record per epoch, then one with the test accuracy.
 
-    The parameters in ``undecayed`` get no weight decay.
+    The parameters in ``undecayed`` get no weight decay. ``each`` is called before every step with the share of the
+    training that is done.
     """
     net = lab.distribute(model)
     free = list(undecayed)
@@ -123,7 +125,9 @@ def train(
     for epoch in lab.epochs(epochs, **states):
         sums = torch.zeros(3, device=lab.device, dtype=torch.float64)
         model.train()
-        for images, labels in lab.track(data.train):
+        for number, (images, labels) in enumerate(lab.track(data.train)):
+            if each is not None:
+                each((epoch + number / len(data.train)) / epochs)
             sums += _step(net, optimizer, images, labels)
         schedule.step()
         loss, right, count = lab.total(sums).tolist()

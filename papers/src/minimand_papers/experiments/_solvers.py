@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from minimand.errors import OptionError, require_positive
-from minimand.nn import convert
+from minimand.nn import SolverOptions, convert
 from minimand.solvers import Solver
 from minimand.solvers.base import require_count
 
@@ -17,7 +17,7 @@ from ..data import Augmentation, CropFlip, registry
 from ..experiment import Claim, Results
 from ..training import Loaders, loaders
 
-__all__ = ["ImageOptions", "fine_tuning_claim", "solved", "trials"]
+__all__ = ["ImageOptions", "fine_tuning_claim", "from_zero", "solved", "trials"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,12 @@ def trials(results: Results[Any], part: str, *sentences: str) -> str:
 
 def solved(model: nn.Module, rules: Mapping[str, Solver]) -> nn.Module:
     """The network with the named blocks replaced by solvers; unchanged without rules."""
-    return convert(model, dict(rules), inplace=True) if rules else model
+    return convert(model, {path: from_zero(solver) for path, solver in rules.items()}, inplace=True) if rules else model
+
+
+def from_zero(solver: Solver) -> SolverOptions:
+    """A solver whose iterations start from zero, and which samples in evaluation, too, as in the source."""
+    return SolverOptions(solver, start="zero", eval_mode="stochastic")
 
 
 def fine_tuning_claim(results: Results[Any], text: str, pair: tuple[str, str], dataset: str, size: float) -> Claim:

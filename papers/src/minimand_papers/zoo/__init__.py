@@ -3,6 +3,7 @@
 from .alexnet import AlexNet
 from .densenet import AGDNet, AGDNet121, DenseNet, DenseNet121
 from .lenet import LeNet
+from .plain import BasicResNet, PatchTransformer, Perceptron
 from .proxprop import ProxPropConvNet, ProxPropMLP
 from .resnet import DMRNet, HBNet, HBNet34, ResNet, ResNet34
 from .vgg import VGG16
@@ -12,12 +13,15 @@ __all__ = [
     "AGDNet",
     "AGDNet121",
     "AlexNet",
+    "BasicResNet",
     "DMRNet",
     "DenseNet",
     "DenseNet121",
     "HBNet",
     "HBNet34",
     "LeNet",
+    "PatchTransformer",
+    "Perceptron",
     "ProxPropConvNet",
     "ProxPropMLP",
     "ResNet",

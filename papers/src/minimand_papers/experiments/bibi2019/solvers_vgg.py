@@ -14,7 +14,7 @@ from ...drawing import bars, curves
 from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...training import train
 from ...zoo import VGG16
-from .._solvers import ImageOptions, fine_tuning_claim, trials
+from .._solvers import ImageOptions, fine_tuning_claim, from_zero, trials
 
 START, CONTROL, PLAIN = "VGG16", "VGG16 fine-tuned", "VGG16 fine-tuned without dropout"
 BLOCKS = {"VGG16-Prox-SG-ND-D": (False, True), "VGG16-Prox-SG-D-D": (True, True), "VGG16-Prox-GD": (False, True)}
@@ -81,7 +81,7 @@ def _converted(model: VGG16, part: str, iters: int) -> VGG16:
     """The blocks as solvers; with Prox-GD the dropout layers stay, as in the paper."""
     solver: Solver = ProxSG(iters, tau=0.5) if "Prox-SG" in part else ProxGD(iters)
     names = [name for name, used in zip(("classifier.1", "classifier.4"), BLOCKS[part], strict=True) if used]
-    rule = dict.fromkeys(names, solver)
+    rule = dict.fromkeys(names, from_zero(solver))
     return convert(model, rule, inplace=True)
 
 
