@@ -60,9 +60,9 @@ class SolversConversionOptions(ImageOptions):
     """
 
     nets: tuple[str, ...] = tuple(KINDS)
-    limit: int = 10_000
-    epochs: int = 12
-    finetune: int = 4
+    limit: int = 8_000
+    epochs: int = 8
+    finetune: int = 3
     budget: float = 3.0
     top: float = 0.3
 
@@ -229,7 +229,7 @@ experiment = Experiment(
             (0, 1),
             0.3,
         ),
-        "laptop": Preset(SolversConversionOptions(), (0, 1, 2), 90),
+        "laptop": Preset(SolversConversionOptions(), (0, 1, 2), 80),
         "paper": Preset(SolversConversionOptions(limit=0, epochs=60, finetune=10, augment=True), (0, 1, 2), 3000),
     },
     parts=parts,
