@@ -8,7 +8,7 @@ from ..solvers import ProxGD, Solver
 from ..solvers.adjoints import Adjoint, Unroll
 from ..solvers.base import require_count
 
-__all__ = ["STRENGTH", "EvalMode", "Refresh", "Returns", "SolverOptions", "Start", "check_strength"]
+__all__ = ["EvalMode", "Refresh", "Returns", "SolverOptions", "Start", "check_strength"]
 
 EvalMode = Literal["stochastic", "mean", "deterministic"]
 Start = Literal["plain", "zero"]
@@ -16,9 +16,10 @@ Refresh = Literal["drift", "epoch"]
 #: What a layer returns: the solution, or a point whose activation is the solution.
 Returns = Literal["solution", "preactivation"]
 
-#: The strength of a layer that starts from the plain one: the largest at which conversion costs a validation network
-#: at most half a point of accuracy.
-STRENGTH = 0.03
+# The sum of the default strengths over all further iterations of a converted network, and the largest of them. With
+# these, conversion cost validation networks of five kinds at most half a point of accuracy.
+_TOTAL_STRENGTH = 0.5
+_LARGEST_STRENGTH = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,8 @@ class SolverOptions:
             zero in a layer that is made as such.
         strength: A number in [0, 1] by which steps are multiplied. At 0 a layer that starts from the plain one *is* the
             plain one. Methods without a step move pre-activations by this share of the way instead (ADMM: by its
-            relaxation). None: 0.03 from the plain start, 1 from zero.
+            relaxation). None: 1 from zero. From the plain start 0.5, divided by the number of iterations beyond the
+            first of all layers that are converted together, and at most 0.1: 0.028 for two layers of ten iterations.
         learn_strength: Make the strength a Parameter of the layer, clamped to [0, 1].
         refresh: ``"drift"``: the step follows the weight. ``"epoch"``: it is computed when training begins and at every
             call of ``train()``, as in [Bibi2019]; **unsafe**, since the weight moves meanwhile.
@@ -105,11 +107,18 @@ class SolverOptions:
         chosen: dict[str, Any] = {"eval_mode": "stochastic", "start": "zero", "refresh": "epoch"}
         return cls(dataclasses.replace(solver, **changes), ridge=1e-3, **chosen)
 
-    def filled(self, start: Start, eval_mode: EvalMode) -> "SolverOptions":
-        """The same options with values in the place of None."""
-        start = self.start or ("zero" if self.adjoint.of_minimizer else start)
-        strength = (STRENGTH if start == "plain" else 1.0) if self.strength is None else self.strength
+    def filled(self, start: Start, eval_mode: EvalMode, further: int | None = None) -> "SolverOptions":
+        """The same options with values in the place of None, for a layer of a network whose layers make ``further``
+        iterations beyond the first in all; None: this layer's."""
+        start, strength = self.begins(start), self.strength
+        if strength is None:
+            count = self.solver.iterations - 1 if further is None else further
+            strength = min(_LARGEST_STRENGTH, _TOTAL_STRENGTH / max(count, 1)) if start == "plain" else 1.0
         return dataclasses.replace(self, start=start, strength=strength, eval_mode=self.eval_mode or eval_mode)
+
+    def begins(self, start: Start) -> Start:
+        """The start, where ``start`` is the default."""
+        return self.start or ("zero" if self.adjoint.of_minimizer else start)
 
     def samples(self, training: bool) -> bool:
         """Whether a pass in this mode draws samples."""

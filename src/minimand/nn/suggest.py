@@ -88,7 +88,7 @@ def suggest(model: nn.Module, batch: Any, *, budget: float = 3.0, loss: Loss | N
 
 def _options(kind: Solver, count: int) -> SolverOptions:
     changes: dict[str, Any] = {"iters": count}
-    return SolverOptions(dataclasses.replace(kind, **changes)).filled("plain", "deterministic")
+    return SolverOptions(dataclasses.replace(kind, **changes))
 
 
 def _kinds(model: nn.Module, records: Any) -> dict[str, Solver]:

@@ -54,9 +54,8 @@ class Rule:
     dropout: str | None = "auto"
 
     def resolved(self) -> SolverOptions:
-        """The options in full."""
-        options = self.options if isinstance(self.options, SolverOptions) else SolverOptions(solver=self.options)
-        return options.filled("plain", "deterministic")
+        """The options as a record."""
+        return self.options if isinstance(self.options, SolverOptions) else SolverOptions(solver=self.options)
 
 
 Rules = Mapping[str, Solver | SolverOptions | Rule] | Solver | SolverOptions | Rule

@@ -69,6 +69,10 @@ class Planner:
                     self._refuse(self.paths[module], str(error))
             if count == len(self.rules):
                 self._resolve()
+        plain = [layer for layer in self.plan.converted.values() if layer.options.begins("plain") == "plain"]
+        further = sum(layer.options.solver.iterations - 1 for layer in plain)
+        for layer in self.plan.converted.values():
+            layer.options = layer.options.filled("plain", "deterministic", further)
 
     def _refuse(self, path: str, why: str) -> None:
         self.plan.refused[path] = why
