@@ -42,6 +42,7 @@ SOURCES: Mapping[str, Publication] = {
                 "dropout-digits",
                 "solvers-compare",
                 "solvers-conversion",
+                "solvers-uncertainty",
             ),
         ),
         Publication(
