@@ -18,7 +18,7 @@ Returns = Literal["solution", "preactivation"]
 
 # The sum of the default strengths over all further iterations of a converted network, and the largest of them. With
 # these, conversion cost validation networks of five kinds at most half a point of accuracy.
-_TOTAL_STRENGTH = 0.5
+_TOTAL_STRENGTH = 0.3
 _LARGEST_STRENGTH = 0.1
 
 
@@ -42,8 +42,8 @@ class SolverOptions:
             zero in a layer that is made as such.
         strength: A number in [0, 1] by which steps are multiplied. At 0 a layer that starts from the plain one *is* the
             plain one. Methods without a step move pre-activations by this share of the way instead (ADMM: by its
-            relaxation). None: 1 from zero. From the plain start 0.5, divided by the number of iterations beyond the
-            first of all layers that are converted together, and at most 0.1: 0.028 for two layers of ten iterations.
+            relaxation). None: 1 from zero. From the plain start 0.3, divided by the number of iterations beyond the
+            first of all layers that are converted together, and at most 0.1: 0.017 for two layers of ten iterations.
         learn_strength: Make the strength a Parameter of the layer, clamped to [0, 1].
         refresh: ``"drift"``: the step follows the weight. ``"epoch"``: it is computed when training begins and at every
             call of ``train()``, as in [Bibi2019]; **unsafe**, since the weight moves meanwhile.
