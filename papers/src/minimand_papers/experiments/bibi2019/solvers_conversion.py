@@ -236,8 +236,8 @@ experiment = Experiment(
         "Five kinds of networks are trained plainly, then converted by the plan that suggest makes within a budget of "
         "three plain steps. The first iteration of a converted layer is the plain layer, and the others take a small "
         "share of the solver's step, the strength. Test accuracy right after conversion stands beside the plain "
-        "network's; then the network is fine-tuned with the strength rising fifteenfold, or learned. The controls are the "
-        "plain network fine-tuned for the same epochs, with its dropout and without."
+        "network's; then the network is fine-tuned with the strength rising fifteenfold, or learned. The controls are "
+        "the plain network fine-tuned for the same epochs, with its dropout and without."
     ),
     presets={
         "smoke": Preset(
