@@ -150,21 +150,27 @@ def report(
 
 
 def demo(out: Path = Path("runs"), jobs: int | None = None, preset: PresetName = "laptop") -> None:
-    """Train a network with heavy dropout, plain and converted, on bundled data, and write the report.
+    """Convert a trained network and fine-tune it, train another with heavy dropout, and write the report.
+
+    The first part trains a network on bundled digits, plans its conversion, converts it, which keeps its accuracy, and
+    fine-tunes it beside two controls. The second trains networks at moderate and heavy dropout, plain and converted.
 
     Example: minimand demo
 
     Args:
         out: The directory of all runs.
         jobs: Number of parallel processes (default: one per core).
-        preset: The scale; laptop takes one to two minutes.
+        preset: The scale; laptop takes a few minutes.
     """
     from rich.console import Console
 
+    from .experiments.bibi2019.conversion_digits import preview
     from .report import write_report
 
     console = Console()
-    for name in ("layer-convergence", "dropout-digits"):
+    shown: Any = find("conversion-digits").presets[preset].options
+    _say(f"What convert would do with the network:\n{preview(shown)}\n")
+    for name in ("layer-convergence", "conversion-digits", "dropout-digits"):
         path = run_setting(RunSetting(name, preset, out=out, jobs=jobs), Display(console))
         _summary(path, console)
     _say(f"Report: {write_report(out)}")

@@ -39,6 +39,7 @@ SOURCES: Mapping[str, Publication] = {
                 "solvers-alexnet",
                 "solvers-vgg",
                 "solvers-dropout-rates",
+                "conversion-digits",
                 "dropout-digits",
                 "solvers-compare",
                 "solvers-conversion",
