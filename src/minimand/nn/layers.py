@@ -13,14 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..arguments import checked
-from ..errors import (
-    CapabilityError,
-    MinimandError,
-    Sealed,
-    located,
-    require_dtype,
-    require_real,
-)
+from ..errors import CapabilityError, MinimandError, Sealed, ShapeError, located, require_dtype, require_real
 from ..functions import Function, Separable, from_activation
 from ..functions.base import widened
 from ..functions.scalar import mean_preactivation
@@ -105,7 +98,10 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
         """Take the sizes of a plain layer, and its Parameters, the same objects, so that optimizers keep working."""
         for name in self._sizes:
             setattr(self, name, getattr(plain, name))
-        self.register_parameter("weight", cast(nn.Parameter, plain.weight))
+        weight = cast(nn.Parameter, plain.weight)
+        if 0 in weight.shape:
+            raise ShapeError(f"a solver layer needs inputs and outputs, but its weight has shape {tuple(weight.shape)}")
+        self.register_parameter("weight", weight)
         self.register_parameter("bias", cast(nn.Parameter | None, plain.bias))
         self._track()
 

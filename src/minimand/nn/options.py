@@ -44,6 +44,8 @@ class SolverOptions:
             raise OptionError(f"adjoint must be one of minimand.adjoints, got {self.adjoint!r}")
         require_positive("ridge", self.ridge, zero=True)
         require_count("mean_passes", self.mean_passes)
+        if not isinstance(self.shared_sample, bool):
+            raise OptionError(f"shared_sample must be True or False, got {self.shared_sample!r}")
         if self.eval_mode not in get_args(EvalMode):
             raise OptionError(f"eval_mode is one of {', '.join(get_args(EvalMode))}, got {self.eval_mode!r}")
         self.adjoint.check(self.solver)
