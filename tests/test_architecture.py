@@ -30,7 +30,7 @@ ALLOWED = {
     "network": {"arguments", "errors", "functions"},
     "nn": {"arguments", "errors", "functions", "linalg", "network", "norms", "operators", "solvers"},
     # Training methods and penalties recognise the layers and dropouts of nn.
-    "train": {"errors", "functions", "geometry", "linalg", "network", "nn", "operators", "solvers"},
+    "train": {"arguments", "errors", "functions", "geometry", "linalg", "network", "nn", "operators", "solvers"},
     "factor": {"arguments", "errors", "functions", "linalg", "norms", "operators", "solvers"},
     "homogeneous": {"arguments", "errors", "factor", "linalg", "network", "nn", "norms", "solvers"},
 }

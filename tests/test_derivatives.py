@@ -31,6 +31,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], mf.Function]] = {
     "tanh": lambda p: mf.from_activation("tanh"),
     "softplus": lambda p: mf.from_activation("softplus"),
     "elu": lambda p: mf.from_activation("elu"),
+    "hardsigmoid": lambda p: mf.from_activation("hardsigmoid"),
     "barrier": lambda p: mf.LogBarrier(0.38),
     "own": lambda p: mf.Monotone(lambda z: z / (1 + z * z).sqrt()),
     "simplex": lambda p: mf.Simplex(),

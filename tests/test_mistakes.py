@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from minimand import LPOM, ProxProp, SolverConv2d, SolverLinear, convert, explain
+from minimand.arguments import checked
 from minimand.errors import MinimandError
 from minimand.factor import (
     NMF,
@@ -21,9 +22,9 @@ from minimand.factor import (
     ParallelReLU,
     factorize,
 )
-from minimand.nn import ISTANet, OptimizationNet
+from minimand.nn import AdditiveDropout, ImportanceDropout, ISTANet, OptimizationNet, SolverOptions, revert
 from minimand.solvers import ProxGD
-from minimand.train import MAC
+from minimand.train import MAC, SubsampledGram
 
 X, LABELS = torch.randn(12, 8), torch.arange(12) % 3
 ROWS = np.abs(np.random.default_rng(0).normal(size=(6, 5)))
@@ -31,6 +32,12 @@ ROWS = np.abs(np.random.default_rng(0).normal(size=(6, 5)))
 
 def _net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+def _empty() -> nn.Linear:
+    layer = nn.Linear(8, 1)
+    layer.weight = nn.Parameter(torch.ones(0, 8))
+    return layer
 
 
 def _frozen() -> nn.Sequential:
@@ -121,6 +128,25 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ParallelNetwork(lambda: _subnetwork().requires_grad_(False), 0.1),
         r"\(0\.weight, 2\.weight\).*requires_grad_\(True\)",
     ),
+    "a lazy layer after dropout": (lambda: AdditiveDropout(0.5, nn.LazyLinear(3))(X), "is lazy; call it once"),
+    "text for dropout": (lambda: ImportanceDropout()("x"), "the input must be a tensor .* got a str"),
+    "a function after dropout": (lambda: AdditiveDropout(0.5, torch.sin), "layer must be the nn.Module"),
+    "another device": (lambda: SolverLinear(8, 6)(X.to("meta")), "SolverLinear: the input is on meta .* on cpu; move"),
+    "a penalty's device": (lambda: DropoutPenalty(_net(), 0.5)(X.to("meta")), "^0: the input is on meta .* move one"),
+    "no outputs": (
+        lambda: SolverLinear.from_plain(_empty(), "relu", SolverOptions()),
+        r"needs inputs and outputs, .*\(0, 8\)",
+    ),
+    "data without values": (lambda: LowRank(0.1).fit(X.to("meta")), "^Y is on the meta device and has no data; move"),
+    "a batch without values": (lambda: LPOM(_net()).step(X.to("meta"), LABELS), "^x is on the meta device"),
+    "sparse labels": (lambda: LPOM(_net()).step(X, LABELS.to_sparse()), "^the target y is sparse .* to_dense"),
+    "a pattern of bytes": (lambda: ProxProp(_net(), include=b"0"), "include must be None, a pattern or a list of pa"),
+    "nothing to revert": (lambda: revert("net"), r"^revert\(model=…\) takes a Module, got a str"),
+    "a growth in words": (lambda: MAC(_net(), growth="fast"), r"^MAC\(growth=…\) takes a number, got a str"),
+    "a fraction in words": (lambda: SubsampledGram("all"), r"^SubsampledGram\(fraction=…\) takes a number, got a str"),
+    "neither true nor false": (lambda: ISTANet(torch.eye(4), 2, shared=X), r"shared=…\) takes True or False, got a T"),
+    "inputs of another size": (lambda: explain(convert(_net(), {"2": ProxGD()}), X.T), r"^explain .*inputs \(8, 12\)"),
+    "a measuring number": (lambda: ISTANet(torch.tensor(1.0)), r"phi must be a matrix .* shape \(\)"),
     "a measuring array": (lambda: ISTANet(np.ones((2, 4))), "torch.as_tensor"),
 }
 
@@ -185,6 +211,15 @@ def test_errors_of_the_user_s_modules_and_hooks_come_through(call):
 def test_errors_of_another_kind_stay_torch_s():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         _attached(_net(), X[:, :3])
+
+
+def test_a_lack_of_memory_stays_torch_s():
+    @checked
+    def full(x: Tensor) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        full(X)
 
 
 def test_a_frozen_layer_is_not_listed_and_alone_is_warned_of(caplog):

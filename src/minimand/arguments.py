@@ -20,6 +20,7 @@ __all__ = ["check_methods", "checked"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 _KINDS: dict[Any, str] = {Tensor: "a tensor", float: "a number", int: "a whole number", str: "a string"}
+_KINDS[bool] = "True or False"
 _OURS = tuple(os.path.dirname(path) + os.sep for path in (__file__, str(torch.__file__)))
 _STANDARD = os.path.dirname(inspect.__file__) + os.sep
 
@@ -47,7 +48,7 @@ def checked(function: F) -> F:
     def answering(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
-        except MinimandError:
+        except (MinimandError, torch.OutOfMemoryError):
             raise
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise _answer(function, args, kwargs, error) from error
@@ -77,10 +78,21 @@ def _answer(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
             return CapabilityError(f"{name}({key}=…) takes {_words(hints[key])}, got {kind}")
     if not _internal(error):
         return error
-    tensors = [f"{key} {tuple(v.shape)} {v.dtype} on {v.device}" for key, v in given.items() if isinstance(v, Tensor)]
-    others = [f"{key}={v!r:.40}" for key, v in given.items() if isinstance(v, int | float | str | tuple)]
+    several = ((key, each) for key, value in given.items() for each in (value if _holds_tensor(value) else [value]))
+    described = (_described(key, value) for key, value in several)
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return OptionError(f"{name} cannot use its arguments ({', '.join(tensors + others)}): {reason:.300}")
+    return OptionError(f"{name} cannot use its arguments ({', '.join(filter(None, described))}): {reason:.300}")
+
+
+def _holds_tensor(value: Any) -> bool:
+    return isinstance(value, tuple | list) and any(isinstance(each, Tensor) for each in value)
+
+
+def _described(key: str, value: Any) -> str:
+    """An argument in an error message; empty for an object of which only the type matters."""
+    if isinstance(value, Tensor):
+        return f"{key} {tuple(value.shape)} {value.dtype} on {value.device}"
+    return f"{key}={value!r:.40}" if isinstance(value, int | float | str | tuple) else ""
 
 
 def _internal(error: Exception) -> bool:
@@ -93,6 +105,7 @@ def _internal(error: Exception) -> bool:
 
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a value is of the annotated kind; annotations that cannot be checked fit."""
+    hint = hint.__bound__ if isinstance(hint, TypeVar) else hint
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         return any(_fits(value, part) for part in parts)
@@ -119,6 +132,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def _words(hint: Any) -> str:
     """An annotation in words."""
+    hint = hint.__bound__ if isinstance(hint, TypeVar) else hint
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(_words(part) for part in parts if part is not type(None)))

@@ -164,6 +164,13 @@ def require_real(name: str, tensor: Tensor) -> None:
     require_strided(name, tensor)
 
 
+def require_values(name: str, tensor: Tensor) -> None:
+    """Raise :class:`CapabilityError` for a tensor whose entries cannot be read: a sparse one, or one without data."""
+    require_strided(name, tensor)
+    if tensor.is_meta:
+        raise CapabilityError(f"{name} is on the meta device and has no data; move or make it on another device")
+
+
 def require_strided(name: str, tensor: Tensor) -> None:
     """Raise :class:`CapabilityError` for a sparse tensor."""
     if tensor.layout is not torch.strided:
@@ -171,7 +178,12 @@ def require_strided(name: str, tensor: Tensor) -> None:
 
 
 def require_dtype(name: str, tensor: Tensor, weight: Tensor) -> None:
-    """Raise :class:`OptionError` for a tensor of another type than the weight's, unless autocast converts it."""
+    """Raise :class:`OptionError` for a tensor on another device than the weight, or of another type than the weight's
+    unless autocast converts it."""
+    if tensor.device != weight.device:
+        raise OptionError(
+            f"{name} is on {tensor.device} and the operator's weight on {weight.device}; move one of them"
+        )
     if tensor.dtype == weight.dtype:
         return
     # Autocast does not convert float64.
@@ -180,12 +192,13 @@ def require_dtype(name: str, tensor: Tensor, weight: Tensor) -> None:
 
 
 def require_fitting(where: str, tensor: Tensor, weight: Tensor, error: Exception) -> None:
-    """In the handler of an ``error`` that torch's layer raised: raise a clearer one if the input's type is the cause.
+    """In the handler of an ``error`` that torch's layer raised: raise a clearer one if the input's type or device is
+    the cause.
 
-    Inputs that torch's layer accepts are never checked. An error whose text does not mention a type has another cause,
+    Inputs that torch's layer accepts are never checked. An error whose text mentions neither has another cause,
     such as a hook or a module of the caller's; the function then returns.
     """
-    if isinstance(tensor, Tensor) and not re.search("type|not implemented for '", str(error), re.IGNORECASE):
+    if isinstance(tensor, Tensor) and not re.search("type|device|not implemented for '", str(error), re.IGNORECASE):
         return
     try:
         require_real("the input", tensor)

@@ -14,7 +14,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from ..errors import MissingExtra, OptionError, ShapeError, require_finite
+from ..errors import MissingExtra, OptionError, ShapeError, require_finite, require_values
 from ..solvers.linear import ridge_factor
 from .bounds import largest_singular
 from .certificate import FactorProblem, Factors, Stop
@@ -252,6 +252,7 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         """The tensor or array Y as a matrix of float32 or float64; its entries are not checked."""
         if not isinstance(Y, Tensor):
             return validated(self, Y, reset=reset, accept_sparse=accept_sparse)
+        require_values("Y", Y)
         shape = tuple(Y.shape)
         if Y.dim() != 2:
             raise ShapeError(f"Expected 2D tensor, got shape {shape}; reshape one feature with Y.reshape(-1, 1)")
@@ -327,6 +328,9 @@ class GrownFactorization(Factorization):
 
 def validated(estimator: BaseEstimator, *data: Any, **options: Any) -> Any:
     """scikit-learn's checks, for tensors of every precision and whole numbers of every size, but not for NaN."""
+    for x in data:
+        if isinstance(x, Tensor):
+            require_values("the data", x)
     arrays = (working(x.detach().cpu()).numpy() if isinstance(x, Tensor) else x for x in data)
     try:
         return validate_data(estimator, *arrays, **{"dtype": FLOATS, "ensure_all_finite": False, **options})

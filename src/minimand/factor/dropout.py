@@ -269,7 +269,7 @@ def equalizing_rotation(values: Tensor, rank: int) -> Tensor:
     """
     require_whole("rank", rank)
     if rank & (rank - 1) == 0:
-        return _hadamard(rank, len(values), values)
+        return _hadamard(int(rank), len(values), values)
     return _rotations(rank, values)
 
 

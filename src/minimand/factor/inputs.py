@@ -11,7 +11,7 @@ import scipy.sparse as sp
 import torch
 from torch import Tensor
 
-from ..errors import NonFiniteError, OptionError, ShapeError, require_positive
+from ..errors import NonFiniteError, OptionError, ShapeError, require_positive, require_values
 
 __all__ = ["Units", "as_tensor", "real", "same_kind", "seeded_generator", "working"]
 
@@ -102,6 +102,7 @@ def real(name: str, value: Any) -> Tensor:
         )
     refuse_masked(name, value, "fill it first, for example with .filled(0)")
     if isinstance(value, Tensor):
+        require_values(name, value)
         tensor = value.detach()
     else:
         array = np.asarray(value)

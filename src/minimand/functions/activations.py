@@ -226,7 +226,7 @@ _LOGSIGMOID = _smooth(
 )
 _SOFTSIGN = _smooth(F.softsign, curves.softsign_slope, curves.softsign_integral, curves.softsign_inverse_integral)
 _HARDSIGMOID = _smooth(
-    F.hardsigmoid, curves.hardsigmoid_slope, curves.hardsigmoid_integral, curves.hardsigmoid_inverse_integral
+    curves.hardsigmoid, curves.hardsigmoid_slope, curves.hardsigmoid_integral, curves.hardsigmoid_inverse_integral
 )
 _TANHSHRINK = _smooth(F.tanhshrink, curves.tanhshrink_slope, curves.tanhshrink_integral)
 

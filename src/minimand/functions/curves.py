@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import slack
+from .base import slack, widened
 
 _LOG2 = math.log(2.0)
 _ZETA = math.pi**2 / 12  # −Li₂(−1)
@@ -153,6 +153,11 @@ def softsign_inverse_integral(x: Tensor) -> Tensor:
     # The integral diverges at ±1. Softsign reaches ±1 only by rounding.
     size = x.abs().clamp(max=1 - torch.finfo(x.dtype).eps / 2)
     return _within(-1.0, 1.0, x, -size - torch.log1p(-size))
+
+
+def hardsigmoid(z: Tensor) -> Tensor:
+    """torch's function to the bit; its own has no second derivative."""
+    return (F.relu6(widened(z) + 3) / 6).to(z.dtype)
 
 
 def hardsigmoid_slope(z: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..arguments import checked
 from ..errors import NotProximal, OptionError, forward_rule
 from .base import Separable, Step, check_step, widened
 from .scalar import Increasing, bracketed, precise, root
@@ -19,6 +20,7 @@ __all__ = ["Monotone"]
 Elementwise = Callable[[Tensor], Tensor]
 
 
+@checked
 @dataclass(frozen=True, repr=False)
 class Monotone(Separable):
     r"""The convex function whose prox at step 1 is a given activation :math:`\varphi`.

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..arguments import checked
 from ..errors import CapabilityError, OptionError, Sealed, ShapeError, require_finite, require_positive, require_real
 from ..factor.certificate import Certificate, Status
 from ..factor.inputs import Units, middle, raised, shifted
@@ -159,6 +160,7 @@ class ParallelNetwork(Sealed, nn.Module):
         r""":math:`\tfrac12\|y - \Phi(x)\|^2`, summed, plus the penalty."""
         return 0.5 * (y - self(x)).square().sum() + self.penalty(x)
 
+    @checked
     def fit(self, x: Tensor, y: Tensor) -> "ParallelNetwork":
         """Grow from ``initial`` random subnetworks until a search finds no improvement or the result is certified.
 
@@ -238,7 +240,7 @@ class ParallelNetwork(Sealed, nn.Module):
             require_finite(name, tensor)
         if x.dtype not in (torch.float32, torch.float64):
             raise CapabilityError(f"x is {x.dtype}, but growth needs float32 or float64; convert it with .float()")
-        if not len(x) or middle(float(x.abs().max()), limit=_INPUTS[x.dtype]):
+        if not x.dim() or not x.numel() or middle(float(x.abs().max()), limit=_INPUTS[x.dtype]):
             raise OptionError(f"x is empty, or its powers leave the range of {x.dtype}: scale its entries to near one")
         x, y = x.detach(), y.detach().to(x)
         pattern = self._copy(x)

@@ -6,10 +6,11 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
+from ..arguments import checked
 from ..errors import ConversionError, OptionError
 from .conversion.change import apply, is_converted, undo
 from .conversion.clone import clone
-from .conversion.plan import Plan, Rule, Rules, checked, targets
+from .conversion.plan import Plan, Rule, Rules, as_rules, targets
 from .conversion.planner import Planner, readings
 
 __all__ = ["Plan", "Rule", "convert", "plan", "revert"]
@@ -17,6 +18,7 @@ __all__ = ["Plan", "Rule", "convert", "plan", "revert"]
 M = TypeVar("M", bound=nn.Module)
 
 
+@checked
 def plan(model: nn.Module, rules: Rules, *, example: Any = None) -> Plan:
     """What :func:`convert` would do with a model, layer by layer; the model stays as it is.
 
@@ -45,6 +47,7 @@ def plan(model: nn.Module, rules: Rules, *, example: Any = None) -> Plan:
     return made
 
 
+@checked
 def convert(
     model: M,
     rules: Rules | Plan,
@@ -120,7 +123,7 @@ def _planned(model: nn.Module, rules: Rules, example: Any) -> tuple[Plan, dict[s
     """A plan, and what is wrong with the rules."""
     check_convertible(model)
     made = Plan(model, lenient=not isinstance(rules, Mapping))
-    found, wrong = targets(made, checked(rules))
+    found, wrong = targets(made, as_rules(rules))
     Planner(made, found, readings(model, example) if found else []).run()
     return made, wrong
 
@@ -138,6 +141,7 @@ def _failure(problems: Mapping[str, str]) -> ConversionError:
     return ConversionError(f"the model was not converted and is unchanged:\n{lines}")
 
 
+@checked
 def revert(model: M, *, inplace: bool = False) -> M:
     """Undo every :func:`convert`: restore the plain layers with the trained weights, and their dropout.
 

@@ -4,9 +4,10 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..arguments import checked
-from ..errors import OptionError, Sealed, ShapeError
+from ..errors import CapabilityError, OptionError, Sealed, ShapeError, require_real
 from ..functions import from_activation
 from ..norms.lipschitz import majorant
 from ..solvers.sampling import Importance, Nice, Request, Sampling, sample_size
@@ -19,20 +20,28 @@ class _SampledDropout(Sealed, nn.Module):
 
     _settable = ("p", "feature_dim", "generator")
 
-    def __init__(self, p: float, feature_dim: int) -> None:
+    def __init__(self, p: float, layer: nn.Module | None, feature_dim: int) -> None:
         super().__init__()
+        if not isinstance(layer, nn.Module | None):
+            raise CapabilityError(f"layer must be the nn.Module that follows the dropout, got a {type(layer).__name__}")
         self.p, self.feature_dim = p, feature_dim
         self.generator: torch.Generator | None = None
-        self._check()
+        self._check_options()
 
-    def _check(self, y: Tensor | None = None) -> None:
-        """Check the options, which may be set at any time, and that an input has the feature dimension."""
+    def _check_options(self) -> None:
         if isinstance(self.p, bool) or not isinstance(self.p, int | float) or not 0 <= self.p < 1:
             raise OptionError(f"p must lie in [0, 1), got {self.p!r}")
-        if self.feature_dim >= 0:
-            raise OptionError(f"feature_dim counts from the end and must be negative, got {self.feature_dim}")
-        if y is not None and y.dim() < -self.feature_dim:
-            raise ShapeError(f"feature_dim={self.feature_dim} does not exist in an input of shape {tuple(y.shape)}")
+        if not isinstance(self.feature_dim, int) or self.feature_dim >= 0:
+            raise OptionError(f"feature_dim counts from the end and must be negative, got {self.feature_dim!r}")
+
+    def _check(self, y: Tensor) -> None:
+        """Check the options, which may be set at any time, and that an input has the feature dimension."""
+        self._check_options()
+        require_real("the input", y)
+        if y.dim() < -self.feature_dim or not y.shape[self.feature_dim]:
+            raise ShapeError(
+                f"feature_dim={self.feature_dim} does not exist or is empty in an input of shape {tuple(y.shape)}"
+            )
 
     def _weights(self, like: Tensor, sampling: Sampling, scores: Tensor | None = None) -> Tensor:
         """One weight per sample and feature, shaped to broadcast against ``like``."""
@@ -80,10 +89,11 @@ class AdditiveDropout(_SampledDropout):
         activation: str | nn.Module = "relu",
         feature_dim: int = -1,
     ) -> None:
-        super().__init__(p, feature_dim)
+        super().__init__(p, layer, feature_dim)
         # In a tuple, so that the layer is not registered as a child.
         self._layer = (layer, from_activation(activation))
 
+    @checked
     def forward(self, y: Tensor, reconstruction: Tensor | None = None) -> Tensor:
         """Add the noise in training; return ``y`` in evaluation."""
         self._check(y)
@@ -96,6 +106,8 @@ class AdditiveDropout(_SampledDropout):
                     "AdditiveDropout adds noise along the reconstruction Aᵀx of its input, which it does not know; "
                     "pass it, or name the layer that follows: AdditiveDropout(p, layer)"
                 )
+            if any(map(is_lazy, layer.parameters())):  # torch crashes if their memory is made inside of vjp
+                raise OptionError("the layer after AdditiveDropout is lazy; call it once, which decides its sizes")
             # The layer is affine: its pullback is Aᵀ.
             z, pull, *_ = torch.func.vjp(layer, y)
             (reconstruction,) = pull(function.prox(z))
@@ -124,10 +136,11 @@ class ImportanceDropout(_SampledDropout):
     """
 
     def __init__(self, p: float = 0.5, layer: nn.Module | None = None, *, feature_dim: int = -1) -> None:
-        super().__init__(p, feature_dim)
+        super().__init__(p, layer, feature_dim)
         # In a tuple, so that the layer is not registered as a child.
         self._layer = (layer, None if layer is None else majorant(layer, None)[0])
 
+    @checked
     def forward(self, y: Tensor) -> Tensor:
         """Sample and reweight the inputs in training; return ``y`` in evaluation."""
         self._check(y)

@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..arguments import checked
 from ..errors import CapabilityError
 from ..network.state import preserved
 from ..solvers import FISTA, Problem, Solver, solve, trace
@@ -105,6 +106,7 @@ _COLUMNS: dict[str, Callable[[LayerReport], str]] = {
 }
 
 
+@checked
 def explain(model: nn.Module, *inputs: Any, **options: Any) -> Explanation:
     r"""Run ``model(*inputs, **options)`` and report how well each solver layer solves its problem.
 

@@ -16,6 +16,7 @@ from ..errors import (
     CapabilityError,
     MinimandError,
     Sealed,
+    ShapeError,
     is_traced,
     located,
     require_dtype,
@@ -116,7 +117,10 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
         """Take the sizes of a plain layer, and its Parameters, the same objects, so that optimizers keep working."""
         for name in self._sizes:
             setattr(self, name, getattr(plain, name))
-        self.register_parameter("weight", cast(nn.Parameter, plain.weight))
+        weight = cast(nn.Parameter, plain.weight)
+        if 0 in weight.shape:
+            raise ShapeError(f"a solver layer needs inputs and outputs, but its weight has shape {tuple(weight.shape)}")
+        self.register_parameter("weight", weight)
         self.register_parameter("bias", cast(nn.Parameter | None, plain.bias))
         if self.options.learn_strength:
             # Not by register_parameter, which the property of this name forbids.

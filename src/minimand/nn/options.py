@@ -77,6 +77,9 @@ class SolverOptions:
         _require_one_of("refresh", self.refresh, Refresh, none=False)
         if self.strength is not None:
             check_strength(self.strength)
+        for name in ("shared_sample", "learn_strength"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name} must be True or False, got {getattr(self, name)!r}")
         self.adjoint.check(self.solver)
         self._check_start()
 

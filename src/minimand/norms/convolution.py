@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..geometry import ConvGeometry
-from .spectral import certified_norm_sq, to_float64
+from .spectral import certified_norm_sq, powers_of_two, product_of_bounds, to_float64
 from .symbol import Symbol, grid_factor, polyphase
 
 __all__ = ["channel_norms_sq", "convolution_norm_sq"]
@@ -67,11 +67,16 @@ def channel_norms_sq(weight: Tensor, geometry: ConvGeometry, *, of: str) -> Tens
     inputs = of == "inputs"
     parts = parts.transpose(1, 2).flatten(0, 1).unsqueeze(2) if inputs else parts.flatten(0, 1).unsqueeze(1)
     batch, rows = parts.shape[:2]
+    if parts.numel() == 0:
+        return torch.zeros(batch, dtype=torch.float64, device=weight.device)
+    # Squares of a channel far below the largest one would be lost.
+    scales = powers_of_two(to_float64(parts).flatten(1), 1)
+    parts = to_float64(parts) / scales.reshape(-1, *(1,) * (parts.dim() - 1))
     # Batch and rows are one dimension here: the polyphase split does not touch it.
     split = polyphase(parts.flatten(0, 1), geometry.stride, geometry.dilation)
     symbol = Symbol(split.unflatten(0, (batch, rows)))
     points, factor = _grid(symbol, geometry, "auto")
-    return symbol.maxima(points) * factor
+    return product_of_bounds(symbol.maxima(points) * factor, scales[:, 0], scales[:, 0])
 
 
 def _channels(weight: Tensor, geometry: ConvGeometry) -> tuple[int, int]:

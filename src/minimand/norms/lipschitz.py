@@ -12,7 +12,7 @@ from ..arguments import checked
 from ..errors import CapabilityError, OptionError, ShapeError, require_finite
 from ..geometry import ConvGeometry, Size
 from .kernel import Kernel
-from .spectral import lanczos, power_of_two, round_up, start_vector, to_float64
+from .spectral import lanczos, power_of_two, product_of_bounds, round_up, start_vector, to_float64
 
 __all__ = ["Bounded", "lipschitz", "majorant"]
 
@@ -126,7 +126,8 @@ def _safe_lanczos(bounded: Bounded) -> Tensor:
         like = to_float64(bounded.weight)
         scale = power_of_two(like)
         bounded = bounded.with_weight(like / scale)
-    return to_float64(lanczos_norm_sq(bounded, like)).clamp_min(0) * LANCZOS_SAFETY * scale * scale
+    found = to_float64(lanczos_norm_sq(bounded, like)).clamp_min(0) * LANCZOS_SAFETY
+    return product_of_bounds(found, scale, scale)
 
 
 def lanczos_norm_sq(bounded: Bounded, like: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..arguments import checked
 from ..errors import CapabilityError, OptionError, ShapeError, is_compiled, require_finite
-from .spectral import certified_norm_sq, lanczos, to_float64
+from .spectral import certified_norm_sq, in_range, lanczos, product_of_bounds, to_float64
 
 __all__ = ["FAILURE", "lanczos_factor", "lanczos_steps", "randomized_norm_sq"]
 
@@ -124,16 +124,21 @@ def randomized_norm_sq(
             require_finite("the operator's matrix", matrix)
             return certified_norm_sq(matrix) * margin
 
+        start = torch.empty(STARTS, n, dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
+        start.normal_(generator=generator or torch.Generator(device).manual_seed(SEED))
+        # The product with A and its adjoint would leave the range before the bound does.
+        units = start / torch.linalg.vector_norm(start, dim=-1, keepdim=True)
+        scale = in_range(first(units.to(work)), int(-math.log2(info.tiny)) // 5)[1]
+
         def normal(vectors: Tensor) -> Tensor:
-            product = second(first(vectors.to(work)))
+            product = second(first(vectors.to(work)) / scale) / scale
             require_finite("the operator's product", product)
             return product.to(vectors)
 
-        start = torch.empty(STARTS, n, dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
-        start.normal_(generator=generator or torch.Generator(device).manual_seed(SEED))
         runs = start.split(max(1, BASIS // (n * steps)))
         values = torch.cat([to_float64(lanczos(normal, part, steps)[0]) for part in runs])
-        return values.max().clamp_min(0) * lanczos_factor(n, steps, failure) * margin
+        bound = values.max().clamp_min(0) * lanczos_factor(n, steps, failure) * margin
+        return product_of_bounds(bound, scale, scale)
 
 
 def _checked(product: Map, given: tuple[int, ...], wanted: tuple[int, ...]) -> Map:

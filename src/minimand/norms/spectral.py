@@ -59,10 +59,33 @@ def power_of_two(tensor: Tensor) -> float:
     """A power of two near the largest entry (1 for zero). Division by it is exact and prevents overflow."""
     parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     largest = max(abs(float(end)) for end in torch.aminmax(parts)) if tensor.numel() else 0.0
-    return math.ldexp(1.0, math.frexp(largest)[1]) if 0.0 < largest < math.inf else 1.0
+    # Not above the largest entry, whose next power may be infinite; normal, because devices multiply by the inverse.
+    return math.ldexp(1.0, max(math.frexp(largest)[1] - 1, -1022)) if 0.0 < largest < math.inf else 1.0
 
 
-def _in_range(tensor: Tensor, exponent: int) -> tuple[Tensor, float]:
+def powers_of_two(tensor: Tensor, dim: int) -> Tensor:
+    """:func:`power_of_two` along a dimension, which is kept."""
+    largest = tensor.abs().amax(dim, keepdim=True)
+    power = (largest / (2 * torch.frexp(largest).mantissa)).clamp_min(torch.finfo(largest.dtype).tiny)
+    return torch.where((largest > 0) & (largest < math.inf), power, 1.0)
+
+
+def product_of_bounds(first: Tensor, *others: Tensor | float) -> Tensor:
+    """The product of upper bounds, which is one, too: never rounded to zero, infinite beyond the range.
+
+    >>> small = torch.tensor(1e-200, dtype=torch.float64)
+    >>> bool(product_of_bounds(small, small) > 0), float(product_of_bounds(small, 0.0))
+    (True, 0.0)
+    """
+    product = first
+    for other in others:
+        # Below the smallest normal number a product may be rounded down by any factor.
+        known = (product * other).clamp_min(torch.finfo(product.dtype).tiny)
+        product = torch.where((product == 0) | (other == 0), 0.0, known)
+    return product
+
+
+def in_range(tensor: Tensor, exponent: int) -> tuple[Tensor, float]:
     """``tensor`` divided by a power of two, and the power: 1 unless the largest entry is outside of 2^±exponent."""
     scale = power_of_two(tensor)
     if math.ldexp(1.0, -exponent) <= scale <= math.ldexp(1.0, exponent):
@@ -70,12 +93,18 @@ def _in_range(tensor: Tensor, exponent: int) -> tuple[Tensor, float]:
     return tensor / scale, scale
 
 
+def _scaled(bound: Tensor, *scales: float) -> Tensor:
+    return bound if scales[0] == 1.0 else product_of_bounds(bound, *scales)
+
+
 def sum_of_squares(tensor: Tensor, dim: int) -> Tensor:
     """An upper bound on the sum of squares along ``dim``, tight to float64's rounding."""
-    exact = to_float64(tensor)
-    scale = power_of_two(exact)
-    total = (exact / scale).square().sum(dim)
-    return total * (1 + 4 * (tensor.shape[dim] + 4) * EPS) * scale * scale
+    exact, slack = to_float64(tensor), 1 + 4 * (tensor.shape[dim] + 4) * EPS
+    if tensor.dtype != torch.float64 or tensor.numel() == 0:  # then no square leaves the range
+        return exact.square().sum(dim) * slack
+    scale = powers_of_two(exact, dim)
+    total = (exact / scale).square().sum(dim) * slack
+    return product_of_bounds(total, scale.squeeze(dim), scale.squeeze(dim))
 
 
 def lanczos(matvec: Callable[[Tensor], Tensor], start: Tensor, steps: int = 24) -> tuple[Tensor, Tensor]:
@@ -161,10 +190,10 @@ def certified_top(gram: Tensor, *, rtol: float = 1e-3, floor: Tensor | float = 0
     vector = start_vector((n,), batch)
     if n == 0 or batch.shape[0] == 0:
         return Top(known, vector)
-    batch, scale = _in_range(batch, 200)
+    batch, scale = in_range(batch, 200)
     known = known / scale
     if n <= 4 or batch.shape[0] * n**3 <= 32**3:
-        return Top(torch.maximum(known, _spectrum_bound(batch)) * scale, _normalized(vector))
+        return Top(_scaled(torch.maximum(known, _spectrum_bound(batch)), scale), _normalized(vector))
     trace = batch.diagonal(dim1=-2, dim2=-1).abs().sum(-1).max()
     for tries, share in enumerate(STEPS if rtol > 0 else ()):
         if float(known) > 0:
@@ -179,7 +208,7 @@ def certified_top(gram: Tensor, *, rtol: float = 1e-3, floor: Tensor | float = 0
         batch = batch[~_factorizes(batch, known)]
     if batch.shape[0]:
         known = torch.maximum(known, _spectrum_bound(batch))
-    return Top((known + _factorization_error(n, known, trace)) * scale, vector)
+    return Top(_scaled(known + _factorization_error(n, known, trace), scale), vector)
 
 
 @checked
@@ -206,12 +235,12 @@ def top_singular(matrix: Tensor, *, rtol: float = 1e-3, start: Tensor | None = N
         matrix = matrix.mH
     if matrix.numel() == 0:
         return Top(matrix.new_zeros((), dtype=torch.float64), matrix.new_zeros(matrix.shape[-2]))
-    matrix, scale = _in_range(matrix, 40)
+    matrix, scale = in_range(matrix, 40)
     gram = _gram(matrix)
     trace = gram.diagonal(dim1=-2, dim2=-1).real.sum(-1).max()
     found = None if start is None else _warm_top(gram, trace, start, rtol)
     bound, vector = found or certified_top(gram if start is None else _gram(matrix), rtol=rtol)
-    return Top((bound + 8 * (matrix.shape[-1] + 8) * EPS * trace) * scale * scale, vector)
+    return Top(_scaled(bound + 8 * (matrix.shape[-1] + 8) * EPS * trace, scale, scale), vector)
 
 
 def _gram(matrix: Tensor) -> Tensor:

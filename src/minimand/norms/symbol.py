@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .spectral import EPS, certified_lambda_max, power_of_two, to_float64
+from .spectral import EPS, certified_lambda_max, power_of_two, product_of_bounds, to_float64
 
 __all__ = ["Symbol", "grid_factor", "polyphase"]
 
@@ -106,14 +106,14 @@ class Symbol:
         known = torch.zeros((), dtype=torch.float64, device=self.coefficients.device)
         for gram in self.grams(points):
             known = certified_lambda_max(gram, rtol=rtol, floor=known)
-        return (known + self.rounding.max()) * self.scale * self.scale
+        return product_of_bounds(known + self.rounding.max(), self.scale, self.scale)
 
     def maxima(self, points: Sequence[int]) -> Tensor:
         """Upper bounds ``(batch,)`` on the largest eigenvalues over the grid, one per kernel."""
         known = torch.zeros(self.batch, dtype=torch.float64, device=self.coefficients.device)
         for gram in self.grams(points):
             known = torch.maximum(known, _schatten(gram).amax(0))
-        return (known + self.rounding) * self.scale * self.scale
+        return product_of_bounds(known + self.rounding, self.scale, self.scale)
 
 
 def _mirrored(a: tuple[int, ...], points: Sequence[int]) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from ..errors import (
 )
 from .kernel import Bounds, Kernel, decode, encode
 from .lipschitz import Bounded
-from .spectral import EPS, round_up, to_float64, top_singular
+from .spectral import EPS, product_of_bounds, round_up, to_float64, top_singular
 
 __all__ = ["LipschitzTracker"]
 
@@ -221,7 +221,7 @@ def _formula(kernel: Kernel, packed: Tensor, parts: list[bool], tolerance: float
 
 def _squared(reference: CertifiedWeight, drift: list[Tensor] | None, parts: list[bool]) -> Bounds:
     """The bounds that norms and their drifts imply."""
-    # The square of a small float32 number may be zero.
+    # In its own type the square of a small number may be zero.
     dtype, device = reference.weight.dtype, reference.weight.device
     work = torch.float32 if device.type == "mps" else torch.float64
     slack = 1 + 8 * torch.finfo(work).eps
@@ -229,7 +229,8 @@ def _squared(reference: CertifiedWeight, drift: list[Tensor] | None, parts: list
     if drift is not None:
         roots = [root + moved.to(work) for root, moved in zip(roots, drift, strict=True)]
     wanted = zip(roots, (True, *parts), strict=True)
-    return Bounds._make(round_up((root.square() * slack).double(), dtype) if some else None for root, some in wanted)
+    square = torch.square if work != dtype else lambda root: product_of_bounds(root, root)
+    return Bounds._make(round_up((square(root) * slack).double(), dtype) if some else None for root, some in wanted)
 
 
 def _total_drift(kernel: Kernel, anchor: Tensor) -> float:
@@ -268,10 +269,10 @@ def _drift(kernel: Kernel, anchor: Tensor, parts: list[bool], precision: torch.d
     return [part.sqrt() * factor + lost for part in (total, columns, rows if parts[1] else none)]
 
 
-def _above(value: float, like: Tensor) -> Tensor:
-    """A tensor of one entry, of the type of ``like``, that is at least ``value``."""
+def _above_square(root: float, like: Tensor) -> Tensor:
+    """A tensor of one entry, of the type of ``like``, that is at least the square of ``root``."""
     info = torch.finfo(like.dtype)
-    raised = max(value * (1 + 8 * info.eps), info.tiny) if value > 0 else value
+    raised = max(root * root * (1 + 8 * info.eps), info.tiny) if root > 0 else root
     return like.new_full((), raised if raised <= info.max else float("inf"))
 
 
@@ -291,7 +292,7 @@ def _current(kernel: Kernel, packed: Tensor, tolerance: float, parts: list[bool]
         drift = _drift(kernel, reference.weight, parts, precision) if moved else None
         return _squared(reference, drift, parts), packed
     # Python numbers: ten operations on tensors of one entry would take longer than the drift.
-    return Bounds(_above((known + moved) ** 2, weight)), packed
+    return Bounds(_above_square(known + moved, weight)), packed
 
 
 def _certify(kernel: Kernel, parts: list[bool], start: Tensor | None = None) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..arguments import checked
 from ..errors import OptionError, ShapeError
-from ..norms.spectral import round_up
+from ..norms.spectral import product_of_bounds, round_up
 from .base import LinearOperator
 
 __all__ = ["Composed", "Transposed"]
@@ -119,5 +119,4 @@ class Composed(LinearOperator):
 
     def bound(self) -> Tensor:
         """The product of both bounds."""
-        product = self.outer.norm_sq().double() * self.inner.norm_sq().double()
-        return round_up(product, self.dtype)
+        return round_up(product_of_bounds(self.outer.norm_sq().double(), self.inner.norm_sq().double()), self.dtype)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..arguments import checked
 from ..errors import OptionError, Sealed, ShapeError
-from ..norms.spectral import round_up, to_float64
+from ..norms.spectral import product_of_bounds, round_up, to_float64
 from .base import LinearOperator
 
 __all__ = ["SubsampledFourier", "cartesian_mask", "radial_mask"]
@@ -64,7 +64,7 @@ class SubsampledFourier(Sealed, LinearOperator):
     def bound(self) -> Tensor:
         """The largest square in the mask, with room for rounding."""
         largest = to_float64(self.weight).abs().max()
-        return round_up(largest * largest * (1 + _ROUNDING), self.weight.dtype)
+        return round_up(product_of_bounds(largest, largest) * (1 + _ROUNDING), self.weight.dtype)
 
 
 @checked

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..arguments import checked
 from ..errors import OptionError, Sealed, ShapeError, require_positive
 from ..norms.kernel import Kernel
-from ..norms.spectral import round_up, to_float64
+from ..norms.spectral import product_of_bounds, round_up, to_float64
 from .base import LinearOperator
 from .conv import Conv2d
 
@@ -146,7 +146,7 @@ class Inpainting(Sealed, LinearOperator):
     def bound(self) -> Tensor:
         """The largest square in the mask."""
         largest = to_float64(self.weight).abs().max()
-        return round_up(largest * largest, self.weight.dtype)
+        return round_up(product_of_bounds(largest, largest), self.weight.dtype)
 
 
 @checked

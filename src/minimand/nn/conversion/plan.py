@@ -23,7 +23,7 @@ from .block import SolverBlockConv1d, SolverBlockConv2d, SolverBlockLinear
 from .edit import Edits
 from .neighbors import Obstacle
 
-__all__ = ["LayerPlan", "Plan", "Rule", "Rules", "checked", "solver_layer", "targets"]
+__all__ = ["LayerPlan", "Plan", "Rule", "Rules", "as_rules", "solver_layer", "targets"]
 
 _LAYERS: Mapping[type[nn.Module], Any] = {
     nn.Linear: (SolverLinear, SolverBlockLinear),
@@ -146,7 +146,7 @@ def solver_layer(layer: LayerPlan, plain: nn.Module, norm: nn.Module | None) -> 
     return result
 
 
-def checked(rules: Any) -> dict[str, Rule]:
+def as_rules(rules: Any) -> dict[str, Rule]:
     """The rules in full; a single one is that of the pattern ``"*"``."""
     given = rules if isinstance(rules, Mapping) else {"*": rules}
     for pattern, rule in given.items():

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...errors import OptionError, Sealed, ShapeError, is_traced, require_finite, require_real
+from ...arguments import check_methods
+from ...errors import OptionError, Sealed, ShapeError, is_traced, require_finite, require_real, require_values
 from ...functions.separable import Zero
 from ...operators import BlockSensing, Dense, LinearOperator, Transposed
 from ...operators.sensing import is_orthonormal
@@ -66,6 +67,10 @@ class UnrolledNet(Sealed, nn.Module, abc.ABC):
     phi: Tensor
     initial: Tensor | None
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        check_methods(cls, "__init__")
+
     def __init__(
         self,
         phi: Tensor | LinearOperator,
@@ -82,7 +87,12 @@ class UnrolledNet(Sealed, nn.Module, abc.ABC):
         self._operator = None if isinstance(phi, Tensor | Dense | BlockSensing) else _checked(phi)
         weight = phi if isinstance(phi, Tensor) else phi.weight
         require_real("phi", weight)
+        require_values("phi", weight)
         require_finite("phi", weight)
+        if self._operator is None and weight.dim() != 2:
+            raise ShapeError(
+                f"phi must be a matrix m × b² of square blocks, got a tensor of shape {tuple(weight.shape)}"
+            )
         self.register_buffer("phi", weight.detach().clone())
         self._known = Measured(self.phi.clone(), *self._measure())
         if self._operator is None and not is_orthonormal(weight):

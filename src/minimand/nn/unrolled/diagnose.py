@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...arguments import checked
 from ...errors import CapabilityError
 from ...functions.base import widened
 from ...solvers.problem import Problem
@@ -175,6 +176,7 @@ _COLUMNS: dict[str, Callable[[PhaseReport], str]] = {
 }
 
 
+@checked
 def diagnose(net: UnrolledNet, y: Tensor) -> Diagnosis:
     r"""Run an unrolled network on measurements and report, phase by phase, what makes it a convergent solver.
 

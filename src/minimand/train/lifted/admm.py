@@ -89,8 +89,8 @@ class SplitADMM(SplitLifted):
         super().__init__(model, mu=mu, loss=loss, recipe=recipe)
         if splitting not in SPLITTINGS:
             raise OptionError(f"splitting must be one of {', '.join(SPLITTINGS)}, got {splitting!r}")
-        if warm < 0:
-            raise OptionError(f"warm must be ≥ 0, got {warm}")
+        if not isinstance(warm, int) or warm < 0:
+            raise OptionError(f"warm must be a whole number ≥ 0, got {warm!r}")
         self.splitting = splitting
         self.warm = warm
         self._steps = 0

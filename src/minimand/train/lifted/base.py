@@ -11,7 +11,17 @@ from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...errors import CapabilityError, MinimandError, NonFiniteError, OptionError, Sealed, ShapeError, require_finite
+from ...arguments import check_methods, checked
+from ...errors import (
+    CapabilityError,
+    MinimandError,
+    NonFiniteError,
+    OptionError,
+    Sealed,
+    ShapeError,
+    require_finite,
+    require_values,
+)
 from .chain import parse
 from .losses import LOSSES, Loss, encode_targets
 from .maps import AffineMap, update_running_statistics
@@ -64,6 +74,11 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
     #: Sweeps over the auxiliary variables per mini-batch.
     default_sweeps: ClassVar[int] = 1
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        check_methods(cls, "__init__")
+
+    @checked
     def __init__(
         self,
         model: nn.Module,
@@ -253,6 +268,7 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
         if not isinstance(x, Tensor) or not x.numel():
             found = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}; convert it"
             raise ShapeError(f"x must be a tensor of at least one sample, got {found}")
+        require_values("x", x)
         for layer in self.chain.layers:
             kind = layer.module.weight.dtype
             if kind not in (torch.float32, torch.float64):
@@ -260,6 +276,8 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
                     f"the weight of {layer.path} is {kind}, but lifted training solves linear systems, which needs "
                     f"float32 or float64; convert the network with .float()"
                 )
+            if x.device != layer.module.weight.device:
+                raise CapabilityError(f"x is on {x.device}, but {layer.path} on {layer.module.weight.device}; move one")
             if x.dtype != kind:
                 raise ShapeError(f"x is {x.dtype}, but the weight of {layer.path} is {kind}; convert x or the network")
         if check:

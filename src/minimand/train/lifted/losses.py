@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import CapabilityError, OptionError, ShapeError, require_finite
+from ...errors import CapabilityError, OptionError, ShapeError, require_finite, require_values
 from ...functions.base import Function, Step, check_step
 from ...solvers.iterate import iterate
 
@@ -150,6 +150,7 @@ def encode_targets(y: Tensor, output: Tensor, loss: str) -> Tensor:
     samples, classes = output.shape
     if not isinstance(y, Tensor):
         raise CapabilityError(f"the target y must be a tensor, got a {type(y).__name__}; use torch.as_tensor(y)")
+    require_values("the target y", y)
     if y.dtype == torch.bool or y.is_complex():
         raise OptionError(f"targets must be integer labels or floats, got {y.dtype}; convert them first")
     if y.is_floating_point():

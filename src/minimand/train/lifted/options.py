@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...arguments import checked
 from ...errors import OptionError
 
 __all__ = ["NO_BATCH", "Epoch", "Recipe", "batches", "check_loader", "weights_per_layer"]
@@ -29,6 +30,7 @@ class Epoch:
     seconds: float
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     r"""Options of the mini-batch mode.

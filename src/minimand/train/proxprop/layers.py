@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from ...errors import CapabilityError, NonFiniteError, OptionError, require_fitting
+from ...errors import CapabilityError, NonFiniteError, OptionError, require_fitting, require_strided
 from ...network import read, role
 from ...nn.layers import SolverLayer
 from .directions import Attachment, GramCache, RowAccumulator, fingerprint, to_working_precision
@@ -222,6 +222,7 @@ class LayerHooks:
             for parameter in (p for p in trained if id(p) not in self._handles):
                 # A parameter may be unfrozen or replaced after attaching.
                 self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._accumulated)
+            require_strided(f"the input of layer '{self.path}'", input)
             x = self.map.prepare(input)
             out: Tensor = _HookedLayer.apply(x, module.weight, module.bias, self)
             return out.squeeze(0) if self.map.geometry is not None and x.dim() > input.dim() else out

@@ -1,12 +1,13 @@
 """Options of ProxProp: the step size in the weights, the linear solver, and the Gram matrix of a convolution."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...arguments import checked
 from ...errors import OptionError, require_positive
 
 __all__ = ["CachedGram", "ExactGram", "GramRule", "ProxPropOptions", "SubsampledGram", "check_keys", "paper_tau_theta"]
@@ -17,6 +18,7 @@ class ExactGram:
     """The Gram matrix of all patches. At stride 1 patches overlap, which saves most products."""
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class SubsampledGram:
     """The Gram matrix of a fraction of the batch, scaled up: every k-th image, with an offset that rotates per step."""
@@ -33,6 +35,7 @@ class SubsampledGram:
         return max(1, round(1 / self.fraction))
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class CachedGram:
     """A Gram matrix that is updated every ``every`` steps by an exponential average, and whose factor is kept.
@@ -77,6 +80,8 @@ class ProxPropOptions:
         if isinstance(self.gram, str):
             object.__setattr__(self, "gram", _NAMED.get(self.gram, self.gram))
         checks = {
+            "include": (_are_patterns(self.include), "None, a pattern or a list of patterns"),
+            "exclude": (_are_patterns(self.exclude), "None, a pattern or a list of patterns"),
             "method": (self.method in ("auto", "exact", "cg"), "one of auto, exact, cg"),
             "cg_iters": (type(self.cg_iters) is int and self.cg_iters > 0, "a whole number ≥ 1"),
             "gram": (isinstance(self.gram, GramRule), f"one of {', '.join(_NAMED)} or a rule such as CachedGram()"),
@@ -91,6 +96,10 @@ class ProxPropOptions:
     def shift(self) -> float:
         """The ridge 1/τθ of the linear solves."""
         return 1.0 / self.tau_theta
+
+
+def _are_patterns(value: Any) -> bool:
+    return value is None or (isinstance(value, str | Sequence | Set) and all(isinstance(p, str) for p in value))
 
 
 def check_keys(optimizer: Optimizer, layers: Mapping[str, Iterable[Tensor | None]]) -> None:
@@ -133,4 +142,5 @@ def paper_tau_theta(
     if reduction not in ("mean", "sum"):
         raise OptionError(f"reduction must be mean or sum, got {reduction!r}")
     ratio = paper_rows / rows
+    require_positive("paper_rows / rows", ratio)
     return tau_theta * ratio, (1 / ratio) / (rows if reduction == "sum" else 1)
