@@ -261,11 +261,12 @@ def _drift(kernel: Kernel, anchor: Tensor, parts: list[bool], precision: torch.d
     rows = per_input.sum(1)
     total = rows.unflatten(0, (groups, -1)).sum(1).amax(0)
     none = rows.new_zeros(0)
-    columns = per_input.unflatten(0, (groups, -1)).sum(1).flatten() if parts[0] else none
+    columns = per_input.unflatten(0, (groups, -1)).sum(1).flatten() if any(parts) else none
+    sides = zip((rows, columns) if kernel.transposed else (columns, rows), parts, strict=True)
     factor = shared**0.5 * (1 + (squares[0].numel() + len(rows) + 16) * info.eps + torch.finfo(work).eps)
     # A square below the smallest normal number may have been lost.
     lost = (shared * squares.numel() * info.tiny) ** 0.5
-    return [part.sqrt() * factor + lost for part in (total, columns, rows if parts[1] else none)]
+    return [part.sqrt() * factor + lost for part in (total, *(side if some else none for side, some in sides))]
 
 
 def _above(value: float, like: Tensor) -> Tensor:
