@@ -119,7 +119,7 @@ def test_the_public_names_are_few() -> None:
     parts = {path.parent.name: _exported(path) for path in LIBRARY.glob("*/__init__.py")}
     parts["adjoints"] = _exported(LIBRARY / "adjoints.py")
     public = set().union(*parts.values())
-    assert len(public) <= 150, {part: len(names) for part, names in parts.items()}
+    assert len(public) <= 165, {part: len(names) for part, names in parts.items()}
     helpers = re.compile(r"^(require_|_)|^(located|is_traced|Bounds|Run)$")
     assert not {name for names in parts.values() for name in names if helpers.search(name)}
 

@@ -124,6 +124,39 @@ class Branching(nn.Module):
         return self.act(self.fc(self.drop(self.body(x))))
 
 
+class Decoder(nn.Module):
+    """All padding modes, transposed convolutions, and a residual addition of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.wrap = nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular")
+        self.norm = nn.BatchNorm2d(4)
+        self.drop = nn.Dropout2d(0.25)
+        self.mirror = nn.Conv2d(4, 6, 3, stride=2, padding=1, padding_mode="reflect", bias=False)
+        self.up = nn.ConvTranspose2d(6, 4, 4, stride=2, padding=1, groups=2)
+        self.up_norm = nn.BatchNorm2d(4)
+        self.edge = nn.Conv2d(4, 4, 3, padding="same", padding_mode="replicate")
+        self.line = nn.ConvTranspose1d(4, 2, 3, stride=2, output_padding=1)
+
+    def forward(self, x):
+        skip = torch.relu(self.norm(self.wrap(x)))
+        x = torch.tanh(self.mirror(self.drop(skip)))
+        x = torch.relu(self.up_norm(self.up(x)) + skip)
+        x = torch.relu(self.edge(x) + x)
+        return torch.sigmoid(self.line(x.mean(-1)))
+
+
+class Volume(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv3d(1, 4, 3, padding=1, bias=False), nn.BatchNorm3d(4)
+        self.drop, self.second = nn.Dropout3d(0.5), nn.Conv3d(4, 2, 2, stride=2, padding_mode="circular", padding=1)
+
+    def forward(self, x):
+        x = F.relu(self.norm(self.first(x)))
+        return F.elu(self.second(self.drop(x)))
+
+
 class Attention(nn.Module):
     """Layers inside one of torch's modules."""
 
@@ -143,5 +176,7 @@ NETWORKS = {
     "resnet": (ResNet, (3, 3, 8, 8)),
     "shared": (Shared, (3, 8)),
     "branching": (Branching, (3, 8)),
+    "decoder": (Decoder, (3, 3, 8, 8)),
+    "volume": (Volume, (2, 1, 4, 4, 4)),
     "attention": (Attention, (3, 4, 8)),
 }

@@ -5,6 +5,7 @@ The block dropout → linear → activation is one step of a solver on the layer
 """
 
 import abc
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, Self, cast
@@ -25,13 +26,18 @@ from ..functions import Function, Separable, from_activation
 from ..functions.base import widened
 from ..functions.scalar import mean_preactivation
 from ..linalg import mixed_precision
+from ..network.state import preserved
 from ..norms.lipschitz import Bounded, majorant
 from ..operators import Dense, LinearOperator, LipschitzTracker
 from ..solvers import Problem, ProxGD, Solver
 from ..solvers.adjoints import Adjoint, Run, Unroll
 from .options import EvalMode, Returns, SolverOptions
 
-__all__ = ["SolverLayer", "SolverLinear"]
+__all__ = ["COMPUTED", "SolverLayer", "SolverLinear"]
+
+#: The tensors of a layer that a parametrisation or a hook may compute.
+COMPUTED = ("weight", "bias")
+_COPYING = ("__getstate__", "__deepcopy__")
 
 
 class _Option:
@@ -105,9 +111,22 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
         """Take the sizes of a plain layer, and its Parameters, the same objects, so that optimizers keep working."""
         for name in self._sizes:
             setattr(self, name, getattr(plain, name))
-        self.register_parameter("weight", cast(nn.Parameter, plain.weight))
-        self.register_parameter("bias", cast(nn.Parameter | None, plain.bias))
-        self._track()
+        for name, parameter in plain._parameters.items():
+            self.register_parameter(name, parameter)
+        if "parametrizations" in plain._modules:
+            # As torch does: computed tensors are properties of a class of the module's own.
+            self._modules["parametrizations"] = plain._modules["parametrizations"]
+            special = {name: value for name, value in vars(type(plain)).items() if name in (*COMPUTED, *_COPYING)}
+            self.__class__ = type(type(self).__name__, (type(self),), special)
+        # Weights that hooks compute, such as those of pruning, are attributes; the hooks come with the others.
+        vars(self).update({name: vars(plain)[name] for name in COMPUTED if name in vars(plain)})
+        # Reading a spectrally normalised weight in training changes its state.
+        with preserved(plain) if "parametrizations" in plain._modules else contextlib.nullcontext():
+            self._track()
+
+    def _seal(self) -> None:
+        super()._seal()
+        vars(self)["_sealed"] -= set(vars(self)).intersection(COMPUTED)
 
     @abc.abstractmethod
     def operator(self, y: Tensor | None = None) -> LinearOperator:
@@ -145,7 +164,8 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
         try:
             # Clear errors for inputs that torch's own layer would reject.
             require_real("the input", y)
-            require_dtype("the input", y, self.weight)
+            # A computed weight is read once, in the problem.
+            require_dtype("the input", y, self.weight if "weight" in self._parameters else next(self.parameters()))
             context, dtype = mixed_precision(y)
             with context:
                 problem = solver.prepare(problem_of_input())
@@ -175,6 +195,8 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
                 f"{type(solver).__name__} leaves outputs at 0, which {self.function} never returns, so the activation "
                 f"cannot stay in the network; use ProxSG, or a SolverLinear or SolverConv2d in its place"
             )
+        if operator.weight.grad_fn is not None:  # computed tensors with a gradient cannot be copied
+            operator = operator.with_weight(operator.weight.detach())
         # Stochastic solvers also need the norms of the columns or rows.
         self._tracker = LipschitzTracker(operator, inputs=solver.stochastic, outputs=solver.stochastic)
         self._tracker.train(self.training)

@@ -109,7 +109,7 @@ class LipschitzTracker(Sealed, nn.Module):
         kernel = getattr(self.operator, "kernel", None)
         if kernel is None:
             raise CapabilityError(
-                f"LipschitzTracker takes a Dense, Conv1d or Conv2d, got a {type(self.operator).__name__}; "
+                f"LipschitzTracker takes a Dense or a convolution, got a {type(self.operator).__name__}; "
                 f"wrap a weight in minimand.operators.Dense, or call norm_sq() of another operator whenever it changes"
             )
         if tolerance is not None:

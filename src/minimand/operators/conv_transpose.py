@@ -1,6 +1,7 @@
 """Transposed convolutions: the adjoints of convolutions, as torch's layers compute them."""
 
 import dataclasses
+from operator import attrgetter
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -22,6 +23,11 @@ class ConvTranspose(Transposed):
 
     _convolution: ClassVar[type[Convolution]]
     operator: Convolution
+    # What the geometry fixed can be read and not set.
+    stride, padding, dilation, groups, output_padding = (
+        property(attrgetter(name))
+        for name in (*(f"operator.{name}" for name in ("stride", "padding", "dilation", "groups")), "_extra")
+    )
 
     def __init__(
         self,
@@ -54,6 +60,11 @@ class ConvTranspose(Transposed):
         if min(mapped) < 1:
             raise ShapeError(f"a map of {given} has no output with padding {g.padding}; enlarge the map or pad less")
         return mapped
+
+    @property
+    def input_size(self) -> tuple[int, ...] | None:
+        """The size of the input map; None where it is not fixed."""
+        return None if self.operator.geometry.size is None else self.operator.geometry.output()
 
     @property
     def feature_dim(self) -> int:
@@ -89,13 +100,19 @@ class ConvTranspose(Transposed):
         inside = None
         if bias is not None and bias.shape in ((self.outputs,), (self.outputs, *(1,) * convolution.dimensions)):
             inside, bias = bias.reshape(self.outputs), None
-        x = convolution.geometry.transpose(y, self.weight, inside)
+        x = convolution.geometry.transpose(y, convolution.weight, inside)
         if bias is None:
             return x
         check_bias(bias, x)
         return x + bias
 
     affine = apply
+
+    def scaled_outputs(self, scale: Tensor) -> Tensor:
+        """The weight of the map whose output channels are multiplied by one factor each."""
+        groups = self.operator.geometry.groups
+        factors = scale.reshape(groups, 1, -1, *(1,) * self.operator.dimensions).to(self.weight.dtype)
+        return (self.weight.unflatten(0, (groups, -1)) * factors).flatten(0, 1)
 
     def with_weight(self, weight: Tensor) -> "ConvTranspose":
         """The same map with another weight; no bounds are carried over."""

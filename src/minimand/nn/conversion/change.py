@@ -16,7 +16,7 @@ from ...errors import ConversionError
 from ...network import Network, role
 from ...network.replay import returned, same_bits
 from ...network.state import preserved, snapshot
-from ..layers import SolverLayer
+from ..layers import COMPUTED, SolverLayer
 from .block import BlockLayer
 from .clone import INTERNAL, ORIGINAL, clone
 from .edit import EditedMethod, Edits
@@ -44,7 +44,7 @@ def is_converted(module: nn.Module) -> bool:
 def install(plain: nn.Module, layer: SolverLayer) -> None:
     """Give a solver layer the hooks, tensors and attributes of the plain layer that it replaces."""
     theirs = vars(plain)
-    own = frozenset(vars(layer)) - INTERNAL
+    own = frozenset(vars(layer)) - INTERNAL - set(COMPUTED)
     vars(layer).update({name: value for name, value in theirs.items() if name != "_modules" and name not in own})
     layer._modules.update(plain._modules)
     vars(layer)[ORIGINAL] = Original(plain, own | {ORIGINAL})
