@@ -169,6 +169,21 @@ class Attention(nn.Module):
         return self.fc(self.encoder(x))
 
 
+class Encoder(nn.Module):
+    """A transformer of torch's own modules; in evaluation they have a fused path that calls no layer."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.decoder = nn.TransformerDecoderLayer(8, 2, 12, batch_first=True)
+        self.fc = nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.encoder(x)
+        return self.fc(self.decoder(x, x))
+
+
 #: A network, and the shape of its input.
 NETWORKS = {
     "functional": (Functional, (3, 1, 8, 8)),
@@ -179,4 +194,5 @@ NETWORKS = {
     "decoder": (Decoder, (3, 3, 8, 8)),
     "volume": (Volume, (2, 1, 4, 4, 4)),
     "attention": (Attention, (3, 4, 8)),
+    "encoder": (Encoder, (3, 4, 8)),
 }

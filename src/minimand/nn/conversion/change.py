@@ -25,6 +25,12 @@ from .plan import Plan, solver_layer
 __all__ = ["adopt", "apply", "changed", "install_edits", "is_converted", "undo"]
 
 _ADDED = "_minimand_added"
+_REPLACED = "_minimand_replaced"
+#: In evaluation torch's transformers read the weights of their layers unless these attributes forbid it.
+_FUSED: Mapping[type[nn.Module], tuple[str, Any]] = {
+    nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
+    nn.TransformerEncoder: ("use_nested_tensor", False),
+}
 
 
 class Original(NamedTuple):
@@ -90,6 +96,15 @@ def _taken(by: str) -> str:
     return f"taken in by {by}"
 
 
+def unfuse(model: nn.Module) -> None:
+    """Make transformers call their converted layers in evaluation, too."""
+    for module in model.modules():
+        for name, off in (setting for kind, setting in _FUSED.items() if isinstance(module, kind)):
+            if name in vars(module) and any(isinstance(part, SolverLayer) for part in module.modules()):
+                vars(module).setdefault(_REPLACED, {}).setdefault(name, vars(module)[name])
+                vars(module)[name] = off
+
+
 def undo(model: nn.Module) -> nn.Module:
     """Restore the original modules of a network, with its present tensors; returns the network."""
     pairs: dict[nn.Module, nn.Module] = {}
@@ -101,6 +116,7 @@ def undo(model: nn.Module) -> nn.Module:
         for name in own.pop(_ADDED, ()):
             own.pop(name, None)
             module._modules.pop(name, None)
+        own.update(own.pop(_REPLACED, {}))
         if own.get("forward") is passed:
             del own["forward"], own["extra_repr"]
         for name in [name for name, value in own.items() if isinstance(value, EditedMethod)]:
@@ -166,6 +182,7 @@ def _change(plan: Plan, result: nn.Module, place: Places) -> None:
         pass_through(place[module], by)
     install_edits(plan.edits, place)
     exchange(result, pairs)
+    unfuse(result)
 
 
 def install_edits(edits: Mapping[tuple[nn.Module, str], Edits], place: Places) -> None:

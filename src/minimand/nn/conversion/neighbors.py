@@ -83,7 +83,8 @@ def module_of(network: Network, call: Call) -> nn.Module | None:
 def describe(network: Network, call: Call) -> str:
     """The name of the module or function that a call belongs to."""
     module = module_of(network, call)
-    return call.name if module is None else f"{call.path} ({type(module).__name__})"
+    alone = module is not None and next(module.children(), None) is None
+    return f"{call.path} ({type(module).__name__})" if alone else call.name
 
 
 def _activation(network: Network, call: Call) -> tuple[Function, str]:

@@ -26,6 +26,10 @@ from .neighbors import Obstacle
 __all__ = ["LayerPlan", "Plan", "Rule", "Rules", "checked", "solver_layer", "targets"]
 
 _LAYERS = tuple(BLOCKS)
+#: Modules of torch that call their children as modules.
+_CALLING = (
+    nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.TransformerDecoder, nn.TransformerDecoderLayer
+)  # fmt: skip
 LINEAR = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd)
 
 
@@ -160,7 +164,7 @@ def targets(plan: Plan, rules: Mapping[str, Rule]) -> tuple[dict[str, Rule], dic
     places = list(plan.model.named_modules(remove_duplicate=False))
     first = {module: path for path, module in plan.model.named_modules()}
     # Modules of torch need not call their children as modules.
-    layers = (module for module in plan.model.modules() if is_layer(module))
+    layers = (module for module in plan.model.modules() if is_layer(module) and not isinstance(module, _CALLING))
     hidden = {part for layer in layers for part in layer.modules() if part is not layer}
     found, wrong = dict[str, Rule](), dict[str, str]()
     for pattern, rule in rules.items():
