@@ -152,7 +152,7 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
         bias: Tensor | None = self.bias
         if skip is not None:
             bias = skip if bias is None else skip + operator.per_feature(bias)
-        return Problem(operator, self.function, y, bias, self.options.ridge).working()
+        return Problem(operator, self.function.current(y.dim()), y, bias, self.options.ridge).working()
 
     def forward(self, y: Tensor, skip: Tensor | None = None) -> Tensor:
         """Run the solver; ``eval_mode`` decides how in evaluation."""
@@ -177,7 +177,7 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
         x = answers[0]
         if passes > 1:
             samples = torch.stack(answers)
-            x = samples.mean(0) if ending is None else mean_preactivation(cast(Separable, self.function), samples)
+            x = samples.mean(0) if ending is None else mean_preactivation(cast(Separable, problem.function), samples)
         return x if x.dtype is dtype else x.to(dtype)
 
     def _bounded(self, operator: LinearOperator, weight: Tensor) -> LinearOperator:
@@ -190,7 +190,7 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
         operator, solver = self.operator(), self.options.solver
         solver.check(operator, self.function)
         partial = self.returns == "preactivation" and solver.updates_some
-        if partial and float(self.function.prox(torch.zeros(1))) != 0:
+        if partial and float(self.function.prox(torch.zeros(1)).detach()) != 0:
             raise CapabilityError(
                 f"{type(solver).__name__} leaves outputs at 0, which {self.function} never returns, so the activation "
                 f"cannot stay in the network; use ProxSG, or a SolverLinear or SolverConv2d in its place"

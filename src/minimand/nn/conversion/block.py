@@ -75,7 +75,8 @@ class BlockLayer(SolverLayer):
         if skip is not None:
             affine = affine + skip
             bias = skip if bias is None else skip + operator.per_feature(bias)
-        return Problem(operator, self.function, y, bias, self.options.ridge, affine=affine).working()
+        function = self.function.current(y.dim())
+        return Problem(operator, function, y, bias, self.options.ridge, affine=affine).working()
 
     def normalized(self, affine: Tensor) -> Tensor:
         """``A y + b`` after the batch normalisation."""

@@ -3,6 +3,7 @@
 Parameters, hooks, attributes and ``state_dict`` keys stay.
 """
 
+import dataclasses
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ConversionError
+from ...functions.learned import LearnedHinge
 from ...network import Network, role
 from ...network.replay import returned, same_bits
 from ...network.state import preserved, snapshot
@@ -174,6 +176,8 @@ def _change(plan: Plan, result: nn.Module, place: Places) -> None:
     pairs = {}
     for path, layer in plan.converted.items():
         plain = place[layer.module]
+        if isinstance(layer.function, LearnedHinge) and isinstance(layer.function.source, nn.Module):
+            layer = dataclasses.replace(layer, function=LearnedHinge(place[layer.function.source]))  # type: ignore[arg-type]
         pairs[plain] = solver = solver_layer(layer, plain, None if layer.norm is None else place[layer.norm])
         solver.path = path
         install(plain, solver)
