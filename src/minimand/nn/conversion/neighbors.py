@@ -38,12 +38,13 @@ class Join(NamedTuple):
 
 class After(NamedTuple):
     """What follows a call of a layer: the function of its activation and the activation's name, and the normalisation
-    and the addition before that."""
+    and the addition before that; or the name of a normalisation that is no affine map and stays outside."""
 
     function: Function = Zero()
     name: str = ""
     norm: nn.Module | None = None
     join: Join | None = None
+    stays: str = ""
 
 
 class Dropout(NamedTuple):
@@ -111,7 +112,7 @@ def after(network: Network, layer: Call, is_target: Callable[[Call], bool]) -> A
             f"pre-activation; use Rule(..., activation=None) to leave the activation in place"
         )
     if found.norm is not None and not isinstance(norm, _BATCH_NORM):
-        return After()
+        return After(stays=describe(network, found.norm))
     if norm is not None:
         _check_norm(norm, layer)
     if found.skip is not None:

@@ -63,7 +63,8 @@ Rules = Mapping[str, Solver | SolverOptions | Rule] | Solver | SolverOptions | R
 
 @dataclasses.dataclass
 class LayerPlan:
-    """The plan for one layer: the module, its function, options and normalisation, and what it takes in, in words."""
+    """The plan for one layer: the module, its function, options and normalisation, and in words what it takes in and
+    which normalisation it leaves outside."""
 
     module: nn.Module
     function: Function
@@ -71,11 +72,13 @@ class LayerPlan:
     norm: nn.Module | None = None
     joined: bool = False
     takes: tuple[str, ...] = ()
+    stays: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         solver = self.options.solver
         name = f"{type(solver).__name__}({solver.iterations})"
-        return f"converted: {name}" + (f" with {', '.join(self.takes)}" if self.takes else "")
+        taken = f" with {', '.join(self.takes)}" if self.takes else ""
+        return f"converted: {name}{taken}" + (f"; {', '.join(self.stays)} stays after it" if self.stays else "")
 
 
 @dataclasses.dataclass(eq=False)

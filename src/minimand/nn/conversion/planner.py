@@ -100,6 +100,7 @@ class Planner:
             self.plan.passed[layer.norm] = path
             takes.append(f"{self.paths[layer.norm]} ({type(layer.norm).__name__})")
         layer.takes = tuple(dict.fromkeys((*takes, *filter(None, names))))
+        layer.stays = tuple(dict.fromkeys(around.stays for around in found if around.stays))
         solver_layer(layer, module, layer.norm)  # raises for options that do not fit
         return layer
 
