@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from minimand.errors import OptionError, ShapeError
+from minimand.geometry import PADDING_MODES
 from minimand.operators import Conv2d, Dense, LinearOperator
 from tests.cases.operators import ALL, MEASUREMENTS, OPERATORS, AnyCase, OperatorCase, dense_matrix
 
@@ -52,8 +53,9 @@ def convolutions(draw: st.DrawFn) -> Conv2d:
     size = pair(1, 9)
     seed = draw(st.integers(0, 100))
     weight = torch.randn(n2, n1 // groups, *kernel, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    mode = draw(st.sampled_from(PADDING_MODES))
     try:
-        return Conv2d(weight, size, stride, pair(0, 4) if padding == "numbers" else padding, dilation, groups)
+        return Conv2d(weight, size, stride, pair(0, 4) if padding == "numbers" else padding, dilation, groups, mode)
     except ShapeError:
         assume(False)
         raise

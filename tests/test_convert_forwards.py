@@ -362,7 +362,7 @@ def test_a_forward_that_needs_an_example_gets_one_or_has_its_neighbours_named():
 def test_layers_inside_modules_of_torch_are_left_alone():
     model, x = Attention().eval(), torch.randn(2, 4, 8)
     converted = convert(model, {"*": ONE})
-    assert set(solver_layers(converted)) == {"fc"}
+    assert set(solver_layers(converted)) == {"encoder.linear1", "encoder.linear2", "fc"}
     assert torch.equal(converted(x), model(x))
-    with pytest.raises(ConversionError, match=r"encoder\.\*: matches only .*encoder\.linear1"):
-        convert(model, {"encoder.*": ONE})
+    with pytest.raises(ConversionError, match=r"encoder\.self_attn\.\*: matches only 'encoder\.self_attn\.out_proj'"):
+        convert(model, {"encoder.self_attn.*": ONE})

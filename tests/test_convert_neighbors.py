@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from minimand.errors import ConversionError
-from minimand.functions import Zero
-from minimand.nn import AdditiveDropout, ImportanceDropout, Rule, SolverOptions, convert
+from minimand.functions import NonNegative, Zero
+from minimand.nn import AdditiveDropout, ImportanceDropout, Rule, SolverOptions, convert, plan
 from minimand.solvers import SVRG, ProxGD, ProxSG
 
 from .cases.conversion import ONE, evaluated, is_taken_in
@@ -243,3 +243,39 @@ def test_the_last_of_several_patterns_decides():
     assert converted.features[0].solver == ProxGD(iters=3)
     assert converted.classifier[3].solver == ProxSG(iters=5, tau=1 - 0.4)
     assert convert(VGG(), {"classifier.*": ProxSG(), "*": ProxGD(iters=3)}).classifier[3].solver == ProxGD(iters=3)
+
+
+class Normalised(nn.Module):
+    """Normalisations that depend on the sample, after layers, before an addition, and before a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.group, self.drop = nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Dropout(0.25)
+        self.second, self.instance = nn.Conv2d(4, 4, 1), nn.InstanceNorm2d(4)
+        self.fc, self.layer = nn.Linear(4, 6), nn.LayerNorm(6)
+        self.skip, self.rms, self.before, self.last = nn.Linear(6, 6), nn.RMSNorm(6), nn.LayerNorm(6), nn.Linear(6, 5)
+
+    def forward(self, x):
+        x = F.relu(self.group(self.conv(x)))
+        x = torch.tanh(self.instance(self.second(self.drop(x)))).mean((2, 3))
+        x = F.gelu(self.layer(self.fc(x)))
+        x = F.relu(self.rms(self.skip(x)) + x)
+        return F.relu(self.last(self.drop(F.layer_norm(self.before(x), (6,)))))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_normalisations_of_each_sample_stay_outside(training):
+    model, x = Normalised().train(training), torch.randn(3, 2, 5, 5)
+    steps = plan(model, {"*": ONE}, example=x)
+    outside = {"conv": "group (GroupNorm)", "second": "instance (InstanceNorm2d)", "fc": "layer (LayerNorm)",
+               "skip": "rms (RMSNorm)"}  # fmt: skip
+    assert not steps.refused
+    for path, layer in steps.converted.items():
+        assert isinstance(layer.function, Zero if path in outside else NonNegative)
+        assert str(layer).endswith(f"; {outside[path]} stays after it" if path in outside else " with relu")
+    converted = convert(model, steps)
+    assert torch.equal(evaluated(converted, x), evaluated(model, x))
+    assert not any(map(is_taken_in, (converted.group, converted.instance, converted.layer, converted.rms)))
+    sampled = convert(model, {"*": ProxSG(iters=2)}, example=x)
+    assert is_taken_in(sampled.drop)
+    assert sampled(x).shape == (3, 5)

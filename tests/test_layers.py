@@ -11,7 +11,17 @@ from torch import nn
 from minimand import lipschitz
 from minimand.adjoints import Checkpoint, Implicit, JacobianFree, Unroll
 from minimand.errors import CapabilityError, OptionError, ShapeError
-from minimand.nn import AdditiveDropout, ImportanceDropout, SolverConv1d, SolverConv2d, SolverLinear, SolverOptions
+from minimand.nn import (
+    AdditiveDropout,
+    ImportanceDropout,
+    SolverConv1d,
+    SolverConv2d,
+    SolverConv3d,
+    SolverConvTranspose1d,
+    SolverConvTranspose2d,
+    SolverLinear,
+    SolverOptions,
+)
 from minimand.solvers import FISTA, SVRG, Importance, Nice, ProxGD, ProxSG
 from minimand.solvers.sampling import Request
 
@@ -24,14 +34,21 @@ KINDS = {
     "conv1d": (lambda **o: SolverConv1d(4, 6, 3, padding=1, **o), (2, 4, 9)),
     "conv2d": (lambda **o: SolverConv2d(4, 6, 3, stride=2, padding=1, **o), (2, 4, 7, 8)),
     "grouped": (lambda **o: SolverConv2d(4, 6, 3, groups=2, dilation=2, **o), (2, 4, 9, 9)),
+    "circular": (lambda **o: SolverConv2d(4, 6, 3, padding=1, padding_mode="circular", **o), (2, 4, 4, 5)),
+    "reflect": (lambda **o: SolverConv1d(4, 6, 3, padding=1, padding_mode="reflect", **o), (2, 4, 6)),
+    "conv3d": (lambda **o: SolverConv3d(4, 6, 2, padding_mode="replicate", padding=1, **o), (2, 4, 3, 2, 3)),
+    "transposed1d": (lambda **o: SolverConvTranspose1d(4, 6, 3, stride=2, output_padding=1, **o), (2, 4, 4)),
+    "transposed2d": (lambda **o: SolverConvTranspose2d(4, 6, 3, stride=2, padding=1, groups=2, **o), (2, 4, 3, 4)),
 }
 
 
 def plain_of(layer):
-    if isinstance(layer, SolverLinear):
-        return lambda y: F.linear(y, layer.weight, layer.bias)
-    convolve = F.conv1d if isinstance(layer, SolverConv1d) else F.conv2d
-    return lambda y: convolve(y, layer.weight, layer.bias, layer.stride, layer.padding, layer.dilation, layer.groups)
+    kind = getattr(nn, type(layer).__name__.removeprefix("Solver"))
+    plain = kind(
+        *(getattr(layer, name) for name in layer._sizes[:2]), **{n: getattr(layer, n) for n in layer._sizes[2:]}
+    )
+    plain.weight, plain.bias = layer.weight, layer.bias
+    return plain
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -288,8 +305,10 @@ def test_bad_layers_and_inputs():
         SolverLinear(4, 3, solver="sgd")
     with pytest.raises(CapabilityError, match="draws new samples"):
         SolverLinear(4, 3, solver=ProxSG(), adjoint=Implicit())
-    with pytest.raises(CapabilityError, match="reflect"):
-        SolverConv2d.from_plain(nn.Conv2d(3, 3, 3, padding=1, padding_mode="reflect"), "relu", SolverOptions())
+    with pytest.raises(ShapeError, match="padding_mode='reflect' with a padding of 2 needs a map of 3 or more, got 2"):
+        SolverConv2d(3, 3, 3, padding=2, padding_mode="reflect")(torch.randn(1, 3, 5, 2))
+    with pytest.raises(OptionError, match=r"output_padding must be smaller than the stride, got \(1, 1\)"):
+        SolverConvTranspose2d(3, 3, 3, output_padding=1, dilation=2)
     with pytest.raises(ShapeError, match=r"4.*\(2, 5\)"):
         SolverLinear(4, 3)(torch.randn(2, 5))
 

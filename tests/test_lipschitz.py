@@ -48,7 +48,69 @@ def test_no_method_lies_below_the_truth(operator: Conv2d, kind: str, dtype: torc
     for method in CERTIFIED:
         assert lipschitz(operator, method=method).double() >= truth, method
     assert lipschitz(operator, method="auto") <= 1.002 * lipschitz(operator, method="grid")
+    assert lipschitz(operator, method="exact") <= lipschitz(operator, method="auto")
     assert operator.norm_sq() == lipschitz(operator)
+
+
+@given(convolutions(), st.sampled_from(["random", "ones", "alternating", "rank one"]), st.integers(0, 1000))
+def test_bounds_from_symbols_hold_without_the_matrix(operator: Conv2d, kind: str, seed: int) -> None:
+    """Tiny maps are bounded by their matrix, which hides the bounds of all larger ones."""
+    operator = operator.with_weight(_adversary(operator.weight.shape, kind, seed, torch.float64))
+    truth = norm_sq(dense_matrix(operator))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("minimand.norms.convolution.TINY", 0)
+        bounds = {method: lipschitz(operator, method=method) for method in CERTIFIED}
+    assert min(bounds.values()) >= truth * (1 - 1e-13)  # the oracle rounds, too
+    assert bounds["exact"] <= bounds["auto"] <= 1.002 * bounds["grid"]
+    assert lipschitz(Conv2d(operator.weight, None, *_options(operator))) >= truth * (1 - 1e-13)
+
+
+def _options(operator: Conv2d) -> tuple[object, ...]:
+    padding = tuple(pair[0] for pair in operator.padding)
+    exact = padding if all(a == b for a, b in operator.padding) else "same"
+    return operator.stride, exact, operator.dilation, operator.groups, operator.padding_mode
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        ({"kernel_size": 3, "padding": 1}, (9, 8)),
+        ({"kernel_size": (5, 3), "padding": (2, 1), "stride": (2, 3)}, (8, 9)),
+        ({"kernel_size": 3, "padding": 2, "dilation": 2, "stride": 2}, (8, 6)),
+        ({"kernel_size": (4, 2), "padding": "same", "dilation": (1, 3)}, (7, 6)),
+        ({"kernel_size": 3, "padding": 1, "groups": 2}, (4, 5)),
+        ({"kernel_size": 7, "padding": 3}, (3, 4)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("channels", [(4, 6), (14, 2)])
+def test_circular_padding_is_exact_where_lemma_2_is(options, size: tuple[int, int], channels: tuple[int, int]) -> None:
+    module = nn.Conv2d(*channels, bias=False, padding_mode="circular", **options).double()
+    n = channels[0] * math.prod(size)
+    truth = norm_sq(module(torch.eye(n, dtype=torch.float64).reshape(n, channels[0], *size)).flatten(1).detach())
+    for method in ("auto", "exact"):
+        assert truth * (1 - 1e-13) <= lipschitz(module, size, method=method) <= truth * (1 + 1e-10)
+    narrow = lipschitz(module.float(), size).double()
+    assert truth * (1 - 1e-5) <= narrow <= truth * (1 + 1e-5)
+
+
+def test_a_large_circular_convolution_is_exact() -> None:
+    """Against the Fourier transform of the kernel, [Bibi2019], Lemma 2."""
+    module = nn.Conv2d(32, 24, 3, padding=1, bias=False, padding_mode="circular").double()
+    symbol = torch.fft.fft2(module.weight.detach(), s=(32, 28)).permute(2, 3, 0, 1)
+    truth = torch.linalg.svdvals(symbol).max() ** 2
+    assert truth * (1 - 1e-13) <= lipschitz(module, (32, 28)) <= truth * (1 + 1e-10)
+
+
+def test_lemma_2_is_no_bound_with_wider_circular_padding() -> None:
+    module = nn.Conv2d(1, 1, 3, padding=2, bias=False, padding_mode="circular").double()
+    module.weight.data = (
+        torch.tensor([1.0, -2.0, 1.0], dtype=torch.float64).outer(torch.tensor([1.0, -2.0, 1.0])).reshape(1, 1, 3, 3)
+    )
+    matrix = module(torch.eye(64, dtype=torch.float64).reshape(64, 1, 8, 8)).flatten(1).detach()
+    lemma = torch.fft.fft2(module.weight.detach(), s=(8, 8)).abs().max() ** 2
+    assert lemma < 0.9 * norm_sq(matrix)
+    assert all(lipschitz(module, (8, 8), method=method) >= norm_sq(matrix) for method in CERTIFIED)
 
 
 @every_operator

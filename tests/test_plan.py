@@ -26,12 +26,13 @@ class Mixed(nn.Module):
         super().__init__()
         self.conv, self.norm, self.up = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ConvTranspose2d(4, 2, 2, 2)
         self.drop, self.fc, self.gelu = nn.Dropout(0.25), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.pair = nn.Bilinear(8, 8, 8)
         self.attention, self.head = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 3)
 
     def forward(self, x):
         x = self.up(F.relu(self.norm(self.conv(x)))).mean(1)
         x = torch.tanh(self.fc(self.drop(x)))
-        x = F.gelu(self.gelu(x))
+        x = self.pair(x, F.gelu(self.gelu(x)))
         return self.head(self.attention(x, x, x)[0])
 
 
@@ -41,18 +42,19 @@ IMAGES = torch.randn(2, 1, 4, 4)
 def test_a_plan_names_every_layer_with_its_fate():
     model = Mixed()
     steps = plan(model, {"*": ProxSG(iters=10), "conv": ProxGD(iters=4), "head": ADMM(iters=3)}, example=IMAGES)
-    assert list(steps.converted) == ["conv", "fc", "head"]
+    assert list(steps.converted) == ["conv", "up", "fc", "head"]
     assert list(steps.refused) == ["gelu"]
     assert "GELU is not monotone" in steps.refused["gelu"]
     assert "Rule(..., activation=None)" in steps.refused["gelu"]
-    assert set(steps.left) == {"up", "attention.out_proj"}
+    assert set(steps.left) == {"pair", "attention.out_proj"}
     lines = {line.split()[0]: line for line in str(steps).splitlines()}
     for path, words in {
         "conv": ["Conv2d 1→4", "7×", "ProxGD(4)", "norm (BatchNorm2d)", "relu"],
         "fc": ["Linear 8→8", "19×", "ProxSG(10)", "drop (Dropout) before it", "tanh"],
         "head": ["Linear 8→3", "3.25×", "converted: ADMM(3)"],
         "gelu": ["refused: GELU"],
-        "up": ["ConvTranspose2d 4→2", "left: ConvTranspose2d has no solver form"],
+        "up": ["ConvTranspose2d 4→2", "converted: ProxSG(10)"],
+        "pair": ["Bilinear", "left: Bilinear has no solver form"],
         "attention.out_proj": ["left: the module of torch around it"],
     }.items():
         assert all(word in lines[path] for word in words), lines[path]
@@ -96,7 +98,7 @@ def test_layers_that_cannot_be_converted_are_errors_or_skipped():
         convert(model, ProxGD(), example=IMAGES),
         convert(model, Rule(ProxGD()), example=IMAGES),
     ):
-        assert set(solver_layers(converted)) == {"conv", "fc", "head"}
+        assert set(solver_layers(converted)) == {"conv", "up", "fc", "head"}
         assert type(converted.gelu) is nn.Linear
     only = nn.Sequential(nn.Linear(3, 3), nn.GELU())
     with pytest.raises(ConversionError, match="0: GELU"):
@@ -113,7 +115,7 @@ def test_a_pattern_without_a_match_names_the_nearest_paths(unsupported):
     with pytest.raises(ConversionError, match=r"fc9: no such layer; available: 'fc[123]', "):
         plan(Functional(), {"fc9": ProxGD()})
     with pytest.raises(
-        ConversionError, match=r"act: matches 'act', a torch\.nn\.modules\..*\.Tanh, which is not a Linear"
+        ConversionError, match=r"act: matches 'act', a torch\.nn\.modules\..*\.Tanh, which is not a linear layer"
     ):
         plan(Shared(), {"act": ProxGD()})
     wide = nn.Sequential(*(nn.Linear(2, 2) for _ in range(12)))

@@ -29,6 +29,9 @@ from minimand.nn import (
     OptimizationNet,
     SolverConv1d,
     SolverConv2d,
+    SolverConv3d,
+    SolverConvTranspose1d,
+    SolverConvTranspose2d,
     SolverLinear,
     convert,
 )
@@ -41,6 +44,9 @@ from minimand.operators import (
     Composed,
     Conv1d,
     Conv2d,
+    Conv3d,
+    ConvTranspose1d,
+    ConvTranspose2d,
     Dense,
     Inpainting,
     SubsampledFourier,
@@ -164,6 +170,9 @@ CASES: dict[str, Case] = {
     "SolverLinear": Case(_layer(SolverLinear, 4, 3), OPTIONS, _seen(5, 4)),
     "SolverConv2d": Case(_layer(SolverConv2d, 4, 3, 3), OPTIONS, _seen(2, 4, 5, 5)),
     "SolverConv1d": Case(_layer(SolverConv1d, 4, 3, 3), OPTIONS, _seen(2, 4, 5)),
+    "SolverConv3d": Case(_layer(SolverConv3d, 4, 3, 2), OPTIONS, _seen(2, 4, 3, 3, 3)),
+    "SolverConvTranspose1d": Case(_layer(SolverConvTranspose1d, 4, 3, 3), OPTIONS, _seen(2, 4, 5)),
+    "SolverConvTranspose2d": Case(_layer(SolverConvTranspose2d, 4, 3, 3), OPTIONS, _seen(2, 4, 5, 5)),
     "AdditiveDropout": Case(AdditiveDropout, {"p": 0.25, "feature_dim": -2}, _additive),
     "ImportanceDropout": Case(ImportanceDropout, {"p": 0.25, "feature_dim": -2}, _seen(4, 4)),
     "OptimizationNet": Case(lambda: OptimizationNet([nn.Linear(2, 2)])),
@@ -195,6 +204,17 @@ CASES: dict[str, Case] = {
     "Dense": _weighted(Dense, DENSE, 2, 4),
     "Conv2d": _weighted(lambda w: Conv2d(w, (4, 4)), KERNEL, 2, 4, 4),
     "Conv1d": _weighted(lambda w: Conv1d(w, 4), KERNEL[..., 0], 2, 4),
+    "Conv3d": _weighted(lambda w: Conv3d(w, (4, 4, 4)), KERNEL[..., None], 2, 4, 4, 4),
+    "ConvTranspose1d": Case(
+        lambda operator=None: ConvTranspose1d(KERNEL[..., 0] if operator is None else operator.weight, 4),
+        {"operator": Conv1d(2 * KERNEL[..., 0], 6)},
+        _seen(2, 4),
+    ),
+    "ConvTranspose2d": Case(
+        lambda operator=None: ConvTranspose2d(KERNEL if operator is None else operator.weight, (4, 4)),
+        {"operator": Conv2d(2 * KERNEL, (6, 6))},
+        _seen(2, 4, 4),
+    ),
     "Composed": Case(
         lambda **o: Composed(**({"outer": Conv2d(KERNEL, (2, 2), padding=1), "inner": CONV} | o)),
         {"outer": Conv2d(3 * KERNEL, (2, 2), padding=1), "inner": Conv2d(2 * KERNEL, (4, 4))},
@@ -258,7 +278,7 @@ def test_what_has_no_effect_cannot_be_set(name: str) -> None:
         except AttributeError:
             refused.add(attribute)
     # Operators of hot loops are plain objects, whose derived attributes are read at every product.
-    allowed = {"geometry"} if name in ("Conv1d", "Conv2d") else set()
+    allowed = {"geometry"} if name in ("Conv1d", "Conv2d", "Conv3d") else set()
     assert own - refused == allowed
     torch.testing.assert_close(case.observe(made), before)
 

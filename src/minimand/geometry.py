@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from .errors import CapabilityError, OptionError, ShapeError
 
-__all__ = ["ConvGeometry", "Size"]
+__all__ = ["PADDING_MODES", "ConvGeometry", "Size"]
 
 Size = int | tuple[int, ...]
+PADDING_MODES = ("zeros", "circular", "reflect", "replicate")
 
 _FORWARD: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSED: dict[int, Callable[..., Tensor]] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -21,17 +22,19 @@ _TRANSPOSED: dict[int, Callable[..., Tensor]] = {1: F.conv_transpose1d, 2: F.con
 
 @dataclass(frozen=True)
 class ConvGeometry:
-    """Everything about a zero-padded convolution except its weight, with one entry per spatial dimension.
+    """Everything about a convolution except its weight, with one entry per spatial dimension.
 
     Output position p reads the padded input at ``stride * p + dilation * t`` for the taps t of the kernel.
 
     Attributes:
         kernel: Taps.
         stride: Distance between neighbouring windows.
-        padding: Pairs of zeros (before, after) the map.
+        padding: Pairs of entries (before, after) the map.
         dilation: Distance between neighbouring taps.
         groups: Groups of channels that are convolved separately.
         size: The size of the input map; None where it is not fixed.
+        mode: What the padding holds, one of torch's padding modes.
+        transposed: Whether the map in question is the adjoint of this convolution.
 
     >>> ConvGeometry.of(torch.nn.Conv2d(3, 8, 3, stride=2, padding=1), (9, 8)).output()
     (5, 4)
@@ -43,15 +46,18 @@ class ConvGeometry:
     dilation: tuple[int, ...]
     groups: int = 1
     size: tuple[int, ...] | None = None
+    mode: str = "zeros"
+    transposed: bool = False
 
     @classmethod
     def of(cls, module: nn.Module, size: Size | None = None) -> Self:
-        """The geometry of a :class:`torch.nn.Conv1d`, ``Conv2d`` or ``Conv3d``, whatever its ``padding_mode``."""
+        """The geometry of a :class:`torch.nn.Conv1d`, ``Conv2d`` or ``Conv3d``."""
         if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             raise CapabilityError(
                 f"a ConvGeometry is built from a Conv1d, Conv2d or Conv3d, got {type(module).__name__}"
             )
-        return cls.build(module.kernel_size, size, module.stride, module.padding, module.dilation, module.groups)
+        given = module.stride, module.padding, module.dilation, module.groups, module.padding_mode
+        return cls.build(module.kernel_size, size, *given)
 
     @classmethod
     def build(
@@ -62,19 +68,30 @@ class ConvGeometry:
         padding: Size | str = 0,
         dilation: Size = 1,
         groups: int = 1,
+        mode: str = "zeros",
     ) -> Self:
         """The geometry of options as torch's convolutions take them; raises :class:`~minimand.errors.OptionError`."""
+        if mode not in PADDING_MODES:
+            raise OptionError(f"padding_mode must be one of {', '.join(PADDING_MODES)}, got {mode!r}")
         if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
             raise OptionError(f"groups must be a whole number ≥ 1, got {groups!r}")
         d = len(kernel)
         strides, dilations = _per_dimension("stride", stride, d, 1), _per_dimension("dilation", dilation, d, 1)
         pairs = _pairs(padding, kernel, strides, dilations)
         sizes = None if size is None else _per_dimension("input_size", size, d, 1)
-        return cls(tuple(kernel), strides, pairs, dilations, groups, sizes)
+        return cls(tuple(kernel), strides, pairs, dilations, groups, sizes, mode)
 
     def fitting(self) -> Self:
-        """Itself, or a :class:`~minimand.errors.ShapeError` where the kernel does not fit into the map."""
-        if self.size is not None and min(self.output()) < 1:
+        """Itself, or a :class:`~minimand.errors.ShapeError` where kernel and padding do not fit the map."""
+        if self.size is None:
+            return self
+        for pair, n in zip(self.padding, self.size, strict=True):
+            if n < (least := self._least(pair)):
+                raise ShapeError(
+                    f"padding_mode={self.mode!r} with a padding of {max(pair)} needs a map of {least} or more, got "
+                    f"{n}; enlarge the map or pad less"
+                )
+        if min(self.output()) < 1:
             raise ShapeError(
                 f"a kernel of reach {tuple(r + 1 for r in self.reach)} does not fit into a map of {self.size} with "
                 f"padding {self.padding}; enlarge the map or the padding"
@@ -88,7 +105,11 @@ class ConvGeometry:
     def without_padding(self) -> Self:
         """The same windows on a map that has been padded already."""
         size = None if self.size is None else tuple(n + sum(p) for n, p in zip(self.size, self.padding, strict=True))
-        return replace(self, padding=((0, 0),) * len(self.kernel), size=size)
+        return replace(self, padding=((0, 0),) * len(self.kernel), size=size, mode="zeros")
+
+    def _least(self, pair: tuple[int, int]) -> int:
+        """The smallest map that this padding can be taken from."""
+        return {"zeros": 1, "replicate": 1, "reflect": max(pair) + 1, "circular": max(*pair, 1)}[self.mode]
 
     @property
     def reach(self) -> tuple[int, ...]:
@@ -117,7 +138,10 @@ class ConvGeometry:
         return tuple((n + sum(p) - r - 1) % s for n, p, r, s in parts)
 
     def circle(self) -> tuple[int, ...]:
-        """The frequencies per dimension of a circular convolution that contains this one (polyphase)."""
+        """The frequencies per dimension of a circular convolution that contains this one (polyphase).
+
+        Circular padding needs strides that divide the map, as :meth:`circulant` makes them.
+        """
         points = []
         parts = zip(
             self.known_size(), self.padding, self.reach, self.leftover(), self.stride, self.dilation, strict=True
@@ -125,11 +149,45 @@ class ConvGeometry:
         for n, (before, after), reach, leftover, s, d in parts:
             # On the circle the zeros before the map and the zeros after it can share their places.
             zeros = min(max(before, after - leftover, 0), reach)
-            points.append(-(-(n + zeros) // lcm(s, d)))
+            circular = n // s // gcd(n // s, d // gcd(s, d))
+            points.append(circular if self.mode == "circular" else -(-(n + zeros) // lcm(s, d)))
         return tuple(points)
 
+    def copies(self) -> int:
+        """The largest number of copies of one input in its padded map: the squared norm of the padding."""
+        sizes = self.size or (None,) * len(self.kernel)
+        return prod(_copies(self.mode, pair, n) for pair, n in zip(self.padding, sizes, strict=True))
+
+    def circulant(self) -> tuple[Self, int]:
+        r"""A circular convolution on the circle of the map, and a number r of repetitions.
+
+        The windows of a circularly padded convolution A are windows of this one, C, each at most r times, so that
+        :math:`\|A\|^2 \le r\|C\|^2`. Its strides divide the map; without a size they are one.
+        """
+        sizes = self.size or (None,) * len(self.kernel)
+        strides = tuple(1 if n is None else gcd(n, s) for n, s in zip(sizes, self.stride, strict=True))
+        repeats = 1
+        for n, s, pair, reach in zip(sizes, strides, self.padding, self.reach, strict=True):
+            least = max(*pair, 1) if n is None else n
+            repeats *= max(1, -(-((least + sum(pair) - reach - 1) // s + 1) // (least // s)))
+        return replace(self, stride=strides), repeats
+
+    @property
+    def is_circulant(self) -> bool:
+        """Whether the windows are all windows on the circle of the map, once each: [Bibi2019], Lemma 2, is exact."""
+        whole = self.size is not None and all(n % s == 0 for n, s in zip(self.size, self.stride, strict=True))
+        parts = zip(self.output(), self.size or (), self.stride, strict=True) if whole else ()
+        return self.mode == "circular" and whole and all(o == n // s for o, n, s in parts)
+
     def overlaps(self) -> tuple[int, int]:
-        """The largest number of windows that share one input, and the largest number of inputs in one window."""
+        """The largest number of windows that share one input, and the largest number of inputs in one window.
+
+        Both are multiplied with the number of copies of an input, where the padding copies inputs.
+        """
+        if self.mode != "zeros":
+            copies = self.copies()
+            shares, sums = self.without_padding().overlaps()
+            return copies * shares, copies * sums
         shared = [-(-k // (s // gcd(s, d))) for k, s, d in zip(self.kernel, self.stride, self.dilation, strict=True)]
         summed = list(self.kernel)
         if self.size is not None:
@@ -139,6 +197,8 @@ class ConvGeometry:
 
     def convolve(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The convolution of maps ``y``, to the bit as torch computes it; ``bias`` has one entry per output channel."""
+        if self.mode != "zeros":
+            return self.without_padding().convolve(self.pad(y), weight, bias)
         before = tuple(pair[0] for pair in self.padding)
         if any(pair[0] != pair[1] for pair in self.padding):
             # torch's padding="same" does this for even kernels too, with a warning.
@@ -146,18 +206,53 @@ class ConvGeometry:
         conv = _FORWARD[len(self.kernel)]
         return conv(y, weight, bias, self.stride, before, self.dilation, self.groups)
 
-    def transpose(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The adjoint of :meth:`convolve`; inputs that no window covers are zero."""
+    def pad(self, y: Tensor) -> Tensor:
+        """The padded maps."""
+        return F.pad(y, self.pads, mode="constant" if self.mode == "zeros" else self.mode)
+
+    def transpose(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The adjoint of :meth:`convolve`; inputs that no window covers are zero. A bias needs zero padding."""
+        if self.mode != "zeros":
+            y = self.without_padding().transpose(x, weight)
+            for axis, pair in enumerate(self.padding):
+                y = _folded(y, axis - len(self.padding), pair, self.mode)
+            return y
         size, before = self.known_size(), tuple(p[0] for p in self.padding)
         parts = zip(self.output(), self.stride, before, self.reach, strict=True)
         natural = [(o - 1) * s - 2 * p + r + 1 for o, s, p, r in parts]
         missing = tuple(max(n - m, 0) for n, m in zip(size, natural, strict=True))
         conv = _TRANSPOSED[len(self.kernel)]
-        y = conv(x, weight, None, self.stride, before, missing, self.groups, self.dilation)
+        y = conv(x, weight, bias, self.stride, before, missing, self.groups, self.dilation)
         for axis, (n, m) in enumerate(zip(size, natural, strict=True)):
             if m > n:  # more padding after the map than before it
                 y = y.narrow(axis - len(self.kernel), 0, n)
         return y
+
+
+def _copies(mode: str, padding: tuple[int, int], size: int | None) -> int:
+    """The largest number of copies of one input in its padded line."""
+    if mode == "zeros" or max(padding) == 0:
+        return 1
+    if size is None:
+        # A pad is at most as long as its map, so each side copies an input at most once.
+        return 1 + sum(padding) if mode == "replicate" else 1 + sum(p > 0 for p in padding)
+    line = torch.arange(float(size)).reshape(1, 1, size)
+    return int(torch.bincount(F.pad(line, padding, mode=mode).flatten().long()).max())
+
+
+def _folded(y: Tensor, axis: int, padding: tuple[int, int], mode: str) -> Tensor:
+    """The adjoint of padding along one dimension: the pads are added to the entries that they are copies of."""
+    before, after = padding
+    n = y.shape[axis] - before - after
+    core = y.narrow(axis, before, n)
+    starts = {"circular": (n - before, 0), "reflect": (1, n - 1 - after), "replicate": (0, n - 1)}[mode]
+    for pad, first, start in ((before, 0, starts[0]), (after, before + n, starts[1])):
+        if pad == 0:
+            continue
+        part = y.narrow(axis, first, pad)
+        part = part.flip(axis) if mode == "reflect" else part.sum(axis, keepdim=True) if mode == "replicate" else part
+        core = core + F.pad(part, [0, 0] * (-1 - axis) + [start, n - start - part.shape[axis]])
+    return core
 
 
 def _per_dimension(name: str, value: Size, dimensions: int, least: int) -> tuple[int, ...]:

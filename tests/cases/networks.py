@@ -124,6 +124,39 @@ class Branching(nn.Module):
         return self.act(self.fc(self.drop(self.body(x))))
 
 
+class Decoder(nn.Module):
+    """All padding modes, transposed convolutions, and a residual addition of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.wrap = nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular")
+        self.norm = nn.BatchNorm2d(4)
+        self.drop = nn.Dropout2d(0.25)
+        self.mirror = nn.Conv2d(4, 6, 3, stride=2, padding=1, padding_mode="reflect", bias=False)
+        self.up = nn.ConvTranspose2d(6, 4, 4, stride=2, padding=1, groups=2)
+        self.up_norm = nn.BatchNorm2d(4)
+        self.edge = nn.Conv2d(4, 4, 3, padding="same", padding_mode="replicate")
+        self.line = nn.ConvTranspose1d(4, 2, 3, stride=2, output_padding=1)
+
+    def forward(self, x):
+        skip = torch.relu(self.norm(self.wrap(x)))
+        x = torch.tanh(self.mirror(self.drop(skip)))
+        x = torch.relu(self.up_norm(self.up(x)) + skip)
+        x = torch.relu(self.edge(x) + x)
+        return torch.sigmoid(self.line(x.mean(-1)))
+
+
+class Volume(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv3d(1, 4, 3, padding=1, bias=False), nn.BatchNorm3d(4)
+        self.drop, self.second = nn.Dropout3d(0.5), nn.Conv3d(4, 2, 2, stride=2, padding_mode="circular", padding=1)
+
+    def forward(self, x):
+        x = F.relu(self.norm(self.first(x)))
+        return F.elu(self.second(self.drop(x)))
+
+
 class Attention(nn.Module):
     """Layers inside one of torch's modules."""
 
@@ -136,6 +169,21 @@ class Attention(nn.Module):
         return self.fc(self.encoder(x))
 
 
+class Encoder(nn.Module):
+    """A transformer of torch's own modules; in evaluation they have a fused path that calls no layer."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.decoder = nn.TransformerDecoderLayer(8, 2, 12, batch_first=True)
+        self.fc = nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.encoder(x)
+        return self.fc(self.decoder(x, x))
+
+
 #: A network, and the shape of its input.
 NETWORKS = {
     "functional": (Functional, (3, 1, 8, 8)),
@@ -143,5 +191,8 @@ NETWORKS = {
     "resnet": (ResNet, (3, 3, 8, 8)),
     "shared": (Shared, (3, 8)),
     "branching": (Branching, (3, 8)),
+    "decoder": (Decoder, (3, 3, 8, 8)),
+    "volume": (Volume, (2, 1, 4, 4, 4)),
     "attention": (Attention, (3, 4, 8)),
+    "encoder": (Encoder, (3, 4, 8)),
 }

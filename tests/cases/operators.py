@@ -1,5 +1,6 @@
 """All operators, each listed once. A new one joins the laws by a line here."""
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from minimand.operators import (
     Composed,
     Conv1d,
     Conv2d,
+    Conv3d,
+    ConvTranspose1d,
+    ConvTranspose2d,
     Dense,
     Inpainting,
     LinearOperator,
@@ -40,23 +44,24 @@ class OperatorCase:
         return self.build(self.module().to(dtype).weight)
 
 
-def _conv2d(
-    name: str, n1: int, n2: int, k: int | tuple[int, int], size: tuple[int, int], **options: object
+#: torch's layer and the operator for each kind of convolution.
+_KINDS = {
+    "conv1d": (nn.Conv1d, Conv1d),
+    "conv2d": (nn.Conv2d, Conv2d),
+    "conv3d": (nn.Conv3d, Conv3d),
+    "transposed1d": (nn.ConvTranspose1d, ConvTranspose1d),
+    "transposed2d": (nn.ConvTranspose2d, ConvTranspose2d),
+}
+
+
+def _conv(
+    name: str, n1: int, n2: int, k: int | tuple[int, ...], size: int | tuple[int, ...], kind: str, **options: object
 ) -> OperatorCase:
-    return OperatorCase(
-        name,
-        lambda: nn.Conv2d(n1, n2, k, bias=False, **options),
-        lambda w: Conv2d(w, size, **options),
-    )
+    module, build = _KINDS[kind]
+    return OperatorCase(name, lambda: module(n1, n2, k, bias=False, **options), lambda w: build(w, size, **options))
 
 
-def _conv1d(name: str, n1: int, n2: int, k: int, size: int, **options: object) -> OperatorCase:
-    return OperatorCase(
-        name,
-        lambda: nn.Conv1d(n1, n2, k, bias=False, **options),
-        lambda w: Conv1d(w, size, **options),
-    )
-
+_conv2d = functools.partial(_conv, kind="conv2d")
 
 OPERATORS = [
     OperatorCase("dense", lambda: nn.Linear(7, 5, bias=False), Dense),
@@ -71,7 +76,19 @@ OPERATORS = [
     _conv2d("conv grouped", 4, 6, 3, (5, 5), groups=2, padding=1),
     _conv2d("conv depthwise", 4, 8, 3, (6, 6), groups=4, stride=2, padding=1),
     _conv2d("conv kernel beyond map", 2, 2, 7, (4, 4), padding=3),
-    _conv1d("conv1d", 3, 4, 5, 11, stride=2, padding=2),
+    _conv("conv1d", 3, 4, 5, 11, "conv1d", stride=2, padding=2),
+    _conv2d("conv circular", 3, 4, 3, (6, 5), padding=1, padding_mode="circular"),
+    _conv2d("conv circular strided", 2, 3, 3, (6, 4), padding=1, stride=2, padding_mode="circular"),
+    _conv2d("conv circular wide", 2, 3, 3, (5, 4), padding=(2, 3), stride=(1, 2), padding_mode="circular"),
+    _conv2d("conv reflect", 2, 3, 3, (4, 5), padding=(1, 2), stride=(2, 1), padding_mode="reflect"),
+    _conv2d("conv reflect grouped", 4, 6, 3, (4, 5), padding="same", groups=2, padding_mode="reflect"),
+    _conv2d("conv replicate", 2, 3, 3, (2, 4), padding=(3, 1), dilation=(2, 1), padding_mode="replicate"),
+    _conv("conv1d circular dilated", 3, 2, 3, 6, "conv1d", padding=2, dilation=2, padding_mode="circular"),
+    _conv("conv3d", 2, 3, (2, 3, 2), (3, 4, 3), "conv3d", stride=(1, 2, 1), padding=(0, 1, 1)),
+    _conv("conv3d circular", 2, 2, 3, (3, 2, 4), "conv3d", padding=1, padding_mode="circular"),
+    _conv("transposed1d", 3, 4, 5, 4, "transposed1d", stride=3, padding=2, output_padding=1),
+    _conv("transposed2d", 3, 4, 3, (4, 3), "transposed2d", stride=2, padding=1, output_padding=(1, 0)),
+    _conv("transposed2d grouped", 4, 6, 3, (3, 4), "transposed2d", groups=2, dilation=2, padding=1),
 ]
 
 

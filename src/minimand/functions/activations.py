@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..errors import NotProximal, OptionError
 from . import curves
 from .base import Separable
+from .learned import LearnedHinge
 from .monotone import Elementwise, Monotone
 from .separable import L1, Box, LeakyHinge, NonNegative, Zero
 
@@ -170,6 +171,11 @@ def _leaky_relu(module: nn.LeakyReLU) -> Separable:
     return LeakyHinge(slope)
 
 
+def _prelu(module: nn.PReLU) -> Separable:
+    LearnedHinge(module).current(2)  # raises for slopes outside of [0, 1]
+    return LearnedHinge(module)
+
+
 def _elu(module: nn.ELU) -> Separable:
     alpha = float(module.alpha)
     if not 0 <= alpha <= 1:
@@ -249,7 +255,11 @@ _KNOWN: Mapping[str, tuple[type[nn.Module], Callable[[Any], Separable]]] = {
     "tanhshrink": (nn.Tanhshrink, lambda module: _TANHSHRINK),
 }
 _MODULES: Mapping[str, Callable[..., nn.Module]] = {name: kind for name, (kind, _) in _KNOWN.items()}
-_BUILDERS: Mapping[type, Callable[[Any], Separable]] = {**dict(_KNOWN.values()), nn.Threshold: _threshold}
+_BUILDERS: Mapping[type, Callable[[Any], Separable]] = {
+    **dict(_KNOWN.values()),
+    nn.Threshold: _threshold,
+    nn.PReLU: _prelu,
+}
 
 _DIP = "is not monotone (it falls below zero and rises again)"
 _VECTOR = "mixes the entries of a vector instead of acting on each"
@@ -263,14 +273,14 @@ _REFUSED: Mapping[str, tuple[type[nn.Module], str, str]] = {
     "selu": (nn.SELU, "has slope up to 1.76 > 1", "use elu, which has the same shape and slope at most 1"),
     "hardshrink": (nn.Hardshrink, "jumps at its threshold", "use softshrink, its continuous relative"),
     "rrelu": (nn.RReLU, "draws its slope at random in training", "use leaky_relu with a fixed slope"),
-    "prelu": (nn.PReLU, "learns its slope, which may leave [0, 1]", "use leaky_relu with a fixed slope"),
+    "prelu": (nn.PReLU, "learns its slope", "use an nn.PReLU module with slopes in [0, 1]"),
     "glu": (nn.GLU, "gates one half of its input by the other and halves it", "use sigmoid or relu"),
     "softmax": (nn.Softmax, _VECTOR, "use functions.Simplex(), whose prox is sparsemax"),
     "softmin": (nn.Softmin, _VECTOR, "use functions.Simplex(), whose prox is sparsemax"),
     "log_softmax": (nn.LogSoftmax, _VECTOR, "leave it to the loss"),
 }
 _REFUSED_MODULES: Mapping[type, str] = {
-    **{kind: name for name, (kind, _, _) in _REFUSED.items()},
+    **{kind: name for name, (kind, _, _) in _REFUSED.items() if kind not in _BUILDERS},
     nn.Softmax2d: "softmax",
 }
 _REFUSED = {**_REFUSED, "swish": _REFUSED["silu"], "logsoftmax": _REFUSED["log_softmax"]}

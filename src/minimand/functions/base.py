@@ -59,6 +59,10 @@ class Function(abc.ABC):
         p = self.prox(x, step)
         return p + (x - p) / eta
 
+    def current(self, dimensions: int) -> "Function":
+        """The function with the tensors that it depends on now, for points with this number of dimensions."""
+        return self
+
     def conjugate(self) -> "Function":
         r"""The conjugate :math:`g^*(s) = \sup_x \langle s, x\rangle - g(x)`, where it has a closed form."""
         raise CapabilityError(f"{self!r} has no conjugate in closed form")

@@ -111,8 +111,13 @@ def live_readers(network: "Network", value: Value) -> list[Call]:
 
 
 def operand(network: "Network", call: Call) -> Value | None:
-    """The first argument of a call that depends on the network's inputs."""
-    return next((value for value in call.inputs if network.depends(value)), None)
+    """The first argument of a call that depends on the network's inputs; a layer's, before its own padding."""
+    value = next((value for value in call.inputs if network.depends(value)), None)
+    made = None if value is None else network.producer(value)
+    own = made is not None and made.frame == call.frame and made.name == "pad" and role(call) == "conv"
+    if own and made is not None and isinstance(network.module(call.path), nn.modules.conv._ConvNd):
+        return operand(network, made)
+    return value
 
 
 def neighbors(network: "Network", call: Call) -> Neighbors:

@@ -65,10 +65,16 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-def eager() -> contextlib.AbstractContextManager[Any]:
-    """A context in which compiled modules and functions run as plain Python."""
-    compiler = "torch._dynamo.eval_frame" in sys.modules
-    return torch.compiler.set_stance("force_eager") if compiler else contextlib.nullcontext()
+@contextlib.contextmanager
+def eager() -> Iterator[None]:
+    """A context in which compiled modules and functions run as plain Python, and transformers call their layers."""
+    compiler, fused = "torch._dynamo.eval_frame" in sys.modules, torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.compiler.set_stance("force_eager") if compiler else contextlib.nullcontext():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
 
 
 def set_mode(model: nn.Module, training: bool | Mapping[str, bool]) -> None:

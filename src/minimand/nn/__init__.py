@@ -10,7 +10,7 @@ from .blocks import (
     coefficient_parameters,
 )
 from .convert import Rule, convert, plan, revert
-from .convolutions import SolverConv1d, SolverConv2d
+from .convolutions import SolverConv1d, SolverConv2d, SolverConv3d, SolverConvTranspose1d, SolverConvTranspose2d
 from .dropout import AdditiveDropout, ImportanceDropout
 from .explain import explain
 from .layers import SolverLayer, SolverLinear
@@ -42,6 +42,9 @@ __all__ = [
     "Rule",
     "SolverConv1d",
     "SolverConv2d",
+    "SolverConv3d",
+    "SolverConvTranspose1d",
+    "SolverConvTranspose2d",
     "SolverLayer",
     "SolverLinear",
     "SolverOptions",

@@ -8,6 +8,7 @@ from torch import nn
 
 from ..arguments import checked
 from ..errors import ConversionError, OptionError
+from .conversion.block import BLOCKS
 from .conversion.change import apply, is_converted, undo
 from .conversion.clone import clone
 from .conversion.plan import Plan, Rule, Rules, as_rules, targets
@@ -66,9 +67,9 @@ def convert(
         model: Any network. It is run in training and in evaluation, by :func:`~minimand.network.read`, to find the
             neighbours of its layers.
         rules: Maps patterns (:mod:`fnmatch`, on module paths) to solvers, to :class:`~minimand.nn.SolverOptions`, or to
-            a :class:`Rule`. Patterns select Linear, Conv1d and Conv2d layers only. If several patterns match a layer,
-            the last one applies. A solver, SolverOptions or a Rule alone applies to every layer that can be converted.
-            Or a plan, made by :func:`plan` for this model.
+            a :class:`Rule`. Patterns select Linear, Conv1d to Conv3d, ConvTranspose1d and ConvTranspose2d layers only.
+            If several patterns match a layer, the last one applies. A solver, SolverOptions or a Rule alone applies to
+            every layer that can be converted. Or a plan, made by :func:`plan` for this model.
         example: An input: a tensor, a tuple of positional or a dictionary of keyword arguments. None: inputs are made
             up from the sizes of the first layers. It decides which branches of a forward are read.
         inplace: Change ``model`` itself and return it. Otherwise modules are copied, and Parameters and buffers are
@@ -170,7 +171,7 @@ def revert(model: M, *, inplace: bool = False) -> M:
 def check_convertible(model: nn.Module) -> None:
     """Reject objects that are not modules, single layers, and wrappers."""
     name = type(model).__name__
-    if isinstance(model, nn.Linear | nn.Conv1d | nn.Conv2d):
+    if isinstance(model, tuple(BLOCKS)):
         raise ConversionError(
             f"the model is itself a {name}, so it has no path for a pattern to match; "
             f"wrap it as nn.Sequential(model), or use Solver{name}.from_plain"

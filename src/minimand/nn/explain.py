@@ -220,7 +220,7 @@ def _costs(layer: SolverLayer, y: Tensor, skip: Tensor | None) -> tuple[float, f
         out = layer.operator(y).affine(nn.functional.dropout(y, 0.5, True), layer.bias)
         return layer.function.prox(out if skip is None else out + skip)
 
-    weights = [p for p in (layer.weight, layer.bias) if p is not None and p.requires_grad]
+    weights = [p for p in layer.parameters() if p.requires_grad]
     y = y.clone().requires_grad_()
     ratios = [
         measure(solved, y) / max(measure(plain, y), 1e-12)
@@ -234,7 +234,7 @@ def _seconds(block: Callable[[Tensor], Tensor], y: Tensor, weights: Sequence[Ten
 
     def run() -> None:
         out = block(y)
-        torch.autograd.grad(out, [y, *weights], torch.ones_like(out))
+        torch.autograd.grad(out, [y, *weights], torch.ones_like(out), allow_unused=True)
 
     with torch.enable_grad():
         return fastest(run, _REPEATS)

@@ -5,6 +5,7 @@ The block dropout → linear → activation is one step of a solver on the layer
 """
 
 import abc
+import contextlib
 import dataclasses
 from typing import Any, ClassVar, Self, cast
 
@@ -26,6 +27,7 @@ from ..functions import Function, Separable, from_activation
 from ..functions.base import widened
 from ..functions.scalar import mean_preactivation
 from ..linalg import is_zero, mixed_precision
+from ..network.state import preserved
 from ..norms.lipschitz import Bounded, majorant
 from ..operators import Dense, LinearOperator, LipschitzTracker
 from ..solvers import Problem, ProxGD, Solver
@@ -33,7 +35,11 @@ from ..solvers.adjoints import Adjoint, Run, Unroll
 from ..solvers.rows import solve_rows
 from .options import EvalMode, Returns, SolverOptions, check_strength
 
-__all__ = ["SolverLayer", "SolverLinear"]
+__all__ = ["COMPUTED", "SolverLayer", "SolverLinear"]
+
+#: The tensors of a layer that a parametrisation or a hook may compute.
+COMPUTED = ("weight", "bias")
+_COPYING = ("__getstate__", "__deepcopy__")
 
 # A learned strength in training is not below this, so that it has a gradient at zero, too.
 _LEAST_STRENGTH = 1e-6
@@ -117,15 +123,28 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
         """Take the sizes of a plain layer, and its Parameters, the same objects, so that optimizers keep working."""
         for name in self._sizes:
             setattr(self, name, getattr(plain, name))
-        weight = cast(nn.Parameter, plain.weight)
-        if 0 in weight.shape:
-            raise ShapeError(f"a solver layer needs inputs and outputs, but its weight has shape {tuple(weight.shape)}")
-        self.register_parameter("weight", weight)
-        self.register_parameter("bias", cast(nn.Parameter | None, plain.bias))
+        if (given := plain._parameters.get("weight")) is not None and 0 in given.shape:
+            raise ShapeError(f"a solver layer needs inputs and outputs, but its weight has shape {tuple(given.shape)}")
+        for name, parameter in plain._parameters.items():
+            self.register_parameter(name, parameter)
         if self.options.learn_strength:
             # Not by register_parameter, which the property of this name forbids.
-            self._parameters["strength"] = nn.Parameter(self.weight.new_tensor(self.options.strength))
-        self._track()
+            like = next(plain.parameters())
+            self._parameters["strength"] = nn.Parameter(like.new_tensor(self.options.strength))
+        if "parametrizations" in plain._modules:
+            # As torch does: computed tensors are properties of a class of the module's own.
+            self._modules["parametrizations"] = plain._modules["parametrizations"]
+            special = {name: value for name, value in vars(type(plain)).items() if name in (*COMPUTED, *_COPYING)}
+            self.__class__ = type(type(self).__name__, (type(self),), special)
+        # Weights that hooks compute, such as those of pruning, are attributes; the hooks come with the others.
+        vars(self).update({name: vars(plain)[name] for name in COMPUTED if name in vars(plain)})
+        # Reading a spectrally normalised weight in training changes its state.
+        with preserved(plain) if "parametrizations" in plain._modules else contextlib.nullcontext():
+            self._track()
+
+    def _seal(self) -> None:
+        super()._seal()
+        vars(self)["_sealed"] -= set(vars(self)).intersection(COMPUTED)
 
     @abc.abstractmethod
     def operator(self, y: Tensor | None = None) -> LinearOperator:
@@ -151,7 +170,7 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
         bias: Tensor | None = self.bias
         if skip is not None:
             bias = skip if bias is None else skip + operator.per_feature(bias)
-        return Problem(operator, self.function, y, bias, self.options.ridge).working()
+        return Problem(operator, self.function.current(y.dim()), y, bias, self.options.ridge).working()
 
     @property
     def strength(self) -> float | nn.Parameter:
@@ -180,7 +199,9 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
 
     def plain(self, y: Tensor, skip: Tensor | None = None) -> Tensor:
         """The plain layer before its activation."""
-        out = self.operator(y).affine(y, self.bias)
+        operator = self.operator(y)
+        operator.check_input(y)
+        out = operator.affine(y, self.bias)
         return out if skip is None else out + skip
 
     def forward(self, y: Tensor, skip: Tensor | None = None) -> Tensor:
@@ -195,11 +216,11 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
         try:
             # Clear errors for inputs that torch's own layer would reject.
             require_real("the input", y)
-            require_dtype("the input", y, self.weight)
+            # A computed weight is read once, in the problem.
+            require_dtype("the input", y, self.weight if "weight" in self._parameters else next(self.parameters()))
             if steady and (is_zero(strength) or solver.iterations == 1):
-                self.operator(y).check_input(y)
                 plain = self.plain(y, *others)
-                return plain if self.returns == "preactivation" else self.function.prox(plain)
+                return plain if self.returns == "preactivation" else self.function.current(y.dim()).prox(plain)
             context, dtype = mixed_precision(y)
             with context:
                 problem = self.problem(y, *others)
@@ -208,7 +229,7 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
             raise located(error, self.path or type(self).__name__) from None
         x = answers[0]
         if passes > 1:
-            samples, function = torch.stack(answers), cast(Separable, self.function)
+            samples, function = torch.stack(answers), cast(Separable, problem.function)
             x = samples.mean(0) if self.returns == "solution" else mean_preactivation(function, samples)
         return x if x.dtype is dtype else x.to(dtype)
 
@@ -230,7 +251,7 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
         if self.options.start == "plain":
             start = solver.plain(given, self.generator)
             if is_zero(strength) or solver.iterations == 1:
-                return start if preactivated else self.function.prox(start)
+                return start if preactivated else given.function.prox(start)
             if not self.options.samples(self.training):
                 given = dataclasses.replace(given, affine=start)
         if memory and memory[0].shape == given.shape and memory[0].dtype == given.y.dtype:
@@ -247,10 +268,11 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
         return problem.as_given(x if preactivated else run.solution(x))
 
     def _stops_early(self, problem: Problem) -> bool:
-        tensors = (problem.y, self.weight, *(() if problem.bias is None else (problem.bias,)))
+        if self.tol is None or self.training or is_traced(problem.y):
+            return False
+        tensors = (problem.y, problem.operator.weight, *(() if problem.bias is None else (problem.bias,)))
         needed = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        batched = problem.y.dim() > len(problem.operator.input_shape)
-        return self.tol is not None and not self.training and batched and not needed and not is_traced(problem.y)
+        return not needed and problem.y.dim() > len(problem.operator.input_shape)
 
     def _bounded(self, operator: LinearOperator, weight: Tensor) -> LinearOperator:
         """The operator with a weight, in float32 for half precision, and that weight's bounds."""
@@ -265,11 +287,13 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
         operator, solver = self.operator(), self.options.solver
         solver.check(operator, self.function)
         partial = self.returns == "preactivation" and solver.updates_some
-        if partial and float(self.function.prox(torch.zeros(1))) != 0:
+        if partial and float(self.function.prox(torch.zeros(1)).detach()) != 0:
             raise CapabilityError(
                 f"{type(solver).__name__} leaves outputs at 0, which {self.function} never returns, so the activation "
                 f"cannot stay in the network; use ProxSG, or a SolverLinear or SolverConv2d in its place"
             )
+        if operator.weight.grad_fn is not None:  # computed tensors with a gradient cannot be copied
+            operator = operator.with_weight(operator.weight.detach())
         # Stochastic solvers also need the norms of the columns or rows.
         policy = "drift" if self.options.refresh == "drift" else "manual"
         parts = {"inputs": solver.stochastic, "outputs": solver.stochastic}
@@ -294,7 +318,7 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
             if field.name not in ("solver", "strength")
             and getattr(options, field.name) != getattr(defaults, field.name)
         ]
-        if not is_traced(self.weight) and (strength := float(torch.as_tensor(self.strength).detach())) != 1:
+        if not is_traced(next(self.parameters())) and (strength := float(torch.as_tensor(self.strength).detach())) != 1:
             parts.append(f"strength={strength:.3g}")
         return ", ".join(parts)
 

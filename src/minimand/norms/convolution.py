@@ -9,12 +9,16 @@ bounds on :math:`\|A\|^2`, and each dimension can use either of them:
   2019). It holds for one map size.
 - *grid*: the maximum over a grid that depends on the kernel only, times
   :func:`~minimand.norms.symbol.grid_factor`. It holds for every size and padding.
+
+Padding with copies of the inputs (circular, reflect, replicate) is a map whose squared norm is the largest number of
+copies of an input; its product with the bound of the unpadded convolution on the padded map is a bound. A circularly
+padded convolution also consists of windows on the circle of its map, some of them more than once. Where it has each of
+them once, Lemma 2 is exact.
 """
 
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..geometry import ConvGeometry
@@ -32,30 +36,32 @@ def convolution_norm_sq(weight: Tensor, geometry: ConvGeometry, method: str = "a
     """A bound on the squared norm, float64. ``method`` is "auto", "exact" or "grid", as the module's text defines them.
 
     "auto" uses the circular grid in every dimension where it has fewer points, and in all dimensions where that is
-    cheap. Where at most two windows share an input it also tries the norm of the unfolded weight. On tiny maps it forms
-    the matrix, because no other bound is tight there.
+    cheap. Where at most two windows share an input it also tries the norm of the unfolded weight. On tiny maps "auto"
+    and "exact" form the matrix, because no other bound is tight there.
     """
     if weight.numel() == 0:
         return torch.zeros((), dtype=torch.float64, device=weight.device)
-    if method == "auto" and geometry.size is not None:
+    if method != "grid" and geometry.size is not None and not geometry.is_circulant:
         sides = [
             c * math.prod(n)
             for c, n in zip(_channels(weight, geometry), (geometry.size, geometry.output()), strict=True)
         ]
         if min(sides) ** 2 * max(sides) <= TINY:
-            return certified_norm_sq(_matrix(weight, geometry)) * (1 + 1e-9)
+            return certified_norm_sq(_matrix(weight, geometry), rtol=0.0 if method == "exact" else 1e-3) * (1 + 1e-9)
     grouped = weight.detach().unflatten(0, (geometry.groups, -1))
-    kernel = torch.stack([polyphase(w, geometry.stride, geometry.dilation) for w in grouped])
-    symbol = Symbol(kernel)
-    points, factor = _grid(symbol, geometry, method)
-    bound = symbol.maximum(points) * factor
-    if method == "auto":
+    found = []
+    for wider, factor in _containing(geometry):
+        symbol = Symbol(torch.stack([polyphase(w, wider.stride, wider.dilation) for w in grouped]))
+        points, gap = _grid(symbol, wider, method)
+        tight = method == "exact" or (method == "auto" and wider.is_circulant)
+        found.append(factor * gap * (symbol.peak(points) if tight else symbol.maximum(points)))
+    if method != "grid" and not geometry.is_circulant:
         shared, summed = geometry.overlaps()
         if shared <= 2:
-            bound = torch.minimum(bound, shared * certified_norm_sq(grouped.flatten(2)))
+            found.append(shared * certified_norm_sq(grouped.flatten(2)))
         if summed <= 2:
-            bound = torch.minimum(bound, summed * certified_norm_sq(grouped.transpose(1, 2).flatten(2)))
-    return bound
+            found.append(summed * certified_norm_sq(grouped.transpose(1, 2).flatten(2)))
+    return torch.stack(found).amin(0)
 
 
 def channel_norms_sq(weight: Tensor, geometry: ConvGeometry, *, of: str) -> Tensor:
@@ -72,11 +78,24 @@ def channel_norms_sq(weight: Tensor, geometry: ConvGeometry, *, of: str) -> Tens
     # Squares of a channel far below the largest one would be lost.
     scales = powers_of_two(to_float64(parts).flatten(1), 1)
     parts = to_float64(parts) / scales.reshape(-1, *(1,) * (parts.dim() - 1))
-    # Batch and rows are one dimension here: the polyphase split does not touch it.
-    split = polyphase(parts.flatten(0, 1), geometry.stride, geometry.dilation)
-    symbol = Symbol(split.unflatten(0, (batch, rows)))
-    points, factor = _grid(symbol, geometry, "auto")
-    return product_of_bounds(symbol.maxima(points) * factor, scales[:, 0], scales[:, 0])
+    found = []
+    for wider, factor in _containing(geometry):
+        # Batch and rows are one dimension here: the polyphase split does not touch it.
+        split = polyphase(parts.flatten(0, 1), wider.stride, wider.dilation)
+        symbol = Symbol(split.unflatten(0, (batch, rows)))
+        points, gap = _grid(symbol, wider, "auto")
+        found.append(symbol.maxima(points) * (factor * gap))
+    return product_of_bounds(torch.stack(found).amin(0), scales[:, 0], scales[:, 0])
+
+
+def _containing(geometry: ConvGeometry) -> list[tuple[ConvGeometry, float]]:
+    r"""Convolutions B that have a symbol, each with a factor m: :math:`\|A\|^2 \le m\|B\|^2` for the given A."""
+    if geometry.mode == "zeros":
+        return [(geometry, 1.0)]
+    padded, (circulant, repeats) = (geometry.without_padding(), float(geometry.copies())), geometry.circulant()
+    if geometry.is_circulant:
+        return [(geometry, 1.0)]
+    return [padded, (circulant, float(repeats))] if geometry.mode == "circular" else [padded]
 
 
 def _channels(weight: Tensor, geometry: ConvGeometry) -> tuple[int, int]:
@@ -88,7 +107,7 @@ def _matrix(weight: Tensor, geometry: ConvGeometry) -> Tensor:
     shape = (_channels(weight, geometry)[0], *geometry.known_size())
     double = to_float64(weight)
     units = torch.eye(math.prod(shape), dtype=torch.float64, device=double.device).reshape(-1, *shape)
-    return geometry.without_padding().convolve(F.pad(units, geometry.pads), double).flatten(1)
+    return geometry.without_padding().convolve(geometry.pad(units), double).flatten(1)
 
 
 def _grid(symbol: Symbol, geometry: ConvGeometry, method: str) -> tuple[tuple[int, ...], float]:

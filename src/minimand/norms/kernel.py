@@ -11,11 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import is_traced, require_finite
-from ..geometry import ConvGeometry
+from ..geometry import PADDING_MODES, ConvGeometry
 from .convolution import channel_norms_sq, convolution_norm_sq
 from .spectral import certified_norm_sq, round_up, sum_of_squares
 
 __all__ = ["Bounds", "Kernel"]
+
+_OTHER = {"inputs": "outputs", "outputs": "inputs"}
 
 
 class Bounds(NamedTuple):
@@ -59,14 +61,19 @@ class Kernel:
         return self.weight.device
 
     @property
+    def transposed(self) -> bool:
+        """Whether this is the adjoint of the convolution with the geometry."""
+        return self.geometry is not None and self.geometry.transposed
+
+    @property
     def inputs(self) -> int:
         """The number of input features or channels."""
-        return self.weight.shape[1] * self.groups
+        return self.weight.shape[0] if self.transposed else self.weight.shape[1] * self.groups
 
     @property
     def outputs(self) -> int:
         """The number of output features or channels."""
-        return self.weight.shape[0]
+        return self.weight.shape[1] * self.groups if self.transposed else self.weight.shape[0]
 
     @property
     def groups(self) -> int:
@@ -81,7 +88,8 @@ class Kernel:
     @property
     def output_shape(self) -> tuple[int, ...]:
         """The shape of one output sample."""
-        return (self.outputs, *(() if self.geometry is None else self.geometry.output()))
+        g = self.geometry
+        return (self.outputs, *(() if g is None else g.known_size() if g.transposed else g.output()))
 
     def with_weight(self, weight: Tensor) -> "Kernel":
         """The same map with another weight."""
@@ -91,6 +99,8 @@ class Kernel:
         """``A Aᵀ x`` of a batch."""
         if self.geometry is None:
             return F.linear(torch.matmul(x, self.weight), self.weight)
+        if self.transposed:
+            return self.geometry.transpose(self.geometry.convolve(x, self.weight), self.weight)
         return self.geometry.convolve(self.geometry.transpose(x, self.weight), self.weight)
 
     def norm_sq(self) -> Tensor:
@@ -110,7 +120,7 @@ class Kernel:
         if self.geometry is not None:
             if part == "total":
                 return convolution_norm_sq(self.weight, self.geometry, method)
-            return channel_norms_sq(self.weight, self.geometry, of=part)
+            return channel_norms_sq(self.weight, self.geometry, of=_OTHER[part] if self.transposed else part)
         if part == "total":
             return certified_norm_sq(self.weight, rtol=0.0 if method == "exact" else 1e-3)
         return sum_of_squares(self.weight, 0 if part == "inputs" else 1)
@@ -126,20 +136,20 @@ def encode(geometry: ConvGeometry | None) -> list[int]:
     if geometry is None:
         return []
     padding = [side for pair in geometry.padding for side in pair]
-    return [geometry.groups, *geometry.stride, *geometry.dilation, *padding, *(geometry.size or ())]
+    kind = 2 * PADDING_MODES.index(geometry.mode) + geometry.transposed
+    return [geometry.groups, kind, *geometry.stride, *geometry.dilation, *padding, *(geometry.size or ())]
 
 
 def decode(weight: Tensor, code: list[int]) -> Kernel:
     """The kernel of a weight and an encoded geometry."""
     if not code:
         return Kernel(weight)
-    groups, *rest = code
+    groups, kind, *rest = code
     d = weight.dim() - 2
     pairs = tuple(zip(rest[2 * d : 4 * d : 2], rest[2 * d + 1 : 4 * d : 2], strict=True))
     size = tuple(rest[4 * d :]) or None
-    return Kernel(
-        weight, ConvGeometry(tuple(weight.shape[2:]), tuple(rest[:d]), pairs, tuple(rest[d : 2 * d]), groups, size)
-    )
+    sizes = tuple(weight.shape[2:]), tuple(rest[:d]), pairs, tuple(rest[d : 2 * d])
+    return Kernel(weight, ConvGeometry(*sizes, groups, size, PADDING_MODES[kind // 2], bool(kind % 2)))
 
 
 @torch.library.custom_op("minimand::certified_bound", mutates_args=())
@@ -150,8 +160,8 @@ def _certified(weight: Tensor, part: str, code: list[int]) -> Tensor:
 
 @_certified.register_fake
 def _(weight: Tensor, part: str, code: list[int]) -> Tensor:
-    shapes = {"total": [], "inputs": [weight.shape[1] * (code[0] if code else 1)], "outputs": [weight.shape[0]]}
-    return weight.new_empty(shapes[part])
+    kernel = decode(weight, code)
+    return weight.new_empty({"total": [], "inputs": [kernel.inputs], "outputs": [kernel.outputs]}[part])
 
 
 @_certified.register_vmap

@@ -5,11 +5,10 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..arguments import checked
-from ..errors import CapabilityError, OptionError, ShapeError, require_finite
+from ..errors import CapabilityError, OptionError, require_finite
 from ..geometry import ConvGeometry, Size
 from .kernel import Kernel
 from .spectral import lanczos, power_of_two, product_of_bounds, round_up, start_vector, to_float64
@@ -34,22 +33,24 @@ else:
 def lipschitz(target: Any, input_size: Size | None = None, *, method: str = "auto") -> Tensor:
     r"""An upper bound on :math:`L = \|A\|^2 = \lambda_{\max}(AA^\top)`, the smoothness constant of a layer.
 
-    ``target`` is a :class:`torch.nn.Linear`, :class:`~torch.nn.Conv1d` or :class:`~torch.nn.Conv2d`, or an
-    operator. The bound of a convolution without ``input_size`` holds for every size. The result has the weight's type,
-    is rounded up, contains no ridge and is a constant for autograd.
+    ``target`` is a :class:`torch.nn.Linear`, a convolution or transposed convolution of torch, or an operator. The
+    bound of a convolution without ``input_size`` holds for every size. The result has the weight's type, is rounded up,
+    contains no ridge and is a constant for autograd.
 
     - ``"auto"``: the cheaper of the next two, dimension by dimension;
     - ``"exact"``: the maximum over the frequencies of a circular convolution that contains the zero-padded one
-      ([Bibi2019], Lemma 2, whose circular grid without room for the padding gives no upper bound); for dense weights
-      the largest eigenvalue of the Gram matrix;
+      ([Bibi2019], Lemma 2, whose circular grid without room for the padding gives no upper bound), or less where
+      another bound is smaller; for dense weights, and on tiny maps, the largest eigenvalue of the Gram matrix;
     - ``"grid"``: a small grid of frequencies times the factor of Ehlich and Zeller, for every map size and
       padding; within 16% of the supremum over all frequencies (1.077 per dimension);
     - ``"lanczos"``: 30 Lanczos steps on :math:`AA^\top`, times a safety factor of 1.05. This method **may lie below the
       truth**: Lanczos approaches it from below, and the factor is empirical.
 
     An operator that is neither a matrix nor a convolution has one bound, its ``norm_sq()``, for all methods but
-    ``"lanczos"``. The bound for padding by reflection, replication or wrapping is that of the padded map times the
-    largest number of copies of an input.
+    ``"lanczos"``. Circular padding is exact, up to rounding, with ``"auto"`` and ``"exact"`` where Lemma 2 is: where
+    the kernel and the padding leave as many windows as the map has places, and the stride divides the map. Otherwise,
+    and for padding by reflection or replication, the bound on the padded map is multiplied by the largest number of
+    copies of an input.
 
     >>> layer = torch.nn.Linear(2, 2)
     >>> _ = layer.weight.data.copy_(torch.diag(torch.tensor([1.0, 3.0])))
@@ -82,8 +83,8 @@ def majorant(target: Any, input_size: Size | None) -> tuple[Bounded, float]:
     :func:`lipschitz` takes a layer class that is registered here: ``majorant.register(MyLayer, function)``.
     """
     raise CapabilityError(
-        f"lipschitz has no linear map for {type(target).__name__}; pass a torch.nn.Linear, Conv1d or "
-        f"Conv2d, an operator, or register the class with minimand.norms.majorant.register"
+        f"lipschitz has no linear map for {type(target).__name__}; pass a torch.nn.Linear or a "
+        f"convolution, an operator, or register the class with minimand.norms.majorant.register"
     )
 
 
@@ -94,30 +95,9 @@ def _(target: nn.Linear, input_size: Size | None) -> tuple[Bounded, float]:
 
 @majorant.register(nn.Conv1d)
 @majorant.register(nn.Conv2d)
-def _(target: nn.Conv1d | nn.Conv2d, input_size: Size | None) -> tuple[Bounded, float]:
-    geometry = ConvGeometry.of(target, input_size).fitting()
-    if target.padding_mode == "zeros":
-        return Kernel(target.weight, geometry), 1.0
-    sizes = geometry.size or (None,) * len(geometry.kernel)
-    copies = [_copies(target.padding_mode, pair, n) for pair, n in zip(geometry.padding, sizes, strict=True)]
-    return Kernel(target.weight, geometry.without_padding()), float(prod(copies))
-
-
-def _copies(mode: str, padding: tuple[int, int], size: int | None) -> int:
-    """The largest number of copies of one input in its padded line: the squared norm of the padding map."""
-    if max(padding) == 0:
-        return 1
-    if size is None:
-        # A pad is at most as long as its map, so each side copies an input at most once.
-        return 1 + sum(padding) if mode == "replicate" else 1 + sum(p > 0 for p in padding)
-    least = {"reflect": max(padding) + 1, "circular": max(padding)}.get(mode, 1)
-    if size < least:
-        raise ShapeError(
-            f"padding_mode={mode!r} with a padding of {max(padding)} needs a map of {least} or more, got {size}; "
-            f"enlarge the map or pad less"
-        )
-    line = torch.arange(float(size)).reshape(1, 1, size)
-    return int(torch.bincount(F.pad(line, padding, mode=mode).flatten().long()).max())
+@majorant.register(nn.Conv3d)
+def _(target: nn.Module, input_size: Size | None) -> tuple[Bounded, float]:
+    return Kernel(target.weight, ConvGeometry.of(target, input_size).fitting()), 1.0  # type: ignore[arg-type]
 
 
 def _safe_lanczos(bounded: Bounded) -> Tensor:

@@ -77,6 +77,7 @@ class Symbol:
         self.taps = tuple(kernel.shape[3:])
         self.size = kernel.shape[1]
         self.batch = kernel.shape[0]
+        self.kernel = kernel
         self.lags, self.coefficients = _autocorrelation(kernel)
         terms = kernel.shape[2] * math.prod(self.taps)
         # Forming a coefficient, evaluating the series and its phases each lose a few units in the last
@@ -107,6 +108,28 @@ class Symbol:
         for gram in self.grams(points):
             known = certified_lambda_max(gram, rtol=rtol, floor=known)
         return product_of_bounds(known + self.rounding.max(), self.scale, self.scale)
+
+    def peak(self, points: Sequence[int]) -> Tensor:
+        """As :meth:`maximum`, tight to rounding: singular values where the eigenvalue is near the largest."""
+        bound = self.maximum(points)
+        near = bound / self.scale / self.scale / 1.002
+        shift = near * torch.eye(self.size, dtype=torch.float64, device=near.device)
+        low = [torch.linalg.cholesky_ex(shift - gram).info == 0 for gram in self.grams(points)]
+        frequency, group = torch.nonzero(~torch.cat(low), as_tuple=True)
+        taps = torch.tensor(list(product(*map(range, self.taps))), dtype=torch.float64, device=near.device)
+        angles = self.frequencies(points) @ taps.T
+        rows, columns = self.kernel.shape[1:3]
+        best, chunk = torch.zeros_like(near), max(1, BUDGET // (16 * rows * columns))
+        for some in range(0, len(group), chunk):
+            there, which = angles[frequency[some : some + chunk]], group[some : some + chunk]
+            phases = torch.polar(torch.ones_like(there), there)
+            values = torch.einsum("grct,gt->grc", self.kernel.flatten(3)[which].to(phases.dtype), phases)
+            best = torch.maximum(best, torch.linalg.svdvals(values).max())
+        # The rounding errors of the sums over the taps, in units of the Frobenius norm, and of the decomposition.
+        size = self.kernel.square().flatten(1).sum(1).max().sqrt() * math.sqrt(len(taps))
+        best = best * (1 + 16 * (rows + columns + 8) * EPS) + 8 * (len(taps) + 8) * EPS * size
+        best = best.square() * (1 + 4 * EPS)
+        return torch.where(best > near * (1 + 1e-6), torch.minimum(best * self.scale * self.scale, bound), bound)
 
     def maxima(self, points: Sequence[int]) -> Tensor:
         """Upper bounds ``(batch,)`` on the largest eigenvalues over the grid, one per kernel."""

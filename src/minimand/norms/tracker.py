@@ -109,7 +109,7 @@ class LipschitzTracker(Sealed, nn.Module):
         kernel = getattr(self.operator, "kernel", None)
         if kernel is None:
             raise CapabilityError(
-                f"LipschitzTracker takes a Dense, Conv1d or Conv2d, got a {type(self.operator).__name__}; "
+                f"LipschitzTracker takes a Dense or a convolution, got a {type(self.operator).__name__}; "
                 f"wrap a weight in minimand.operators.Dense, or call norm_sq() of another operator whenever it changes"
             )
         if tolerance is not None:
@@ -262,11 +262,12 @@ def _drift(kernel: Kernel, anchor: Tensor, parts: list[bool], precision: torch.d
     rows = per_input.sum(1)
     total = rows.unflatten(0, (groups, -1)).sum(1).amax(0)
     none = rows.new_zeros(0)
-    columns = per_input.unflatten(0, (groups, -1)).sum(1).flatten() if parts[0] else none
+    columns = per_input.unflatten(0, (groups, -1)).sum(1).flatten() if any(parts) else none
+    sides = zip((rows, columns) if kernel.transposed else (columns, rows), parts, strict=True)
     factor = shared**0.5 * (1 + (squares[0].numel() + len(rows) + 16) * info.eps + torch.finfo(work).eps)
     # A square below the smallest normal number may have been lost.
     lost = (shared * squares.numel() * info.tiny) ** 0.5
-    return [part.sqrt() * factor + lost for part in (total, columns, rows if parts[1] else none)]
+    return [part.sqrt() * factor + lost for part in (total, *(side if some else none for side, some in sides))]
 
 
 def _above_square(root: float, like: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ from .blocks import from_blocks, pad_to_blocks, to_blocks
 from .callables import operator
 from .checking import check_operator
 from .combined import Composed, Transposed
-from .conv import Conv1d, Conv2d
+from .conv import Conv1d, Conv2d, Conv3d
+from .conv_transpose import ConvTranspose1d, ConvTranspose2d
 from .dense import Dense
 from .fourier import SubsampledFourier, cartesian_mask, radial_mask
 from .frames import BlockDCT, Frame, Wavelet
@@ -18,6 +19,9 @@ __all__ = [
     "Composed",
     "Conv1d",
     "Conv2d",
+    "Conv3d",
+    "ConvTranspose1d",
+    "ConvTranspose2d",
     "Dense",
     "Frame",
     "Inpainting",

@@ -250,6 +250,10 @@ class LinearOperator(abc.ABC):
             f"{type(self).__name__} has no weight to replace; build the operator again, or write with_weight"
         )
 
+    def scaled_outputs(self, scale: Tensor) -> Tensor:
+        """The weight of the operator whose outputs are multiplied by one factor each."""
+        return self.weight * scale.reshape(-1, *(1,) * (self.weight.dim() - 1)).to(self.weight.dtype)
+
     @property
     def kernel(self) -> Kernel | None:
         """The weight with its geometry, where the operator is a matrix or a convolution; None otherwise."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 __all__ = ["BatchStatistics", "FoldedBatchNorm", "fold_batch_norm"]
 
-BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d
+BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
 
 @dataclasses.dataclass(frozen=True)

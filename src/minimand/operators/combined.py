@@ -29,9 +29,11 @@ class Transposed(LinearOperator):
     _derived = True
 
     def __init__(self, operator: LinearOperator) -> None:
-        super().__init__(operator.output_shape, operator.input_shape)
         self.operator = operator
         self._weight, self._type = operator._weight, operator._type
+
+    def _given_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.operator.output_shape, self.operator.input_shape
 
     @property
     def sampled(self) -> bool:

@@ -1,4 +1,4 @@
-"""Convolutional operators in one and two dimensions."""
+"""Convolutional operators in one, two and three dimensions."""
 
 import abc
 import copy
@@ -22,18 +22,18 @@ from .grouped import GroupedPart
 from .index import as_index, check_bias, check_range, pick
 from .winograd import Winograd, winograd
 
-__all__ = ["Conv1d", "Conv2d", "Convolution"]
+__all__ = ["Conv1d", "Conv2d", "Conv3d", "Convolution"]
 
 
 class Convolution(LinearOperator, abc.ABC):
-    """The common base of :class:`Conv1d` and :class:`Conv2d`."""
+    """The common base of :class:`Conv1d`, :class:`Conv2d` and :class:`Conv3d`."""
 
     dimensions: ClassVar[int]
     sampled = True
     # What the geometry fixed can be read and not set.
-    input_size, stride, padding, dilation, groups = (
+    input_size, stride, padding, dilation, groups, padding_mode = (
         property(operator.attrgetter(f"geometry.{name}"))
-        for name in ("size", "stride", "padding", "dilation", "groups")
+        for name in ("size", "stride", "padding", "dilation", "groups", "mode")
     )
 
     def __init__(
@@ -44,12 +44,14 @@ class Convolution(LinearOperator, abc.ABC):
         padding: Size | str = 0,
         dilation: Size = 1,
         groups: int = 1,
+        padding_mode: str = "zeros",
     ) -> None:
         require_real("a convolution's weight", weight)
         kernel = tuple(weight.shape[2:])
         if weight.dim() != self.dimensions + 2:
             self._refuse(weight, groups)
-        self.geometry = ConvGeometry.build(kernel, input_size, stride, padding, dilation, groups).fitting()
+        options = stride, padding, dilation, groups, padding_mode
+        self.geometry = ConvGeometry.build(kernel, input_size, *options).fitting()
         if weight.shape[0] % groups:
             self._refuse(weight, groups)
         self.weight = weight
@@ -111,7 +113,8 @@ class Convolution(LinearOperator, abc.ABC):
     def adjoint(self, x: Tensor) -> Tensor:
         """``Aᵀ x``, the transposed convolution, with exactly the input's size.
 
-        Inputs that no window covers, because the stride does not divide the map, are zero in the result.
+        Inputs that no window covers, because the stride does not divide the map, are zero in the result. Where the
+        padding holds copies of inputs, the entries of the padding are added to them.
         """
         self.check_output(x)
         return self.geometry.transpose(x, self.weight)
@@ -214,9 +217,7 @@ class Convolution(LinearOperator, abc.ABC):
                 f"the {type(self).__name__} takes {self.inputs} input channels, got {y.shape[self.feature_dim]} in "
                 f"shape {tuple(y.shape)}"
             )
-        g, size = self.geometry, y.shape[self.feature_dim + 1 :]
-        if any(n + sum(p) <= r for n, p, r in zip(size, g.padding, g.reach, strict=True)):
-            raise ShapeError(f"a kernel of {g.kernel} does not fit into a map of {tuple(size)}; enlarge it or pad it")
+        self.geometry.with_size(tuple(y.shape[self.feature_dim + 1 :])).fitting()
 
     def _check_dimensions(self, role: str, tensor: Tensor) -> None:
         sample = self.dimensions + 1
@@ -234,14 +235,15 @@ def _(target: Convolution, input_size: Size | None) -> tuple[Convolution, float]
 
 @checked
 class Conv2d(Convolution):
-    r"""The map of a two-dimensional convolution with zero padding, as torch computes it.
+    r"""The map of a two-dimensional convolution, as torch computes it.
 
     .. math:: (Ay)_{o,p} = \sum_{i,t} W_{o,i,t} \, y_{i,\, s p + d t - \mathrm{pad}}, \qquad
               W \in \mathbb{R}^{n_2 \times n_1/\mathrm{groups} \times k_h \times k_w}.
 
     Inputs have shape ``(B, n1, H, W)`` or ``(n1, H, W)``; ``input_size`` is ``(H, W)``, or None when only
-    ``apply`` and bounds that hold for every size are needed. ``padding`` may be "same" or "valid". By
-    [Bibi2019], Lemma 1, it is a linear layer.
+    ``apply`` and bounds that hold for every size are needed. ``padding`` may be "same" or "valid"; ``padding_mode`` is
+    "zeros", "circular" (the operator of [Bibi2019]), "reflect" or "replicate". By [Bibi2019], Lemma 1, it is a linear
+    layer.
 
     >>> A = Conv2d(torch.ones(1, 1, 2, 2), input_size=(3, 3))
     >>> A.apply(torch.ones(1, 3, 3)).squeeze()
@@ -253,6 +255,9 @@ class Conv2d(Convolution):
             [1., 2., 1.]])
     >>> bool(A.norm_sq() >= 9)  # σ² = 9: [[1,1,0],[0,1,1]] has norm √3
     True
+    >>> mean = Conv2d(torch.full((1, 1, 3, 3), 1 / 9), input_size=(4, 5), padding=1, padding_mode="circular")
+    >>> round(float(mean.norm_sq()), 5)  # [Bibi2019], Lemma 2, is exact: the symbol at frequency zero
+    1.0
     """
 
     dimensions = 2
@@ -268,3 +273,14 @@ class Conv1d(Convolution):
     """
 
     dimensions = 1
+
+
+@checked
+class Conv3d(Convolution):
+    """The map of a three-dimensional convolution; everything else as in :class:`Conv2d`.
+
+    >>> Conv3d(torch.ones(1, 1, 2, 2, 2), input_size=(3, 3, 3)).apply(torch.ones(1, 3, 3, 3)).unique()
+    tensor([8.])
+    """
+
+    dimensions = 3

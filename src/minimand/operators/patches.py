@@ -6,7 +6,6 @@ weight flattened to W (outputs × columns), the output at every position is a ro
 
 import math
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..geometry import ConvGeometry
@@ -15,8 +14,8 @@ __all__ = ["padded_groups", "patches", "positions_as_rows", "windows"]
 
 
 def padded_groups(x: Tensor, geometry: ConvGeometry) -> Tensor:
-    """The zero-padded maps with channels split by groups: batch × groups × channels × map."""
-    x = F.pad(x, geometry.pads) if any(geometry.pads) else x
+    """The padded maps with channels split by groups: batch × groups × channels × map."""
+    x = geometry.pad(x) if any(geometry.pads) else x
     return x.unflatten(1, (geometry.groups, -1))
 
 

@@ -114,7 +114,8 @@ def winograd(weight: Tensor, geometry: ConvGeometry, rows: int) -> Winograd | No
     tiles partly empty. None is returned where the definition is cheaper.
     """
     g = geometry
-    fits = g.kernel == (_KERNEL, _KERNEL) and set(g.stride) == set(g.dilation) == {1} and g.groups == 1
+    fits = g.kernel == (_KERNEL, _KERNEL) and set(g.stride) == set(g.dilation) == {g.groups} == {1}
+    fits = fits and g.mode == "zeros"
     small = all(before == after < _KERNEL for before, after in g.padding)
     usual = weight.dtype in (torch.float32, torch.float64) and weight.device.type == "cpu" and not is_traced(weight)
     if not (fits and small and usual) or g.size is None or torch.is_autocast_enabled("cpu"):

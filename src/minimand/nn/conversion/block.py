@@ -5,15 +5,32 @@ statistics are those of the batch in training and the running ones in evaluation
 to the bias ([Bibi2019], appendix J).
 """
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from ...errors import ShapeError
 from ...operators.batchnorm import fold_batch_norm
 from ...solvers import Problem
-from ..convolutions import SolverConv1d, SolverConv2d
+from ..convolutions import SolverConv1d, SolverConv2d, SolverConv3d, SolverConvTranspose1d, SolverConvTranspose2d
 from ..layers import SolverLayer, SolverLinear
 
-__all__ = ["SolverBlockConv1d", "SolverBlockConv2d", "SolverBlockLinear"]
+__all__ = [
+    "BLOCKS",
+    "SolverBlockConv1d",
+    "SolverBlockConv2d",
+    "SolverBlockConv3d",
+    "SolverBlockConvTranspose1d",
+    "SolverBlockConvTranspose2d",
+    "SolverBlockLinear",
+]
+
+
+#: torch's older ways to compute a weight, before each call of a layer.
+_WEIGHT_HOOKS = (BasePruningMethod, SpectralNorm, WeightNorm)
 
 
 class BlockLayer(SolverLayer):
@@ -26,7 +43,10 @@ class BlockLayer(SolverLayer):
     norm: tuple[nn.Module | None]
 
     def affine(self, y: Tensor) -> Tensor:
-        """``A y + b``."""
+        """``A y + b``, with a weight that hooks compute anew."""
+        for hook in self._forward_pre_hooks.values():
+            if isinstance(hook, _WEIGHT_HOOKS):
+                hook(self, (y,))
         return self.operator(y).affine(y, self.bias)
 
     def forward(self, y: Tensor, skip: Tensor | None = None, affine: Tensor | None = None) -> Tensor:
@@ -42,7 +62,7 @@ class BlockLayer(SolverLayer):
         """The problem of the whole block; in training this updates the running statistics."""
         operator = self.operator(y)
         operator.check_input(y)
-        affine = self.affine(y) if affine is None else affine
+        affine = operator.affine(y, self.bias) if affine is None else affine
         weight = operator.weight
         bias: Tensor | None = self.bias
         if (norm := self.norm[0]) is not None:
@@ -51,16 +71,17 @@ class BlockLayer(SolverLayer):
                     f"a layer with batch normalisation takes an input of {1 - operator.feature_dim} dimensions, "
                     f"got {tuple(y.shape)}"
                 )
-            assert isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d)
+            assert isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
             scale, shift, _ = fold_batch_norm(norm, affine)
-            weight = weight * scale.reshape(-1, *(1,) * (weight.dim() - 1)).to(weight.dtype)
+            weight = operator.scaled_outputs(scale)
             bias = shift if bias is None else shift + scale * bias
             affine = self.normalized(affine)
         operator = self._bounded(operator, weight)
         if skip is not None:
             affine = affine + skip
             bias = skip if bias is None else skip + operator.per_feature(bias)
-        return Problem(operator, self.function, y, bias, self.options.ridge, affine=affine).working()
+        function = self.function.current(y.dim())
+        return Problem(operator, function, y, bias, self.options.ridge, affine=affine).working()
 
     def normalized(self, affine: Tensor) -> Tensor:
         """``A y + b`` after the batch normalisation."""
@@ -79,3 +100,26 @@ class SolverBlockConv1d(BlockLayer, SolverConv1d):
 
 class SolverBlockConv2d(BlockLayer, SolverConv2d):
     """``Conv2d → BatchNorm2d → + skip → activation`` as a solver."""
+
+
+class SolverBlockConv3d(BlockLayer, SolverConv3d):
+    """``Conv3d → BatchNorm3d → + skip → activation`` as a solver."""
+
+
+class SolverBlockConvTranspose1d(BlockLayer, SolverConvTranspose1d):
+    """``ConvTranspose1d → BatchNorm1d → + skip → activation`` as a solver."""
+
+
+class SolverBlockConvTranspose2d(BlockLayer, SolverConvTranspose2d):
+    """``ConvTranspose2d → BatchNorm2d → + skip → activation`` as a solver."""
+
+
+#: For each layer of torch its solver form, that of a block, and the batch normalisation of its outputs.
+BLOCKS: Mapping[type[nn.Module], tuple[type[SolverLayer], type[BlockLayer], type[nn.Module]]] = {
+    nn.Linear: (SolverLinear, SolverBlockLinear, nn.BatchNorm1d),
+    nn.Conv1d: (SolverConv1d, SolverBlockConv1d, nn.BatchNorm1d),
+    nn.Conv2d: (SolverConv2d, SolverBlockConv2d, nn.BatchNorm2d),
+    nn.Conv3d: (SolverConv3d, SolverBlockConv3d, nn.BatchNorm3d),
+    nn.ConvTranspose1d: (SolverConvTranspose1d, SolverBlockConvTranspose1d, nn.BatchNorm1d),
+    nn.ConvTranspose2d: (SolverConvTranspose2d, SolverBlockConvTranspose2d, nn.BatchNorm2d),
+}

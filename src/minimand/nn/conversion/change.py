@@ -3,6 +3,7 @@
 Parameters, hooks, attributes and ``state_dict`` keys stay.
 """
 
+import dataclasses
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ConversionError
+from ...functions.learned import LearnedHinge
 from ...network import Network, role
 from ...network.replay import returned, same_bits
 from ...network.state import preserved, snapshot
-from ..layers import SolverLayer
+from ..layers import COMPUTED, SolverLayer
 from .block import BlockLayer
 from .clone import INTERNAL, ORIGINAL, clone
 from .edit import EditedMethod, Edits
@@ -25,6 +27,12 @@ from .plan import Plan, solver_layer
 __all__ = ["adopt", "apply", "changed", "install_edits", "is_converted", "undo"]
 
 _ADDED = "_minimand_added"
+_REPLACED = "_minimand_replaced"
+#: In evaluation torch's transformers read the weights of their layers unless these attributes forbid it.
+_FUSED: Mapping[type[nn.Module], tuple[str, Any]] = {
+    nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
+    nn.TransformerEncoder: ("use_nested_tensor", False),
+}
 
 
 class Original(NamedTuple):
@@ -44,7 +52,7 @@ def is_converted(module: nn.Module) -> bool:
 def install(plain: nn.Module, layer: SolverLayer) -> None:
     """Give a solver layer the hooks, tensors and attributes of the plain layer that it replaces."""
     theirs = vars(plain)
-    own, learned = frozenset(vars(layer)) - INTERNAL, layer._parameters.get("strength")
+    own, learned = frozenset(vars(layer)) - INTERNAL - set(COMPUTED), layer._parameters.get("strength")
     vars(layer).update({name: value for name, value in theirs.items() if name != "_modules" and name not in own})
     if learned is not None:
         vars(layer)["_parameters"] = {**plain._parameters, "strength": learned}
@@ -92,6 +100,15 @@ def _taken(by: str) -> str:
     return f"taken in by {by}"
 
 
+def unfuse(model: nn.Module) -> None:
+    """Make transformers call their converted layers in evaluation, too."""
+    for module in model.modules():
+        for name, off in (setting for kind, setting in _FUSED.items() if isinstance(module, kind)):
+            if name in vars(module) and any(isinstance(part, SolverLayer) for part in module.modules()):
+                vars(module).setdefault(_REPLACED, {}).setdefault(name, vars(module)[name])
+                vars(module)[name] = off
+
+
 def undo(model: nn.Module) -> nn.Module:
     """Restore the original modules of a network, with its present tensors; returns the network."""
     pairs: dict[nn.Module, nn.Module] = {}
@@ -104,6 +121,7 @@ def undo(model: nn.Module) -> nn.Module:
         for name in own.pop(_ADDED, ()):
             own.pop(name, None)
             module._modules.pop(name, None)
+        own.update(own.pop(_REPLACED, {}))
         if own.get("forward") is passed:
             del own["forward"], own["extra_repr"]
         for name in [name for name, value in own.items() if isinstance(value, EditedMethod)]:
@@ -161,6 +179,8 @@ def _change(plan: Plan, result: nn.Module, place: Places) -> None:
     pairs = {}
     for path, layer in plan.converted.items():
         plain = place[layer.module]
+        if isinstance(layer.function, LearnedHinge) and isinstance(layer.function.source, nn.Module):
+            layer = dataclasses.replace(layer, function=LearnedHinge(place[layer.function.source]))  # type: ignore[arg-type]
         pairs[plain] = solver = solver_layer(layer, plain, None if layer.norm is None else place[layer.norm])
         solver.path = path
         install(plain, solver)
@@ -169,6 +189,7 @@ def _change(plan: Plan, result: nn.Module, place: Places) -> None:
         pass_through(place[module], by)
     install_edits(plan.edits, place)
     exchange(result, pairs)
+    unfuse(result)
 
 
 def install_edits(edits: Mapping[tuple[nn.Module, str], Edits], place: Places) -> None:

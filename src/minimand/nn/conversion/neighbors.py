@@ -16,6 +16,7 @@ from ...network.record import Call, ModuleFrame, Value
 from ...network.recorder import DATA_READS
 from ...network.sequence import activation_of
 from ..dropout import AdditiveDropout, ImportanceDropout
+from .block import BLOCKS
 
 __all__ = ["After", "Dropout", "Join", "Obstacle", "after", "dropout_before"]
 
@@ -37,12 +38,13 @@ class Join(NamedTuple):
 
 class After(NamedTuple):
     """What follows a call of a layer: the function of its activation and the activation's name, and the normalisation
-    and the addition before that."""
+    and the addition before that; or the name of a normalisation that is no affine map and stays outside."""
 
     function: Function = Zero()
     name: str = ""
     norm: nn.Module | None = None
     join: Join | None = None
+    stays: str = ""
 
 
 class Dropout(NamedTuple):
@@ -63,6 +65,12 @@ _DROPOUTS: Mapping[Any, str] = {
     F.dropout1d: "channels of a sequence",
     F.dropout3d: "channels of a volume",
 }
+#: The layers whose inputs have these units.
+_MAPS: Mapping[str, tuple[type[nn.Module], ...]] = {
+    "channels of a sequence": (nn.Conv1d, nn.ConvTranspose1d),
+    "channels of a map": (nn.Conv2d, nn.ConvTranspose2d),
+    "channels of a volume": (nn.Conv3d,),
+}
 _SAMPLED: Mapping[type[nn.Module], str] = {ImportanceDropout: "importance", AdditiveDropout: "additive"}
 
 
@@ -76,7 +84,8 @@ def module_of(network: Network, call: Call) -> nn.Module | None:
 def describe(network: Network, call: Call) -> str:
     """The name of the module or function that a call belongs to."""
     module = module_of(network, call)
-    return call.name if module is None else f"{call.path} ({type(module).__name__})"
+    alone = module is not None and next(module.children(), None) is None
+    return f"{call.path} ({type(module).__name__})" if alone else call.name
 
 
 def _activation(network: Network, call: Call) -> tuple[Function, str]:
@@ -103,7 +112,7 @@ def after(network: Network, layer: Call, is_target: Callable[[Call], bool]) -> A
             f"pre-activation; use Rule(..., activation=None) to leave the activation in place"
         )
     if found.norm is not None and not isinstance(norm, _BATCH_NORM):
-        return After()
+        return After(stays=describe(network, found.norm))
     if norm is not None:
         _check_norm(norm, layer)
     if found.skip is not None:
@@ -115,9 +124,8 @@ def after(network: Network, layer: Call, is_target: Callable[[Call], bool]) -> A
 
 def _check_norm(norm: Any, layer: Call) -> None:
     plain: Any = layer.place.owner
-    expected = {nn.Linear: nn.BatchNorm1d, nn.Conv1d: nn.BatchNorm1d, nn.Conv2d: nn.BatchNorm2d}
-    fits = any(isinstance(plain, kind) and type(norm) is match for kind, match in expected.items())
-    if not fits or plain.weight.shape[0] != norm.num_features:
+    fits = any(isinstance(plain, kind) and type(norm) is match for kind, (_, _, match) in BLOCKS.items())
+    if not fits or (plain.out_features if isinstance(plain, nn.Linear) else plain.out_channels) != norm.num_features:
         raise Obstacle(
             f"the {type(norm).__name__} between it and its activation is not a plain batch normalisation of its "
             f"outputs, so it cannot be folded into the layer; use Rule(..., activation=None) to leave it in place"
@@ -186,11 +194,7 @@ def _dropout_at(network: Network, call: Call, value: Value) -> Dropout | None:
 
 
 def _fits(dropout: Dropout, layer: nn.Module, reshaped: bool) -> bool:
-    if dropout.unit == "channels of a sequence":
-        return isinstance(layer, nn.Conv1d) and not reshaped
-    if dropout.unit.startswith("channels"):
-        return dropout.unit == "channels of a map" and isinstance(layer, nn.Conv2d) and not reshaped
-    return True
+    return dropout.unit not in _MAPS or (isinstance(layer, _MAPS[dropout.unit]) and not reshaped)
 
 
 def is_alone(network: Network, dropout: Dropout, takes: Callable[[Call], bool]) -> bool:

@@ -4,32 +4,32 @@ import dataclasses
 import difflib
 import fnmatch
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
 from ...errors import ConversionError
 from ...functions import Function
 from ...network import Network
 from ...network.graph import is_layer
 from ...solvers import ADMM, RCD, Solver
-from ..convolutions import SolverConv1d, SolverConv2d
-from ..layers import SolverLayer, SolverLinear
+from ..layers import SolverLayer
 from ..options import SolverOptions
 from ..table import table_lines
-from .block import SolverBlockConv1d, SolverBlockConv2d, SolverBlockLinear
+from .block import BLOCKS
 from .edit import Edits
 from .neighbors import Obstacle
 
 __all__ = ["LayerPlan", "Plan", "Rule", "Rules", "as_rules", "solver_layer", "targets"]
 
-_LAYERS: Mapping[type[nn.Module], Any] = {
-    nn.Linear: (SolverLinear, SolverBlockLinear),
-    nn.Conv1d: (SolverConv1d, SolverBlockConv1d),
-    nn.Conv2d: (SolverConv2d, SolverBlockConv2d),
-}
+_LAYERS = tuple(BLOCKS)
+#: Modules of torch that call their children as modules.
+_CALLING = (
+    nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.TransformerDecoder, nn.TransformerDecoderLayer
+)  # fmt: skip
 LINEAR = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd)
 
 
@@ -63,7 +63,8 @@ Rules = Mapping[str, Solver | SolverOptions | Rule] | Solver | SolverOptions | R
 
 @dataclasses.dataclass
 class LayerPlan:
-    """The plan for one layer: the module, its function, options and normalisation, and what it takes in, in words."""
+    """The plan for one layer: the module, its function, options and normalisation, and in words what it takes in and
+    which normalisation it leaves outside."""
 
     module: nn.Module
     function: Function
@@ -71,11 +72,13 @@ class LayerPlan:
     norm: nn.Module | None = None
     joined: bool = False
     takes: tuple[str, ...] = ()
+    stays: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         solver = self.options.solver
         name = f"{type(solver).__name__}({solver.iterations})"
-        return f"converted: {name}" + (f" with {', '.join(self.takes)}" if self.takes else "")
+        taken = f" with {', '.join(self.takes)}" if self.takes else ""
+        return f"converted: {name}{taken}" + (f"; {', '.join(self.stays)} stays after it" if self.stays else "")
 
 
 @dataclasses.dataclass(eq=False)
@@ -121,16 +124,16 @@ class Plan:
 
 def _described(module: Any) -> str:
     kind = "features" if hasattr(module, "in_features") else "channels"
-    return f"{type(module).__name__} {getattr(module, f'in_{kind}', '?')}→{getattr(module, f'out_{kind}', '?')}"
+    name = parametrize.type_before_parametrizations(module).__name__
+    return f"{name} {getattr(module, f'in_{kind}', '?')}→{getattr(module, f'out_{kind}', '?')}"
 
 
 def _cost(layer: LayerPlan) -> float:
     """The multiply-adds of the solver relative to the plain layer, without the savings of a Gram matrix."""
     solver, count = layer.options.solver, layer.options.solver.iterations
     if isinstance(solver, ADMM):
-        outputs, inputs = layer.module._parameters["weight"].shape[:2]  # type: ignore[union-attr]
-        dense = isinstance(layer.module, nn.Linear)
-        return 1 + 2 * count * (min(outputs / inputs, 1) if dense else solver.cg_iters)
+        dense = layer.module if isinstance(layer.module, nn.Linear) else None
+        return 1 + 2 * count * (solver.cg_iters if dense is None else min(dense.out_features / dense.in_features, 1))
     tau = getattr(solver, "tau", None)
     share = (0.5 if tau is None else tau) if layer.options.shared_sample and isinstance(tau, float | None) else 1.0
     return share * 2 * count if isinstance(solver, RCD) else share * (2 * count - 1)
@@ -139,8 +142,8 @@ def _cost(layer: LayerPlan) -> float:
 def solver_layer(layer: LayerPlan, plain: nn.Module, norm: nn.Module | None) -> SolverLayer:
     """The solver form of a plain layer, which leaves the activation to the network."""
     block = norm is not None or layer.joined
-    kind = next(kinds for base, kinds in _LAYERS.items() if isinstance(plain, base))[block]
-    result: SolverLayer = kind.from_plain(plain, layer.function, layer.options, "preactivation")
+    kinds = next(kinds for base, kinds in BLOCKS.items() if isinstance(plain, base))
+    result = (kinds[1] if block else kinds[0]).from_plain(plain, layer.function, layer.options, "preactivation")
     if block:
         vars(result)["norm"] = (norm,)
     return result
@@ -169,12 +172,12 @@ def targets(plan: Plan, rules: Mapping[str, Rule]) -> tuple[dict[str, Rule], dic
     places = list(plan.model.named_modules(remove_duplicate=False))
     first = {module: path for path, module in plan.model.named_modules()}
     # Modules of torch need not call their children as modules.
-    layers = (module for module in plan.model.modules() if is_layer(module))
+    layers = (module for module in plan.model.modules() if is_layer(module) and not isinstance(module, _CALLING))
     hidden = {part for layer in layers for part in layer.modules() if part is not layer}
     found, wrong = dict[str, Rule](), dict[str, str]()
     for pattern, rule in rules.items():
         matched = {m: first[m] for path, m in places if path and fnmatch.fnmatchcase(path, pattern)}
-        picked = [path for m, path in matched.items() if isinstance(m, tuple(_LAYERS)) and m not in hidden]
+        picked = [path for m, path in matched.items() if isinstance(m, _LAYERS) and m not in hidden]
         done = [path for m, path in matched.items() if isinstance(m, SolverLayer)]
         found.update(dict.fromkeys(picked, rule))
         again = plan.left if plan.lenient else plan.refused
@@ -193,24 +196,24 @@ def targets(plan: Plan, rules: Mapping[str, Rule]) -> tuple[dict[str, Rule], dic
 def _left(module: nn.Module, hidden: set[nn.Module]) -> str:
     if module in hidden:
         return "the module of torch around it uses its weight without calling it"
-    return "no rule matches" if isinstance(module, tuple(_LAYERS)) else f"{type(module).__name__} has no solver form"
+    return "no rule matches" if isinstance(module, _LAYERS) else f"{type(module).__name__} has no solver form"
 
 
 def _nothing(model: nn.Module, pattern: str, matched: dict[nn.Module, str], hidden: set[nn.Module]) -> str:
     """Why a pattern matches no layer that can be converted."""
-    inside = [path for module, path in matched.items() if module in hidden and isinstance(module, tuple(_LAYERS))]
+    inside = [path for module, path in matched.items() if module in hidden and isinstance(module, _LAYERS)]
     if inside:
         listed = ", ".join(map(repr, inside[:5])) + (", …" if len(inside) > 5 else "")
         return f"matches only {listed}, inside a torch module that does not call its layers"
-    known = [path for path, m in model.named_modules() if isinstance(m, tuple(_LAYERS)) and m not in hidden]
+    known = [path for path, m in model.named_modules() if isinstance(m, _LAYERS) and m not in hidden]
     listed = ", ".join(map(repr, difflib.get_close_matches(pattern, known, 5, 0.0)))
     some = f"the nearest: {listed} of {len(known)} layers" if len(known) > 5 else f"available: {listed}"
-    available = some if known else "the model has no Linear, Conv1d or Conv2d of torch"
+    available = some if known else "the model has no linear layer or convolution of torch"
     if not matched:
         return f"no such layer; {available}"
     module, path = next(iter(matched.items()))
     kind = f"{type(module).__module__}.{type(module).__qualname__}"
-    return f"matches {path!r}, a {kind}, which is not a Linear, Conv1d or Conv2d of torch; {available}"
+    return f"matches {path!r}, a {kind}, which is not a linear layer or convolution with a solver form; {available}"
 
 
 def check_plain(module: nn.Module) -> None:
@@ -218,9 +221,7 @@ def check_plain(module: nn.Module) -> None:
     plain = next(kind for kind in _LAYERS if isinstance(module, kind))
     if type(module).forward is not plain.forward or "forward" in vars(module):
         raise Obstacle(f"{type(module).__name__} overrides forward; only a plain {plain.__name__} can be converted")
-    if "weight" not in module._parameters:
-        raise Obstacle("its weight is computed (parametrised, normalised or pruned); make it a plain Parameter first")
     if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
         raise Obstacle("its parameters are not initialised; run the model once on an input first")
-    if not torch.is_floating_point(weight := cast(Tensor, module._parameters["weight"])):
-        raise Obstacle(f"its weight is {weight.dtype}; use a floating-point weight")
+    if (wrong := next((p for p in module.parameters() if not torch.is_floating_point(p)), None)) is not None:
+        raise Obstacle(f"its weight is {wrong.dtype}; use a floating-point weight")

@@ -90,7 +90,7 @@ class Planner:
         function, names = found[0].function if found else Zero(), {around.name: None for around in found}
         if rule.activation not in (None, "auto"):
             function, names = from_activation(self._module(str(rule.activation))), {str(rule.activation): None}
-        elif len({repr(around.function) for around in found}) > 1:
+        elif len({(repr(around.function), id(getattr(around.function, "source", None))) for around in found}) > 1:
             kinds = " and ".join(name or "none" for name in names)
             raise Obstacle(f"it is called {_times(calls)} with different activations after it ({kinds})")
         p = self._dropouts(module, rule, calls, takes)
@@ -104,6 +104,7 @@ class Planner:
             self.plan.passed[layer.norm] = path
             takes.append(f"{self.paths[layer.norm]} ({type(layer.norm).__name__})")
         layer.takes = tuple(dict.fromkeys((*takes, *filter(None, names))))
+        layer.stays = tuple(dict.fromkeys(around.stays for around in found if around.stays))
         solver_layer(layer, module, layer.norm)  # raises for options that do not fit
         return layer
 

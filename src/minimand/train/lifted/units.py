@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ...errors import ChainError, NotProximal
 from ...functions import Monotone, NonNegative, Separable, Zero, curves, from_activation
+from ...functions.learned import LearnedHinge
 from ...functions.monotone import Elementwise
 
 __all__ = ["LINEAR", "Unit", "unit_of"]
@@ -110,7 +111,9 @@ def unit_of(path: str, module: nn.Module) -> Unit:
     if (scaled := _scaled(module)) is not None:
         return scaled
     try:
-        return Unit(_without_derivative(from_activation(module)))
+        if isinstance(function := from_activation(module), LearnedHinge):
+            raise NotProximal("lifted training does not train its slope; use LeakyReLU")
+        return Unit(_without_derivative(function))
     except NotProximal as refusal:
         if type(module).__module__.startswith("torch."):
             raise NotProximal(f"{path} ({type(module).__name__}) cannot be lifted: {refusal}") from None

@@ -114,16 +114,16 @@ class WeightMap:
 
     def __init__(self, module: Any) -> None:
         self.geometry: ConvGeometry | None = None
-        self.groups, self._outer = 1, list[int]()
+        self.groups = 1
+        self._outer: ConvGeometry | None = None
         if isinstance(module, nn.Linear):
             self.outputs, self.columns = module.out_features, module.in_features
             return
         self.groups, self.outputs, geometry = module.groups, module.out_channels, ConvGeometry.of(module)
         self.columns = module.in_channels // module.groups * math.prod(module.kernel_size)
-        self._mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         # Torch applies other modes, and uneven padding, in a separate step before the convolution.
         if module.padding_mode != "zeros" or any(before != after for before, after in geometry.padding):
-            self._outer, geometry = geometry.pads, geometry.without_padding()
+            self._outer, geometry = geometry, geometry.without_padding()
         self.geometry = geometry
 
     def prepare(self, x: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class WeightMap:
         if self.geometry is None:
             return x
         x = x if x.dim() == len(self.geometry.kernel) + 2 else x.unsqueeze(0)
-        return F.pad(x, self._outer, mode=self._mode) if any(self._outer) else x
+        return x if self._outer is None else self._outer.pad(x)
 
     def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The layer's output, bit-identical to torch's."""
