@@ -165,7 +165,8 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
             # Clear errors for inputs that torch's own layer would reject.
             require_real("the input", y)
             # A computed weight is read once, in the problem.
-            require_dtype("the input", y, self.weight if "weight" in self._parameters else next(self.parameters()))
+            computed = "parametrizations" in self._modules
+            require_dtype("the input", y, next(self.parameters(), y) if computed else self.weight)
             context, dtype = mixed_precision(y)
             with context:
                 problem = solver.prepare(problem_of_input())
