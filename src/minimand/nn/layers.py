@@ -191,8 +191,10 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
             learned.data.fill_(strength)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A module refuses numbers for the name of a Parameter.
-        if name == "strength" and not isinstance(value, nn.Parameter | None):
+        # A module refuses numbers for the name of a Parameter. Those of a replica for data parallelism are tensors.
+        if name == "strength" and getattr(self, "_is_replica", False):
+            vars(self)["_copied"] = value
+        elif name == "strength" and not isinstance(value, nn.Parameter | None):
             self._set_strength(value)
         else:
             super().__setattr__(name, value)
@@ -217,7 +219,8 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
             # Clear errors for inputs that torch's own layer would reject.
             require_real("the input", y)
             # A computed weight is read once, in the problem.
-            require_dtype("the input", y, self.weight if "weight" in self._parameters else next(self.parameters()))
+            computed = "parametrizations" in self._modules
+            require_dtype("the input", y, next(self.parameters(), y) if computed else self.weight)
             if steady and (is_zero(strength) or solver.iterations == 1):
                 plain = self.plain(y, *others)
                 return plain if self.returns == "preactivation" else self.function.current(y.dim()).prox(plain)
@@ -235,13 +238,13 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
 
     def _factor(self) -> float | Tensor:
         """The factor of the steps. A learned one is clamped, and above zero, so that it has a gradient there."""
-        learned = self._parameters.get("strength")
+        learned = self._parameters.get("strength", vars(self).get("_copied"))
         if learned is None:
             return cast(float, self.options.strength)
         if not is_traced(learned):
-            if self.training:
+            if self.training and isinstance(learned, nn.Parameter):
                 learned.data.clamp_(0, 1)
-            elif float(learned.detach()) <= 0:
+            elif not self.training and float(learned.detach()) <= 0:
                 return 0.0
         return (1 - _LEAST_STRENGTH) * widened(learned).clamp(0, 1) + _LEAST_STRENGTH
 
@@ -318,7 +321,10 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
             if field.name not in ("solver", "strength")
             and getattr(options, field.name) != getattr(defaults, field.name)
         ]
-        if not is_traced(next(self.parameters())) and (strength := float(torch.as_tensor(self.strength).detach())) != 1:
+        if (
+            not is_traced(next(self.parameters(), torch.empty(0)))
+            and (strength := float(torch.as_tensor(self.strength).detach())) != 1
+        ):
             parts.append(f"strength={strength:.3g}")
         return ", ".join(parts)
 

@@ -166,7 +166,14 @@ def _replaying(body: Callable[[Any, torch.Generator], Any], source: torch.Genera
     def replay(state: Any) -> Any:
         calls.append(None)
         own = torch.Generator(source.device).set_state(begin)
-        result = body(state, own)
+        try:
+            result = body(state, own)
+        except RuntimeError as error:
+            if "random operation" not in str(error):
+                raise
+            raise CapabilityError(
+                "Checkpoint cannot draw its samples again for a batch of gradients (is_grads_batched); use Unroll()"
+            ) from None
         if len(calls) == 1 and torch.equal(source.get_state(), begin):
             source.set_state(own.get_state())
         return result
