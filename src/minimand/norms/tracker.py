@@ -6,9 +6,8 @@ from types import FunctionType, MethodType
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._subclasses import FakeTensor
 from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -22,6 +21,7 @@ from ..errors import (
     require_positive,
     unwrapped,
 )
+from .exporting import traced_values
 from .kernel import Bounds, Kernel, decode, encode
 from .lipschitz import Bounded
 from .spectral import EPS, round_up, to_float64, top_singular
@@ -337,7 +337,7 @@ def _(info: Any, dims: tuple[int | None, ...], weight: Tensor, packed: Tensor, *
 
 def _exported(weight: Tensor, packed: Tensor, tolerance: float, parts: list[bool], code: list[int]) -> Tensor | None:
     """The reference to the value that a weight has while ``torch.export`` traces it; None if it has none."""
-    values = _values(weight, packed)
+    values = traced_values(weight, packed)
     if values is None:
         return None
     with _disable_current_modes():
@@ -347,34 +347,3 @@ def _exported(weight: Tensor, packed: Tensor, tolerance: float, parts: list[bool
 
 # As torch.compiler.assume_constant_result does, which imports the compiler.
 _exported._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _values(*tensors: Tensor) -> list[Tensor] | None:
-    """The values of tensors that are traced now, where they follow from the program's own tensors; None otherwise.
-
-    The calls that lead to a traced tensor are computed once more, outside of the graph.
-    """
-    if type(tensors[0]) is not FakeTensor:
-        return None if tensors[0].is_meta else list(tensors)
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-
-    tracer: Any = getattr(get_proxy_mode(), "tracer", None)
-    known: dict[Any, Any] = {}
-
-    def value(node: Any) -> Any:
-        if node not in known:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), value)
-            known[node] = getattr(tracer.root, node.target) if node.op == "get_attr" else node.target(*args, **kwargs)
-        return known[node]
-
-    try:
-        converter = tensors[0].fake_mode.fake_tensor_converter.meta_converter
-        for real, number in list(converter.describer.lookup_tensor.items()):
-            fake = converter.tensor_memo.get(number)
-            if fake is not None and (slot := get_proxy_slot(fake, tracer, None)) is not None:
-                known[slot.proxy.node] = real
-        nodes = [get_proxy_slot(tensor, tracer).proxy.node for tensor in tensors]
-        with _disable_current_modes(), torch.no_grad():
-            return [value(node) for node in nodes]
-    except (AttributeError, LookupError, RuntimeError, TypeError):  # nothing is exported, or by an unknown torch
-        return None

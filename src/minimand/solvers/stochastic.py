@@ -215,7 +215,7 @@ class SVRG(InputSampler):
         if not isinstance(self.step, str):
             return self.step
         n, size = problem.operator.inputs, self._size(problem)
-        residual = (n - size) / (size * max(n - 1, 1)) * n * problem.operator.input_norms_sq().amax()
+        residual = (n - size) / (size * max(n - 1, 1)) * n * problem.operator.input_norms_sq().amax(-1)
         return as_number(reciprocal(2 * (self._smoothness(problem) + 2 * residual)))
 
     def advance(
