@@ -177,7 +177,7 @@ def _elu(module: nn.ELU) -> Separable:
         raise _refusal(f"ELU with alpha={alpha:g}", why, "use alpha in [0, 1], or CELU for any alpha")
     if alpha == 0:
         return NonNegative()
-    phi = functools.partial(F.elu, alpha=alpha)
+    phi = functools.partial(curves.elu, alpha=alpha)
     return _smooth(phi, curves.elu_slope, curves.elu_integral, curves.elu_inverse_integral, alpha=alpha)
 
 
@@ -200,7 +200,7 @@ def _softplus(module: nn.Softplus) -> Separable:
             f"drops by {jump:.2g} where it switches to the identity",
             "use the default threshold=20",
         )
-    phi = functools.partial(F.softplus, beta=beta, threshold=threshold)
+    phi = functools.partial(curves.softplus, beta=beta, threshold=threshold)
     return _smooth(phi, curves.softplus_slope, curves.softplus_integral, curves.softplus_inverse_integral, beta=beta)
 
 
@@ -226,7 +226,10 @@ _LOGSIGMOID = _smooth(
 )
 _SOFTSIGN = _smooth(F.softsign, curves.softsign_slope, curves.softsign_integral, curves.softsign_inverse_integral)
 _HARDSIGMOID = _smooth(
-    F.hardsigmoid, curves.hardsigmoid_slope, curves.hardsigmoid_integral, curves.hardsigmoid_inverse_integral
+    curves.hardsigmoid,
+    curves.hardsigmoid_slope,
+    curves.hardsigmoid_integral,
+    curves.hardsigmoid_inverse_integral,
 )
 _TANHSHRINK = _smooth(F.tanhshrink, curves.tanhshrink_slope, curves.tanhshrink_integral)
 
