@@ -29,6 +29,7 @@ from ..norms.lipschitz import Bounded, majorant
 from ..operators import Dense, LinearOperator, LipschitzTracker
 from ..solvers import Problem, ProxGD, Solver
 from ..solvers.adjoints import Adjoint, Run, Unroll
+from .exporting import require_exportable
 from .options import EvalMode, Returns, SolverOptions
 
 __all__ = ["SolverLayer", "SolverLinear"]
@@ -143,6 +144,7 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
         """What the layer returns for the problem of an input."""
         solver, passes = self.options.resolved(self.training)
         try:
+            require_exportable(self.options, self.training)
             # Clear errors for inputs that torch's own layer would reject.
             require_real("the input", y)
             require_dtype("the input", y, self.weight)

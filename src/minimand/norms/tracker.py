@@ -15,6 +15,7 @@ from ..errors import (
     CapabilityError,
     OptionError,
     Sealed,
+    exporting_to_onnx,
     is_compiled,
     is_traced,
     require_finite,
@@ -174,7 +175,9 @@ class LipschitzTracker(Sealed, nn.Module):
                     "torch.export cannot read the weight here, and a bound from its entries alone is loose; run the "
                     "layer once before exporting it"
                 )
-            return _formula(kernel, packed if constant is None else constant, self.parts, tolerance)
+            # The weights of an ONNX file are constants.
+            fixed = math.inf if constant is not None and exporting_to_onnx() else tolerance
+            return _formula(kernel, packed if constant is None else constant, self.parts, fixed)
         flat, current = _tracked(*given)
         if is_dynamo_compiling():
             self.reference = current

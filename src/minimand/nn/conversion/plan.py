@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import fnmatch
+import re
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -31,6 +32,8 @@ _LAYERS: Mapping[type[nn.Module], Any] = {
     nn.Conv2d: (SolverConv2d, SolverBlockConv2d),
 }
 LINEAR = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd)
+_QUANTIZED = "is quantised, and a solver needs the floating-point weight; convert the model before it is quantised"
+_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,12 +183,23 @@ def targets(plan: Plan, rules: Mapping[str, Rule]) -> tuple[dict[str, Rule], dic
         if named and len(picked) > 1:
             wrong[pattern] = f"names {' and '.join(map(str, named))}, but matches {len(picked)} layers"
     for module, path in first.items():
-        if isinstance(module, LINEAR) and path not in found:
+        if (isinstance(module, LINEAR) or _quantized(module)) and path not in found:
             plan.left[path] = _left(module, hidden)
     return {path: found[path] for path in first.values() if path in found}, wrong
 
 
+def _quantized(module: nn.Module) -> bool:
+    """Whether a layer, or its weight, is of a class that stands for one with few bits, by its name."""
+    kinds = type(module), type(module._parameters.get("weight"))
+    sized = hasattr(module, "in_features") or hasattr(module, "in_channels")
+    return sized and any(
+        re.search("quant(?!izable)", f"{kind.__module__}.{kind.__qualname__}".lower()) for kind in kinds
+    )
+
+
 def _left(module: nn.Module, hidden: set[nn.Module]) -> str:
+    if _quantized(module):
+        return _QUANTIZED
     if module in hidden:
         return "the module of torch around it uses its weight without calling it"
     return "no rule matches" if isinstance(module, tuple(_LAYERS)) else f"{type(module).__name__} has no solver form"
@@ -203,8 +217,10 @@ def _nothing(model: nn.Module, pattern: str, matched: dict[nn.Module, str], hidd
     available = some if known else "the model has no Linear, Conv1d or Conv2d of torch"
     if not matched:
         return f"no such layer; {available}"
-    module, path = next(iter(matched.items()))
+    module, path = next(((m, path) for m, path in matched.items() if _quantized(m)), next(iter(matched.items())))
     kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    if _quantized(module):
+        return f"matches {path!r}, a {kind}, which {_QUANTIZED}"
     return f"matches {path!r}, a {kind}, which is not a Linear, Conv1d or Conv2d of torch; {available}"
 
 
@@ -217,5 +233,7 @@ def check_plain(module: nn.Module) -> None:
         raise Obstacle("its weight is computed (parametrised, normalised or pruned); make it a plain Parameter first")
     if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
         raise Obstacle("its parameters are not initialised; run the model once on an input first")
-    if not torch.is_floating_point(weight := cast(Tensor, module._parameters["weight"])):
-        raise Obstacle(f"its weight is {weight.dtype}; use a floating-point weight")
+    if _quantized(module):
+        raise Obstacle(f"it {_QUANTIZED}")
+    if (weight := cast(Tensor, module._parameters["weight"])).dtype not in _TYPES:
+        raise Obstacle(f"its weight is {weight.dtype}; use a floating-point weight of 16 bits or more")
