@@ -62,7 +62,7 @@ def power_of_two(tensor: Tensor) -> float:
     return math.ldexp(1.0, math.frexp(largest)[1]) if 0.0 < largest < math.inf else 1.0
 
 
-def _in_range(tensor: Tensor, exponent: int) -> tuple[Tensor, float]:
+def in_range(tensor: Tensor, exponent: int) -> tuple[Tensor, float]:
     """``tensor`` divided by a power of two, and the power: 1 unless the largest entry is outside of 2^±exponent."""
     scale = power_of_two(tensor)
     if math.ldexp(1.0, -exponent) <= scale <= math.ldexp(1.0, exponent):
@@ -161,7 +161,7 @@ def certified_top(gram: Tensor, *, rtol: float = 1e-3, floor: Tensor | float = 0
     vector = start_vector((n,), batch)
     if n == 0 or batch.shape[0] == 0:
         return Top(known, vector)
-    batch, scale = _in_range(batch, 200)
+    batch, scale = in_range(batch, 200)
     known = known / scale
     if n <= 4 or batch.shape[0] * n**3 <= 32**3:
         return Top(torch.maximum(known, _spectrum_bound(batch)) * scale, _normalized(vector))
@@ -206,7 +206,7 @@ def top_singular(matrix: Tensor, *, rtol: float = 1e-3, start: Tensor | None = N
         matrix = matrix.mH
     if matrix.numel() == 0:
         return Top(matrix.new_zeros((), dtype=torch.float64), matrix.new_zeros(matrix.shape[-2]))
-    matrix, scale = _in_range(matrix, 40)
+    matrix, scale = in_range(matrix, 40)
     gram = _gram(matrix)
     trace = gram.diagonal(dim1=-2, dim2=-1).real.sum(-1).max()
     found = None if start is None else _warm_top(gram, trace, start, rtol)
