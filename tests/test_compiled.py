@@ -250,7 +250,7 @@ def test_the_weight_of_an_exported_program_may_change(strict: bool) -> None:
 
 def test_an_export_that_cannot_read_the_weight_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless the layer ran before; a looser bound is then still one."""
-    monkeypatch.setattr(tracking, "_values", lambda *tensors: None)
+    monkeypatch.setattr(tracking, "traced_values", lambda *tensors: None)
     model, y = _Bound(torch.randn(6, 5)).eval(), torch.zeros(())
     with pytest.raises(CapabilityError, match="run the layer once"):
         torch.export.export(model, (y,))

@@ -85,6 +85,8 @@ def _run(path: Path, blocks: list[str]) -> None:
         assert result.failed == 0, "".join(report)
 
 
+# torch's exporter to ONNX uses its own deprecated names.
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 @pytest.mark.parametrize("path", PAGES, ids=_name)
 def test_pages_run(path: Path) -> None:
     text = path.read_text()

@@ -143,3 +143,17 @@ def test_hooks_of_the_user_fire_once():
     layer.register_forward_hook(lambda *_: calls.append(1))
     explain(nn.Sequential(layer), torch.randn(3, 8))
     assert len(calls) == 1
+
+
+def test_set_up_and_scale_are_reported_and_a_collapse_is_a_warning():
+    """Of a diagonal weight c·I from zero in one step, the output is the plain block's times 1/(c² + λ)."""
+    net = nn.Sequential(*(SolverLinear(4, 4, bias=False, solver=ProxGD(1), ridge=0.0) for _ in range(2)))
+    with torch.no_grad():
+        for layer, size in zip(net, (1.0, 5.0), strict=True):
+            layer.weight.copy_(size * torch.eye(4))
+    small, large = explain(net, torch.rand(3, 4)).layers
+    assert small.scale == pytest.approx(1, rel=1e-2)
+    assert large.scale == pytest.approx(1 / 25, rel=1e-2)
+    assert 0 < small.setup < 10
+    assert "plain block's norm" not in small.advice
+    assert "0.04 of the plain block's norm" in large.advice

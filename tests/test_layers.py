@@ -223,15 +223,6 @@ def test_layers_export(kind):
     torch.testing.assert_close(torch.export.export(layer, (y,)).module()(y), expected)
 
 
-# torch 2.13's exporter uses its own deprecated names.
-@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-def test_layers_export_to_onnx(tmp_path):
-    layer, y = SolverLinear(12, 6, solver=ProxGD(3)).eval(), torch.randn(5, 12)
-    layer(y)
-    torch.onnx.export(layer, (y,), tmp_path / "layer.onnx", dynamo=True, verbose=False)
-    assert (tmp_path / "layer.onnx").stat().st_size > 0
-
-
 def test_ensembles_by_vmap():
     layers = [SolverLinear(12, 6, solver=ProxGD(4)) for _ in range(3)]
     y = torch.randn(5, 12)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from minimand.errors import CapabilityError, NonFiniteError, OptionError
 from minimand.nn import SolverConv1d, SolverConv2d, SolverLayer, SolverLinear
+from minimand.norms import convolution
 from minimand.norms.kernel import Bounds, Kernel
 from minimand.norms.tracker import _formula
 from minimand.operators import Conv2d, Dense, LinearOperator, LipschitzTracker
@@ -509,3 +510,29 @@ def test_layers_without_values_have_shapes() -> None:
 def test_what_is_no_operator_is_refused_in_a_sentence(wrong: object) -> None:
     with pytest.raises(CapabilityError, match=r"takes a Dense or a convolution"):
         LipschitzTracker(wrong)
+
+
+@pytest.mark.parametrize("options", [{"padding": 1}, {"stride": 2}, {"groups": 2}, {"dilation": 2}], ids=str)
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+def test_a_quick_bound_is_never_below_the_truth(monkeypatch, options, scale):
+    monkeypatch.setattr(convolution, "QUICK", 0)
+    weight = scale * torch.randn(6, 4 // options.get("groups", 1), 3, 3)
+    operator = Conv2d(weight, (7, 7), **options)
+    tracker = LipschitzTracker(Conv2d(weight, None, **options), inputs=True, outputs=True).train()
+    assert _assert_bounded(operator, tracker, weight) <= 9
+
+
+def test_a_quick_bound_is_replaced_once_the_weight_moves_and_never_used_in_evaluation(monkeypatch):
+    monkeypatch.setattr(convolution, "QUICK", 0)
+    A = Conv2d(torch.randn(6, 4, 3, 3), None, padding=1)
+    tracker, exact = LipschitzTracker(A).train(), LipschitzTracker(A).eval().bound()
+    quick = tracker.bound()
+    assert quick > 1.2 * exact
+    assert tracker.bound() == quick
+    assert tracker.eval().bound() == exact
+    assert tracker.train().bound() == exact
+    tracker = LipschitzTracker(A).train()
+    assert tracker.bound() == quick
+    A.weight.mul_(1.01)
+    assert exact <= tracker.bound() < 1.1 * exact
+    assert tracker.refreshes == 2

@@ -19,7 +19,7 @@ from torch._C import _len_torch_dispatch_stack as _modes
 from torch._C._functorch import is_functorch_wrapped_tensor as _is_wrapped
 from torch._C._functorch import is_legacy_batchedtensor as _is_batched
 from torch._subclasses import FakeTensor
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling, is_exporting
 
 __all__ = [
     "CapabilityError",
@@ -116,6 +116,20 @@ def holds(condition: Tensor) -> bool:
     """Whether a condition holds in every entry, those that ``vmap`` hides included; False where Python cannot know."""
     hidden = is_compiled(condition) or _is_batched(condition)
     return not hidden and bool(unwrapped(condition, batches=True).all())
+
+
+def always(condition: bool) -> bool:
+    """A condition on sizes. While exporting, whether it holds for every size that the program will accept."""
+    if not is_exporting():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
+def exporting_to_onnx() -> bool:
+    """Whether ``torch.onnx.export`` traces now."""
+    return is_exporting() and not is_dynamo_compiling() and torch.onnx.is_in_onnx_export()
 
 
 def forward_rule(jvp: Callable[..., Tensor]) -> Any:

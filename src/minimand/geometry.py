@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .errors import CapabilityError, OptionError, ShapeError
+from .errors import CapabilityError, OptionError, ShapeError, is_compiled
 
 __all__ = ["PADDING_MODES", "ConvGeometry", "Size"]
 
@@ -220,8 +220,16 @@ class ConvGeometry:
         size, before = self.known_size(), tuple(p[0] for p in self.padding)
         parts = zip(self.output(), self.stride, before, self.reach, strict=True)
         natural = [(o - 1) * s - 2 * p + r + 1 for o, s, p, r in parts]
-        missing = tuple(max(n - m, 0) for n, m in zip(size, natural, strict=True))
         conv = _TRANSPOSED[len(self.kernel)]
+        if is_compiled(x):
+            # The remainder that the stride leaves must not become a condition of the graph: the longest map is cut.
+            longest = tuple(s - 1 for s in self.stride)
+            y = conv(x, weight, bias, self.stride, before, longest, self.groups, self.dilation)
+            if max(longest) == 0 and all(pair[0] == pair[1] for pair in self.padding):
+                return y
+            cuts = [n - m - more for n, m, more in zip(size, natural, longest, strict=True)]
+            return F.pad(y, [side for cut in reversed(cuts) for side in (0, cut)])
+        missing = tuple(max(n - m, 0) for n, m in zip(size, natural, strict=True))
         y = conv(x, weight, bias, self.stride, before, missing, self.groups, self.dilation)
         for axis, (n, m) in enumerate(zip(size, natural, strict=True)):
             if m > n:  # more padding after the map than before it

@@ -183,7 +183,7 @@ def _elu(module: nn.ELU) -> Separable:
         raise _refusal(f"ELU with alpha={alpha:g}", why, "use alpha in [0, 1], or CELU for any alpha")
     if alpha == 0:
         return NonNegative()
-    phi = functools.partial(F.elu, alpha=alpha)
+    phi = functools.partial(curves.elu, alpha=alpha)
     return _smooth(phi, curves.elu_slope, curves.elu_integral, curves.elu_inverse_integral, alpha=alpha)
 
 
@@ -206,7 +206,7 @@ def _softplus(module: nn.Softplus) -> Separable:
             f"drops by {jump:.2g} where it switches to the identity",
             "use the default threshold=20",
         )
-    phi = functools.partial(F.softplus, beta=beta, threshold=threshold)
+    phi = functools.partial(curves.softplus, beta=beta, threshold=threshold)
     return _smooth(phi, curves.softplus_slope, curves.softplus_integral, curves.softplus_inverse_integral, beta=beta)
 
 

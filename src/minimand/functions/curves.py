@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import exporting_to_onnx
 from .base import slack, widened
 
 _LOG2 = math.log(2.0)
@@ -30,6 +31,21 @@ def _xlogx(x: Tensor) -> Tensor:
     """x log x, zero at zero, with a finite derivative there."""
     x = x.clamp_min(torch.finfo(x.dtype).tiny)
     return x * torch.log(x)
+
+
+# ONNX Runtime has the next three in single precision only, so that an exported graph has their definitions.
+
+
+def elu(z: Tensor, alpha: float) -> Tensor:
+    """torch's ELU."""
+    return torch.where(z > 0, z, alpha * torch.expm1(z.clamp_max(0))) if exporting_to_onnx() else F.elu(z, alpha)
+
+
+def softplus(z: Tensor, beta: float, threshold: float) -> Tensor:
+    """torch's softplus."""
+    if exporting_to_onnx():
+        return z.clamp_min(0) + torch.log1p(torch.exp(-beta * z.abs())) / beta
+    return F.softplus(z, beta, threshold)
 
 
 def tanh_slope(z: Tensor) -> Tensor:

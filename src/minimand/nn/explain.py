@@ -23,6 +23,8 @@ __all__ = ["Explanation", "LayerReport", "explain", "held_bytes"]
 # FISTA iterations for the reference optimum.
 _REFERENCE_ITERATIONS = 300
 _REPEATS = 3
+# The share of the plain block's norm below which an output has collapsed.
+_COLLAPSED = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +43,8 @@ class LayerReport:
         converges: Whether the objective after all iterations is below that after one; None for one iteration.
         time_ratio: Time of forward and backward, relative to dropout → linear → activation.
         memory_ratio: Bytes held for the backward pass, relative to dropout → linear → activation.
+        setup: Seconds of the first call for bounds on norms, which later calls reuse.
+        scale: The norm of the output relative to that of the plain block.
         advice: A sentence, or an empty string.
     """
 
@@ -55,6 +59,8 @@ class LayerReport:
     converges: bool | None
     time_ratio: float
     memory_ratio: float
+    setup: float
+    scale: float
     advice: str
 
 
@@ -103,6 +109,8 @@ _COLUMNS: dict[str, Callable[[LayerReport], str]] = {
     "gap left": lambda r: f"{100 * r.suboptimality:.1f} %",
     "time": lambda r: f"{r.time_ratio:.1f}×",
     "memory": lambda r: f"{r.memory_ratio:.1f}×",
+    "set-up": lambda r: f"{r.setup:.2g} s",
+    "scale": lambda r: f"{r.scale:.2g}",
 }
 
 
@@ -112,8 +120,9 @@ def explain(model: nn.Module, *inputs: Any, **options: Any) -> Explanation:
 
     The report lists, per layer: the bound L and the step; the objective at zero, after one iteration (the plain block,
     scaled) and after all iterations; the remaining gap to the optimum; time and memory relative to dropout → linear →
-    activation; and advice if another choice reaches the same objective in fewer iterations. Mode, weights,
-    gradients, buffers and the random state stay unchanged.
+    activation; the seconds that the first call takes for bounds on norms; the norm of the output relative to the plain
+    block's, with a warning where it has collapsed; and advice if another choice reaches the same objective in fewer
+    iterations. Mode, weights, gradients, buffers and the random state stay unchanged.
 
     >>> from minimand.nn import SolverLinear
     >>> net = nn.Sequential(SolverLinear(8, 4), nn.Linear(4, 2))
@@ -168,6 +177,10 @@ def _report(path: str, layer: SolverLayer, y: Tensor, skip: Tensor | None) -> La
         gap = max(start, first) - best
         left = (last - best) / gap if gap > 0 else 0.0
         advice = _advice(problem, solver, start, last, best, left)
+        setup, scale = _setup(layer), _scale(layer, problem, y, skip)
+        if scale < _COLLAPSED:
+            lost = f"the output has {scale:.2g} of the plain block's norm, which weakens every layer after it"
+            advice = "; ".join(filter(None, [f"{lost}; fine-tune before use, or convert fewer layers", advice]))
     time_ratio, memory_ratio = _costs(layer, y, skip)
     return LayerReport(
         path=path,
@@ -181,8 +194,25 @@ def _report(path: str, layer: SolverLayer, y: Tensor, skip: Tensor | None) -> La
         converges=None if solver.iterations == 1 else last <= first,
         time_ratio=time_ratio,
         memory_ratio=memory_ratio,
+        setup=setup,
+        scale=scale,
         advice=advice,
     )
+
+
+def _setup(layer: SolverLayer) -> float:
+    """The seconds of the first bounds on the layer's norms."""
+    tracker, begin = layer.tracker.fresh(), time.perf_counter()
+    tracker.bounds()
+    return time.perf_counter() - begin
+
+
+def _scale(layer: SolverLayer, problem: Problem, y: Tensor, skip: Tensor | None) -> float:
+    """The norm of the layer's solution relative to that of one plain step; 1 where both are zero."""
+    out = layer.forward(y, skip)
+    solution = layer.function.prox(out) if layer.returns == "preactivation" else out
+    norms = [float(x.double().norm()) for x in (solution, problem.function.prox(problem.linear()))]
+    return norms[0] / norms[1] if norms[1] > 0 else 1.0 if norms[0] == 0 else float("inf")
 
 
 def _describe(layer: SolverLayer) -> str:

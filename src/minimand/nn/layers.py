@@ -33,6 +33,7 @@ from ..operators import Dense, LinearOperator, LipschitzTracker
 from ..solvers import Problem, ProxGD, Solver
 from ..solvers.adjoints import Adjoint, Run, Unroll
 from ..solvers.rows import solve_rows
+from .exporting import require_exportable
 from .options import EvalMode, Returns, SolverOptions, check_strength
 
 __all__ = ["COMPUTED", "SolverLayer", "SolverLinear"]
@@ -216,6 +217,7 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
         # Every draw of a plain start counts as a sample.
         steady = self.options.start == "plain" and not self.options.samples(self.training)
         try:
+            require_exportable(self.options, self.training)
             # Clear errors for inputs that torch's own layer would reject.
             require_real("the input", y)
             # A computed weight is read once, in the problem.

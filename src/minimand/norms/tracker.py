@@ -6,9 +6,8 @@ from types import FunctionType, MethodType
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._subclasses import FakeTensor
 from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -16,12 +15,15 @@ from ..errors import (
     CapabilityError,
     OptionError,
     Sealed,
+    exporting_to_onnx,
     is_compiled,
     is_traced,
     require_finite,
     require_positive,
     unwrapped,
 )
+from .convolution import is_expensive, quick_norm_sq
+from .exporting import traced_values
 from .kernel import Bounds, Kernel, decode, encode
 from .lipschitz import Bounded
 from .spectral import EPS, product_of_bounds, round_up, to_float64, top_singular
@@ -31,6 +33,7 @@ __all__ = ["LipschitzTracker"]
 POLICIES = ("drift", "manual")
 COLD_RTOL = 1e-3
 WARM_RTOL = 5e-3  # of a renewal during training, where the drift term is larger than this
+QUICK = 0.1  # share of the tolerance at which a quick bound is replaced
 # Between these, a float32 sum of squares has neither underflowed nor overflowed.
 TRUSTED = (1e-10, 1e15)
 FLAT = 1 << 18  # entries up to which one flat float32 sum is accurate enough
@@ -67,7 +70,11 @@ class LipschitzTracker(Sealed, nn.Module):
     operator holds one tensor; a function in its place, ``lambda: Dense(net.fc.weight)``, follows new Parameters, too.
 
     - ``refresh="drift"``: :math:`W_0, L_0` are renewed when the second term exceeds ``tolerance`` times the
-      first (by default 0.18 for dense weights, 0.1 for convolutions, whose :math:`L_0` is less tight).
+      first (by default 0.18 for dense weights, 0.1 for convolutions, whose :math:`L_0` is less tight). In training the
+      first :math:`L_0` of a convolution that is expensive to certify is a quick one, up to about four times the truth;
+      it is replaced at a tenth of the tolerance, after the first steps of an optimizer. The replacement depends on
+      the weights alone, so that runs are reproducible and recomputations find the bounds of the forward pass. Call
+      :meth:`refresh` to certify at once.
     - ``refresh="manual"``: the bound is :math:`L_0` of the last :meth:`refresh`, as in [Bibi2019],
       where it is renewed once an epoch. **Unsafe**: early in training the truth can be several times larger, and
       the step is then too long.
@@ -156,6 +163,13 @@ class LipschitzTracker(Sealed, nn.Module):
             self.reference, self.refreshes = current, self.refreshes + 1
         return bounds
 
+    def fresh(self) -> "LipschitzTracker":
+        """A tracker with the same options that has certified nothing yet."""
+        other = LipschitzTracker(
+            self.operator, refresh=self.policy, tolerance=self.tolerance, inputs=self.parts[0], outputs=self.parts[1]
+        )
+        return other.train(self.training)
+
     @torch.no_grad()
     def refresh(self, weight: Tensor | None = None) -> Self:
         """Certify ``weight`` (by default the operator's) and make it the new reference."""
@@ -174,7 +188,9 @@ class LipschitzTracker(Sealed, nn.Module):
                     "torch.export cannot read the weight here, and a bound from its entries alone is loose; run the "
                     "layer once before exporting it"
                 )
-            return _formula(kernel, packed if constant is None else constant, self.parts, tolerance)
+            # The weights of an ONNX file are constants.
+            fixed = math.inf if constant is not None and exporting_to_onnx() else tolerance
+            return _formula(kernel, packed if constant is None else constant, self.parts, fixed)
         flat, current = _tracked(*given)
         if is_dynamo_compiling():
             self.reference = current
@@ -202,7 +218,8 @@ class LipschitzTracker(Sealed, nn.Module):
 
 def _sizes(kernel: Kernel, parts: list[bool]) -> tuple[int, int, int, int, int]:
     """The numbers of entries of a reference's parts."""
-    side = min(kernel.weight.shape) if kernel.geometry is None else 0
+    # A convolution has one number in place of a direction: 1 if its bound is a quick one.
+    side = min(kernel.weight.shape) if kernel.geometry is None else 1
     return kernel.weight.numel(), 1, kernel.inputs if parts[0] else 0, kernel.outputs if parts[1] else 0, side
 
 
@@ -282,10 +299,12 @@ def _current(kernel: Kernel, packed: Tensor, tolerance: float, parts: list[bool]
     weight, size = kernel.weight, kernel.weight.numel()
     known, fixed = float(packed[size]), tolerance == math.inf
     moved = _total_drift(kernel, packed[:size].view(weight.shape)) if not fixed else 0.0 if known > 0 else math.inf
+    quick = kernel.geometry is not None and float(packed[-1]) > 0
     # Written so that NaN renews, too: the certificate then raises an error that names the weight.
-    if not moved <= tolerance * known:
+    if not moved <= tolerance * known * (QUICK if quick else 1.0) or (quick and tolerance == 0):
         warm = tolerance > 0 and known > 0
-        packed = _certify(kernel, parts, _unpack(packed, kernel, parts).direction if warm else None)
+        first = 0 < tolerance < math.inf and known == 0
+        packed = _certify(kernel, parts, _unpack(packed, kernel, parts).direction if warm else None, quick=first)
         moved, known = 0.0, float(packed[size])
     if any(parts):
         trusted = weight.dtype == torch.float32 and TRUSTED[0] < moved < TRUSTED[1]
@@ -296,15 +315,25 @@ def _current(kernel: Kernel, packed: Tensor, tolerance: float, parts: list[bool]
     return Bounds(_above_square(known + moved, weight)), packed
 
 
-def _certify(kernel: Kernel, parts: list[bool], start: Tensor | None = None) -> Tensor:
-    """The kernel's weight as a new reference; a dense norm is found from the singular vector ``start``, if given."""
+def _certify(kernel: Kernel, parts: list[bool], start: Tensor | None = None, *, quick: bool = False) -> Tensor:
+    """The kernel's weight as a new reference; a dense norm is found from the singular vector ``start``, if given. With
+    ``quick`` a bound on a convolution that is expensive to certify is a looser one at first."""
     # A normal tensor, which compiled graphs take, too; a copy, because another thread may change the weight meanwhile.
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(kernel.device.type, enabled=False):
         weight = kernel.weight.clone()
         kernel, none = kernel.with_weight(weight), weight.new_empty(0)
         require_finite("the weight", weight)
+        quick = quick and kernel.geometry is not None and is_expensive(weight, kernel.geometry)
+        if quick and kernel.geometry is not None:
+            total = quick_norm_sq(weight, kernel.geometry).sqrt() * (1 + 4 * EPS)
+            # A part is as far from zero as its weight.
+            trusted = weight.dtype == torch.float32 and TRUSTED[0] < float(total) < TRUSTED[1]
+            precision = torch.float32 if trusted else torch.float64
+            parted = _drift(kernel, torch.zeros_like(weight), parts, precision)[1:] if any(parts) else (none, none)
+            loose = (round_up(to_float64(root), weight.dtype).to(weight.device) for root in (total, *parted))
+            return CertifiedWeight._make((weight, *loose, weight.new_ones(1))).pack()
         if kernel.geometry is not None:
-            total, direction = kernel.certified(), none
+            total, direction = kernel.certified(), weight.new_zeros(1)
         else:
             total, direction = top_singular(weight, rtol=COLD_RTOL if start is None else WARM_RTOL, start=start)
         columns = kernel.input_norms_sq() if parts[0] else none
@@ -339,7 +368,7 @@ def _(info: Any, dims: tuple[int | None, ...], weight: Tensor, packed: Tensor, *
 
 def _exported(weight: Tensor, packed: Tensor, tolerance: float, parts: list[bool], code: list[int]) -> Tensor | None:
     """The reference to the value that a weight has while ``torch.export`` traces it; None if it has none."""
-    values = _values(weight, packed)
+    values = traced_values(weight, packed)
     if values is None:
         return None
     with _disable_current_modes():
@@ -349,34 +378,3 @@ def _exported(weight: Tensor, packed: Tensor, tolerance: float, parts: list[bool
 
 # As torch.compiler.assume_constant_result does, which imports the compiler.
 _exported._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _values(*tensors: Tensor) -> list[Tensor] | None:
-    """The values of tensors that are traced now, where they follow from the program's own tensors; None otherwise.
-
-    The calls that lead to a traced tensor are computed once more, outside of the graph.
-    """
-    if type(tensors[0]) is not FakeTensor:
-        return None if tensors[0].is_meta else list(tensors)
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-
-    tracer: Any = getattr(get_proxy_mode(), "tracer", None)
-    known: dict[Any, Any] = {}
-
-    def value(node: Any) -> Any:
-        if node not in known:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), value)
-            known[node] = getattr(tracer.root, node.target) if node.op == "get_attr" else node.target(*args, **kwargs)
-        return known[node]
-
-    try:
-        converter = tensors[0].fake_mode.fake_tensor_converter.meta_converter
-        for real, number in list(converter.describer.lookup_tensor.items()):
-            fake = converter.tensor_memo.get(number)
-            if fake is not None and (slot := get_proxy_slot(fake, tracer, None)) is not None:
-                known[slot.proxy.node] = real
-        nodes = [get_proxy_slot(tensor, tracer).proxy.node for tensor in tensors]
-        with _disable_current_modes(), torch.no_grad():
-            return [value(node) for node in nodes]
-    except (AttributeError, LookupError, RuntimeError, TypeError):  # nothing is exported, or by an unknown torch
-        return None

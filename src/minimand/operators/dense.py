@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..arguments import checked
-from ..errors import ShapeError, require_real
+from ..errors import ShapeError, always, exporting_to_onnx, require_real
 from ..linalg import gram
 from ..norms.kernel import Kernel
 from .base import LinearOperator
@@ -90,10 +90,12 @@ class Dense(LinearOperator):
         A product with it costs :math:`2 n_2^2` per row instead of :math:`4 n_1 n_2`, which is no gain for more than
         :math:`2 n_1` outputs. Forming it costs :math:`2 n_1 n_2^2`, and its backward pass is cheaper than that of the
         products that it replaces. It is formed if ``3 applications rows (2 n1 - n2) > 2 n1 n2``, which is
-        ``rows > 2 n2 / (3 applications)`` for a square.
+        ``rows > 2 n2 / (3 applications)`` for a square. In a program that is exported with any number of rows it is not
+        formed, except for ONNX, whose runtimes compute it once when they load the file.
         """
         n1, n2 = self.inputs, self.outputs
-        return gram(self.weight) if 3 * applications * rows * (2 * n1 - n2) > 2 * n1 * n2 else None
+        folded = 2 * n1 > n2 and applications > 0 and exporting_to_onnx()
+        return gram(self.weight) if folded or always(3 * applications * rows * (2 * n1 - n2) > 2 * n1 * n2) else None
 
     @property
     def kernel(self) -> Kernel:

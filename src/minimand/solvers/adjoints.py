@@ -259,8 +259,8 @@ class Implicit(Adjoint):
         with constant():
             x, done = run.forward()
             solution, step = run.solution(x), _step(run.problem)
-        if is_compiled(x) and torch.compiler.is_exporting():
-            return x, done  # an exported graph has no backward pass of its own
+        if is_compiled(x) and (torch.compiler.is_exporting() or not torch.is_grad_enabled()):
+            return x, done  # the graph has no backward pass
         solution = self._attached(run.problem, step, solution)
         if run.ending is None:
             return solution, done

@@ -6,11 +6,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..arguments import checked
-from ..errors import OptionError, holds, is_traced, require_finite
+from ..errors import OptionError, exporting_to_onnx, holds, is_traced, require_finite
 from ..functions.base import widened
 from ..linalg import gram
+from ..norms.exporting import traced_values
 from .iterate import iterate
 
 __all__ = ["RidgeFactor", "conjugate_gradient", "gram_factor", "ridge_factor"]
@@ -28,13 +30,15 @@ _PANEL = 64
 class RidgeFactor:
     r"""A Cholesky factor that applies :math:`(AA^\top + sI)^{-1}` to rows; see :func:`ridge_factor`.
 
-    ``damping`` was added to the shift so that the factorisation succeeded; it is almost always zero.
+    ``damping`` was added to the shift so that the factorisation succeeded; it is almost always zero. In a graph for
+    ONNX, which has no triangular solve, ``inverted`` holds the inverse instead of the factor.
     """
 
     factor: Tensor
     shift: float | Tensor
     matrix: Tensor | None
     damping: float = 0.0
+    inverted: bool = False
 
     def solve(self, rows: Tensor) -> Tensor:
         """(AAᵀ + sI)⁻¹ r for each row r of ``rows``."""
@@ -62,6 +66,8 @@ class RidgeFactor:
         return torch.finfo(self.factor.dtype).eps * float((size / smallest).max())
 
     def _back(self, rows: Tensor) -> Tensor:
+        if self.inverted:
+            return rows @ self.factor
         flat = rows if self.factor.dim() > 2 else rows.reshape(-1, rows.shape[-1])
         half = torch.linalg.solve_triangular(self.factor.mT, flat.to(self.factor.dtype), upper=True, left=False)
         solved = torch.linalg.solve_triangular(self.factor, half, upper=False, left=False)
@@ -100,6 +106,11 @@ def gram_factor(product: Tensor, shift: float | Tensor) -> RidgeFactor:
     True
     """
     if is_traced(product):
+        known = traced_values(product) if exporting_to_onnx() else None
+        if known is not None:
+            with _disable_current_modes():
+                inverse = torch.linalg.inv(_shifted(known[0].detach().double(), shift)).to(product.dtype)
+            return RidgeFactor(inverse, shift, None, inverted=True)
         return RidgeFactor(torch.linalg.cholesky(_shifted(product, shift)), shift, None)
     factor, failed = _cholesky(_shifted(product, shift))
     if not failed:

@@ -1,6 +1,7 @@
 """The convex problem of a layer, and its gradient steps."""
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import torch
@@ -75,7 +76,7 @@ class Problem:
     @property
     def rows(self) -> int:
         """The number of samples, which are solved independently."""
-        return int(self.shape[: len(self.shape) - len(self.operator.output_shape)].numel())
+        return math.prod(self.shape[: len(self.shape) - len(self.operator.output_shape)])
 
     def linear(self) -> Tensor:
         """``A y + b``, the plain layer before its activation, in the type of y also where autocast multiplies."""

@@ -124,7 +124,7 @@ class Nice(Sampling):
         n, total = operator.inputs, operator.norm_sq()
         if size == n:
             return total
-        largest = n * operator.input_norms_sq().amax()
+        largest = n * operator.input_norms_sq().amax(-1)
         return (n * (size - 1) * total + (n - size) * largest) / (size * (n - 1))
 
 
@@ -146,7 +146,7 @@ class Bernoulli(Sampling):
     def smoothness(self, operator: LinearOperator, size: int) -> Tensor:
         """L plus the variance of the coin flips."""
         keep = size / operator.inputs
-        return operator.norm_sq() + (1 - keep) / keep * operator.input_norms_sq().amax()
+        return operator.norm_sq() + (1 - keep) / keep * operator.input_norms_sq().amax(-1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,7 +59,7 @@ class _RidgeSystem(Equation):
             rounding = torch.finfo(self.parts.wide(target)[0].dtype).eps
             z, solved = self._iterated(self.parts.tensors, target, start, count, rounding, count > _ORTHOGONAL)
             z = z.to(target.dtype)
-            if is_compiled(z) and torch.compiler.is_exporting():
+            if is_compiled(z) and (torch.compiler.is_exporting() or not torch.is_grad_enabled()):
                 return z
             with constant():
                 fixed = z.detach()

@@ -220,7 +220,7 @@ class SVRG(InputSampler):
 
     def _reduced(self, problem: Problem) -> Tensor:
         n, size = problem.operator.inputs, self._size(problem)
-        residual = (n - size) / (size * max(n - 1, 1)) * n * problem.operator.input_norms_sq().amax()
+        residual = (n - size) / (size * max(n - 1, 1)) * n * problem.operator.input_norms_sq().amax(-1)
         return 2 * (self._smoothness(problem) + 2 * residual)
 
     def advance(

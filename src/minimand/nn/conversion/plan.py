@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import fnmatch
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +32,8 @@ _CALLING = (
     nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.TransformerDecoder, nn.TransformerDecoderLayer
 )  # fmt: skip
 LINEAR = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd)
+_QUANTIZED = "is quantised, and a solver needs the floating-point weight; convert the model before it is quantised"
+_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,12 +191,23 @@ def targets(plan: Plan, rules: Mapping[str, Rule]) -> tuple[dict[str, Rule], dic
         if named and len(picked) > 1:
             wrong[pattern] = f"names {' and '.join(map(str, named))}, but matches {len(picked)} layers"
     for module, path in first.items():
-        if isinstance(module, LINEAR) and path not in found:
+        if (isinstance(module, LINEAR) or _quantized(module)) and path not in found:
             plan.left[path] = _left(module, hidden)
     return {path: found[path] for path in first.values() if path in found}, wrong
 
 
+def _quantized(module: nn.Module) -> bool:
+    """Whether a layer, or its weight, is of a class that stands for one with few bits, by its name."""
+    kinds = type(module), type(module._parameters.get("weight"))
+    sized = hasattr(module, "in_features") or hasattr(module, "in_channels")
+    return sized and any(
+        re.search("quant(?!izable)", f"{kind.__module__}.{kind.__qualname__}".lower()) for kind in kinds
+    )
+
+
 def _left(module: nn.Module, hidden: set[nn.Module]) -> str:
+    if _quantized(module):
+        return _QUANTIZED
     if module in hidden:
         return "the module of torch around it uses its weight without calling it"
     return "no rule matches" if isinstance(module, _LAYERS) else f"{type(module).__name__} has no solver form"
@@ -211,8 +225,10 @@ def _nothing(model: nn.Module, pattern: str, matched: dict[nn.Module, str], hidd
     available = some if known else "the model has no linear layer or convolution of torch"
     if not matched:
         return f"no such layer; {available}"
-    module, path = next(iter(matched.items()))
+    module, path = next(((m, path) for m, path in matched.items() if _quantized(m)), next(iter(matched.items())))
     kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    if _quantized(module):
+        return f"matches {path!r}, a {kind}, which {_QUANTIZED}"
     return f"matches {path!r}, a {kind}, which is not a linear layer or convolution with a solver form; {available}"
 
 
@@ -223,5 +239,7 @@ def check_plain(module: nn.Module) -> None:
         raise Obstacle(f"{type(module).__name__} overrides forward; only a plain {plain.__name__} can be converted")
     if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
         raise Obstacle("its parameters are not initialised; run the model once on an input first")
-    if (wrong := next((p for p in module.parameters() if not torch.is_floating_point(p)), None)) is not None:
-        raise Obstacle(f"its weight is {wrong.dtype}; use a floating-point weight")
+    if _quantized(module):
+        raise Obstacle(f"it {_QUANTIZED}")
+    if (wrong := next((p for p in module.parameters() if p.dtype not in _TYPES), None)) is not None:
+        raise Obstacle(f"its weight is {wrong.dtype}; use a floating-point weight of 16 bits or more")
