@@ -119,10 +119,11 @@ def explain(model: nn.Module, *inputs: Any, **options: Any) -> Explanation:
     r"""Run ``model(*inputs, **options)`` and report how well each solver layer solves its problem.
 
     The report lists, per layer: the bound L and the step; the objective at zero, after one iteration (the plain block,
-    scaled) and after all iterations; the remaining gap to the optimum; time and memory relative to dropout → linear →
-    activation; the seconds that the first call takes for bounds on norms; the norm of the output relative to the plain
-    block's, with a warning where it has collapsed; and advice if another choice reaches the same objective in fewer
-    iterations. Mode, weights, gradients, buffers and the random state stay unchanged.
+    scaled where iterations start from zero) and after all iterations; the remaining gap to the optimum; time and memory
+    relative to dropout → linear → activation; the seconds that the first call takes for bounds on norms; the norm of
+    the output relative to the plain block's, with a warning where it has collapsed; and advice if another choice
+    reaches the same objective in fewer iterations. Mode, weights, gradients, buffers and the random state stay
+    unchanged.
 
     >>> from minimand.nn import SolverLinear
     >>> net = nn.Sequential(SolverLinear(8, 4), nn.Linear(4, 2))
@@ -169,15 +170,19 @@ def _report(path: str, layer: SolverLayer, y: Tensor, skip: Tensor | None) -> La
         problem = layer.problem(y, skip).bounded(inputs=solver.stochastic)
         zero = torch.zeros(problem.shape, dtype=problem.y.dtype, device=problem.y.device)
         start = float(problem.objective(zero))
-        run = trace(problem, solver)
         step = solver.first_step(problem)
         first_optimality = float(problem.optimality(zero))
         best = float(solve(problem, FISTA(_REFERENCE_ITERATIONS)).objective)
-        first, last = float(run.objective[0]), float(run.objective[-1])
+        x, plain = _solution(layer, problem, y, skip), problem.function.prox(problem.linear())
+        if layer.start == "plain":
+            first, last, optimality = (float(v) for v in (problem.objective(plain), *_state(problem, x)))
+        else:
+            run = trace(problem, solver)
+            first, last, optimality = float(run.objective[0]), float(run.objective[-1]), float(run.optimality[-1])
         gap = max(start, first) - best
         left = (last - best) / gap if gap > 0 else 0.0
-        advice = _advice(problem, solver, start, last, best, left)
-        setup, scale = _setup(layer), _scale(layer, problem, y, skip)
+        advice = _weak(layer, left) or _advice(problem, solver, max(start, first), last, best, left)
+        setup, scale = _setup(layer), _scale(x, plain)
         if scale < _COLLAPSED:
             lost = f"the output has {scale:.2g} of the plain block's norm, which weakens every layer after it"
             advice = "; ".join(filter(None, [f"{lost}; fine-tune before use, or convert fewer layers", advice]))
@@ -187,9 +192,9 @@ def _report(path: str, layer: SolverLayer, y: Tensor, skip: Tensor | None) -> La
         layer=_describe(layer),
         solver=f"{type(solver).__name__}({solver.iterations})",
         lipschitz=float(problem.operator.norm_sq()),
-        step=None if step is None else float(torch.as_tensor(step).max()),
+        step=None if step is None else float(torch.as_tensor(step).max()) * _strength(layer),
         objective=(start, first, last, best),
-        optimality=(first_optimality, float(run.optimality[-1])),
+        optimality=(first_optimality, optimality),
         suboptimality=max(left, 0.0),
         converges=None if solver.iterations == 1 else last <= first,
         time_ratio=time_ratio,
@@ -207,12 +212,35 @@ def _setup(layer: SolverLayer) -> float:
     return time.perf_counter() - begin
 
 
-def _scale(layer: SolverLayer, problem: Problem, y: Tensor, skip: Tensor | None) -> float:
-    """The norm of the layer's solution relative to that of one plain step; 1 where both are zero."""
+def _solution(layer: SolverLayer, problem: Problem, y: Tensor, skip: Tensor | None) -> Tensor:
+    """The layer's output, after the activation that it may leave to the network."""
     out = layer.forward(y, skip)
-    solution = layer.function.prox(out) if layer.returns == "preactivation" else out
-    norms = [float(x.double().norm()) for x in (solution, problem.function.prox(problem.linear()))]
-    return norms[0] / norms[1] if norms[1] > 0 else 1.0 if norms[0] == 0 else float("inf")
+    return problem.function.prox(out) if layer.returns == "preactivation" else out
+
+
+def _state(problem: Problem, x: Tensor) -> tuple[Tensor, Tensor]:
+    return problem.objective(x), problem.optimality(x)
+
+
+def _scale(x: Tensor, plain: Tensor) -> float:
+    """The norm of the layer's solution relative to that of the plain block; 1 where both are zero."""
+    ours, theirs = (float(each.double().norm()) for each in (x, plain))
+    return ours / theirs if theirs > 0 else 1.0 if ours == 0 else float("inf")
+
+
+def _strength(layer: SolverLayer) -> float:
+    return float(torch.as_tensor(layer.strength).detach())
+
+
+def _weak(layer: SolverLayer, left: float) -> str:
+    """Advice for a layer that takes a share of its solver's steps."""
+    strength = _strength(layer)
+    if strength == 1 or not left >= 0.01:
+        return ""
+    return (
+        f"at strength {strength:.2g} the layer stays near the plain one and leaves {100 * left:.0f}% of the gap; raise "
+        f"it with set_strength while fine-tuning"
+    )
 
 
 def _describe(layer: SolverLayer) -> str:
