@@ -13,12 +13,12 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 from minimand.errors import CapabilityError, NonFiniteError, OptionError
-from minimand.nn import SolverConv1d, SolverConv2d, SolverLayer, SolverLinear
+from minimand.nn import SolverConv1d, SolverConv2d, SolverLayer, SolverLinear, convert
 from minimand.norms import convolution
 from minimand.norms.kernel import Bounds, Kernel
 from minimand.norms.tracker import _formula
 from minimand.operators import Conv2d, Dense, LinearOperator, LipschitzTracker
-from minimand.solvers import ProxSG
+from minimand.solvers import ProxGD, ProxSG
 from tests.cases.operators import OPERATORS, OperatorCase, dense_matrix, norm_sq
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
@@ -536,3 +536,32 @@ def test_a_quick_bound_is_replaced_once_the_weight_moves_and_never_used_in_evalu
     A.weight.mul_(1.01)
     assert exact <= tracker.bound() < 1.1 * exact
     assert tracker.refreshes == 2
+
+
+@pytest.mark.parametrize("options", [{"padding": 1}, {"stride": 2}, {"padding": 1, "padding_mode": "reflect"}], ids=str)
+def test_a_tracker_that_stays_quick_is_bounded_and_depends_on_the_weight_alone_in_evaluation(monkeypatch, options):
+    monkeypatch.setattr(convolution, "QUICK", 0)
+    weight = torch.randn(6, 4, 3, 3)
+    tracker = LipschitzTracker(Conv2d(weight, None, **options), refresh="quick", inputs=True, outputs=True)
+    fresh = LipschitzTracker(Conv2d(weight, None, **options), refresh="quick", inputs=True, outputs=True).eval()
+    for mode in (True, False, True):
+        tracker.train(mode)
+        for factor in (1.0, 1.01, 3.0, 0.2):
+            weight.mul_(factor)
+            _assert_bounded(Conv2d(weight, (7, 7), **options), tracker, weight)
+    assert tracker.eval().bound() == fresh.bound()
+
+
+def test_layers_with_a_plain_start_have_quick_bounds_and_equal_outputs_for_equal_weights(monkeypatch):
+    monkeypatch.setattr(convolution, "QUICK", 0)
+    net = convert(nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.ReLU()), ProxGD(4))
+    other, x = copy.deepcopy(net), torch.randn(2, 3, 6, 6)
+    net.train()
+    for _ in range(3):
+        with torch.no_grad():
+            net[0].weight.add_(0.001)
+        net(x)
+    other.load_state_dict(net.state_dict())
+    assert torch.equal(net.eval()(x), other.eval()(x))
+    assert net[0].tracker.policy == "quick"
+    assert SolverConv2d(3, 5, 3).tracker.policy == "drift"

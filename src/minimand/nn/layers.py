@@ -300,7 +300,8 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
         if operator.weight.grad_fn is not None:  # computed tensors with a gradient cannot be copied
             operator = operator.with_weight(operator.weight.detach())
         # Stochastic solvers also need the norms of the columns or rows.
-        policy = "drift" if self.options.refresh == "drift" else "manual"
+        policy = "quick" if self.options.start == "plain" else "drift"
+        policy = policy if self.options.refresh == "drift" else "manual"
         parts = {"inputs": solver.stochastic, "outputs": solver.stochastic}
         self._tracker = LipschitzTracker(operator, refresh=policy, **parts)
         self._tracker.train(self.training)

@@ -30,7 +30,7 @@ from .spectral import EPS, product_of_bounds, round_up, to_float64, top_singular
 
 __all__ = ["LipschitzTracker"]
 
-POLICIES = ("drift", "manual")
+POLICIES = ("drift", "quick", "manual")
 COLD_RTOL = 1e-3
 WARM_RTOL = 5e-3  # of a renewal during training, where the drift term is larger than this
 QUICK = 0.1  # share of the tolerance at which a quick bound is replaced
@@ -75,6 +75,8 @@ class LipschitzTracker(Sealed, nn.Module):
       it is replaced at a tenth of the tolerance, after the first steps of an optimizer. The replacement depends on
       the weights alone, so that runs are reproducible and recomputations find the bounds of the forward pass. Call
       :meth:`refresh` to certify at once.
+    - ``refresh="quick"``: as ``"drift"``, but the bound of a convolution that is expensive to certify is always a quick
+      one. Layers that start from the plain one and take a share of the step use it.
     - ``refresh="manual"``: the bound is :math:`L_0` of the last :meth:`refresh`, as in [Bibi2019],
       where it is renewed once an epoch. **Unsafe**: early in training the truth can be several times larger, and
       the step is then too long.
@@ -124,7 +126,7 @@ class LipschitzTracker(Sealed, nn.Module):
         self._geometry = kernel.geometry
         self.policy = refresh
         self.tolerance = tolerance if tolerance is not None else 0.18 if kernel.geometry is None else 0.1
-        self.parts = [inputs, outputs]
+        self.parts = [inputs, outputs, refresh == "quick"]
         self._reset(kernel.weight)
 
     @property
@@ -174,7 +176,7 @@ class LipschitzTracker(Sealed, nn.Module):
     def refresh(self, weight: Tensor | None = None) -> Self:
         """Certify ``weight`` (by default the operator's) and make it the new reference."""
         weight = self.operator.weight.detach() if weight is None else weight.detach()
-        self.reference = _certify(Kernel(weight, self._geometry), self.parts)
+        self.reference = _certify(Kernel(weight, self._geometry), self.parts, quick=self.parts[2])
         self.refreshes += 1
         return self
 
@@ -245,7 +247,7 @@ def _squared(reference: CertifiedWeight, drift: list[Tensor] | None, parts: list
     roots = [root.to(work) for root in reference[1:4]]
     if drift is not None:
         roots = [root + moved.to(work) for root, moved in zip(roots, drift, strict=True)]
-    wanted = zip(roots, (True, *parts), strict=True)
+    wanted = zip(roots, (True, *parts[:2]), strict=True)
     square = torch.square if work != dtype else lambda root: product_of_bounds(root, root)
     return Bounds._make(round_up((square(root) * slack).double(), dtype) if some else None for root, some in wanted)
 
@@ -279,8 +281,8 @@ def _drift(kernel: Kernel, anchor: Tensor, parts: list[bool], precision: torch.d
     rows = per_input.sum(1)
     total = rows.unflatten(0, (groups, -1)).sum(1).amax(0)
     none = rows.new_zeros(0)
-    columns = per_input.unflatten(0, (groups, -1)).sum(1).flatten() if any(parts) else none
-    sides = zip((rows, columns) if kernel.transposed else (columns, rows), parts, strict=True)
+    columns = per_input.unflatten(0, (groups, -1)).sum(1).flatten() if any(parts[:2]) else none
+    sides = zip((rows, columns) if kernel.transposed else (columns, rows), parts[:2], strict=True)
     factor = shared**0.5 * (1 + (squares[0].numel() + len(rows) + 16) * info.eps + torch.finfo(work).eps)
     # A square below the smallest normal number may have been lost.
     lost = (shared * squares.numel() * info.tiny) ** 0.5
@@ -299,14 +301,15 @@ def _current(kernel: Kernel, packed: Tensor, tolerance: float, parts: list[bool]
     weight, size = kernel.weight, kernel.weight.numel()
     known, fixed = float(packed[size]), tolerance == math.inf
     moved = _total_drift(kernel, packed[:size].view(weight.shape)) if not fixed else 0.0 if known > 0 else math.inf
-    quick = kernel.geometry is not None and float(packed[-1]) > 0
+    # A bound that is quick at first only.
+    quick = kernel.geometry is not None and not parts[2] and float(packed[-1]) > 0
     # Written so that NaN renews, too: the certificate then raises an error that names the weight.
     if not moved <= tolerance * known * (QUICK if quick else 1.0) or (quick and tolerance == 0):
         warm = tolerance > 0 and known > 0
-        first = 0 < tolerance < math.inf and known == 0
+        first = parts[2] or (0 < tolerance < math.inf and known == 0)
         packed = _certify(kernel, parts, _unpack(packed, kernel, parts).direction if warm else None, quick=first)
         moved, known = 0.0, float(packed[size])
-    if any(parts):
+    if any(parts[:2]):
         trusted = weight.dtype == torch.float32 and TRUSTED[0] < moved < TRUSTED[1]
         precision, reference = torch.float32 if trusted else torch.float64, _unpack(packed, kernel, parts)
         drift = _drift(kernel, reference.weight, parts, precision) if moved else None
@@ -329,7 +332,7 @@ def _certify(kernel: Kernel, parts: list[bool], start: Tensor | None = None, *, 
             # A part is as far from zero as its weight.
             trusted = weight.dtype == torch.float32 and TRUSTED[0] < float(total) < TRUSTED[1]
             precision = torch.float32 if trusted else torch.float64
-            parted = _drift(kernel, torch.zeros_like(weight), parts, precision)[1:] if any(parts) else (none, none)
+            parted = _drift(kernel, torch.zeros_like(weight), parts, precision)[1:] if any(parts[:2]) else (none, none)
             loose = (round_up(to_float64(root), weight.dtype).to(weight.device) for root in (total, *parted))
             return CertifiedWeight._make((weight, *loose, weight.new_ones(1))).pack()
         if kernel.geometry is not None:
