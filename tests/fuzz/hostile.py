@@ -174,6 +174,11 @@ def _penalty(model: Any, x: Any, p: Any) -> Any:
     return factor.DropoutPenalty(model, p)(x)
 
 
+def _warm(model: nn.Module, x: Any) -> Any:
+    with mnn.warm_start(model):
+        return model.eval()(x)
+
+
 def _tracked(operator: Any, **options: Any) -> Any:
     return norms.LipschitzTracker(operator, **options).bound()
 
@@ -215,6 +220,9 @@ CALLS: dict[str, Call] = {
     ),
     "Dense": _applied(operators.Dense, lambda: {"weight": _x(3, 4)}),
     "Conv2d": _applied(operators.Conv2d, lambda: {"weight": _x(2, 3, 3, 3), **CONV}),
+    "Conv3d": _applied(operators.Conv3d, lambda: {"weight": _x(2, 3, 2, 2, 2), "input_size": (3, 3, 4)}),
+    "ConvTranspose1d": _applied(operators.ConvTranspose1d, lambda: {"weight": _x(3, 2, 3), "input_size": 5}),
+    "ConvTranspose2d": _applied(operators.ConvTranspose2d, lambda: {"weight": _x(3, 2, 3, 3), "input_size": (4, 5)}),
     "Conv1d": _applied(operators.Conv1d, lambda: {"weight": _x(2, 3, 3), **CONV, "input_size": 7}),
     "BlockSensing": _applied(operators.BlockSensing, lambda: {"weight": _x(2, 4), "input_size": (4, 6)}),
     "Inpainting": _applied(operators.Inpainting, lambda: {"mask": torch.ones(1, 4, 5)}),
@@ -295,7 +303,6 @@ CALLS: dict[str, Call] = {
     "Importance": Call(solvers.Importance, lambda: {"by": "columns"}),
     "Checkpoint": Call(adjoints.Checkpoint, lambda: {"every": 2}),
     "Implicit": Call(adjoints.Implicit, lambda: {"iters": 5, "tol": 1e-5, "method": "cg"}),
-    "SolverOptions": Call(mnn.SolverOptions, lambda: {"solver": solvers.ProxGD(2), "ridge": 0.1, "mean_passes": 2}),
     **{
         f"SolverLinear, {type(solver).__name__}": _layer(
             mnn.SolverLinear, (5, 4), in_features=4, out_features=3, solver=solver, **LAYER
@@ -310,6 +317,33 @@ CALLS: dict[str, Call] = {
     ),
     "AdditiveDropout": _layer(mnn.AdditiveDropout, (5, 4), p=0.5, layer=nn.Linear(4, 3), feature_dim=-1),
     "ImportanceDropout": _layer(mnn.ImportanceDropout, (5, 4), p=0.5, feature_dim=-1),
+    "SolverConv3d": _layer(mnn.SolverConv3d, (2, 3, 4, 4, 4), in_channels=3, out_channels=2, kernel_size=2, **LAYER),
+    "SolverConvTranspose1d": _layer(
+        mnn.SolverConvTranspose1d, (2, 3, 6), in_channels=3, out_channels=2, kernel_size=3, stride=2, **LAYER
+    ),
+    "SolverConvTranspose2d": _layer(
+        mnn.SolverConvTranspose2d, (2, 3, 4, 5), in_channels=3, out_channels=2, kernel_size=3, padding=1, **LAYER
+    ),
+    "set_strength": Call(
+        mnn.set_strength, lambda: {"model": mnn.convert(_mlp(), {"3": solvers.ProxGD(2)}), "value": 0.5}
+    ),
+    "sample": Call(mnn.sample, lambda: {"model": mnn.convert(_mlp(), {"3": solvers.ProxSG(2)}), "x": _x(5, 4), "n": 2}),
+    "suggest": Call(mnn.suggest, lambda: {"model": _mlp(), "batch": _x(5, 4), "budget": 50.0, "loss": None}),
+    "warm_start": Call(_warm, lambda: {"model": mnn.convert(_mlp(), {"3": solvers.ProxGD(2)}), "x": _x(5, 4)}),
+    "SolverOptions": Call(
+        mnn.SolverOptions,
+        lambda: {
+            "solver": solvers.ProxGD(2),
+            "ridge": 0.1,
+            "eval_mode": "mean",
+            "mean_passes": 2,
+            "start": "plain",
+            "strength": 0.5,
+            "learn_strength": False,
+            "refresh": "drift",
+            "tol": 0.1,
+        },
+    ),
     "convert": Call(mnn.convert, lambda: {"model": _mlp(), "rules": {"3": solvers.ProxGD(2)}, "inplace": False}),
     "plan": Call(
         lambda model, rules, example: str(mnn.plan(model, rules, example=example)),

@@ -34,7 +34,7 @@ from ..solvers import Problem, ProxGD, Solver
 from ..solvers.adjoints import Adjoint, Run, Unroll
 from ..solvers.rows import solve_rows
 from .exporting import require_exportable
-from .options import EvalMode, Returns, SolverOptions, check_strength
+from .options import EvalMode, Option, Returns, SolverOptions, check_strength
 
 __all__ = ["COMPUTED", "SolverLayer", "SolverLinear"]
 
@@ -44,20 +44,6 @@ _COPYING = ("__getstate__", "__deepcopy__")
 
 # A learned strength in training is not below this, so that it has a gradient at zero, too.
 _LEAST_STRENGTH = 1e-6
-
-
-class _Option:
-    """An attribute of a layer that reads and writes a field of its options; new values are checked."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, layer: "SolverLayer", owner: type) -> Any:
-        return self if layer is None else getattr(layer.options, self.name)
-
-    def __set__(self, layer: "SolverLayer", value: Any) -> None:
-        vars(layer)["options"] = dataclasses.replace(layer.options, **{self.name: value})
-        layer._track()
 
 
 class SolverLayer(Sealed, nn.Module, abc.ABC):
@@ -86,15 +72,15 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
     #: The last pre-activation, if the next run starts from it (:func:`~minimand.nn.warm_start`).
     _memory: list[Tensor] | None = None
 
-    solver = _Option()
-    adjoint = _Option()
-    ridge = _Option()
-    eval_mode = _Option()
-    shared_sample = _Option()
-    mean_passes = _Option()
-    start = _Option()
-    refresh = _Option()
-    tol = _Option()
+    solver = Option()
+    adjoint = Option()
+    ridge = Option()
+    eval_mode = Option()
+    shared_sample = Option()
+    mean_passes = Option()
+    start = Option()
+    refresh = Option()
+    tol = Option()
 
     def __init__(self, activation: str | nn.Module | Function, options: SolverOptions) -> None:
         super().__init__()

@@ -8,7 +8,7 @@ from ..solvers import ProxGD, Solver
 from ..solvers.adjoints import Adjoint, Unroll
 from ..solvers.base import require_count
 
-__all__ = ["EvalMode", "Refresh", "Returns", "SolverOptions", "Start", "check_strength"]
+__all__ = ["EvalMode", "Option", "Refresh", "Returns", "SolverOptions", "Start", "check_strength"]
 
 EvalMode = Literal["stochastic", "mean", "deterministic"]
 Start = Literal["plain", "zero"]
@@ -137,6 +137,20 @@ class SolverOptions:
         if self.shared_sample:
             solver = dataclasses.replace(solver, shared_sample=True)  # type: ignore[call-arg]
         return solver, 1 if training or self.eval_mode != "mean" else self.mean_passes
+
+
+class Option:
+    """An attribute of a layer that reads and writes a field of its options; new values are checked."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, layer: Any, owner: type) -> Any:
+        return self if layer is None else getattr(layer.options, self.name)
+
+    def __set__(self, layer: Any, value: Any) -> None:
+        vars(layer)["options"] = dataclasses.replace(layer.options, **{self.name: value})
+        layer._track()
 
 
 def check_strength(strength: float) -> None:

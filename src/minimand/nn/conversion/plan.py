@@ -198,6 +198,8 @@ def targets(plan: Plan, rules: Mapping[str, Rule]) -> tuple[dict[str, Rule], dic
 
 def _quantized(module: nn.Module) -> bool:
     """Whether a layer, or its weight, is of a class that stands for one with few bits, by its name."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
     kinds = type(module), type(module._parameters.get("weight"))
     sized = hasattr(module, "in_features") or hasattr(module, "in_channels")
     return sized and any(
