@@ -174,9 +174,9 @@ def _penalty(model: Any, x: Any, p: Any) -> Any:
     return factor.DropoutPenalty(model, p)(x)
 
 
-def _warm(model: nn.Module, x: Any) -> Any:
+def _warm(model: nn.Module) -> Any:
     with mnn.warm_start(model):
-        return model.eval()(x)
+        return None
 
 
 def _tracked(operator: Any, **options: Any) -> Any:
@@ -329,7 +329,7 @@ CALLS: dict[str, Call] = {
     ),
     "sample": Call(mnn.sample, lambda: {"model": mnn.convert(_mlp(), {"3": solvers.ProxSG(2)}), "x": _x(5, 4), "n": 2}),
     "suggest": Call(mnn.suggest, lambda: {"model": _mlp(), "batch": _x(5, 4), "budget": 50.0, "loss": None}),
-    "warm_start": Call(_warm, lambda: {"model": mnn.convert(_mlp(), {"3": solvers.ProxGD(2)}), "x": _x(5, 4)}),
+    "warm_start": Call(_warm, lambda: {"model": mnn.convert(_mlp(), {"3": solvers.ProxGD(2)})}),
     "SolverOptions": Call(
         mnn.SolverOptions,
         lambda: {

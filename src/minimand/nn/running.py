@@ -24,6 +24,8 @@ _BATCH = 512
 
 
 def _layers(model: nn.Module, caller: str) -> list[SolverLayer]:
+    if not isinstance(model, nn.Module):
+        raise ConversionError(f"{caller} takes an nn.Module, got {model!r}")
     found = [module for module in model.modules() if isinstance(module, SolverLayer)]
     if not found:
         raise ConversionError(f"{caller}: the model has no solver layer; convert it first with minimand.convert")
