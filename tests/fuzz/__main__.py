@@ -32,10 +32,10 @@ def _campaign(name: str, cases: int, seed: int, jobs: int) -> tuple[int, list[st
             outcome = future.result()
             tried, seconds = tried + outcome.tried, seconds + outcome.seconds
             failures += outcome.failures
+            for failure in outcome.failures:
+                print(f"\n  {failure}", flush=True)
             print(f"\r{name}: {tried:,} of {cases:,} cases, {len(failures)} failures", end="", flush=True)
     print(f", {time.perf_counter() - began:.0f} s")
-    for failure in dict.fromkeys(failures):
-        print(f"  {failure}")
     return tried, failures, seconds
 
 
