@@ -201,7 +201,7 @@ def claims(results: Results[SolversConversionOptions]) -> list[Claim]:
     nets = results.options.nets
     lost = {net: losses(results, net) for net in nets}
     every = {net: losses(results, net, "all layers test") for net in nets}
-    gains = {net: results.paired(f"{net}, {RISING}", f"{net}, {CONTROL}", "test") for net in nets}
+    gains = {net: results.paired(f"{net}, {LEARNED}", f"{net}, {CONTROL}", "test") for net in nets}
     words = scale(results, results.options.dataset, f"{results.options.limit or 'all'} images")
     return [
         Claim(
@@ -219,7 +219,7 @@ def claims(results: Results[SolversConversionOptions]) -> list[Claim]:
             judge_bound([mean_std(found)[0] for found in every.values() if found], 0.5),
         ),
         Claim(
-            "Ours: after fine-tuning, converted networks are no worse than the control",
+            "Ours: after fine-tuning with a learned strength, converted networks are no worse than the control",
             "–",
             ", ".join(f"{net} {signed(found, '')}" for net, found in gains.items()) + " points",
             words,
