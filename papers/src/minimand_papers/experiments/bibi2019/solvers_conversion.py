@@ -25,7 +25,7 @@ CONTROL, WITHOUT, RISING, LEARNED = (
     "converted",
     "converted, learned strength",
 )
-STRENGTHS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+STRENGTHS = (0.0, 0.01, 0.03, 0.1, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ KINDS: Mapping[str, Kind] = {
     "LeNet": Kind(lambda p, classes, shape: LeNet(classes, shape[0], shape[-1], dropout=(p, p)), 0.5),
     "MLP": Kind(lambda p, classes, shape: Perceptron(classes, shape, dropout=p), 0.5),
     "VGG": Kind(lambda p, c, shape: VGG16(c, shape[0], width=0.25, dropout=(p, p), batch_norm=True), 0.5),
-    "ResNet-20": Kind(lambda p, classes, shape: BasicResNet(classes, shape, dropout=p), 0.2),
+    "ResNet-20": Kind(lambda p, classes, shape: BasicResNet(classes, shape, width=8, dropout=p), 0.2),
     "transformer": Kind(lambda p, classes, shape: PatchTransformer(classes, shape, dropout=p), 0.1),
 }
 
@@ -60,8 +60,8 @@ class SolversConversionOptions(ImageOptions):
 
     nets: tuple[str, ...] = tuple(KINDS)
     limit: int = 8_000
-    epochs: int = 8
-    finetune: int = 3
+    epochs: int = 6
+    finetune: int = 2
     budget: float = 3.0
     rise: float = 15.0
 
@@ -247,7 +247,7 @@ experiment = Experiment(
             (0, 1),
             0.3,
         ),
-        "laptop": Preset(SolversConversionOptions(), (0, 1, 2), 80),
+        "laptop": Preset(SolversConversionOptions(), (0, 1, 2), 60),
         "paper": Preset(SolversConversionOptions(limit=0, epochs=60, finetune=10, augment=True), (0, 1, 2), 3000),
     },
     parts=parts,
