@@ -16,7 +16,7 @@ from minimand.errors import CapabilityError, MinimandError
 from minimand.nn import SolverConv2d, SolverLinear
 from minimand.norms.kernel import Bounds
 from minimand.operators import Conv2d, Dense, operator
-from minimand.solvers import ADMM, FISTA, Problem, ProxGD, solve
+from minimand.solvers import ADMM, FISTA, Problem, ProxGD, ProxSG, solve
 
 from .cases import solvers
 
@@ -333,3 +333,15 @@ def test_backward_outside_of_autocast_and_in_half_precision(adjoint, conv, dtype
         for gradients in (mixed, pure):
             for got, exact in zip(gradients, expected, strict=True):
                 assert (got.float() - exact).norm() <= 8 * torch.finfo(dtype).eps * exact.norm()
+
+
+def test_a_checkpoint_refuses_to_draw_its_samples_for_a_batch_of_gradients():
+    layer = SolverLinear(4, 3, solver=ProxSG(4), adjoint=Checkpoint(), dtype=torch.float64)
+    y = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    rows = torch.eye(6, dtype=torch.float64).reshape(6, 2, 3)
+    with pytest.raises(CapabilityError, match="use Unroll"):
+        torch.autograd.grad(layer(y), [y], rows, is_grads_batched=True)
+    layer.solver = ProxGD(4)
+    (found,) = torch.autograd.grad(layer(y), [y], rows, is_grads_batched=True)
+    expected = [torch.autograd.grad(layer(y), [y], row)[0] for row in rows]
+    torch.testing.assert_close(found, torch.stack(expected))
