@@ -10,7 +10,6 @@ from ...experiment import Experiment, Preset
 from .solvers_conversion import (
     KINDS,
     SolversConversionOptions,
-    claims,
     compare,
     findings,
     parts,
@@ -55,5 +54,4 @@ experiment = Experiment(
     compare=compare,
     plots=plots,
     findings=findings,
-    claims=claims,
 )

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from minimand.nn import convert, sample
 from minimand.solvers import ProxSG
 
-from ...claims import judge_parity, scale, signed
 from ...comparing import Difference, difference
 from ...context import Lab
 from ...drawing import bars
-from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...training import Loaders, train
 from ...zoo import LeNet
 from .._solvers import ImageOptions
@@ -217,13 +216,6 @@ def findings(results: Results[SolversUncertaintyOptions]) -> Sequence[str | Diff
     ]
 
 
-def claims(results: Results[SolversUncertaintyOptions]) -> list[Claim]:
-    """Ours: sampling solvers are no worse calibrated than dropout at test time."""
-    gaps = [-gap for gap in named(results).paired(SOLVER, DROPOUT, "calibration")]
-    text = "Ours: the samples of solvers are calibrated no worse than those of dropout at test time"
-    return [Claim(text, "–", signed(gaps), scale(results, results.options.dataset), judge_parity(gaps))]
-
-
 experiment = Experiment(
     name="solvers-uncertainty",
     title="Uncertainty by sampling solvers",
@@ -252,5 +244,4 @@ experiment = Experiment(
     compare=compare,
     plots=plots,
     findings=findings,
-    claims=claims,
 )
