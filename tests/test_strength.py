@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from minimand.adjoints import Checkpoint, Implicit, JacobianFree
+from minimand.adjoints import Checkpoint, Implicit, JacobianFree, Unroll
 from minimand.errors import CapabilityError, ConversionError, OptionError
 from minimand.functions import from_activation
 from minimand.nn import SolverConv2d, SolverLinear, SolverOptions, convert, revert, sample, set_strength, warm_start
@@ -335,3 +335,125 @@ class _Pair(nn.Sequential):
 
     def forward(self, x):
         return x, x
+
+
+# What a review found -------------------------------------------------------------------------------------------------
+
+
+def small():
+    return nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 5)).double().eval()
+
+
+def test_a_warm_start_of_a_weak_solver_follows_the_input():
+    """Its memory is what the iterations added to the plain layer, not the result for the frame before."""
+    net, frames = convert(small(), ProxGD(10)).eval(), torch.randn(2, 64, 20, dtype=torch.float64)
+    with torch.no_grad():
+        cold = net(frames[1])
+        with warm_start(net):
+            net(frames[0])
+            warm = net(frames[1])
+    assert float((warm - cold).norm() / cold.norm()) < 0.4
+
+
+@pytest.mark.parametrize("adjoint", [Unroll(), Checkpoint()], ids=name)
+@pytest.mark.parametrize("tol", [None, 1e-3])
+def test_a_warm_start_of_one_iteration_makes_it(adjoint, tol):
+    layer = SolverLinear(6, 4, solver=ProxGD(1), adjoint=adjoint, dtype=torch.float64).eval()
+    layer.tol = tol
+    a, b = torch.randn(2, 3, 6, dtype=torch.float64)
+    with torch.no_grad(), warm_start(layer):
+        first, second = layer(a), layer(b)
+    expected = solve(layer.problem(b), ProxGD(1), x0=first).x
+    torch.testing.assert_close(second, expected)
+
+
+def test_warm_starts_nest():
+    layer = SolverLinear(6, 4, solver=ProxGD(3)).eval()
+    with torch.no_grad(), warm_start(layer):
+        layer(torch.randn(2, 6))
+        memory = layer._memory
+        with warm_start(layer):
+            assert layer._memory == []
+        assert layer._memory is memory
+    assert layer._memory is None
+
+
+def test_samples_do_not_stop_early_where_a_gradient_is_needed():
+    net = small().requires_grad_(False)
+    x = torch.randn(4, 20, dtype=torch.float64)
+    learned = convert(net, {"0": SolverOptions(ProxGD(10), learn_strength=True, tol=1e-3)}).eval()
+    learned[0].strength.requires_grad_()
+    learned(x).sum().backward()
+    assert learned[0].strength.grad is not None
+    sloped = nn.Sequential(nn.Linear(20, 30), nn.PReLU(), nn.Linear(30, 5)).double().eval()
+    sloped[0].requires_grad_(False)
+    grads = []
+    for tol in (None, 1e-3):
+        made = convert(sloped, {"0": SolverOptions(ProxGD(10), strength=1.0, tol=tol)}).eval()
+        grads.append(torch.autograd.grad(made(x).sum(), sloped[1].weight)[0])
+    torch.testing.assert_close(*grads)
+
+
+def test_passes_of_a_shared_sample_differ():
+    net = convert(nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 3)), ProxSG(5, shared_sample=True))
+    outputs = sample(net, torch.randn(4, 8), n=10)
+    assert float(outputs.std(0).max()) > 0
+    assert not outputs.requires_grad
+
+
+def test_the_papers_step_is_renewed_by_a_checkpoint_and_by_eval():
+    x = torch.randn(4, 8)
+    for between in (lambda net: net, lambda net: net.eval()):
+        net = convert(nn.Sequential(nn.Linear(8, 12), nn.ReLU()), SolverOptions.paper(ProxGD(20))).train()
+        net(x)
+        between(net)(x)
+        net.load_state_dict({key: 10 * value for key, value in net.state_dict().items()})
+        assert float(net(x).detach().norm()) < 100
+
+
+def test_a_default_strength_follows_the_start_and_the_solver():
+    net = convert(small(), ProxGD(10))
+    net[0].start = "zero"
+    assert net[0].strength == 1.0
+    net[2].solver = ProxGD(19)
+    assert net[2].strength == pytest.approx(0.3 / 18 / 2)
+    net[2].strength = 0.05
+    net[2].solver = ProxGD(5)
+    assert net[2].strength == 0.05
+    for wrong in ("start", "eval_mode", "solver"):
+        with pytest.raises(OptionError, match="cannot be None"):
+            setattr(net[2], wrong, None)
+
+
+def test_momentum_counts_in_the_default_strength():
+    plain, ball, nesterov = (convert(small(), solver)[0].strength for solver in (ProxGD(30), HeavyBall(30), FISTA(30)))
+    assert plain > ball > nesterov
+    x = torch.randn(64, 20, dtype=torch.float64)
+    for solver in (ProxGD(30), HeavyBall(30), FISTA(30), ADMM(30)):
+        net = small()
+        with torch.no_grad():
+            assert float((convert(net, solver)(x) - net(x)).norm() / net(x).norm()) < 0.15
+
+
+def test_strength_zero_from_zero_is_refused_and_nothing_is_changed():
+    with pytest.raises(OptionError, match="takes no step"):
+        SolverOptions(ProxGD(5), start="zero", strength=0.0)
+    rules = {"0": ProxGD(5), "2": SolverOptions(ProxGD(5), start="zero")}
+    net = convert(small(), rules)
+    with pytest.raises(OptionError, match=r"^2: strength 0 takes no step"):
+        set_strength(net, 0.0)
+    assert net[0].strength > 0
+    mixed = convert(small(), {"0": ProxGD(5), "2": SolverOptions(ProxGD(50), adjoint=Implicit())})
+    set_strength(mixed, 0.5)
+    assert (mixed[0].strength, mixed[2].strength) == (0.5, 1.0)
+
+
+def test_a_checkpoint_of_before_loads_strictly_where_the_strength_is_learned():
+    plain = small()
+    net = convert(small(), SolverOptions(ProxGD(4), learn_strength=True, strength=0.2))
+    net.load_state_dict(plain.state_dict())
+    assert torch.equal(net[0].weight, plain[0].weight)
+    assert float(net[0].strength.detach()) == pytest.approx(0.2)
+    for wrong in (None, "much", nn.Parameter(torch.ones(()))):
+        with pytest.raises(OptionError, match="strength"):
+            convert(small(), ProxGD(4))[0].strength = wrong

@@ -65,7 +65,7 @@ def _made(name: str, training: bool) -> tuple[SolverLayer, Tensor, list[Tensor]]
     make, shape = LAYERS[name]
     layer = make().train(training)
     # In training the bound depends on the weights before, unless no drift is tolerated.
-    inputs, outputs = layer._tracker.parts
+    inputs, outputs, _ = layer._tracker.parts
     layer._tracker = LipschitzTracker(layer.operator(), tolerance=0.0, inputs=inputs, outputs=outputs).train(training)
     return layer, torch.randn(shape), [scale * torch.randn_like(layer.weight) for scale in SCALES]
 

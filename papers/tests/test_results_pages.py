@@ -16,7 +16,14 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
 VERDICTS = {"reproduced", "partly", "not", "not run"}
 # Experiments that compare methods without a claim of the source.
-OURS = {"solvers-compare", "lifted-conv", "proxprop-peers"}
+OURS = {
+    "solvers-compare",
+    "solvers-conversion",
+    "solvers-uncertainty",
+    "conversion-digits",
+    "lifted-conv",
+    "proxprop-peers",
+}
 
 
 @pytest.fixture(scope="module")

@@ -112,7 +112,8 @@ def convert(
         steps, wrong = rules, _outdated(rules, model)
     else:
         steps, wrong = _planned(model, rules, example)
-    if unsupported == "error" and not (steps.lenient and steps.converted):
+    # A suggestion may be to convert nothing.
+    if unsupported == "error" and not (steps.lenient and (steps.converted or steps.summary)):
         wrong |= steps.left | steps.refused if steps.lenient else steps.refused
     if wrong:
         raise _failure(wrong)

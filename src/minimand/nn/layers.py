@@ -32,6 +32,7 @@ from ..norms.lipschitz import Bounded, majorant
 from ..operators import Dense, LinearOperator, LipschitzTracker
 from ..solvers import Problem, ProxGD, Solver
 from ..solvers.adjoints import Adjoint, Run, Unroll
+from ..solvers.implicit import Parts
 from ..solvers.rows import solve_rows
 from .exporting import require_exportable
 from .options import EvalMode, Option, Returns, SolverOptions, check_strength
@@ -173,7 +174,7 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
         check_strength(strength)
         learned = self._parameters.get("strength")
         if learned is None:
-            vars(self)["options"] = dataclasses.replace(self.options, strength=strength)
+            vars(self)["options"] = self.options.with_strength(strength)
         else:
             learned.data.fill_(strength)
 
@@ -181,7 +182,7 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
         # A module refuses numbers for the name of a Parameter. Those of a replica for data parallelism are tensors.
         if name == "strength" and getattr(self, "_is_replica", False):
             vars(self)["_copied"] = value
-        elif name == "strength" and not isinstance(value, nn.Parameter | None):
+        elif name == "strength" and not (isinstance(value, nn.Parameter) and "strength" in self._parameters):
             self._set_strength(value)
         else:
             super().__setattr__(name, value)
@@ -232,36 +233,39 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
         if not is_traced(learned):
             if self.training and isinstance(learned, nn.Parameter):
                 learned.data.clamp_(0, 1)
-            elif not self.training and float(learned.detach()) <= 0:
+            elif not self.training and self.options.start == "plain" and float(learned.detach()) <= 0:
                 return 0.0
         return (1 - _LEAST_STRENGTH) * widened(learned).clamp(0, 1) + _LEAST_STRENGTH
 
     def _answer(self, given: Problem, solver: Solver, strength: float | Tensor) -> Tensor:
         """A pass of the solver: its solution, or the pre-activation of that."""
         preactivated, start, memory = self.returns == "preactivation", None, self._memory
-        if self.options.start == "plain":
+        plain = self.options.start == "plain"
+        if plain:
             start = solver.plain(given, self.generator)
             if is_zero(strength) or solver.iterations == 1:
                 return start if preactivated else given.function.prox(start)
             if not self.options.samples(self.training):
                 given = dataclasses.replace(given, affine=start)
+        begin = start
         if memory and memory[0].shape == given.shape and memory[0].dtype == given.y.dtype:
-            start = memory[0]
+            # What the iterations added to the plain layer; or their result, where they start from zero.
+            start = memory[0] if begin is None else begin + memory[0]
         problem = solver.prepare(given)
         # Methods that update some entries only keep pre-activations, and need the one that they start from.
         through = preactivated or memory is not None or (start is not None and solver.updates_some)
         ending = dataclasses.replace(problem, preactivated=True) if through else None
         solver = solver if isinstance(strength, float) and strength == 1 else solver.weakened(strength)
-        run = Run(problem, solver, generator=self.generator, ending=ending, start=start)
+        run = Run(problem, solver, generator=self.generator, ending=ending, start=start, made=int(plain))
         x = solve_rows(run, cast(float, self.tol)) if self._stops_early(given) else self.options.adjoint(run)[0]
         if memory is not None:
-            memory[:] = [x.detach()]
+            memory[:] = [x.detach() if begin is None else (x - begin).detach()]
         return problem.as_given(x if preactivated else run.solution(x))
 
     def _stops_early(self, problem: Problem) -> bool:
         if self.tol is None or self.training or is_traced(problem.y):
             return False
-        tensors = (problem.y, problem.operator.weight, *(() if problem.bias is None else (problem.bias,)))
+        tensors = (*Parts.of(problem).tensors, *self.parameters())
         needed = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         return not needed and problem.y.dim() > len(problem.operator.input_shape)
 
@@ -295,8 +299,15 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode; a step that is renewed once an epoch is renewed in the next forward pass."""
-        self._due = mode and self.options.refresh == "epoch"
+        self._due = self.options.refresh == "epoch"
         return super().train(mode)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        self._due = self.options.refresh == "epoch"
+        if (learned := self._parameters.get("strength")) is not None and f"{prefix}strength" not in state_dict:
+            # A checkpoint of before the conversion has no strength.
+            state_dict = {**state_dict, f"{prefix}strength": learned.detach().clone()}
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
         """The description that ``print`` shows."""

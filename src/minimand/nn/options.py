@@ -43,7 +43,8 @@ class SolverOptions:
         strength: A number in [0, 1] by which steps are multiplied. At 0 a layer that starts from the plain one *is* the
             plain one. Methods without a step move pre-activations by this share of the way instead (ADMM: by its
             relaxation). None: 1 from zero. From the plain start 0.3, divided by the number of iterations beyond the
-            first of all layers that are converted together, and at most 0.1: 0.017 for two layers of ten iterations.
+            first of all layers that are converted together (momentum counts more), and at most 0.1: 0.017 for two
+            layers of ten iterations.
         learn_strength: Make the strength a Parameter of the layer, clamped to [0, 1].
         refresh: ``"drift"``: the step follows the weight. ``"epoch"``: it is computed when training begins and at every
             call of ``train()``, as in [Bibi2019]; **unsafe**, since the weight moves meanwhile.
@@ -62,6 +63,8 @@ class SolverOptions:
     learn_strength: bool = False
     refresh: Refresh = "drift"
     tol: float | None = None
+    #: Whether the strength is the default.
+    usual: bool = dataclasses.field(default=False, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.solver, Solver):
@@ -90,6 +93,8 @@ class SolverOptions:
                 f"{type(self.adjoint).__name__} differentiates the minimiser, which a layer does not reach from "
                 f'start="plain"; use start="zero" with enough iterations, or Unroll() or Checkpoint()'
             )
+        if self.start == "zero" and self.strength == 0:
+            raise OptionError('strength 0 takes no step from start="zero"; use start="plain", or a strength above 0')
         if (self.strength not in (None, 1.0) or self.learn_strength) and self.adjoint.of_minimizer:
             raise OptionError(
                 f"{type(self.adjoint).__name__} differentiates the minimiser, on which the strength has no influence; "
@@ -110,14 +115,32 @@ class SolverOptions:
         chosen: dict[str, Any] = {"eval_mode": "stochastic", "start": "zero", "refresh": "epoch"}
         return cls(dataclasses.replace(solver, **changes), ridge=1e-3, **chosen)
 
-    def filled(self, start: Start, eval_mode: EvalMode, further: int | None = None) -> "SolverOptions":
-        """The same options with values in the place of None, for a layer of a network whose layers make ``further``
-        iterations beyond the first in all; None: this layer's."""
+    def filled(self, start: Start, eval_mode: EvalMode, reach: float | None = None) -> "SolverOptions":
+        """The same options with values in the place of None, for a layer of a network whose layers have this
+        :attr:`~minimand.solvers.base.Solver.reach` in all; None: this layer's."""
         start, strength = self.begins(start), self.strength
         if strength is None:
-            count = self.solver.iterations - 1 if further is None else further
-            strength = min(_LARGEST_STRENGTH, _TOTAL_STRENGTH / max(count, 1)) if start == "plain" else 1.0
-        return dataclasses.replace(self, start=start, strength=strength, eval_mode=self.eval_mode or eval_mode)
+            count = self.solver.reach if reach is None else reach
+            strength = min(_LARGEST_STRENGTH, _TOTAL_STRENGTH / max(count, 1.0)) if start == "plain" else 1.0
+        usual, mode = self.strength is None or self.usual, self.eval_mode or eval_mode
+        return dataclasses.replace(self, start=start, strength=strength, eval_mode=mode, usual=usual)
+
+    def with_strength(self, strength: float) -> "SolverOptions":
+        """The same options with another strength."""
+        return dataclasses.replace(self, strength=strength, usual=False)
+
+    def changed(self, name: str, value: Any) -> "SolverOptions":
+        """The same options, all of which are known, with another value of one of them. A default strength follows the
+        start, and the reach of the solver."""
+        if value is None and name != "tol":
+            raise OptionError(f"{name} cannot be None")
+        other = dataclasses.replace(self, **{name: value})
+        if name == "start" and value != self.start:
+            return dataclasses.replace(other, strength=None).filled(other.start or "zero", other.eval_mode or "mean")
+        if name == "solver" and self.usual and self.start == "plain" and self.strength is not None:
+            share = self.solver.reach / max(other.solver.reach, 1.0)
+            return dataclasses.replace(other, strength=min(_LARGEST_STRENGTH, self.strength * share))
+        return other
 
     def begins(self, start: Start) -> Start:
         """The start, where ``start`` is the default."""
@@ -149,7 +172,7 @@ class Option:
         return self if layer is None else getattr(layer.options, self.name)
 
     def __set__(self, layer: Any, value: Any) -> None:
-        vars(layer)["options"] = dataclasses.replace(layer.options, **{self.name: value})
+        vars(layer)["options"] = layer.options.changed(self.name, value)
         layer._track()
 
 

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ..arguments import checked
-from ..errors import ConversionError, OptionError
+from ..errors import ConversionError, MinimandError, OptionError, located
 from ..network.nested import replace, tensors
 from ..network.running import Inputs, bound
 from ..network.state import preserved
 from ..solvers.base import require_count
+from .dropout import AdditiveDropout, ImportanceDropout
 from .layers import SolverLayer
 from .options import check_strength
 
@@ -34,7 +35,7 @@ def _layers(model: nn.Module, caller: str) -> list[SolverLayer]:
 
 @checked
 def set_strength(model: nn.Module, value: float) -> None:
-    """Set the strength of every solver layer of a model.
+    """Set the strength of every solver layer of a model, except those with ``Implicit`` or ``JacobianFree``.
 
     At strength 0 a converted network is the plain one; at 1 its layers take the full steps of their solvers. Raise it
     while fine-tuning:
@@ -48,7 +49,15 @@ def set_strength(model: nn.Module, value: float) -> None:
     0.1
     """
     check_strength(value)
-    for layer in _layers(model, "set_strength"):
+    layers = _layers(model, "set_strength")
+    # Gradients of the minimiser do not depend on a strength.
+    found = [layer for layer in layers if not layer.adjoint.of_minimizer]
+    for layer in found:
+        try:
+            layer.options.with_strength(value)
+        except MinimandError as error:
+            raise located(error, layer.path or type(layer).__name__) from None
+    for layer in found:
         layer.strength = value
 
 
@@ -56,9 +65,9 @@ def set_strength(model: nn.Module, value: float) -> None:
 def warm_start(model: nn.Module) -> Iterator[None]:
     """A context in which each solver layer starts from its result of the call before, for streams of similar inputs.
 
-    A layer that is given an input of another size starts afresh. The start counts as the first iteration. Together with
-    ``tol``, a frame that resembles the one before takes few iterations. One stream at a time: the layers remember their
-    last result until the context ends.
+    A layer with a plain start adds to the plain layer's output what its iterations added in the call before. An input
+    of another size starts afresh. Together with ``tol``, a frame that resembles the one before takes few iterations.
+    One stream at a time: the layers remember their last result until the context ends.
 
     >>> from minimand.nn import SolverLinear
     >>> from minimand.solvers import ProxGD
@@ -69,13 +78,14 @@ def warm_start(model: nn.Module) -> Iterator[None]:
     True
     """
     layers = _layers(model, "warm_start")
+    before = [layer._memory for layer in layers]
     for layer in layers:
         layer._memory = []
     try:
         yield
     finally:
-        for layer in layers:
-            layer._memory = None
+        for layer, memory in zip(layers, before, strict=True):
+            layer._memory = memory
 
 
 @checked
@@ -85,7 +95,7 @@ def sample(model: nn.Module, x: Any, n: int = 20) -> Tensor:
     The network is in ``eval()``, but its solver layers draw samples and its Dropout modules drop, as in training. The
     mean over the first dimension is a prediction, and the spread tells how certain it is. Afterwards modes, generators
     and buffers are as before, so that equal calls return equal samples; ``torch.manual_seed`` chooses others. Several
-    passes are made as one batch, unless a layer draws one sample for the whole batch.
+    passes are made as one batch, unless a layer draws one sample for the whole batch. There are no gradients.
 
     Args:
         model: A network with a stochastic solver (ProxSG, SVRG, RCD) or a Dropout module.
@@ -104,14 +114,16 @@ def sample(model: nn.Module, x: Any, n: int = 20) -> Tensor:
     inputs = bound(x)
     sizes = [len(tensor) for tensor in tensors(inputs) if tensor.dim()]
     layers = [module for module in model.modules() if isinstance(module, SolverLayer) and module.solver.stochastic]
-    dropouts = [module for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
+    kinds = (nn.modules.dropout._DropoutNd, AdditiveDropout, ImportanceDropout)
+    dropouts = [module for module in model.modules() if isinstance(module, kinds)]
     if not sizes or not layers + dropouts:
         raise OptionError(
             "sample needs a batch of inputs" if not sizes else "sample needs a stochastic solver layer or a Dropout"
         )
     rows = sizes[0]
-    passes = 1 if any(layer.shared_sample for layer in layers) else max(1, _BATCH // max(rows, 1))
-    with preserved(model):
+    shared = any(layer.shared_sample or getattr(layer.solver, "shared_sample", False) for layer in layers)
+    passes = 1 if shared else max(1, _BATCH // max(rows, 1))
+    with torch.no_grad(), preserved(model):
         model.eval()
         for layer in layers:
             vars(layer)["options"] = dataclasses.replace(layer.options, eval_mode="stochastic")

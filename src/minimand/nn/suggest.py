@@ -63,6 +63,8 @@ def suggest(model: nn.Module, batch: Any, *, budget: float = 3.0, loss: Loss | N
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 1:
         raise OptionError(f"budget must be above 1, the time of the plain step, got {budget!r}")
     check_convertible(model)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConversionError("suggest measures training steps, but no parameter of the model requires a gradient")
     records = readings(model, batch)
     with torch.inference_mode(False), preserved(model):
         kinds = _kinds(model, records)
@@ -156,7 +158,8 @@ class _Search:
             self.ratio = self._ratio()
             if self.ratio <= budget or all(count == 1 for count in self.counts.values()):
                 return
-            worst = max(self.measured, key=lambda path: self.measured[path].extra(self.counts[path]))
+            some = [path for path, count in self.counts.items() if count > 1]
+            worst = max(some, key=lambda path: self.measured[path].extra(self.counts[path]))
             self.counts[worst] = _LADDER[_LADDER.index(self.counts[worst]) - 1]
 
     def reason(self, path: str) -> str:
@@ -172,6 +175,8 @@ class _Search:
     def summary(self, budget: float) -> str:
         """The measured time of a step."""
         seconds = 1e3 * self.plain
+        if all(count == 1 for count in self.counts.values()):
+            return f"A plain training step takes {seconds:.3g} ms; no iteration fits (budget {budget:g} ×)."
         return f"A plain training step takes {seconds:.3g} ms, this one {self.ratio:.2g} × (budget {budget:g} ×)."
 
     def _rung(self, path: str) -> tuple[str, float, float] | None:

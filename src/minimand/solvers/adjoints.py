@@ -46,7 +46,8 @@ class Run:
         until: Stops the run early where it returns True.
         ending: The problem of the last iteration, where it ends in a pre-activation; None: ``problem``. Solvers that
             update some entries only take all their steps in it.
-        start: A point whose activation is the start, instead of ``x0``. It counts as the first iteration.
+        start: A point whose activation is the start, instead of ``x0``.
+        made: The number of iterations that the start stands for.
     """
 
     problem: Problem
@@ -56,11 +57,12 @@ class Run:
     until: Until | None = None
     ending: Problem | None = None
     start: Tensor | None = None
+    made: int = 0
 
     @property
     def iterations(self) -> int:
         """The number of iterations to make."""
-        return self.solver.iterations - (self.start is not None)
+        return self.solver.iterations - self.made
 
     def init(self) -> Any:
         """The state before the first iteration."""

@@ -55,6 +55,11 @@ class Solver(abc.ABC):
     def advance(self, problem: Problem, state: Any, k: int, generator: torch.Generator | None) -> Any:
         """One iteration."""
 
+    @property
+    def reach(self) -> float:
+        """How many unit steps along a constant gradient the iterations after the first amount to, about."""
+        return float(self.iterations - 1)
+
     def plain(self, problem: Problem, generator: torch.Generator | None) -> Tensor:
         """The plain layer before its activation: a unit step from zero, with the sample of this method as dropout."""
         return problem.linear()

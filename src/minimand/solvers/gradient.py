@@ -9,7 +9,7 @@ from torch import Tensor
 from ..errors import OptionError
 from ..functions.separable import Zero
 from .base import Solver, require_count
-from .momentum import extrapolate, fista_weight, heavy_ball
+from .momentum import extrapolate, fista_weight, heavy_ball, nesterov_schedule
 from .problem import GradientMap, Problem
 from .steps import StepSize, check_step_size, gradient_step, nesterov_momentum, polyak_momentum
 
@@ -116,6 +116,12 @@ class HeavyBall(GradientSolver):
 
     momentum: float | Literal["auto", "growing"] = "auto"
 
+    @property
+    def reach(self) -> float:
+        """Momentum lengthens steps by up to 1/(1 − β)."""
+        momentum = {"auto": 0.5, "growing": 0.0}[self.momentum] if isinstance(self.momentum, str) else self.momentum
+        return (self.iterations - 1) / (1 - momentum)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         number = isinstance(self.momentum, int | float) and 0 <= self.momentum < 1
@@ -191,6 +197,15 @@ class FISTA(GradientSolver):
     """
 
     restart: bool = True
+
+    @property
+    def reach(self) -> float:
+        """Steps grow with Nesterov's momentum."""
+        velocity, total = 0.0, 0.0
+        for momentum in nesterov_schedule(max(self.iterations - 1, 1))[: self.iterations - 1]:
+            velocity = momentum * velocity + 1
+            total += velocity
+        return total
 
     def __post_init__(self) -> None:
         super().__post_init__()

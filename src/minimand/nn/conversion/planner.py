@@ -70,9 +70,9 @@ class Planner:
             if count == len(self.rules):
                 self._resolve()
         plain = [layer for layer in self.plan.converted.values() if layer.options.begins("plain") == "plain"]
-        further = sum(layer.options.solver.iterations - 1 for layer in plain)
+        reach = sum(layer.options.solver.reach for layer in plain)
         for layer in self.plan.converted.values():
-            layer.options = layer.options.filled("plain", "deterministic", further)
+            layer.options = layer.options.filled("plain", "deterministic", reach)
 
     def _refuse(self, path: str, why: str) -> None:
         self.plan.refused[path] = why
@@ -105,7 +105,8 @@ class Planner:
             takes.append(f"{self.paths[layer.norm]} ({type(layer.norm).__name__})")
         layer.takes = tuple(dict.fromkeys((*takes, *filter(None, names))))
         layer.stays = tuple(dict.fromkeys(around.stays for around in found if around.stays))
-        solver_layer(layer, module, layer.norm)  # raises for options that do not fit
+        filled = dataclasses.replace(layer, options=layer.options.filled("plain", "deterministic"))
+        solver_layer(filled, module, layer.norm)  # raises for options that do not fit
         return layer
 
     def _uncalled(self, module: nn.Module) -> str:
