@@ -428,11 +428,10 @@ def test_a_default_strength_follows_the_start_and_the_solver():
 def test_momentum_counts_in_the_default_strength():
     plain, ball, nesterov = (convert(small(), solver)[0].strength for solver in (ProxGD(30), HeavyBall(30), FISTA(30)))
     assert plain > ball > nesterov
-    x = torch.randn(64, 20, dtype=torch.float64)
-    for solver in (ProxGD(30), HeavyBall(30), FISTA(30), ADMM(30)):
-        net = small()
-        with torch.no_grad():
-            assert float((convert(net, solver)(x) - net(x)).norm() / net(x).norm()) < 0.15
+    net, x = small(), torch.randn(64, 20, dtype=torch.float64)
+    with torch.no_grad():
+        changes = [(convert(net, s)(x) - net(x)).norm() for s in (ProxGD(30), HeavyBall(30), FISTA(30), ADMM(30))]
+    assert max(changes) < 1.5 * changes[0], "the change is about the same for all methods"
 
 
 def test_strength_zero_from_zero_is_refused_and_nothing_is_changed():

@@ -118,9 +118,11 @@ class HeavyBall(GradientSolver):
 
     @property
     def reach(self) -> float:
-        """Momentum lengthens steps by up to 1/(1 − β)."""
-        momentum = {"auto": 0.5, "growing": 0.0}[self.momentum] if isinstance(self.momentum, str) else self.momentum
-        return (self.iterations - 1) / (1 - momentum)
+        """Momentum lengthens steps by up to 1/(1 − β); where it is automatic, β may be close to 1."""
+        further = self.iterations - 1
+        if self.momentum == "auto":
+            return further * (further + 1) / 2
+        return further / (1 - (0.0 if isinstance(self.momentum, str) else self.momentum))
 
     def __post_init__(self) -> None:
         super().__post_init__()
