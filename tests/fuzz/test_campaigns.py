@@ -5,6 +5,7 @@ import inspect
 import pytest
 
 import minimand
+from tests.fuzz import gradients
 from tests.fuzz.campaigns import CAMPAIGNS, run
 from tests.fuzz.hostile import CALLS
 
@@ -40,3 +41,10 @@ def test_every_public_name_is_called() -> None:
     packages += (minimand.nn, minimand.norms, minimand.operators, minimand.solvers, minimand.train)
     missing = {name for package in packages for name in package.__all__ if f".{name}" not in source} - NOT_CALLED
     assert not missing, f"no valid call of {sorted(missing)} in tests/fuzz/hostile.py"
+
+
+@pytest.mark.parametrize("transform", ["func.hessian", "jvp of jvp", "grad of jvp"])
+def test_the_solution_is_a_constant_of_jacobian_free_at_every_level(transform: str) -> None:
+    """A case that the campaign found: conjugate gradients inside of ADMM were differentiated by nested transforms."""
+    problem = ("log_box_conjugate", "blocks", "ADMM", "jacobian-free", transform)
+    gradients.check(gradients.GradientCase(*problem, iterations=1, exponent=0, ridge=0.0, shared=False, seed=0))

@@ -8,6 +8,7 @@ import abc
 import contextlib
 import copy
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.autograd.forward_ad as forward_mode
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from ..errors import CapabilityError, forward_rule, is_compiled
 from ..functions.base import Function
@@ -23,12 +25,26 @@ from ..operators.base import LinearOperator
 
 __all__ = ["Equation", "Parts", "attached", "constant", "full_precision", "pullback", "transformed"]
 
+_BLOCKS = threading.local()
+
 
 @contextlib.contextmanager
 def constant() -> Iterator[None]:
     """A block whose results are constants for every derivative (``no_grad`` alone leaves those in forward mode)."""
     with torch.no_grad(), forward_mode._set_fwd_grad_enabled(False):
-        yield
+        if is_dynamo_compiling():
+            yield
+            return
+        _BLOCKS.depth = _depth() + 1
+        try:
+            yield
+        finally:
+            _BLOCKS.depth -= 1
+
+
+def _depth() -> int:
+    """The number of blocks of constants around this call, in this thread."""
+    return getattr(_BLOCKS, "depth", 0)
 
 
 def full_precision(like: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -143,6 +159,9 @@ class _Linearized(Equation):
 
 def attached(equation: Equation, x: Tensor, parts: Parts) -> Tensor:
     """``x``, which was computed as a constant, with its derivatives in the tensors of its equation."""
+    if not is_dynamo_compiling() and _depth():
+        # Custom functions under torch.func turn gradients on again for the outer derivatives.
+        return x
     with full_precision(x):
         if not is_compiled(x):
             if not parts.opaque or not _captures(equation, x, parts):
