@@ -21,19 +21,10 @@ from .cases.precision import ADJOINTS, FUNCTIONS, LAYERS, SOLVERS, PrecisionCase
 
 HALVES = (torch.bfloat16, torch.float16)
 
-#: Combinations (solver, layer, adjoint) whose gradients wait for another change: empty it then.
-WAITING = {("ADMM", layer, adjoint) for layer in ("conv1d", "conv2d") for adjoint in ("unroll", "checkpoint")}
-
-
-def _is_waiting(case: PrecisionCase) -> bool:
-    return (case.solver, case.layer, case.adjoint) in WAITING
-
 
 @pytest.mark.parametrize("case", pairwise(), ids=str)
 def test_a_layer_is_its_float64_layer_up_to_rounding(case):
     """Every pair of layer, solver, adjoint, function, precision, scale, data and entry (tests/cases/precision.py)."""
-    if _is_waiting(case):
-        pytest.skip("waiting")
     check_layer(case)
 
 
@@ -47,7 +38,7 @@ def test_a_layer_is_its_float64_layer_up_to_rounding(case):
 def test_scaling_the_weight_scales_the_solution(solver, layer, power, dtype):
     """For cones x(cA, cb, c²λ) = x(A, b, λ)/c, and the gradient in A is divided by c². Powers of two are exact."""
     for function, name in ((NonNegative(), "unroll"), (NonPositive(), "implicit"), (Zero(), "free")):
-        if (solver, layer, name) in WAITING or (name == "implicit" and SOLVERS[solver].stochastic):
+        if name == "implicit" and SOLVERS[solver].stochastic:
             continue
         x, gradient = _cone_layer(layer, SOLVERS[solver], ADJOINTS[name], function, 0, dtype)
         scaled, scaled_gradient = _cone_layer(layer, SOLVERS[solver], ADJOINTS[name], function, power, dtype)
