@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from minimand.errors import CapabilityError
 from minimand.factor import Entrywise, Huber, Logistic, Squared, Status, certify, factorize
 from minimand.factor.descent import Components, ProximalDescent, SquaredDescent
+from minimand.factor.losses import Loss
 from minimand.factor.regularizers import L2, NonNegativeL2, SparseL2
 
 from .test_certificate import SOLVER, adversaries
@@ -125,3 +127,11 @@ def test_bad_losses():
         factorize(Y, lam=1.0, loss=partial(Huber, gamma=-1.0))
     with pytest.raises(ValueError, match="mask needs the squared loss"):
         certify(SIGNS, np.ones((8, 1)), np.ones((6, 1)), lam=1.0, loss=Logistic, mask=SIGNS > 0)
+
+
+def test_a_loss_with_a_degree_but_no_scaling_is_named():
+    class Unscaled(Entrywise):
+        degree = 2
+
+    with pytest.raises(CapabilityError, match=r"Unscaled has a degree.*scaled\(exponent\)"):
+        Loss.scaled(Unscaled.__new__(Unscaled), 3)

@@ -18,7 +18,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, require_positive
+from ..errors import CapabilityError, OptionError, require_positive
 from ..functions import L1
 from ..norms.spectral import EPS
 from .inputs import Units, comparable, middle, raised, shifted
@@ -91,8 +91,11 @@ class Loss(abc.ABC):
         return 0.0
 
     def scaled(self, exponent: int) -> Self:
-        """The loss of the data times 2^exponent."""
-        raise NotImplementedError
+        """The loss of the data times 2^exponent; a loss with a degree implements it."""
+        raise CapabilityError(
+            f"{type(self).__name__} has a degree, so it must also have scaled(exponent), the loss of its data times "
+            f"2^exponent; or leave the degree out"
+        )
 
     def normalized(self, *factors: Tensor, largest: float | None = None) -> tuple[Self, Units]:
         """The loss of data in the middle of the floating-point range, where given factors (vectors as columns) fit too,
