@@ -130,8 +130,6 @@ def test_bad_losses():
 
 
 def test_a_loss_with_a_degree_but_no_scaling_is_named():
-    class Unscaled(Entrywise):
-        degree = 2
-
-    with pytest.raises(CapabilityError, match=r"Unscaled has a degree.*scaled\(exponent\)"):
-        Loss.scaled(Unscaled.__new__(Unscaled), 3)
+    """What a loss of one's own that leaves scaled out inherits."""
+    with pytest.raises(CapabilityError, match=r"Squared has a degree.*scaled\(exponent\)"):
+        Loss.scaled(Squared(torch.ones(2, 2, dtype=torch.float64)), 3)
