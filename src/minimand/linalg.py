@@ -39,10 +39,10 @@ def _product(matrix: Tensor, half: bool = False) -> Tensor:
 
 
 def _by_blocks(matrix: Tensor, half: bool) -> Tensor:
-    """Multiply block rows up to the diagonal, 10 of 16 blocks. Mirror them above it, or fill in zeros."""
+    """Multiply block rows up to the diagonal, 36 of 64 blocks. Mirror them above it, or fill in zeros."""
     out = matrix.new_empty(len(matrix), len(matrix))
     start = 0
-    for rows in matrix.chunk(4):
+    for rows in matrix.chunk(8):
         end = start + len(rows)
         torch.mm(rows, matrix[:end].mT, out=out[start:end, :end])
         if half:

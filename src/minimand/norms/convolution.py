@@ -31,6 +31,7 @@ __all__ = ["channel_norms_sq", "convolution_norm_sq", "is_expensive", "quick_nor
 POINTS_PER_DEGREE = 6
 CHEAP = 2e7  # operations up to which the circular grid is used in every dimension
 QUICK = 2e6  # operations from which a first bound may be looser
+SPECTRUM = 192  # side of a matrix up to which a quick bound computes the spectrum
 TINY = 5e7  # operations up to which the matrix itself is formed
 
 
@@ -84,9 +85,15 @@ def quick_norm_sq(weight: Tensor, geometry: ConvGeometry) -> Tensor:
     """
     grouped = weight.detach().unflatten(0, (geometry.groups, -1)).float()
     shared, summed = geometry.overlaps()
-    sides = [(shared, grouped.flatten(2)), (summed, grouped.transpose(1, 2).flatten(2))]
+    groups, rows, columns, *taps = grouped.shape
+    count = math.prod(taps)
     # The norm of a random matrix is the sum of the roots of its sides.
-    factor, matrix = min(sides, key=lambda side: side[0] * sum(n**0.5 for n in side[1].shape[1:]) ** 2)
+    as_rows, as_columns = (
+        factor * (side**0.5 + (other * count) ** 0.5) ** 2
+        for factor, side, other in ((shared, rows, columns), (summed, columns, rows))
+    )
+    factor, sided = (shared, grouped) if as_rows <= as_columns else (summed, grouped.transpose(1, 2))
+    matrix = sided.reshape(groups, sided.shape[1], -1)
     matrix, scale = in_range(matrix, 16)
     product = gram(matrix[0]) if len(matrix) == 1 else gram(matrix)
     # The trace is the squared Frobenius norm, up to the same error.
@@ -94,7 +101,9 @@ def quick_norm_sq(weight: Tensor, geometry: ConvGeometry) -> Tensor:
     size = to_float64(product.diagonal(dim1=-2, dim2=-1)).sum(-1).max() / (1 - share)
     # Squares below the smallest normal number may have been lost.
     error = share * size + matrix[0].numel() * torch.finfo(torch.float32).tiny
-    found = factor * (certified_lambda_max(product, rtol=1e-2) + error) * (1 + 1e-9)
+    # The spectrum of a small matrix costs less than the calls that an estimate takes.
+    rtol = 0.0 if product.shape[-1] <= SPECTRUM else 1e-2
+    found = factor * (certified_lambda_max(product, rtol=rtol) + error) * (1 + 1e-9)
     return product_of_bounds(found, scale, scale)
 
 

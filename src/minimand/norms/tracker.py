@@ -41,17 +41,16 @@ FLOAT32_EPS = torch.finfo(torch.float32).eps
 
 
 class CertifiedWeight(NamedTuple):
-    """A weight, bounds on its norms (whole, per input, per output), and an estimate of its first singular vector."""
+    """A weight, bounds on its norms (whole, per input, per output), and an estimate of its first singular vector.
+
+    They are views of one tensor, so that a weight and its bounds are published in one assignment.
+    """
 
     weight: Tensor
     total: Tensor
     inputs: Tensor
     outputs: Tensor
     direction: Tensor
-
-    def pack(self) -> Tensor:
-        """All entries in one tensor, so that a weight and its bounds are published in one assignment."""
-        return torch.cat([part.reshape(-1) for part in self])
 
 
 class LipschitzTracker(Sealed, nn.Module):
@@ -323,8 +322,10 @@ def _certify(kernel: Kernel, parts: list[bool], start: Tensor | None = None, *, 
     ``quick`` a bound on a convolution that is expensive to certify is a looser one at first."""
     # A normal tensor, which compiled graphs take, too; a copy, because another thread may change the weight meanwhile.
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(kernel.device.type, enabled=False):
-        weight = kernel.weight.clone()
-        kernel, none = kernel.with_weight(weight), weight.new_empty(0)
+        packed = kernel.weight.new_empty(sum(_sizes(kernel, parts)))
+        made = _unpack(packed, kernel, parts)
+        weight, none = made.weight.copy_(kernel.weight), packed[:0]
+        kernel = kernel.with_weight(weight)
         require_finite("the weight", weight)
         quick = quick and kernel.geometry is not None and is_expensive(weight, kernel.geometry)
         if quick and kernel.geometry is not None:
@@ -333,17 +334,20 @@ def _certify(kernel: Kernel, parts: list[bool], start: Tensor | None = None, *, 
             trusted = weight.dtype == torch.float32 and TRUSTED[0] < float(total) < TRUSTED[1]
             precision = torch.float32 if trusted else torch.float64
             parted = _drift(kernel, torch.zeros_like(weight), parts, precision)[1:] if any(parts[:2]) else (none, none)
-            loose = (round_up(to_float64(root), weight.dtype).to(weight.device) for root in (total, *parted))
-            return CertifiedWeight._make((weight, *loose, weight.new_ones(1))).pack()
+            for part, root in zip(made[1:4], (total, *parted), strict=True):
+                part.copy_(round_up(to_float64(root), weight.dtype))
+            made.direction.fill_(1)
+            return packed
         if kernel.geometry is not None:
             total, direction = kernel.certified(), weight.new_zeros(1)
         else:
             total, direction = top_singular(weight, rtol=COLD_RTOL if start is None else WARM_RTOL, start=start)
         columns = kernel.input_norms_sq() if parts[0] else none
         rows = kernel.output_norms_sq() if parts[1] else none
-        roots = (to_float64(norm_sq).sqrt() * (1 + 4 * EPS) for norm_sq in (total, columns, rows))
-        raised = (round_up(root, weight.dtype).to(weight.device) for root in roots)
-        return CertifiedWeight._make((weight, *raised, direction.to(weight))).pack()
+        for part, norm_sq in zip(made[1:4], (total, columns, rows), strict=True):
+            part.copy_(round_up(to_float64(norm_sq).sqrt() * (1 + 4 * EPS), weight.dtype))
+        made.direction.copy_(direction)
+        return packed
 
 
 @torch.library.custom_op("minimand::tracked_bounds", mutates_args=())
