@@ -28,13 +28,14 @@ from minimand_papers.runner import RunSetting, run
 from minimand_papers.setting import directory_of
 
 FILE = str(Path(__file__).parent / "cases" / "experiment_file.py")
-# Training with dropout and kept tensors, networks with solvers, ProxProp, lifted methods, unrolled networks, residual
-# networks, parts without epochs, and factorisation.
+# Training with dropout and kept tensors, networks with solvers, cached features, ProxProp, lifted methods, unrolled
+# networks, residual networks, parts without epochs, and factorisation.
 EXPERIMENTS = (
     FILE,
     "dropout-digits",
     "layer-convergence",
     "solvers-dropout-rates",
+    "solvers-heads",
     "proxprop-mlp",
     "lpom-mnist",
     "lifted-conv",

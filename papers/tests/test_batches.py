@@ -102,7 +102,7 @@ def test_crop_flip_is_the_loop_over_images(
     images = torch.randint(256, (count, channels, height, width), generator=generator, dtype=torch.uint8)
     before = images.clone()
     augment = CropFlip(padding, flip)
-    draw = augment.draw(count, generator)
+    draw = augment.draw(torch.arange(count), 0, generator)
     got = augment.apply(images, draw)
     assert got.shape == images.shape
     for image, row, out in zip(images, draw.tolist(), got, strict=True):
@@ -113,15 +113,55 @@ def test_crop_flip_is_the_loop_over_images(
 
 
 def test_every_crop_and_mirror_occurs() -> None:
-    draw = CropFlip(2).draw(5000, torch.Generator().manual_seed(0))
+    draw = CropFlip(2).draw(torch.arange(5000), 0, torch.Generator().manual_seed(0))
     counts = torch.unique(draw, dim=0, return_counts=True)[1]
     assert len(counts) == 50
     assert 50 < int(counts.min()) <= int(counts.max()) < 160
-    assert not CropFlip(2, flip=False).draw(100, torch.Generator())[:, 2].any()
+    assert not CropFlip(2, flip=False).draw(torch.arange(100), 0, torch.Generator())[:, 2].any()
     with pytest.raises(ShapeError, match="does not fit 3 images"):
         CropFlip().apply(torch.zeros(3, 1, 4, 4, dtype=torch.uint8), draw)
     with pytest.raises(OptionError, match="padding"):
         CropFlip(-1)
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_reflected_crops_are_those_of_a_reflected_image(flip: bool) -> None:
+    images = torch.randint(256, (6, 3, 7, 9), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    augment = CropFlip(3, flip, reflect=True)
+    draw = augment.draw(torch.arange(6), 0, torch.Generator().manual_seed(1))
+    for image, (top, left, mirror), out in zip(images, draw.tolist(), augment.apply(images, draw), strict=True):
+        padded = torch.nn.functional.pad((image.flip(-1) if mirror else image).float(), (3,) * 4, mode="reflect")
+        assert torch.equal(out.float(), padded[:, top : top + 7, left : left + 9])
+    with pytest.raises(ShapeError, match="larger images"):
+        CropFlip(7, reflect=True).apply(images, draw)
+
+
+def test_alternating_mirrors_show_every_image_both_ways_in_two_epochs() -> None:
+    images = torch.arange(40, dtype=torch.uint8).view(40, 1, 1, 1).expand(40, 1, 1, 2).clone()
+    images[..., 1] += 100
+    split = DataSplit(images, torch.arange(40))
+    loader = batches(split, 8, generator=seeded(), augment=CropFlip(0, alternate=True))
+    epochs = []
+    for number in range(4):
+        shown = {}
+        for position, (shapes, labels) in enumerate(loader):
+            shown |= {
+                int(label): bool(shape[0, 0, 0] > shape[0, 0, 1]) for shape, label in zip(shapes, labels, strict=True)
+            }
+            if number == 1 and position == 2:  # an epoch goes on, and counts on, where another loader was
+                other = batches(split, 8, generator=seeded(9), augment=CropFlip(0, alternate=True))
+                other.load_state_dict(loader.state_dict())
+        epochs.append(shown)
+    assert 5 < sum(epochs[0].values()) < 35
+    assert epochs[2:] == epochs[:2]
+    assert all(epochs[0][label] != epochs[1][label] for label in range(40))
+    rest = {
+        int(label): bool(shape[0, 0, 0] > shape[0, 0, 1]) for pair in other for shape, label in zip(*pair, strict=True)
+    }
+    assert len(rest) == 16
+    assert all(epochs[1][label] == way for label, way in rest.items())
+    following = {int(label): bool(s[0, 0, 0] > s[0, 0, 1]) for pair in other for s, label in zip(*pair, strict=True)}
+    assert following == epochs[2]
 
 
 # Batches

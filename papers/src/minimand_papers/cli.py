@@ -115,6 +115,7 @@ def report(
     open: bool = False,
     file: Path | None = None,
     markdown: Path | None = None,
+    csv: Path | None = None,
     experiment: tuple[Path, ...] = (),
 ) -> None:
     """Write one self-contained HTML page of all results: the paper's numbers beside ours, with plots.
@@ -126,23 +127,30 @@ def report(
         open: Open the page in a browser.
         file: The path of the page (default: report.html in the directory of all runs).
         markdown: Also write one Markdown page per source into this directory.
+        csv: Also write two CSV files per result into this directory: every record, and the comparison with the source.
         experiment: Python files that define experiments of your own, whose results are to be shown, too. Their code is
             run; result files alone never run code.
     """
-    from .report import write_pages, write_report
+    from .report import write_pages, write_report, write_tables
 
     if not out.is_dir():
         raise OptionError(
             f"there is no directory {out}: run an experiment first (minimand list), or give another --out"
         )
-    if markdown is not None and markdown.is_file():
-        raise OptionError(f"--markdown takes a directory, and {markdown} is a file")
+    for option, folder in (("markdown", markdown), ("csv", csv)):
+        if folder is not None and folder.is_file():
+            raise OptionError(f"--{option} takes a directory, and {folder} is a file")
     own = [find(str(path)) for path in experiment]
     path = write_report(out, file, own=own)
     _say(f"Report: {path}")
     if markdown is not None:
         names = ", ".join(page.name for page in write_pages(out, markdown, own=own))
         _say(f"Pages:  {names} in {markdown}")
+    if csv is not None:
+        tables, problems = write_tables(out, csv, own=own)
+        _say(f"Tables: {len(tables)} files in {csv}")
+        for problem in problems:
+            _complain(problem)
     if open:
         import webbrowser
 

@@ -1,23 +1,40 @@
 """The parts of an experiment: options with presets, runs that yield metrics, the source's numbers, claims, plots."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from minimand.errors import OptionError
+from minimand.errors import MissingExtra, OptionError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from pandas import DataFrame
 
     from .comparing import Difference
     from .context import Lab
 
-__all__ = ["PRESETS", "Claim", "Comparison", "Experiment", "Metrics", "Part", "Plot", "Preset", "Results", "Verdict"]
+__all__ = [
+    "PLACE",
+    "PRESETS",
+    "Claim",
+    "Comparison",
+    "Experiment",
+    "Metrics",
+    "Part",
+    "Plot",
+    "Preset",
+    "Results",
+    "Verdict",
+    "columns",
+]
 
 O = TypeVar("O")  # noqa: E741
 Metrics = Mapping[str, Any]
 
 PRESETS = ("smoke", "laptop", "paper")
+PLACE = ("part", "seed", "record")
+"""The columns that say where a record belongs."""
 
 Verdict = Literal["reproduced", "partly", "not", "not run"]
 
@@ -129,6 +146,48 @@ class Results(Generic[O]):
                 reached = [found[seed] for found in ends]
                 records[group][seed] = self.records[names[reached.index(max(reached))]][seed]
         return dataclasses.replace(self, records=records)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Every record as one flat dictionary: its part, its seed, its number from 0 on (``record``), and its own keys.
+
+        A record's own key with one of these three names is listed with an underscore behind it.
+
+        >>> Results(None, "smoke", {"a": {0: [{"loss": 2.0}, {"loss": 1.0, "seed": "x"}]}}).rows()[1]
+        {'part': 'a', 'seed': 0, 'record': 1, 'loss': 1.0, 'seed_': 'x'}
+        """
+        listed = [
+            (part, seed, number, record)
+            for part, seeds in self.records.items()
+            for seed, records in seeds.items()
+            for number, record in enumerate(records)
+        ]
+        keys = {key for *_, record in listed for key in record}
+        own = {name: next(free for free in _underscored(name) if free not in keys) for name in PLACE}
+        return [
+            {**dict(zip(PLACE, place, strict=True)), **{own.get(key, key): value for key, value in record.items()}}
+            for *place, record in listed
+        ]
+
+    def to_pandas(self) -> "DataFrame":
+        """All records as a data frame in long form, one line per record with the columns of :meth:`rows`.
+
+        A key that a record lacks is NaN there. It needs the package pandas.
+        """
+        try:
+            from pandas import DataFrame
+        except ImportError as error:
+            raise MissingExtra('to_pandas needs pandas: pip install "minimand-papers[pandas]"') from error
+        rows = self.rows()
+        return DataFrame(rows, columns=columns(rows))
+
+
+def columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The columns of a table of :meth:`Results.rows`, in the order in which they first occur."""
+    return list(dict.fromkeys([*PLACE, *(key for row in rows for key in row)]))
+
+
+def _underscored(name: str) -> Iterator[str]:
+    return (name + "_" * count for count in itertools.count(1))
 
 
 def _nothing(results: Results[Any]) -> Sequence[Any]:

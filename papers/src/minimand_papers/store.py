@@ -17,7 +17,18 @@ from minimand.errors import DataError
 from .experiment import Metrics
 from .untrusted import appending, content
 
-__all__ = ["Records", "atomically", "encoded", "read_json", "slug", "sweep", "versions", "write_json", "writing"]
+__all__ = [
+    "Records",
+    "as_json",
+    "atomically",
+    "encoded",
+    "read_json",
+    "slug",
+    "sweep",
+    "versions",
+    "write_json",
+    "writing",
+]
 
 
 _PARTIAL = ".partial"
@@ -103,6 +114,15 @@ def sweep(directory: Path) -> None:
     for path in directory.rglob(f".*{_PARTIAL}"):
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+def as_json(value: Any) -> str:
+    """JSON in one line; NaN and infinities become the strings "nan", "inf" and "-inf".
+
+    >>> as_json({"a": [1, math.inf]})
+    '{"a": [1, "inf"]}'
+    """
+    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -206,7 +226,7 @@ class Records:
 
 
 def _line(record: Metrics) -> bytes:
-    return encoded(json.dumps(_plain(record), ensure_ascii=False, allow_nan=False) + "\n")
+    return encoded(as_json(record) + "\n")
 
 
 def versions() -> dict[str, str]:

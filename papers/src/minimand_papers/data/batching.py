@@ -70,10 +70,11 @@ def batches(
 
 @dataclasses.dataclass
 class _Epoch:
-    """The seed of all random numbers of an epoch; ``position`` is the next batch."""
+    """The seed of all random numbers of an epoch; ``position`` is the next batch, ``number`` counts epochs from 0."""
 
     seed: int
     position: int = 0
+    number: int = 0
 
 
 class Batches:
@@ -98,6 +99,7 @@ class Batches:
         self.normalize, self.augment, self.device = normalize, augment, device
         self.drop_last, self.shard = drop_last, shard
         self._epoch: _Epoch | None = None
+        self._begun = 0
         self._resume = False
 
     def __len__(self) -> int:
@@ -106,7 +108,8 @@ class Batches:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         if self._epoch is None or not self._resume:
-            self._epoch = _Epoch(self._seed())
+            self._epoch = _Epoch(self._seed(), number=self._begun)
+            self._begun += 1
         self._resume = False
         return self._batches(self._epoch)
 
@@ -114,7 +117,7 @@ class Batches:
         """Where the loader is: in which epoch, at which batch, and its generator's state."""
         epoch = None if self._epoch is None else dataclasses.asdict(self._epoch)
         state = None if self.generator is None else self.generator.get_state()
-        return {"images": len(self.split), "size": self.size, "epoch": epoch, "generator": state}
+        return {"images": len(self.split), "size": self.size, "epoch": epoch, "begun": self._begun, "generator": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to where another loader of the same split and size was."""
@@ -128,6 +131,7 @@ class Batches:
         if self.generator is not None:
             self.generator.set_state(state["generator"].cpu())
         self._epoch = None if state["epoch"] is None else _Epoch(**state["epoch"])
+        self._begun = int(state["begun"])
         self._resume = self._epoch is not None
 
     def _seed(self) -> int:
@@ -142,7 +146,7 @@ class Batches:
         order = torch.arange(count) if self.generator is None else torch.randperm(count, generator=chance)
         order = order.to(here)
         labels = self.split.labels.index_select(0, order).to(self.device)
-        draw = None if self.augment is None else self.augment.draw(count, chance)
+        draw = None if self.augment is None else self.augment.draw(order, epoch.number, chance)
         while epoch.position < len(self):
             rows = self._rows(epoch.position)
             epoch.position += 1

@@ -89,8 +89,11 @@ class Augmentation(Protocol):
     result.
     """
 
-    def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """The random numbers for ``count`` images, one row each."""
+    def draw(self, order: Tensor, epoch: int, generator: torch.Generator) -> Tensor:
+        """The random numbers for the images at the positions ``order`` of a split, one row each.
+
+        ``epoch`` counts from 0, for changes that alternate.
+        """
         ...
 
     def apply(self, images: Tensor, draw: Tensor) -> Tensor:
@@ -100,26 +103,41 @@ class Augmentation(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class CropFlip:
-    """Pad by zeros, crop to size at a random place, and mirror with probability ½: what CIFAR nets are trained with.
+    """Pad, crop to size at a random place, and mirror with probability ½: what CIFAR nets are trained with.
 
     Not for digits, which a mirror changes: ``CropFlip(padding=2, flip=False)``.
 
     >>> images = torch.arange(18, dtype=torch.uint8).view(2, 1, 3, 3)
     >>> CropFlip(padding=1).apply(images, torch.tensor([[1, 1, 0], [0, 1, 1]])).tolist()
     [[[[0, 1, 2], [3, 4, 5], [6, 7, 8]]], [[[0, 0, 0], [11, 10, 9], [14, 13, 12]]]]
+
+    Args:
+        padding: Pixels on each side.
+        flip: Whether images are mirrored.
+        reflect: Pad by reflection instead of zeros.
+        alternate: Mirror a fixed random half of the images in even epochs and the other half in odd ones, so that two
+            epochs show every image both ways.
     """
 
     padding: int = 4
     flip: bool = True
+    reflect: bool = False
+    alternate: bool = False
 
     def __post_init__(self) -> None:
         if self.padding < 0:
             raise OptionError(f"padding must be ≥ 0, got {self.padding}")
 
-    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+    def draw(self, order: Tensor, epoch: int, generator: torch.Generator) -> Tensor:
         """Top and left of the crop in the padded image, and whether it is mirrored."""
+        count = len(order)
         places = torch.randint(2 * self.padding + 1, (count, 2), generator=generator)
         mirror = torch.randint(2, (count, 1), generator=generator)
+        if self.alternate:
+            halves = torch.randint(
+                2, (int(order.max()) + 1 if count else 0,), generator=torch.Generator().manual_seed(0)
+            )
+            mirror = (halves[order.cpu()] + epoch).remainder(2).unsqueeze(1)
         return torch.cat([places, mirror if self.flip else torch.zeros_like(mirror)], dim=1)
 
     def apply(self, images: Tensor, draw: Tensor) -> Tensor:
@@ -127,12 +145,19 @@ class CropFlip:
         count, channels, height, width = images.shape
         if draw.shape != (count, 3):
             raise ShapeError(f"a draw of {tuple(draw.shape)} does not fit {count} images; it needs a row of 3 for each")
+        if self.reflect and self.padding >= min(height, width):
+            raise ShapeError(f"a reflection by {self.padding} pixels needs larger images than {height} × {width}")
         pad, line, lines = self.padding, width + 2 * self.padding, height + 2 * self.padding
         padded = images.new_zeros(1 + self.flip, count, channels, lines, line)
         inner = padded[..., pad : pad + height, pad : pad + width]
         inner[0] = images
         if self.flip:
             inner[1] = images.flip(-1)
+        if self.reflect and pad:
+            padded[..., :pad] = padded[..., pad + 1 : 2 * pad + 1].flip(-1)
+            padded[..., -pad:] = padded[..., -2 * pad - 1 : -pad - 1].flip(-1)
+            padded[..., :pad, :] = padded[..., pad + 1 : 2 * pad + 1, :].flip(-2)
+            padded[..., -pad:, :] = padded[..., -2 * pad - 1 : -pad - 1, :].flip(-2)
         # A row of a crop is a run of the padded bytes. All runs are one overlapping view, and runs are copied whole.
         runs = padded.as_strided((max(padded.numel() - width + 1, 0), width), (1, 1))
         strides, origin = _places(count, channels, height, lines, line, images.device)
@@ -141,7 +166,7 @@ class CropFlip:
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """Draw and apply."""
-        return self.apply(images, self.draw(len(images), generator))
+        return self.apply(images, self.draw(torch.arange(len(images)), 0, generator))
 
 
 @functools.lru_cache(maxsize=16)

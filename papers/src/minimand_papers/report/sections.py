@@ -14,10 +14,10 @@ from minimand.errors import MinimandError
 from ..comparing import Difference, mean_std
 from ..experiment import PRESETS, Claim, Comparison, Experiment, Plot
 from ..registry import experiments, source_of
-from ..runner import read_results
+from ..results import RESULT, read_results
 from ..store import slug
 
-__all__ = ["Picture", "Row", "Section", "section", "sections"]
+__all__ = ["Picture", "Row", "Section", "complaint", "folders", "section", "sections"]
 
 # Plots are drawn in this colour; in the page it is replaced by the colour of the text.
 _INK = "#123456"
@@ -97,17 +97,26 @@ def sections(
     ``own``: the experiments that come from files of the user.
     """
     found, problems = [], []
-    for path in sorted(out.glob("*/*/result.json")):
-        if path.parent.name.split("-")[0] not in PRESETS or ".old" in path.parent.name:
-            continue
+    for folder in folders(out):
         try:
-            found.append(section(path.parent, pictures=pictures, own=own))
+            found.append(section(folder, pictures=pictures, own=own))
         except Exception as error:  # an experiment meets the values of somebody's file with whatever they lead to
-            why = str(error) if isinstance(error, MinimandError) else f"its values do not fit ({error!r})"
-            problems.append(f"{path} cannot be shown: {' '.join(why.split())[:_LONGEST]}")
+            problems.append(complaint(folder, error))
     order = [experiment.name for experiment in experiments()]
     found.sort(key=lambda section: order.index(section.name) if section.name in order else len(order))
     return found, problems
+
+
+def folders(out: Path) -> list[Path]:
+    """The folders below ``out`` with a result; runs that were moved aside are left out."""
+    found = [path.parent for path in sorted(out.glob(f"*/*/{RESULT}"))]
+    return [folder for folder in found if folder.name.split("-")[0] in PRESETS and ".old" not in folder.name]
+
+
+def complaint(folder: Path, error: Exception) -> str:
+    """A sentence about a result that cannot be shown."""
+    why = str(error) if isinstance(error, MinimandError) else f"its values do not fit ({error!r})"
+    return f"{folder / RESULT} cannot be shown: {' '.join(why.split())[:_LONGEST]}"
 
 
 def section(directory: Path, *, pictures: bool = True, own: Sequence[Experiment[Any]] = ()) -> Section:

@@ -2,6 +2,7 @@
 
 from .alexnet import AlexNet
 from .densenet import AGDNet, AGDNet121, DenseNet, DenseNet121
+from .fastnet import FastNet
 from .lenet import LeNet
 from .plain import BasicResNet, PatchTransformer, Perceptron
 from .proxprop import ProxPropConvNet, ProxPropMLP
@@ -17,6 +18,7 @@ __all__ = [
     "DMRNet",
     "DenseNet",
     "DenseNet121",
+    "FastNet",
     "HBNet",
     "HBNet34",
     "LeNet",

@@ -11,7 +11,8 @@ from minimand.nn import NesterovUpdate, coefficient_parameters
 
 from ...context import Lab
 from ...experiment import Comparison, Metrics, Results
-from ...training import Loaders, train
+from ...recipe import Recipe, augmentation, fast_train
+from ...training import Loaders, loaders, train
 from ...zoo import AGDNet, DenseNet, DMRNet, HBNet, ResNet
 from .._solvers import ImageOptions
 
@@ -38,7 +39,8 @@ class StructureOptions(ImageOptions):
         width: A factor on the widths of the residual networks.
         epochs: Epochs of every network.
         peak: The largest learning rate.
-        schedule: "one-cycle", or "paper": the rate drops to a tenth after 1/2 and after 3/4 of the epochs.
+        schedule: "one-cycle"; "paper": the rate drops to a tenth after 1/2 and after 3/4 of the epochs; "fast": the
+            recipe of ``minimand_papers.recipe`` with this peak and decay, in bfloat16.
         decay: Weight decay of all parameters except the coefficients.
     """
 
@@ -53,9 +55,22 @@ class StructureOptions(ImageOptions):
         if self.schedule == "one-cycle":
             return one_cycle(self.peak, self.epochs)
         if self.schedule != "paper":
-            raise OptionError(f'schedule is "one-cycle" or "paper", got {self.schedule!r}')
+            raise OptionError(f'schedule is "one-cycle", "paper" or "fast", got {self.schedule!r}')
         falls = (self.epochs // 2, 3 * self.epochs // 4)
         return tuple(self.peak * 0.1 ** sum(epoch >= fall for fall in falls) for epoch in range(self.epochs))
+
+    def loaders(self, lab: Lab) -> Loaders:
+        """Batches of the three splits, with the recipe's augmentation if the schedule is "fast"."""
+        if self.schedule != "fast" or not self.augment:
+            return super().loaders(lab)
+        limit = self.limit or None
+        return loaders(lab, self.dataset, self.batch, augment=augmentation(), limit=limit, enlarge=self.enlarge)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The fast recipe with these options; batch norms have scales here, and no decay."""
+        same = self.peak, self.decay
+        return Recipe(self.epochs, convolutions=same, norms=(self.peak, 0.0), head=same, momentum=0.9, smoothing=0.1)
 
 
 def network(family: str, size: tuple[int, ...], data: Loaders, width: float = 1.0, dropout: float = 0.0) -> nn.Module:
@@ -84,8 +99,12 @@ def trained(options: StructureOptions, lab: Lab, data: Loaders, model: nn.Module
     """Train a network; the last record has its error, its number of parameters and its coefficients."""
     free = list(coefficient_parameters(model))
     last: dict[str, object] = {}
-    rates, decay = options.rates(), options.decay
-    for record in train(lab, model, data, epochs=options.epochs, rates=rates, weight_decay=decay, undecayed=free):
+    if options.schedule == "fast":
+        records = fast_train(lab, model, data, options.recipe, free)
+    else:
+        rates, decay = options.rates(), options.decay
+        records = train(lab, model, data, epochs=options.epochs, rates=rates, weight_decay=decay, undecayed=free)
+    for record in records:
         if "test" in record:
             last = record
         else:
