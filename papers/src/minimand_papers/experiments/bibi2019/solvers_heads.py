@@ -91,9 +91,11 @@ def name(p: float, method: str) -> str:
 
 
 def parts(options: SolversHeadsOptions) -> list[Part]:
-    """The network; then every method at every p, the highest first, cheap methods first; then both blocks at 0.5."""
-    order = sorted(options.p, key=lambda p: -p if p >= 0.9 else p)
-    found = [name(p, method) for method in (BASELINE, ONE, SAMPLED) for p in order]
+    """The network; then every p with its methods, so that an unfinished run has whole rows: the highest p first, then
+    the one in the middle, then the others; then both blocks at 0.5, and the controls that cost most."""
+    ranked = sorted(options.p, reverse=True)
+    order = list(dict.fromkeys([ranked[0], ranked[len(ranked) // 2], ranked[-1], *ranked]))
+    found = [name(p, method) for p in order for method in (BASELINE, ONE, SAMPLED)]
     found += [f"{BOTH}, {method}" for method in (BASELINE, SAMPLED)]
     found += [name(p, FULL) for p in order if p in (0.0, 0.5)]
     found += [name(p, LONGER) for p in order]
