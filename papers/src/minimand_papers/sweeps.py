@@ -38,7 +38,7 @@ def shares(sweeps: Mapping[str, Sweep]) -> str:
     return "; ".join(f"{method} {one[1]:.0%}, mean {one[0]:.1f} %" for method, one in found.items() if one is not None)
 
 
-def range_plot(title: str, sweeps: Mapping[str, Sweep], y: str = "test accuracy, %") -> Plot:
+def range_plot(title: str, sweeps: Mapping[str, Sweep], y: str = "test accuracy, %", x: str = "learning rate") -> Plot:
     """Accuracy over the learning rate, one line per method, with a band from the smallest to the largest."""
     canvas = figure()
     axes = canvas.subplots()
@@ -52,7 +52,7 @@ def range_plot(title: str, sweeps: Mapping[str, Sweep], y: str = "test accuracy,
         axes.fill_between(list(sweep), low, high, color=color, alpha=0.18, linewidth=0)
         shown = ", ".join(f"{mean:.1f} at {rate:g}" for rate, mean in zip(sweep, means, strict=True))
         sentences.append(f"{method}: {shown}")
-    style(axes, "learning rate", y, title)
+    style(axes, x, y, title)
     if sentences:
         logarithmic(axes, "x")
         axes.legend(frameon=False)

@@ -50,8 +50,10 @@ class DropoutDigitsRatesOptions(ImageOptions):
 
 
 def groups(options: DropoutDigitsRatesOptions) -> dict[str, dict[float, str]]:
-    """The parts of every method, by learning rate."""
-    methods = [*(f"p = {p} {method}" for p in options.p for method in METHODS), CONTROL]
+    """The parts of every method, by learning rate; the highest p first, so that an unfinished run has it."""
+    order = sorted(options.p, reverse=True)
+    methods = [*(f"p = {p} {method}" for p in order[:1] for method in METHODS), CONTROL]
+    methods += [f"p = {p} {method}" for p in order[1:] for method in METHODS]
     return {method: {rate: f"{method}, rate {rate:g}" for rate in options.rates} for method in methods}
 
 

@@ -38,13 +38,16 @@ class SolversHeadsOptions(ImageOptions):
         epochs: Epochs of the network's training.
         restart: Epochs of a second cycle of its learning rate.
         width: A factor on its channels.
-        hidden: Units of the head's hidden layers.
+        hidden: Units of the hidden layers of the network's own head, which is not kept.
+        units: Units of the hidden layers of the heads that are compared.
         passes: Augmented passes over the training images whose features are kept; one pass is an epoch of a head.
         p: The dropout rates before the last hidden layer; the layer before it keeps 0.5. Prox-SG samples 1 − p.
         rates: Learning rates, the same for every method; one is chosen on validation images.
         heads: Heads with their own initial weights and batches, for each rate.
         iters: Iterations of the solvers.
         trials: Evaluations of a stochastic head that are averaged.
+        bfloat16: Compute products in bfloat16 in training, of the network and of all heads; accuracies are measured in
+            float32.
     """
 
     batch: int = 500
@@ -52,12 +55,13 @@ class SolversHeadsOptions(ImageOptions):
     restart: int = 4
     width: float = 0.75
     hidden: int = 512
-    passes: int = 3
+    units: int = 256
+    passes: int = 1
     p: tuple[float, ...] = (0.0, 0.1, 0.5, 0.9, 0.95)
     rates: tuple[float, ...] = (0.005, 0.015, 0.05, 0.15, 0.5)
     heads: int = 10
     iters: int = 10
-    trials: int = 5
+    trials: int = 1
     bfloat16: bool = True
 
     def __post_init__(self) -> None:
@@ -87,9 +91,11 @@ def name(p: float, method: str) -> str:
 
 
 def parts(options: SolversHeadsOptions) -> list[Part]:
-    """The network; then every method at every rate, the highest rate first; then both blocks at 0.5."""
-    order = sorted(options.p, key=lambda p: -p if p >= 0.9 else p)
-    found = [name(p, method) for method in (BASELINE, SAMPLED, ONE) for p in order]
+    """The network; then every p with its methods, so that an unfinished run has whole rows: the highest p first, then
+    the one in the middle, then the others; then both blocks at 0.5, and the controls that cost most."""
+    ranked = sorted(options.p, reverse=True)
+    order = list(dict.fromkeys([ranked[0], ranked[len(ranked) // 2], ranked[-1], *ranked]))
+    found = [name(p, method) for p in order for method in (BASELINE, ONE, SAMPLED)]
     found += [f"{BOTH}, {method}" for method in (BASELINE, SAMPLED)]
     found += [name(p, FULL) for p in order if p in (0.0, 0.5)]
     found += [name(p, LONGER) for p in order]
@@ -113,7 +119,8 @@ def run(options: SolversHeadsOptions, part: str, lab: Lab) -> Iterator[Metrics]:
         torch.manual_seed(7_919 * lab.seed + 104_729 * number)
         net = network(options, part, features)
         epochs = options.iters if part.endswith(LONGER) else 1
-        train_head(net, features, Head(rate, epochs), torch.Generator().manual_seed(lab.seed + 31 * number))
+        how = Head(rate, epochs, bfloat16=options.bfloat16)
+        train_head(net, features, how, torch.Generator().manual_seed(lab.seed + 31 * number))
         count = options.trials if part.endswith(SAMPLED) else 1
         yield {
             "epoch": index + 1,
@@ -129,7 +136,7 @@ def network(options: SolversHeadsOptions, part: str, features: Features) -> nn.M
     both = part.startswith(BOTH)
     p = 0.5 if both else float(part.partition(",")[0].removeprefix("p = "))
     rows, labels = features.train
-    model = head(rows.shape[1], int(labels.max()) + 1, hidden=options.hidden, dropout=(0.5, p))
+    model = head(rows.shape[1], int(labels.max()) + 1, hidden=options.units, dropout=(0.5, p))
     solvers: dict[str, Solver] = {
         SAMPLED: ProxSG(options.iters, tau=1 - p),
         ONE: ProxSG(1, tau=1 - p),
@@ -276,6 +283,7 @@ SMOKE = SolversHeadsOptions(
     restart=1,
     width=0.05,
     hidden=16,
+    units=16,
     passes=1,
     p=(0.0, 0.95),
     rates=(0.01, 0.1),
@@ -301,7 +309,9 @@ experiment = Experiment(
     presets={
         "smoke": Preset(SMOKE, (0,), 0.2),
         "laptop": Preset(SolversHeadsOptions(), (0, 1, 2), 1500),
-        "paper": Preset(SolversHeadsOptions(width=1.0, heads=20, iters=30, trials=20), (0, 1, 2), 10_000),
+        "paper": Preset(
+            SolversHeadsOptions(width=1.0, units=512, passes=3, heads=20, iters=30, trials=20), (0, 1, 2), 10_000
+        ),
     },
     parts=parts,
     run=run,
