@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 
 from minimand.errors import CapabilityError, ChainError, MinimandError, NonFiniteError, OptionError, ShapeError
 from minimand.train.lifted import LPOM, MAC, BlockPenalty, Recipe
-from minimand.train.lifted.base import _MiniBatchRun
+from minimand.train.lifted.runs import MiniBatchRun
 from minimand.train.lifted.nonlinear import pre_activation
 from minimand.train.lifted.units import unit_of
 from tests.test_lifted import ACTIVATIONS, METHODS, STEEP, _batch, _loss, _net
@@ -36,12 +36,12 @@ def test_a_diverged_fit_ends_with_the_last_weights_that_gave_a_finite_loss(epoch
     x, y = _batch()
     x, seen = x.float(), []
 
-    def batch(self, x, y, share, plain=_MiniBatchRun.batch):
+    def batch(self, x, y, share, plain=MiniBatchRun.batch):
         if math.isfinite(_loss(net, x, y, "squared")):
             seen.append(_state(net))
         return plain(self, x, y, share)
 
-    monkeypatch.setattr(_MiniBatchRun, "batch", batch)
+    monkeypatch.setattr(MiniBatchRun, "batch", batch)
     with pytest.raises(NonFiniteError, match=r"last good weights: the (weight|activation) update (of|below) [024]\b"):
         LPOM(net, recipe=Recipe(rate=1e22, damping=1e-6)).fit([(x, y)], epochs)
     assert _same(net, seen[-1])
