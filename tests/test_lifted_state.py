@@ -220,7 +220,7 @@ def _half_frozen():
 )
 def test_models_that_would_be_trained_as_something_else_are_refused(build, says):
     with pytest.raises(ChainError, match=re.escape(says)):
-        LPOM(build())
+        BlockPenalty(build())
 
 
 class _Two(nn.Module):
@@ -237,7 +237,7 @@ def test_errors_say_what_was_given():
     x, y = _batch()
     lpom = LPOM(_net(nn.ReLU))
     with pytest.raises(ChainError, match="returns more than one tensor"):
-        LPOM(_Two())
+        BlockPenalty(_Two())
     for call in (lpom.step, lpom.energy, lambda x, y: lpom.fit([(x, y)], 1)):
         with pytest.raises(ShapeError, match="at least one sample"):
             call(x[:0], y[:0])

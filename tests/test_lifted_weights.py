@@ -25,7 +25,9 @@ def test_layers_regressed_at_once_have_their_own_directions(block, bias):
         outputs, inputs = affine.layer.weight.shape
         x, residual = (torch.randn(samples, width, dtype=torch.float64) for width in (inputs, outputs))
         layers.append((affine, x, residual))
-    for (affine, x, residual), direction in zip(layers, weight_directions(layers, [damping] * 4, block=block), strict=True):
+    for (affine, x, residual), direction in zip(
+        layers, weight_directions(layers, [damping] * 4, block=block), strict=True
+    ):
         wide = torch.cat([x, torch.ones(samples, 1, dtype=torch.float64)], 1) if bias else x
         shift = ridge_shift(x, damping, bias)
         whole = block is None or min(samples, block) >= wide.shape[1]

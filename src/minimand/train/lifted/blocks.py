@@ -233,4 +233,3 @@ def _flat(parts: list[Tensor]) -> Tensor:
 
 def _or_zero(found: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if found is None else found.reshape(like.shape)
-

@@ -96,7 +96,9 @@ class LiftedGraph:
         names = [self.loss] * len(program.heads) if isinstance(self.loss, str) else list(self.loss)
         for what, given in (("target", targets), ("loss", names)):
             if len(given) != len(program.heads):
-                raise ShapeError(f"the network returns {len(program.heads)} tensors; give one {what} for each in a tuple")
+                raise ShapeError(
+                    f"the network returns {len(program.heads)} tensors; give one {what} for each in a tuple"
+                )
         return [
             LOSSES[name](_target(target, tape.value(head.input), name))
             for name, target, head in zip(names, targets, program.heads, strict=True)
@@ -112,7 +114,9 @@ class LiftedGraph:
         found = self.gradients(batch, mu)
         for name, change in found.items():
             if not _is_finite(float(change.sum())) and not bool(torch.isfinite(change).all()):
-                raise NonFiniteError(f"the gradient of {name} is NaN or Inf, and no gradient was changed; scale the inputs")
+                raise NonFiniteError(
+                    f"the gradient of {name} is NaN or Inf, and no gradient was changed; scale the inputs"
+                )
         for name, change in found.items():
             parameter = batch.parameters[name]
             if parameter.grad is None:
@@ -266,5 +270,3 @@ def update_statistics(tape: Tape) -> None:
             for value, new in zip(running, measured, strict=True):
                 if isinstance(value, Value):
                     tape.value(value).lerp_(new, given.get("momentum", 0.1))
-
-

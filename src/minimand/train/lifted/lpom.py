@@ -204,10 +204,10 @@ class LPOM(Lifted[LPOMVariables]):
         try:
             blocks.sweep()
             blocks.move_weights()
-            terms = dict(blocks.terms())
-            worst = max(terms, key=lambda name: math.inf if math.isnan(terms[name]) else terms[name])
-            if not math.isfinite(sum(terms.values())):
-                raise NonFiniteError(f"{worst} of the energy is {terms[worst]}; lower mu or scale the inputs")
+            terms = list(blocks.terms())
+            worst = max(terms, key=lambda term: math.inf if math.isnan(term[1]) else term[1])
+            if not math.isfinite(sum(value for _, value in terms)):
+                raise NonFiniteError(f"{worst[0]} of the energy is {worst[1]}; lower mu or scale the inputs")
         except (MinimandError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
             for name, parameter in blocks.batch.parameters.items():
                 parameter.data.copy_(kept[name])
@@ -216,7 +216,7 @@ class LPOM(Lifted[LPOMVariables]):
             update_statistics(blocks.batch.tape)
         self._blocks = blocks
         self._remember(x, y)
-        return sum(terms.values())
+        return sum(value for _, value in terms)
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -353,4 +353,3 @@ def _kept(operations: Sequence[Operation], heads: Sequence[Head]) -> frozenset[i
                 for value in tensors_of(operation.bound.arguments.get(name)):
                     keep(value)
     return frozenset(kept)
-

@@ -217,7 +217,16 @@ def _batch_norm(
     def pull(g: Tensor, wanted: Collection[str], given: Mapping[str, Any]) -> Cotangents:
         names = ("input", "weight", "bias")
         found = aten.native_batch_norm_backward(
-            g, given["input"], given.get("weight"), None, None, mean, rate, True, eps, [name in wanted for name in names]
+            g,
+            given["input"],
+            given.get("weight"),
+            None,
+            None,
+            mean,
+            rate,
+            True,
+            eps,
+            [name in wanted for name in names],
         )
         return {name: part for name, part in zip(names, found, strict=True) if name in wanted}
 

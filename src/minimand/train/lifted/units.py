@@ -221,6 +221,7 @@ def _steepest(path: str, module: nn.Module) -> float:
         )
     return 1.01 * fine if fine > 1 + 1e-9 else 1.0
 
+
 def _without_derivative(function: Separable) -> Separable:
     # Its root finder then uses secants, so that LPOM needs values of φ only.
     return dataclasses.replace(function, derivative=None) if isinstance(function, Monotone) else function
