@@ -1,5 +1,6 @@
 """LPOM on graphs: its gradient tends to backpropagation's, its energy is the loss at a forward pass and never rises."""
 
+import itertools
 import math
 
 import pytest
@@ -329,7 +330,7 @@ def test_energy_is_the_loss_and_never_rises(name, loss):
         assert energies[0] == pytest.approx(expected)
     torch.manual_seed(1)
     energies += [lpom.step(x, y) for _ in range(6)]
-    assert all(after <= before + 1e-9 * abs(before) for before, after in zip(energies, energies[1:], strict=False))
+    assert all(after <= before + 1e-9 * abs(before) for before, after in itertools.pairwise(energies))
     assert energies[-1] < energies[0]
     assert lpom.energy(x, y) == energies[-1]
 
@@ -368,7 +369,7 @@ def test_theorem_4_on_random_graphs(choices, seed):
     x, y = torch.randn(6, 4).double(), torch.randn(6, 2).double()
     lpom = LPOM(net, example=x)
     energies = [lpom.energy(x, y)] + [lpom.step(x, y) for _ in range(3)]
-    assert all(after <= before + 1e-10 * abs(before) for before, after in zip(energies, energies[1:], strict=False))
+    assert all(after <= before + 1e-10 * abs(before) for before, after in itertools.pairwise(energies))
     with torch.no_grad():
         for values in _blocks_of(lpom, x, y):
             low, middle, high = (_energy_along(lpom, x, y, values, t, seed) for t in (-1.0, 0.0, 1.0))
@@ -404,7 +405,7 @@ def _energy_along(lpom, x, y, block, t, seed):
 
 @pytest.mark.parametrize("method", [MAC, BlockPenalty, SplitADMM, LiftedReLU])
 def test_the_family_has_gradients(method):
-    """The gradient of the energy at the swept variables; but for LiftedReLU each layer's has backpropagation's direction."""
+    """The gradient of the energy at the swept variables; each layer's has backpropagation's direction."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3)).double()
     x, y = torch.randn(9, 5).double(), torch.randn(9, 3).double()
@@ -455,7 +456,7 @@ def test_frozen_parameters_have_no_gradient():
     assert net.left.weight.grad is None
     assert net.left.bias.grad is not None
     net.requires_grad_(False)
-    with pytest.raises(MinimandError, match="frozen|no parameter that is trained"):
+    with pytest.raises(MinimandError, match=r"frozen|no parameter that is trained"):
         LPOM(net).backward(x, y)
 
 
@@ -516,7 +517,7 @@ def test_nan_is_named_and_leaves_gradients_and_weights():
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), kept, strict=True))
     with torch.no_grad():
         net.down2.weight.fill_(math.inf)
-    with pytest.raises(NonFiniteError, match="down2.weight"):
+    with pytest.raises(NonFiniteError, match=r"down2\.weight"):
         lpom.backward(x, y)
     with torch.no_grad():
         net.down2.weight.fill_(1e200)
@@ -532,7 +533,7 @@ def test_batches_that_do_not_fit_are_named():
         lpom.backward(x, y[0])
     with pytest.raises(ShapeError, match="float32"):
         lpom.backward(x.float(), y)
-    with pytest.raises(ChainError, match="cannot be read.*shapes cannot be multiplied"):
+    with pytest.raises(ChainError, match=r"cannot be read.*shapes cannot be multiplied"):
         lpom.backward(x[:, :-1], y)
     lpom.backward(x[:2], tuple(target[:2] for target in y))
     with pytest.raises(OptionError, match="jacobi"):

@@ -12,8 +12,8 @@ from torch.nn.utils import parametrizations
 
 from minimand.errors import CapabilityError, ChainError, MinimandError, NonFiniteError, OptionError, ShapeError
 from minimand.train.lifted import LPOM, MAC, BlockPenalty, Recipe
-from minimand.train.lifted.runs import MiniBatchRun
 from minimand.train.lifted.nonlinear import pre_activation
+from minimand.train.lifted.runs import MiniBatchRun
 from minimand.train.lifted.units import unit_of
 from tests.test_lifted import ACTIVATIONS, METHODS, STEEP, _batch, _loss, _net
 

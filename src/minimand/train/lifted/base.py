@@ -1,7 +1,6 @@
 """The base class of lifted training methods: auxiliary variables of a batch, ``step``, ``energy`` and ``fit``."""
 
 import abc
-import dataclasses
 import math
 import time
 import weakref
@@ -28,6 +27,7 @@ from .losses import LOSSES, Loss, encode_targets
 from .maps import AffineMap, update_running_statistics
 from .options import NO_BATCH, Epoch, Recipe, batches, check_loader, weights_per_layer
 from .runs import MiniBatchRun, OptimizerRun, check_optimizer
+from .variables import Variables, plain_tensor, stamp
 from .weights import Direction, weight_directions
 
 __all__ = ["REDUCTIONS", "Lifted", "Variables", "plain_tensor"]
@@ -40,33 +40,7 @@ MODES = ("fast", "monotone")
 RELATIVE_RIDGE = 1e-6
 
 
-@dataclasses.dataclass
-class Variables:
-    """The activations of a batch from input to output, the layers' maps on it, and its loss."""
-
-    xs: list[Tensor]
-    maps: list[AffineMap]
-    loss: Loss
-
-    @property
-    def output(self) -> Tensor:
-        """The last activation: the network's output as an auxiliary variable."""
-        return self.xs[-1]
-
-
 V = TypeVar("V", bound=Variables)
-
-
-def plain_tensor(tensor: Tensor) -> Tensor:
-    """The tensor itself, detached, or a copy if it was made in inference mode, where autograd could not use it."""
-    if not isinstance(tensor, Tensor):
-        return tensor
-    return tensor.clone() if tensor.is_inference() else tensor.detach()
-
-
-def _stamp(tensor: Tensor) -> int | Tensor:
-    """What tells whether a tensor has changed since: its version; for a tensor of inference mode its values."""
-    return tensor.clone() if tensor.is_inference() else tensor._version
 
 
 class Lifted(Sealed, abc.ABC, Generic[V]):
@@ -228,7 +202,7 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
 
     def _remember(self, x: Any, y: Any) -> None:
         """Remember the batch of the variables."""
-        self._batch = tuple((weakref.ref(tensor), _stamp(tensor)) for tensor in tensors((x, y)))
+        self._batch = tuple((weakref.ref(tensor), stamp(tensor)) for tensor in tensors((x, y)))
         self._weights = self._parameter_versions()
 
     @torch.inference_mode(False)
@@ -360,10 +334,10 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
         given = list(tensors((x, y)))
         if self._batch is None or len(given) != len(self._batch):
             return False
-        for tensor, (known, stamp) in zip(given, self._batch, strict=True):
+        for tensor, (known, seen) in zip(given, self._batch, strict=True):
             if known() is not tensor:
                 return False
-            if not (torch.equal(tensor, stamp) if isinstance(stamp, Tensor) else tensor._version == stamp):
+            if not (torch.equal(tensor, seen) if isinstance(seen, Tensor) else tensor._version == seen):
                 return False
         return self._weights == self._parameter_versions()
 

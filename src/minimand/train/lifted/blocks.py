@@ -36,12 +36,14 @@ class _Segment:
 class GraphBlocks:
     r"""The blocks of LPOM's energy on a batch, with the masks, statistics and positions of its forward pass.
 
-    .. math:: F = \sum_h \ell_h(X_h) + \sum_v \mu_v\bigl(\tilde f_v(X_v) + \tilde g_v(z_v) - \langle X_v, z_v\rangle\bigr)
+    .. math::
 
-    over all activations and outputs, where every :math:`z_v` is affine in the X below it and, where a parameter is used
-    once between two activations, in each parameter. The step on :math:`X_v` is that of :class:`~minimand.train.LPOM` on a
-    chain, with the smallest c among powers of two at which F does not rise in place of a bound on norms. A module's
-    parameters move along ten conjugate gradient iterations on the quadratic majoriser, halved until F falls.
+        F = \sum_h \ell_h(X_h) + \sum_v \mu_v\bigl(\tilde f_v(X_v) + \tilde g_v(z_v) - \langle X_v, z_v\rangle\bigr)
+
+    over all activations and outputs. Every :math:`z_v` is affine in the X below it. It is also affine in each parameter
+    that is used once between two activations. The step on :math:`X_v` is that of :class:`~minimand.train.LPOM` on a
+    chain; c is found by doubling until F does not rise, in place of a bound on norms. A module's parameters move along
+    ten conjugate gradient iterations on the quadratic majoriser, halved until F does not rise.
     """
 
     def __init__(self, batch: GraphPass, weights: dict[Block, float]) -> None:
@@ -75,7 +77,8 @@ class GraphBlocks:
 
     def _call(self, operation: LinearCall) -> Applied:
         """A linear call on the present values, with what its batch froze."""
-        assert operation.bound is not None and operation.rule is not None
+        assert operation.bound is not None
+        assert operation.rule is not None
         again = self.applied[operation].again
         if again is None:
             args, kwargs = replace((operation.bound.args, operation.bound.kwargs), Value, self._value)

@@ -1,8 +1,8 @@
 r"""The change of an activation over a step, divided by the step's length, without cancellation.
 
 For a step t > 0 along p the functions here compute :math:`(\varphi(z + tp) - \varphi(z))/t`. As t → 0 this tends to
-:math:`\varphi'(z)p`, but no derivative is used, and a difference of two nearly equal values is never formed. So the result
-is accurate for steps far below the precision of z.
+:math:`\varphi'(z)p`, but no derivative is used, and a difference of two nearly equal values is never formed. So the
+result is accurate for steps far below the precision of z.
 """
 
 import functools

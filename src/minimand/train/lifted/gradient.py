@@ -120,8 +120,9 @@ class LiftedGraph:
         for name, change in found.items():
             parameter = batch.parameters[name]
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.add_(change.reshape(parameter.shape), alpha=-share)
+                parameter.grad = change.reshape(parameter.shape).mul(-share)
+            else:
+                parameter.grad.add_(change.reshape(parameter.shape), alpha=-share)
         update_statistics(batch.tape)
         return share * batch.loss
 
@@ -146,11 +147,8 @@ class LiftedGraph:
                 step = max(1.0 / weights[operation], _SHORTEST)
                 p = functools.reduce(torch.add, found)
                 cotangents.add(operation.input, operation.unit.change(tape.value(operation.input), p, step))
-        return {
-            value.name: found
-            for value in program.network.values
-            if value.source == "parameter" and (found := cotangents.take(value)) is not None
-        }
+        learned = [value for value in program.network.values if value.source == "parameter"]
+        return {value.name: part for value in learned if (part := cotangents.take(value)) is not None}
 
     def weights(self, program: Program, mu: float | Sequence[float] | None) -> dict[UnitCall | Head, float]:
         """μ of every activation and output."""
@@ -221,7 +219,8 @@ def _check(inputs: Sequence[Tensor], parameters: dict[str, nn.Parameter]) -> Non
         raise ShapeError("x must be a tensor of at least one sample, or a tuple of such tensors")
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise OptionError(
-            "every parameter is frozen, so there is nothing to train; set requires_grad_(True) on those that should move"
+            "every parameter is frozen, so there is nothing to train; set requires_grad_(True) on those that "
+            "should move"
         )
     for name, parameter in parameters.items():
         for tensor in inputs:

@@ -68,12 +68,12 @@ class LPOM(Lifted[LPOMVariables]):
     **Mini-batches** (:meth:`fit`, mode ``"fast"``): see :class:`~minimand.train.lifted.sweeps.DualSweep`. The fast mode
     is not claimed to be monotone.
 
-    **Gradients** (:meth:`backward`) for any optimizer of torch, and **graphs**: the model may be an acyclic graph of linear
-    layers, convolutions, normalisations, poolings, additions, concatenations and monotone activations, with one or
-    several outputs, and may end in an activation. On networks that are not chains :meth:`step` is the one of
-    :class:`~minimand.train.lifted.blocks.GraphBlocks`. Masks of dropout, statistics of normalisations and the positions of
-    maxima are those of the batch's forward pass. The blocks are convex while a parameter is used at most once between two
-    activations; :meth:`step` lowers the energy in any case, because it takes no step that raises it.
+    **Gradients** (:meth:`backward`) for any optimizer of torch, and **graphs**: the model may be an acyclic graph of
+    linear layers, convolutions, normalisations, poolings, additions, concatenations and monotone activations, with one
+    or several outputs, and may end in an activation. On networks that are not chains :meth:`step` is the one of
+    :class:`~minimand.train.lifted.blocks.GraphBlocks`. Masks of dropout, statistics of normalisations and the positions
+    of maxima are those of the batch's forward pass. The blocks are convex while a parameter is used at most once
+    between two activations. Elsewhere they need not be; a block then stays where no shorter step lowers the energy.
 
     Args:
         model: The network; trained in place. Other operations are refused with their path.
@@ -81,10 +81,10 @@ class LPOM(Lifted[LPOMVariables]):
             forward pass, then one per output). None: 1 for :meth:`step`; for fast :meth:`fit` a geometric sequence with
             ratio ``recipe.ratio`` that is 1 at the output; for :meth:`backward` 1 at the output and tenfold with every
             activation further down.
-        loss: ``"squared"`` (½‖·‖²) or ``"cross_entropy"``, summed over the batch. Of outputs with more than two dimensions
-            every position counts; their classes are in dimension 1.
-        sweep: ``"gauss_seidel"``: one layer after the other, from output to input; ``"jacobi"``: all layers at once, for
-            chains.
+        loss: ``"squared"`` (½‖·‖²) or ``"cross_entropy"``, summed over the batch. Of outputs with more than two
+            dimensions every position counts; their classes are in dimension 1.
+        sweep: ``"gauss_seidel"``: one layer after the other, from output to input; ``"jacobi"``: all layers at once,
+            for chains.
         recipe: Options of the mini-batch mode.
         example: An input on which a network that is not a chain can be read; None: one is made up.
 
@@ -151,10 +151,10 @@ class LPOM(Lifted[LPOMVariables]):
         :math:`\mu_v(\varphi(z_v + p_v/\mu_v) - \varphi(z_v))` is computed without cancellation
         (:mod:`~minimand.train.lifted.changes`), so that small residuals do not underflow.
 
-        **Limit.** The gradient tends to that of backpropagation as the ratios of upper to lower :math:`\mu` tend to 0 and
-        the output's :math:`\mu` to infinity. For the squared loss and an output without activation the second is not
-        needed: at a finite :math:`\mu` the gradient times :math:`(1 + \mu)/\mu` has the limit. Through normalisations
-        the adjoint of their derivative at the forward pass is taken, so that the limit holds for them as well.
+        **Limit.** The gradient tends to that of backpropagation as the ratios of upper to lower :math:`\mu` tend to 0
+        and the output's :math:`\mu` to infinity. For the squared loss and an output without activation the second is
+        not needed: at a finite :math:`\mu` the gradient times :math:`(1 + \mu)/\mu` has the limit. Through
+        normalisations the adjoint of their derivative at the forward pass is taken, so that the limit holds there too.
 
         Gradients are added, as torch does: call ``optimizer.zero_grad()`` before. Running statistics are updated.
 

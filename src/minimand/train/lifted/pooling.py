@@ -56,9 +56,9 @@ def _adaptive_average(dims: int) -> Callable[..., Applied]:
         x = input.unsqueeze(-2) if dims == 1 else input
         adjoint = aten._adaptive_avg_pool3d_backward if dims == 3 else aten._adaptive_avg_pool2d_backward
         out = (
-            F.adaptive_avg_pool3d(x, sizes)
+            aten.adaptive_avg_pool3d(x, sizes)
             if dims == 3
-            else F.adaptive_avg_pool2d(x, [1, *sizes] if dims == 1 else sizes)
+            else aten.adaptive_avg_pool2d(x, [1, *sizes] if dims == 1 else sizes)
         )
         wide = x.shape
         return fixed(

@@ -32,11 +32,12 @@ _DIVISIONS = ("div", "divide", "true_divide")
 _NORMS = ("batch_norm", "layer_norm", "group_norm")
 _RESHAPES = ("flatten", "view", "reshape", "unflatten", "squeeze", "unsqueeze", "ravel", "contiguous", "alias", "to")
 #: Calls that copy entries of their input.
-_REARRANGEMENTS = frozenset(
-    "permute transpose swapaxes swapdims movedim moveaxis t T mT getitem narrow select chunk split tensor_split unbind "
-    "expand expand_as repeat tile repeat_interleave flip roll pad pixel_shuffle pixel_unshuffle channel_shuffle "
-    "index_select reshape_as view_as diagonal unfold".split()
-)
+_REARRANGEMENTS = {
+    "permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "T", "mT", "getitem",
+    "narrow", "select", "chunk", "split", "tensor_split", "unbind", "expand", "expand_as", "repeat", "tile",
+    "repeat_interleave", "flip", "roll", "pad", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle",
+    "index_select", "reshape_as", "view_as", "diagonal", "unfold",
+}  # fmt: skip
 _REMEDY = (
     "lifted training takes linear layers, normalisations, poolings, additions, concatenations and monotone activations"
 )
@@ -191,7 +192,7 @@ class _Compiler:
     def _linear(self, call: Call, name: str, outputs: tuple[Value, ...]) -> None:
         rule = RULES.get(name) or _rearrangement
         bound = _bind(rule, call, name)
-        holding = {key: [v for v in tensors_of(argument)] for key, argument in bound.arguments.items()}
+        holding = {key: list(tensors_of(argument)) for key, argument in bound.arguments.items()}
         data = [key for key, values in holding.items() if any(map(self.network.depends, values))]
         wanted = tuple(key for key, values in holding.items() if any(v in self.active for v in values))
         factors = [key for key in _PRODUCTS.get(name, ()) if key in data]
@@ -271,7 +272,12 @@ def _where(call: Call) -> str:
 def tensors_of(argument: Any) -> Iterator[Value]:
     """The values in an argument, also inside of lists."""
     found: list[Value] = []
-    replace(argument, Value, lambda value: found.append(value) or value)
+
+    def note(value: Value) -> Value:
+        found.append(value)
+        return value
+
+    replace(argument, Value, note)
     return iter(found)
 
 

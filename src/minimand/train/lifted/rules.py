@@ -123,8 +123,7 @@ def _convolved(input: Tensor, weight: Tensor, bias: Tensor | None, options: tupl
     def pull(g: Tensor, wanted: Collection[str], given: Mapping[str, Any]) -> Cotangents:
         names = ("input", "weight", "bias")
         found = aten.convolution_backward(
-            g.contiguous(), given["input"], given["weight"], [given["weight"].shape[0] if not options[3] else g.shape[1]],
-            *options, [name in wanted for name in names],
+            g.contiguous(), given["input"], given["weight"], [g.shape[1]], *options, [name in wanted for name in names]
         )  # fmt: skip
         return {name: part for name, part in zip(names, found, strict=True) if name in wanted}
 
@@ -188,10 +187,10 @@ def _frozen(mean: Tensor, rate: Tensor, per_feature: Callable[[Tensor], Tensor])
         out = out if bias is None else out + per_feature(bias)
 
         def pull(g: Tensor, wanted: Collection[str], given: Mapping[str, Any]) -> Cotangents:
-            scale, found = given.get("weight"), {}
+            scale, found = given["weight"] if weight is not None else None, {}
             if "input" in wanted:
                 found["input"] = g * rate if scale is None else g * rate * per_feature(scale)
-            if "weight" in wanted:
+            if "weight" in wanted and scale is not None:
                 change = g * (given["input"] - mean) * rate
                 found["weight"] = _like(change, per_feature(scale)).reshape(scale.shape)
             if "bias" in wanted:
@@ -273,7 +272,7 @@ def _group_norm(
     return Applied(out, pull, _frozen(spread(mean), spread(rate), _features(input.dim())))
 
 
-# -- maps without weights -----------------------------------------------------------------------------------------------
+# -- maps without weights -----------------------------------------------------------------------------------------
 
 
 def fixed(out: Any, adjoint: Callable[[Any], Tensor], again: Rule | None = None) -> Applied:
@@ -288,9 +287,9 @@ def rearranged(call: Callable[[Tensor], Any], input: Tensor) -> Applied:
     """
     out, shape, count = call(input), input.shape, input.numel()
     outs = out if isinstance(out, tuple | list) else (out,)
-    if outs[0].numel() == count and outs[0].is_contiguous() and outs[0].data_ptr() == input.data_ptr():
-        if input.is_contiguous():
-            return fixed(out, lambda g: (g[0] if isinstance(g, list) else g).reshape(shape))
+    whole = outs[0].numel() == count and outs[0].data_ptr() == input.data_ptr()
+    if whole and outs[0].is_contiguous() and input.is_contiguous():
+        return fixed(out, lambda g: (g[0] if isinstance(g, list) else g).reshape(shape))
     numbers = torch.arange(1, count + 1, dtype=torch.float64, device=input.device).reshape(shape)
     sent = call(numbers)
     places = [part.flatten().long() for part in (sent if isinstance(sent, tuple | list) else (sent,))]
@@ -339,12 +338,12 @@ def masked(mask: Tensor, input: Tensor) -> Applied:
 @_rule("cat", "concat", "concatenate")
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Applied:
     sizes = [tensor.shape[dim] for tensor in tensors]
-    return Applied(torch.cat(tensors, dim), lambda g, wanted, given: {"tensors": list(g.split(sizes, dim))})
+    return Applied(torch.cat(list(tensors), dim), lambda g, wanted, given: {"tensors": list(g.split(sizes, dim))})
 
 
 @_rule("stack")
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Applied:
-    return Applied(torch.stack(tensors, dim), lambda g, wanted, given: {"tensors": list(g.unbind(dim))})
+    return Applied(torch.stack(list(tensors), dim), lambda g, wanted, given: {"tensors": list(g.unbind(dim))})
 
 
 @_rule("add", "radd", "iadd")
