@@ -12,8 +12,8 @@ from torch.nn.utils import parametrizations
 
 from minimand.errors import CapabilityError, ChainError, MinimandError, NonFiniteError, OptionError, ShapeError
 from minimand.train.lifted import LPOM, MAC, BlockPenalty, Recipe
-from minimand.train.lifted.base import _MiniBatchRun
 from minimand.train.lifted.nonlinear import pre_activation
+from minimand.train.lifted.runs import MiniBatchRun
 from minimand.train.lifted.units import unit_of
 from tests.test_lifted import ACTIVATIONS, METHODS, STEEP, _batch, _loss, _net
 
@@ -36,12 +36,12 @@ def test_a_diverged_fit_ends_with_the_last_weights_that_gave_a_finite_loss(epoch
     x, y = _batch()
     x, seen = x.float(), []
 
-    def batch(self, x, y, share, plain=_MiniBatchRun.batch):
+    def batch(self, x, y, share, plain=MiniBatchRun.batch):
         if math.isfinite(_loss(net, x, y, "squared")):
             seen.append(_state(net))
         return plain(self, x, y, share)
 
-    monkeypatch.setattr(_MiniBatchRun, "batch", batch)
+    monkeypatch.setattr(MiniBatchRun, "batch", batch)
     with pytest.raises(NonFiniteError, match=r"last good weights: the (weight|activation) update (of|below) [024]\b"):
         LPOM(net, recipe=Recipe(rate=1e22, damping=1e-6)).fit([(x, y)], epochs)
     assert _same(net, seen[-1])
@@ -220,7 +220,7 @@ def _half_frozen():
 )
 def test_models_that_would_be_trained_as_something_else_are_refused(build, says):
     with pytest.raises(ChainError, match=re.escape(says)):
-        LPOM(build())
+        BlockPenalty(build())
 
 
 class _Two(nn.Module):
@@ -237,7 +237,7 @@ def test_errors_say_what_was_given():
     x, y = _batch()
     lpom = LPOM(_net(nn.ReLU))
     with pytest.raises(ChainError, match="returns more than one tensor"):
-        LPOM(_Two())
+        BlockPenalty(_Two())
     for call in (lpom.step, lpom.energy, lambda x, y: lpom.fit([(x, y)], 1)):
         with pytest.raises(ShapeError, match="at least one sample"):
             call(x[:0], y[:0])

@@ -149,9 +149,17 @@ class SplitADMM(SplitLifted):
         for k in range(len(v.maps)):
             yield v.us[k], v.xs[k + 1] + v.layers[k]
 
+    def _slopes(self, v: SplitVariables) -> Iterator[tuple[Tensor, Tensor]]:
+        if not isinstance(v, _Duals):
+            yield from super()._slopes(v)
+            return
+        for k, affine in enumerate(v.maps):
+            z, unit = affine.apply(v.us[k]), affine.layer.unit
+            yield v.us[k], self.mu[k] * unit.derivative(z) * (unit.phi(z) - v.xs[k + 1] - v.layers[k])
+
     def _weight_steps(
-        self, layers: Sequence[tuple[AffineMap, Tensor, Tensor]], damping: float, block: int | None
+        self, layers: Sequence[tuple[AffineMap, Tensor, Tensor]], damping: Sequence[float], block: int | None
     ) -> list[Direction]:
         if self.splitting == "output":
             return super()._weight_steps(layers, damping, block)
-        return [fit_weight(*layer, damping, block=block) for layer in layers]
+        return [fit_weight(*layer, ridge) for layer, ridge in zip(layers, damping, strict=True)]

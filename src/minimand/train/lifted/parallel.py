@@ -153,7 +153,8 @@ class LayerParallel(Sealed):
 
     def _move(self, v: LPOMVariables, rate: float) -> None:
         assert self._momentum is not None
-        directions = self.method._directions(v, self.method._damping(), self.method.recipe.block)
+        damping = self.method._damping()[self.first : self.end]
+        directions = self.method._directions(v, damping, self.method.recipe.block)
         self._momentum.apply(directions, [rate / layer.unit.slope for layer in self.layers])
         update_running_statistics(v.maps)
 
