@@ -99,7 +99,7 @@ SOURCES: Mapping[str, Publication] = {
             "[Frerix2018]",
             "Frerix et al. 2018",
             "T. Frerix, T. Möllenhoff, M. Moeller, D. Cremers. Proximal Backpropagation. ICLR 2018.",
-            ("proxprop-mlp", "proxprop-stepsizes", "proxprop-adam", "proxprop-peers"),
+            ("proxprop-mlp", "proxprop-stepsizes", "proxprop-adam", "proxprop-peers", "proxprop-autoencoder"),
         ),
     )
 }

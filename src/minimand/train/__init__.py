@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .lifted import LPOM, MAC, BlockPenalty, LiftedReLU, SplitADMM
-    from .proxprop import CachedGram, ExactGram, ProxProp, SubsampledGram, paper_tau_theta
+    from .proxprop import CachedGram, ExactGram, ProxProp, Relative, SubsampledGram, paper_tau_theta
 
 __all__ = [
     "LPOM",
@@ -15,6 +15,7 @@ __all__ = [
     "ExactGram",
     "LiftedReLU",
     "ProxProp",
+    "Relative",
     "SplitADMM",
     "SubsampledGram",
     "paper_tau_theta",

@@ -1,4 +1,4 @@
-r"""Linear and Conv1d to Conv3d as linear maps of their weight and bias, and the Gram matrices of their rows.
+r"""Gram matrices of rows and of the patches of a convolution's input.
 
 Two patches that lie one step apart in the first spatial dimension share all their lines but one. So at stride 1 the
 blocks :math:`\sum_{r=i}^{i+H_o-1} U_r^\top U_{r+d}` of the Gram matrix, for the kernel lines i and i + d, are one
@@ -8,18 +8,15 @@ Long sums of positive products lose digits in float32. Products are therefore sh
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...geometry import ConvGeometry
-from ...linalg import gram
-from ...operators.patches import padded_groups, patches, positions_as_rows, windows
-from .options import CachedGram, GramRule, SubsampledGram
+from ..geometry import ConvGeometry
+from ..linalg import gram
+from .patches import padded_groups, patches, windows
 
-__all__ = ["WeightMap", "patch_gram", "row_gram", "weight_map"]
+__all__ = ["patch_gram", "row_gram"]
 
 # Entries unfolded at a time.
 _BLOCK = 1 << 22
@@ -107,72 +104,3 @@ def _line_products(lines: Tensor, count: int, step: int, height: int, offset: in
     for i in range(count):
         edges = [(i * step, low), (high, i * step + height)]
         yield sum((product(*edge) for edge in edges if edge[0] < edge[1]), core)
-
-
-class WeightMap:
-    """The linear map from the weight and bias of a Linear or convolution to its output, its input held fixed."""
-
-    def __init__(self, module: Any) -> None:
-        self.geometry: ConvGeometry | None = None
-        self.groups = 1
-        self._outer: ConvGeometry | None = None
-        if isinstance(module, nn.Linear):
-            self.outputs, self.columns = module.out_features, module.in_features
-            return
-        self.groups, self.outputs, geometry = module.groups, module.out_channels, ConvGeometry.of(module)
-        self.columns = module.in_channels // module.groups * math.prod(module.kernel_size)
-        # Torch applies other modes, and uneven padding, in a separate step before the convolution.
-        if module.padding_mode != "zeros" or any(before != after for before, after in geometry.padding):
-            self._outer, geometry = geometry, geometry.without_padding()
-        self.geometry = geometry
-
-    def prepare(self, x: Tensor) -> Tensor:
-        """Add a batch dimension, and the padding that torch applies before the convolution; differentiable."""
-        if self.geometry is None:
-            return x
-        x = x if x.dim() == len(self.geometry.kernel) + 2 else x.unsqueeze(0)
-        return x if self._outer is None else self._outer.pad(x)
-
-    def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The layer's output, bit-identical to torch's."""
-        return F.linear(x, weight, bias) if self.geometry is None else self.geometry.convolve(x, weight, bias)
-
-    def gradients(
-        self, x: Tensor, weight: Tensor, delta: Tensor, needed: tuple[bool, bool, bool]
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients with respect to input, weight and bias, in the dtype of ``delta``."""
-        x, weight, g = x.to(delta.dtype), weight.to(delta.dtype), self.geometry
-        if g is None:
-            rows = self.deltas(delta)
-            ahead = delta @ weight if needed[0] else None
-            return ahead, rows.mT @ self.rows(x) if needed[1] else None, rows.sum(0) if needed[2] else None
-        padding = [before for before, _ in g.padding]
-        shape = (g.stride, padding, g.dilation, False, [0] * len(g.kernel), g.groups)
-        found: Any = torch.ops.aten.convolution_backward(delta, x, weight, [self.outputs], *shape, needed)
-        return tuple(found)
-
-    def rows(self, x: Tensor) -> Tensor:
-        """The rows that multiply the weight, rows × columns. Requires ``groups == 1``."""
-        return x.reshape(-1, self.columns) if self.geometry is None else patches(x, self.geometry).squeeze(0)
-
-    def deltas(self, delta: Tensor) -> Tensor:
-        """Output gradients as rows × outputs."""
-        return delta.reshape(-1, self.outputs) if self.geometry is None else positions_as_rows(delta)
-
-    def gram(self, x: Tensor, ones: bool, rule: GramRule, steps: int, wide: bool) -> Tensor:
-        """The Gram matrix of the rows, groups × n × n. The subsample rotates with the number of ``steps`` taken."""
-        if self.geometry is None:
-            return row_gram(self.rows(x), ones, wide)[None]
-        rule = rule.of if isinstance(rule, CachedGram) else rule
-        every = min(rule.every, len(x)) if isinstance(rule, SubsampledGram) else 1
-        some = x[steps % every :: rule.every] if isinstance(rule, SubsampledGram) and every > 1 else x
-        return patch_gram(some, self.geometry, ones, wide) * (len(x) / len(some))
-
-
-def weight_map(module: nn.Module) -> WeightMap | None:
-    """The map of a Linear or convolution whose class does not override torch's forward; None for other modules."""
-    for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d):
-        own = getattr(type(module), "_conv_forward", None) is getattr(kind, "_conv_forward", None)
-        if isinstance(module, kind) and own and type(module).forward is kind.forward:
-            return WeightMap(module)
-    return None
