@@ -18,7 +18,7 @@ from ..errors import MissingExtra, OptionError, ShapeError, require_finite, requ
 from ..solvers.linear import ridge_factor
 from .bounds import largest_singular
 from .certificate import FactorProblem, Factors, Stop
-from .growth import GrowthOptions, Report, grow, no_report
+from .growth import grow
 from .inputs import (
     APART,
     Units,
@@ -39,6 +39,7 @@ from .inputs import (
 )
 from .losses import Loss, Squared
 from .matrices import RowSharding
+from .options import GrowthOptions, Report, no_report
 from .regularizers import L2, Regularizer
 
 __all__ = ["Factorization", "GrownFactorization", "Path"]
@@ -316,10 +317,13 @@ class GrownFactorization(Factorization):
     _: KW_ONLY
     n_components: int | None = None
     r_max: int | None = None
+    effort: float | str | None = "auto"
 
     def _options(self, bound: int) -> GrowthOptions:
         """Options of the growth; ``bound`` is the theory's bound on the size of a minimiser."""
-        return GrowthOptions(self.n_components, self.r_max, int(self.max_iter), float(self.tol), bound=bound)
+        return GrowthOptions(
+            self.n_components, self.r_max, int(self.max_iter), float(self.tol), self.effort, bound=bound
+        )
 
     def _solve(self, problem: Any, start: Any, report: Report) -> Factors:
         options = self._options(problem.loss.entries())

@@ -26,8 +26,11 @@ FAILURE = 1e-9
 LARGEST_GRAM = 6000
 # Entries of a Krylov basis: half a gigabyte of float64.
 BASIS = 64_000_000
-# Floating point operations of the doubly non-negative bound at effort 1: about five seconds of one core.
-BUDGET = 6e10
+# Floating point operations at effort 1: about five seconds of one core. Every bound may spend the least.
+BUDGET, LEAST = 6e10, 3e7
+# Products with vectors are bound by memory: they cost several operations of a product of matrices.
+VECTOR = 8.0
+PERRON = 5
 CHECK_EVERY = 20
 RELAXATION = 1.6
 MAX_ADMM = 600
@@ -49,7 +52,7 @@ class BoundOptions:
 
     Attributes:
         accuracy: The relative distance above the level at which a bound is good enough.
-        effort: The budget of relaxations; at zero only factorisations are computed.
+        effort: The budget; 1 is about five seconds of one core. At zero only the cheapest bounds are computed.
         pairs: The current factors, vectors as rows: a start for relaxations.
         generator: For random starts.
     """
@@ -59,8 +62,37 @@ class BoundOptions:
     pairs: tuple[Tensor, Tensor] | None = None
     generator: torch.Generator | None = None
 
+    def affords(self, work: float) -> bool:
+        """Whether the budget suffices for this many floating point operations."""
+        return work <= max(self.effort * BUDGET, LEAST)
+
 
 DEFAULT = BoundOptions()
+
+
+def quick_bound(matrix: DualMatrix) -> Bound:
+    """‖Z‖_F, which costs one pass over Z: no polar over unit vectors exceeds it."""
+    return Bound(
+        math.sqrt(matrix.square()) * (1 + 64 * EPS * (8 + math.sqrt(math.prod(matrix.shape)))), "Frobenius norm"
+    )
+
+
+def affordable_bound(matrix: DualMatrix, level: float, options: BoundOptions) -> Bound:
+    """:func:`spectral_bound` if the budget suffices for it, else :func:`quick_bound`."""
+    return (
+        spectral_bound(matrix, level, options.accuracy, options.generator)
+        if options.affords(spectral_work(matrix, options.accuracy))
+        else quick_bound(matrix)
+    )
+
+
+def spectral_work(matrix: DualMatrix, accuracy: float) -> float:
+    """Floating point operations of :func:`spectral_bound`."""
+    side = _side(matrix)
+    if _factorizes(matrix, accuracy):
+        return 0.5 * side * matrix.work() + side**3
+    steps = _lanczos_steps(side, accuracy)
+    return steps * (2 * VECTOR * matrix.work() + 8 * steps * side)
 
 
 # -- the largest singular value: L2 ------------------------------------------------------------------------------------
@@ -89,10 +121,15 @@ def spectral_bound(
     If Lanczos needs as many vectors as the side is long, its basis is as large as the Gram matrix. Then Cholesky is
     cheaper, and it cannot fail.
     """
-    side = _side(matrix)
-    if has_gram(matrix) or (_lanczos_steps(side, accuracy) >= side and side * side <= BASIS):
+    if _factorizes(matrix, accuracy):
         return cholesky_bound(matrix, level, accuracy)
     return lanczos_bound(matrix, accuracy=accuracy, generator=generator)
+
+
+def _factorizes(matrix: DualMatrix, accuracy: float) -> bool:
+    """Whether :func:`spectral_bound` forms a Gram matrix."""
+    side = _side(matrix)
+    return has_gram(matrix) or (_lanczos_steps(side, accuracy) >= side and side * side <= BASIS)
 
 
 def largest_singular(matrix: DualMatrix, generator: torch.Generator | None = None) -> float:
@@ -173,11 +210,12 @@ def lanczos_bound(matrix: DualMatrix, *, accuracy: float = 2.5e-4, generator: to
         return Bound(math.inf, method)
 
     def squared(x: Tensor) -> Tensor:
-        return matrix.times(matrix.adjoint(x)) if flat else matrix.adjoint(matrix.times(x))
+        return matrix.times(matrix.adjoint(x)) if flat else matrix.normal(x)
 
     value, _ = lanczos(squared, matrix.noise(1, generator, left=flat).squeeze(1), steps)
     slack = 64 * (n + 64) * EPS
-    return Bound(math.sqrt(max(float(value), 0.0) * (1 + slack) / (1 - epsilon)), method)
+    error = 2 * math.sqrt(steps) * matrix.product_error()
+    return Bound(math.sqrt(max(float(value), 0.0) * (1 + slack) / (1 - epsilon)) + error, method)
 
 
 def _lanczos_steps(n: int, accuracy: float) -> int:
@@ -212,7 +250,7 @@ def doubly_nonnegative_bound(matrix: DualMatrix, level: float, options: BoundOpt
     1.0
     """
     accuracy, pairs = options.accuracy, options.pairs
-    bound = _norm_bound(matrix, level, accuracy, options.generator)
+    bound = _norm_bound(matrix, level, options)
     size = matrix.full_rows() + matrix.shape[1]
     iterations = min(MAX_ADMM, int(options.effort * BUDGET / (12.0 * max(size, 1) ** 3)))
     if bound.value <= level * (1 + accuracy) or iterations < 2 * CHECK_EVERY:
@@ -224,13 +262,46 @@ def doubly_nonnegative_bound(matrix: DualMatrix, level: float, options: BoundOpt
     return Bound(value, "doubly non-negative dual") if value < bound.value else bound
 
 
-def _norm_bound(matrix: DualMatrix, level: float, accuracy: float, generator: torch.Generator | None) -> Bound:
-    """The smaller of the norms of Z and of its positive part."""
-    plain = spectral_bound(matrix, level, accuracy, generator)
-    if plain.value <= level * (1 + accuracy) or not has_gram(matrix):
-        return plain
-    positive = math.sqrt(gram_bound(small_gram(matrix, torch.relu), level))
-    return Bound(positive, "Cholesky, norm of the positive part") if positive < plain.value else plain
+def _norm_bound(matrix: DualMatrix, level: float, options: BoundOptions) -> Bound:
+    """The smallest of the norm of Z, if the budget suffices for it, and that of its positive part."""
+    best = affordable_bound(matrix, level, options)
+    if best.value > level * (1 + options.accuracy) and options.affords(VECTOR * PERRON * 2 * matrix.work()):
+        best = min(best, perron_bound(matrix), key=lambda bound: bound.value)
+    return best
+
+
+def perron_bound(matrix: DualMatrix) -> Bound:
+    r"""An upper bound on the norm of the positive part of Z, :math:`\sigma_{\max}(A)` with :math:`A = Z_+`.
+
+    For every :math:`x > 0`, :math:`\sigma_{\max}(A)^2 \le \max_i (A^\top A x)_i / x_i` (Collatz & Wielandt). The power
+    method from the ones converges to the best x. All terms are positive, so rounding errors are relative.
+
+    >>> from .matrices import DenseDual
+    >>> Z = torch.tensor([[1.0, -5.0], [2.0, 2.0]])           # −5 does not count
+    >>> sigma = float(torch.linalg.matrix_norm(Z.relu(), 2))
+    >>> sigma <= perron_bound(DenseDual(Z)).value <= 1.001 * sigma
+    True
+    """
+
+    def image(x: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        for _, block in matrix.blocks():
+            positive = block.relu()
+            total += positive.mT @ (positive @ x)
+        return matrix.rows.sum(total)
+
+    def step(state: tuple[Tensor, float], k: int) -> tuple[Tensor, float]:
+        x, best = state
+        moved = image(x)
+        top = float((moved / x).max())
+        # A column without positive entries would end at zero: a small share of the ones keeps x positive.
+        size = float(moved.max())
+        return (moved / size + 1e-9 if size > 0 else x), min(best, top)
+
+    ones = torch.ones(matrix.shape[1], dtype=torch.float64, device=matrix.device)
+    (_, best), _ = iterate(step, (ones, math.inf), PERRON)
+    terms = matrix.full_rows() + matrix.shape[1]
+    return Bound(math.sqrt(best * (1 + 8 * terms * EPS)), "Collatz–Wielandt, norm of the positive part")
 
 
 class _RelaxationState(NamedTuple):

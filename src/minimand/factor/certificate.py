@@ -10,6 +10,7 @@ import enum
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from ..arguments import checked
 from ..errors import NonFiniteError, OptionError, ShapeError, require_finite, require_positive
-from .bounds import Bound
+from .bounds import BUDGET, Bound
 from .inputs import Units, leveled, raised, real
 from .losses import Loss, Squared, loss_from, rounding
 from .matrices import DualMatrix, RowSharding, summation_error
@@ -28,7 +29,7 @@ from .regularizers import BoundOptions, Directions, Regularizer, named_regulariz
 __all__ = ["Certificate", "FactorProblem", "Factors", "Status", "Stop", "certify"]
 
 DIRECTIONS = 4
-SWEEPS = 30
+SWEEPS = (3, 30)  # of the two searches for directions; the second is made only if the first is inconclusive
 
 
 class Status(enum.StrEnum):
@@ -260,8 +261,9 @@ def certify_factors(
     generator: torch.Generator | None = None,
 ) -> Finding:
     """The certificate of factors (vectors as columns) for a problem; the rows may be sharded."""
-    loss, theta, lam = problem.loss, problem.regularizer, problem.lam
-    U, V = U.detach().to(torch.float64), V.detach().to(torch.float64)
+    theta, lam = problem.regularizer, problem.lam
+    precise = U.detach(), V.detach()
+    U, V = (x.to(torch.float64) for x in precise)
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     penalty = problem.penalty(U, V)
     if not penalty < float("inf"):
@@ -269,13 +271,44 @@ def certify_factors(
             f"the factors lie outside the domain of {type(theta).__name__}: they hold negative entries, or entries "
             "whose squares overflow; clip them at zero, scale them, or certify with another regularizer"
         )
-    Z = loss.dual(U, V)
-    upper = theta.upper(Z, lam, BoundOptions(min(1e-4, tol / 4), effort, (U.mT, V.mT), generator))
-    slope, sweeps = loss.slope(U, V, Z), SWEEPS if effort > 0 else 5
-    found = None if slope is None else theta.directions(slope, DIRECTIONS, generator, sweeps=sweeps)
+    Z = problem.loss.dual(U, V)
+    judged = partial(conclude, problem, U, V, dual=Z, penalty=penalty, tol=tol)
+    found, conclusive = _searched(problem, precise, Z, judged, effort, generator)
     attained = 0.0 if found is None else found.best
-    certificate, objective = conclude(problem, U, V, dual=Z, penalty=penalty, polar=(attained, upper), tol=tol)
-    return Finding(certificate, objective, found)
+    if conclusive:
+        return Finding(*judged(polar=(attained, theta.quick(Z))), found)
+    upper = theta.upper(Z, lam, BoundOptions(min(1e-4, tol / 4), effort, (U.mT, V.mT), generator))
+    return Finding(*judged(polar=(attained, upper)), found)
+
+
+def _searched(
+    problem: FactorProblem,
+    factors: tuple[Tensor, Tensor],
+    dual: DualMatrix,
+    judged: Callable[..., tuple[Certificate, float]],
+    effort: float,
+    generator: torch.Generator,
+) -> tuple[Directions | None, bool]:
+    """The directions that a search finds, with their values in float64, and whether they exclude a certificate.
+
+    If the point is not certified even with the best known direction's value for the upper bound, no upper bound
+    certifies it, and none is computed.
+    """
+    theta, slope = problem.regularizer, problem.loss.slope(*factors, dual)
+    if slope is None:
+        return None, False
+    place = problem.loss.search(*factors) if slope is dual else slope
+    best: Directions | None = None
+    # The first search costs about six sweeps; the second is longer if the budget suffices for it.
+    longer = min(SWEEPS[1], int(effort * BUDGET / (8 * DIRECTIONS * dual.work())) - 2 * SWEEPS[0])
+    for sweeps in (SWEEPS[0], longer) if longer > 2 * SWEEPS[0] else SWEEPS[:1]:
+        rough = theta.directions(place, DIRECTIONS, generator, sweeps=sweeps)
+        found = theta.attained(slope, rough)
+        best = found if best is None or found.best > best.best else best
+        certificate, _ = judged(polar=(best.best, Bound(best.best, "")))
+        if certificate.status is Status.IMPROVABLE:
+            return best, True
+    return best, False
 
 
 def conclude(
@@ -295,7 +328,7 @@ def conclude(
     objective; above that, the direction lowers the objective by more than h.
     """
     loss, lam, floor = problem.loss, problem.lam, problem.regularizer.floor
-    value = loss.value(U, V)
+    value = loss.value_at(U, V, dual)
     objective = value + lam * penalty
     attained, upper = polar
     residual_error = rounding(U, V, loss.size(), loss.rows)

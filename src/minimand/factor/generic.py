@@ -8,9 +8,10 @@ from torch import Tensor
 from ..arguments import checked
 from ..errors import ShapeError, require_finite
 from .certificate import Certificate, FactorProblem
-from .growth import GrowthOptions, grow
+from .growth import grow
 from .inputs import real, refuse_masked, require_lam, require_number, same_kind, seeded_generator, working
 from .losses import Loss, Squared, loss_from
+from .options import GrowthOptions
 from .regularizers import Regularizer, named_regularizer
 
 __all__ = ["FactorizeResult", "factorize"]

@@ -13,6 +13,7 @@ import abc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple, Self
 
 import torch
@@ -81,6 +82,18 @@ class Loss(abc.ABC):
         None for a loss without a gradient: no direction is then known to lower it.
         """
         return dual
+
+    def search(self, U: Tensor, V: Tensor) -> DualMatrix:
+        """The negative gradient, or a subgradient's, for a search: it may be in the precision of the data."""
+        return self.dual(U, V)
+
+    def start(self) -> DualMatrix:
+        """As :meth:`search`, at X = 0."""
+        return self.zero()
+
+    def value_at(self, U: Tensor, V: Tensor, dual: DualMatrix) -> float:
+        """As :meth:`value`, where the dual point there is known."""
+        return self.value(U, V)
 
     def steepness(self, value: float) -> float:
         """A bound on the gradient's norm at a point of loss ``value``: √(2κℓ), because the loss is non-negative."""
@@ -176,6 +189,27 @@ class Squared(_DenseLoss):
     def value(self, U: Tensor, V: Tensor) -> float:
         """Half the squared residual, by blocks of rows."""
         return 0.5 * _summed(self.dual(U, V), lambda block: block.square().sum())
+
+    def value_at(self, U: Tensor, V: Tensor, dual: DualMatrix) -> float:
+        """Half the squared norm of the dual point."""
+        assert isinstance(dual, DenseDual)
+        return 0.5 * dual.moments().square
+
+    def search(self, U: Tensor, V: Tensor) -> DenseDual:
+        """The residual in the precision of the data."""
+        return DenseDual(self.Y, U, V, rows=self.rows, dtype=self.Y.dtype)
+
+    def start(self) -> DenseDual:
+        """The data, in their own precision."""
+        return DenseDual(self.Y, rows=self.rows, dtype=self.Y.dtype)
+
+    def size(self) -> float:
+        """‖Y‖, computed once."""
+        return self._norm
+
+    @cached_property
+    def _norm(self) -> float:
+        return super().size()
 
     def dual(self, U: Tensor, V: Tensor) -> DenseDual:
         """The residual."""

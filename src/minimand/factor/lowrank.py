@@ -25,8 +25,8 @@ from ..solvers.iterate import iterate
 from .base import Factorization
 from .bounds import FAILURE, Bound, lanczos_slack, spectral_bound
 from .certificate import Certificate, FactorProblem, Factors, conclude, noted_if_zero, stop_reason
-from .growth import Report
 from .matrices import DualMatrix, RowSharding, orthonormal
+from .options import Report
 
 __all__ = ["LowRank", "Triples", "all_triples", "shrunk", "shrunk_certificate"]
 

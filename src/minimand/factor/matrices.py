@@ -11,6 +11,7 @@ import abc
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -109,10 +110,12 @@ class DualMoments(NamedTuple):
 
 
 class DualMatrix(abc.ABC):
-    """A float64 matrix with products from both sides; its rows may be sharded."""
+    """A matrix with products from both sides; its rows may be sharded."""
 
     rows: RowSharding
     shape: tuple[int, int]  # the rows of this process × all columns
+    #: Certificates need float64. A search for directions may use the precision of the data.
+    dtype: torch.dtype = torch.float64
     #: Whether forming a dense matrix of this size is forbidden.
     compact: bool = False
 
@@ -128,7 +131,7 @@ class DualMatrix(abc.ABC):
 
     def noise(self, columns: int, generator: torch.Generator | None, *, left: bool = False) -> Tensor:
         """Standard normal numbers with a row per column of Z, equal in all processes; ``left``: a row per row of Z."""
-        drawn = torch.randn(self.shape[0 if left else 1], columns, dtype=torch.float64, generator=generator)
+        drawn = torch.randn(self.shape[0 if left else 1], columns, dtype=self.dtype, generator=generator)
         return self.rows.broadcast(drawn.to(self.device))
 
     @abc.abstractmethod
@@ -151,13 +154,36 @@ class DualMatrix(abc.ABC):
     def dense(self) -> Tensor:
         """All entries, of all processes."""
 
+    @abc.abstractmethod
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """The rows of this process, in dense blocks of at most ``BLOCK`` entries."""
+
+    @abc.abstractmethod
+    def square(self) -> float:
+        """‖Z‖² over all processes."""
+
+    def normal(self, x: Tensor) -> Tensor:
+        """ZᵀZ x for columns x."""
+        return self.adjoint(self.times(x))
+
+    def work(self) -> float:
+        """Floating point operations of a product with one vector."""
+        return 2.0 * self.full_rows() * self.shape[1]
+
+    def product_error(self) -> float:
+        """A bound on the rounding error of a product with a unit vector that is not relative to ‖Z‖."""
+        return 0.0
+
     def full_rows(self) -> int:
         """The number of rows over all processes."""
         return self.rows.count(self.shape[0])
 
 
 class DenseDual(DualMatrix):
-    r""":math:`Z = a(Y - UV^\top, Y)` with an entrywise map a, computed by blocks of rows.
+    r""":math:`Z = a(Y - UV^\top, Y)` with an entrywise map a.
+
+    Products with a residual of data in the matrix's own precision multiply by Y, U and V separately. Everything else
+    is computed by blocks of rows; one block is kept if it is all.
 
     >>> Z = DenseDual(torch.eye(2), torch.ones(2, 1), torch.ones(2, 1))
     >>> Z.times(torch.ones(2, dtype=torch.float64))
@@ -172,26 +198,42 @@ class DenseDual(DualMatrix):
         *,
         rows: RowSharding | None = None,
         entries: Callable[[Tensor, Tensor], Tensor] | None = None,
+        dtype: torch.dtype = torch.float64,
     ) -> None:
         self.Y, self.U, self.V = Y, U, V
         self.rows = RowSharding() if rows is None else rows
         self.entries = entries
+        self.dtype = dtype
         self.shape = (Y.shape[0], Y.shape[1])
-        self._kept: Tensor | None = None
-        if len(list(row_blocks(*self.shape))) <= 1:
-            self._kept = self._block(slice(0, self.shape[0]))
+        self._moments: DualMoments | None = None
 
     @property
     def device(self) -> torch.device:
         """The device of the data."""
         return self.Y.device
 
+    @cached_property
+    def _kept(self) -> Tensor | None:
+        return self._block(slice(0, self.shape[0])) if len(list(row_blocks(*self.shape))) <= 1 else None
+
+    @cached_property
+    def _factors(self) -> tuple[Tensor, Tensor] | None:
+        """U and V in the matrix's precision; None without."""
+        if self.U is None or self.V is None or not self.U.shape[1]:
+            return None
+        return self.U.to(self.dtype), self.V.to(self.dtype)
+
+    @property
+    def _apart(self) -> bool:
+        """Whether products are those with Y, U and V."""
+        return self.entries is None and self.Y.dtype == self.dtype
+
     def _block(self, part: slice, columns: slice = slice(None)) -> Tensor:
-        data = self.Y[part, columns].to(torch.float64)
+        data = self.Y[part, columns].to(self.dtype)
         residual = data
-        if self.U is not None and self.V is not None and self.U.shape[1]:
-            V = self.V[columns].to(torch.float64)
-            residual = torch.addmm(data, self.U[part].to(torch.float64), V.mT, alpha=-1)
+        if self._factors is not None:
+            U, V = self._factors
+            residual = torch.addmm(data, U[part], V[columns].mT, alpha=-1)
         return residual if self.entries is None else self.entries(residual, data)
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
@@ -199,17 +241,71 @@ class DenseDual(DualMatrix):
         for part in row_blocks(*self.shape):
             yield part, (self._kept if self._kept is not None else self._block(part))
 
+    def _split(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+        """Blocks of rows whose sum with −UVᵀ is Z, and the block's U, if it has one."""
+        if not self._apart and self._kept is None and self.entries is None and self._factors is not None:
+            # The residual of a block costs as much as a product with as many vectors as there are components.
+            for part in row_blocks(*self.shape):
+                yield part, self.Y[part].to(self.dtype), self._factors[0][part]
+        else:
+            for part, block in self.blocks():
+                yield part, block, None
+
     def times(self, x: Tensor) -> Tensor:
         """Z x for columns x."""
-        parts = [block @ x for _, block in self.blocks()]
+        if self._apart:
+            return self.Y @ x if self._factors is None else self.Y @ x - self._factors[0] @ (self._factors[1].mT @ x)
+        parts = []
+        for _, block, left in self._split():
+            image = block @ x
+            parts.append(image if left is None else image - left @ (self._factors[1].mT @ x))  # type: ignore[index]
         return torch.cat(parts) if parts else x.new_zeros(0, *x.shape[1:])
 
     def adjoint(self, y: Tensor) -> Tensor:
         """Zᵀ y, summed over the processes."""
+        if self._apart:
+            image = self.Y.mT @ y
+            return self.rows.sum(
+                image if self._factors is None else image - self._factors[1] @ (self._factors[0].mT @ y)
+            )
         total = y.new_zeros(self.shape[1], *y.shape[1:])
-        for part, block in self.blocks():
+        for part, block, left in self._split():
             total += block.mT @ y[part]
+            if left is not None:
+                total -= self._factors[1] @ (left.mT @ y[part])  # type: ignore[index]
         return self.rows.sum(total)
+
+    def normal(self, x: Tensor) -> Tensor:
+        """ZᵀZ x for columns x; every block is read once."""
+        if self._apart:
+            return self.adjoint(self.times(x))
+        total = torch.zeros_like(x)
+        for _, block, left in self._split():
+            image = block @ x
+            if left is not None:
+                image = image - left @ (self._factors[1].mT @ x)  # type: ignore[index]
+                total -= self._factors[1] @ (left.mT @ image)  # type: ignore[index]
+            total += block.mT @ image
+        return self.rows.sum(total)
+
+    def product_error(self) -> float:
+        """γ(‖Y‖ + Σ ‖uᵢ‖‖vᵢ‖): products with Y, U and V cancel."""
+        data = float(self.rows.sum(self.Y.square().sum(dtype=torch.float64))) ** 0.5
+        pairs, terms = 0.0, 64 + sum(self.shape)
+        if self._factors is not None:
+            U, V = (x.to(torch.float64) for x in self._factors)
+            pairs = float((self.rows.sum(U.square().sum(0)).sqrt() * V.norm(dim=0)).sum())
+            terms += U.shape[1]
+        return terms * torch.finfo(self.dtype).eps * (data + pairs)
+
+    def square(self) -> float:
+        """‖Z‖² over all processes."""
+        if self._moments is not None:
+            return self._moments.square
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for _, block in self.blocks():
+            total = total + block.to(torch.float64).square().sum()
+        return float(self.rows.sum(total))
 
     def gram(self, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """ZᵀZ; with ``part`` that of ``part(Z)``."""
@@ -218,7 +314,7 @@ class DenseDual(DualMatrix):
             product = gram((block if part is None else part(block)).mT)
             total = product if total is None else total + product
         if total is None:  # a process without rows
-            total = torch.zeros(self.shape[1], self.shape[1], dtype=torch.float64, device=self.Y.device)
+            total = torch.zeros(self.shape[1], self.shape[1], dtype=self.dtype, device=self.Y.device)
         return self.rows.sum(total)
 
     def outer(self, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
@@ -226,7 +322,7 @@ class DenseDual(DualMatrix):
         if self._kept is not None or self.rows.ranks > 1:
             whole = self.dense()
             return gram(whole if part is None else part(whole))
-        total = torch.zeros(self.shape[0], self.shape[0], dtype=torch.float64, device=self.Y.device)
+        total = torch.zeros(self.shape[0], self.shape[0], dtype=self.dtype, device=self.Y.device)
         for columns in row_blocks(self.shape[1], self.shape[0]):
             block = self._block(slice(None), columns)
             total += gram(block if part is None else part(block))
@@ -238,13 +334,17 @@ class DenseDual(DualMatrix):
 
     def moments(self, data: Tensor | None = None) -> DualMoments:
         """⟨Y, Z⟩ and ‖Z‖² over all processes; ``data`` replaces Y if Z was given and is not a residual of Y."""
+        if data is None and self._moments is not None:
+            return self._moments
         Y = self.Y if data is None else data
         totals = torch.zeros(3, dtype=torch.float64, device=Y.device)
         for part, block in self.blocks():
             known = Y[part].to(torch.float64)
             totals += torch.stack([(known * block).sum(), block.square().sum(), known.square().sum()])
         inner, square, size = self.rows.sum(totals).tolist()
-        return DualMoments(inner, square, size, self.shape[0] * self.shape[1])
+        found = DualMoments(inner, square, size, self.shape[0] * self.shape[1])
+        self._moments = found if data is None else self._moments
+        return found
 
 
 def summation_error(entries: int) -> float:
@@ -288,7 +388,7 @@ def leading_singular(
     def power(block: Tensor, k: int) -> Tensor:
         block = torch.linalg.qr(block).Q
         space.append(block)
-        return matrix.adjoint(matrix.times(block))
+        return matrix.normal(block)
 
     iterate(power, matrix.noise(width, generator), max(1, min(sweeps, n // width)))
     # Rayleigh–Ritz on the whole Krylov space, whose blocks are all computed already.

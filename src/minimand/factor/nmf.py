@@ -1,6 +1,6 @@
 """The estimator NMF: non-negative matrix factorisation."""
 
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from ..functions import Function, NonNegative
 from ..operators import Dense
 from ..solvers import FISTA, Problem, solve
 from .base import GrownFactorization
-from .growth import GrowthOptions
 from .inputs import Units
 from .regularizers import NonNegativeL2
 
@@ -37,8 +36,8 @@ class NMF(GrownFactorization):
         r_max: The largest number of components; None: 100.
         tol: The relative gap to certify.
         max_iter: The total number of sweeps of local descent.
-        effort: The budget of the final bound on the polar: 1 is about five seconds, 0 computes only cheap bounds, None
-            computes no certificate (for a fixed size only, where it may take longer than the factors).
+        effort: The certificate's budget as a share of the fit's work: "auto" is 1 for a fit that grows and 0.25 at a
+            fixed size; 0 computes only cheap bounds; None computes no certificate (for a fixed size only).
         random_state: Seed of the starts.
         verbose: Show a progress bar.
 
@@ -52,9 +51,6 @@ class NMF(GrownFactorization):
     >>> round(model.objective_, 4) == round(2 * (0.1 * (6**0.5 - 0.1) + 0.005), 4)
     True
     """
-
-    _: KW_ONLY
-    effort: float | None = 1.0
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -75,9 +71,6 @@ class NMF(GrownFactorization):
 
     def _regularizer(self) -> NonNegativeL2:
         return NonNegativeL2()
-
-    def _options(self, bound: int) -> GrowthOptions:
-        return replace(super()._options(bound), effort=self.effort)
 
     def _code(self, problem: Any, V: Tensor) -> tuple[Tensor, bool]:
         """Each row solves min ½‖y − uVᵀ‖² + (λ/2)‖u‖², u ≥ 0."""
