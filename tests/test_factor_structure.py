@@ -80,7 +80,7 @@ sys.modules["sklearn"] = None
 import numpy as np
 import minimand, minimand.factor
 from minimand.errors import MissingExtra
-from minimand.factor import Huber, certify, certify_tensor, dropout_optimum, equalize, factorize
+from minimand.factor import HuberLoss, certify, certify_tensor, dropout_optimum, equalize, factorize
 
 Y = np.diag([3.0, 0.5])
 found = factorize(Y, lam=1.0, random_state=0)

@@ -8,7 +8,6 @@ and shows that the point can be improved.
 
 import enum
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -21,7 +20,7 @@ from ..arguments import checked
 from ..errors import NonFiniteError, OptionError, ShapeError, require_finite, require_positive
 from .bounds import BUDGET, Bound
 from .inputs import Units, leveled, raised, real
-from .losses import Loss, Squared, loss_from, rounding
+from .losses import Loss, LossMaker, Squared, loss_from, rounding
 from .matrices import DualMatrix, RowSharding, summation_error
 from .observed import masked
 from .regularizers import BoundOptions, Directions, Regularizer, named_regularizer
@@ -189,7 +188,7 @@ def certify(
     lam: float,
     regularizer: Literal["l2", "nonnegative", "sparse"] | Regularizer = "l2",
     gamma: float | None = None,
-    loss: Callable[[Tensor], Loss] = Squared,
+    loss: LossMaker = Squared,
     mask: Any = None,
     tol: float = 1e-3,
     effort: float = 1.0,
@@ -214,7 +213,7 @@ def certify(
             :math:`u, v \ge 0`), ``"sparse"`` (:math:`\|v\|_2(\|u\|_2 + \gamma\|u\|_1)`), or a
             :class:`~minimand.factor.Regularizer`.
         gamma: :math:`\gamma` of ``"sparse"``.
-        loss: A function from the data to a loss, as for :func:`factorize`.
+        loss: A datafit, or a function from the data to a loss, as for :func:`factorize`.
         mask: True for observed entries of Y; None: all. The masked entries of a masked array are not observed either.
         tol: The largest relative gap of a certified point.
         effort: The budget for bounding the polar of non-negative factors; 1 is about five seconds.

@@ -148,7 +148,7 @@ def _local_descent(problem: FactorProblem) -> LocalDescent:
     if math.isfinite(loss.curvature):
         return ProximalDescent(loss, theta, lam)
     raise OptionError(
-        f"{type(loss).__name__} has no gradient here, but factorize needs one: smooth it (Huber with a gamma), "
+        f"{type(loss).__name__} has no gradient here, but factorize needs one: smooth it (HuberLoss with a gamma), "
         "or use RobustPCA"
     )
 

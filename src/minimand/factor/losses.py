@@ -1,4 +1,4 @@
-r"""Convex losses :math:`\ell(UV^\top)` of a data matrix: squares, Huber, and smooth sums over entries such as Logistic.
+r"""Convex losses :math:`\ell(UV^\top)` of a data matrix: squares, Huber, and sums of a datafit over entries.
 
 A certificate needs a loss's value, a dual point, and the value of the dual. For a dual point :math:`Z` with polar at
 most :math:`p`, every :math:`cZ` with :math:`0 \le c \le \lambda/p` in the domain of the conjugate is feasible, and
@@ -22,10 +22,21 @@ from torch import Tensor
 from ..errors import CapabilityError, OptionError, require_positive
 from ..functions import L1
 from ..norms.spectral import EPS
+from ..solvers.datafits import Datafit
 from .inputs import Units, comparable, middle, raised, shifted
 from .matrices import DenseDual, DualMatrix, DualMoments, RowSharding, row_blocks, summation_error
 
-__all__ = ["DualValue", "Entrywise", "Huber", "Logistic", "Loss", "Squared", "best_multiple", "loss_from", "rounding"]
+__all__ = [
+    "DualValue",
+    "Entrywise",
+    "HuberLoss",
+    "Loss",
+    "LossMaker",
+    "Squared",
+    "best_multiple",
+    "loss_from",
+    "rounding",
+]
 
 MULTIPLES = 8
 
@@ -120,11 +131,17 @@ class Loss(abc.ABC):
         return self.scaled(-exponent) if exponent else self, Units(exponent * (self.degree - 1), exponent * self.degree)
 
 
-def loss_from(make: Callable[[Tensor], Loss], data: Tensor) -> Loss:
-    """The loss that ``make`` builds from the data."""
-    loss = make(data) if callable(make) else None
+#: A loss without its data: a datafit, or a function from the data to a loss.
+LossMaker = Datafit | Callable[[Tensor], Loss]
+
+
+def loss_from(make: LossMaker, data: Tensor) -> Loss:
+    """The loss that ``make`` builds from the data; the sum of a datafit over the entries."""
+    loss = Entrywise(data, make) if isinstance(make, Datafit) else make(data) if callable(make) else None
     if not isinstance(loss, Loss):
-        raise OptionError(f"loss must be a function from the data to a Loss, such as Squared or Logistic, got {make!r}")
+        raise OptionError(
+            f"loss must be a datafit such as Logistic(), or a function from the data to a Loss, got {make!r}"
+        )
     return loss
 
 
@@ -222,14 +239,14 @@ class Squared(_DenseLoss):
 
 
 @dataclass(frozen=True)
-class Huber(_DenseLoss):
+class HuberLoss(_DenseLoss):
     r""":math:`\min_E \|E\|_1 + \tfrac\gamma2\|Y - X - E\|^2`, the Huber loss; ``gamma=None`` is :math:`\|Y - X\|_1`.
 
     Residuals up to :math:`1/\gamma` are penalised by their squares, larger ones by their absolute values. The loss is
     the Moreau envelope of the l1 norm: :math:`E = \operatorname{ST}_{1/\gamma}(Y - X)`, and the negative gradient is
     :math:`\gamma(Y - X - E) = \operatorname{clip}(\gamma(Y - X), -1, 1)`.
 
-    >>> loss = Huber(torch.tensor([[0.5, 3.0]]), gamma=1.0)   # ½ · 0.5² + 3 − ½
+    >>> loss = HuberLoss(torch.tensor([[0.5, 3.0]]), gamma=1.0)   # ½ · 0.5² + 3 − ½
     >>> loss.value(torch.zeros(1, 1), torch.zeros(2, 1))
     2.625
     """
@@ -315,88 +332,63 @@ class Huber(_DenseLoss):
 
 @dataclass(frozen=True)
 class Entrywise(_DenseLoss):
-    r"""A loss :math:`\sum_{ij}\varphi(X_{ij}, Y_{ij})`, convex, smooth and non-negative.
+    r"""The loss :math:`\sum_{ij} f(X_{ij}; Y_{ij})` of a datafit of :mod:`minimand.solvers`.
 
-    For a loss of your own, derive from this class, set :attr:`curvature`, a Lipschitz constant of
-    :math:`\varphi'`, and write :meth:`values`, :meth:`gradient` and :meth:`conjugate`. With the negative gradient Z,
+    ``loss=Logistic()`` is short for it, and takes a matrix of labels :math:`\pm 1`; X holds log-odds. With the negative
+    gradient Z,
 
-    .. math:: F^* \ge -\sum_{ij}\varphi^*(-cZ_{ij}, Y_{ij}), \qquad 0 \le c \le \min(1, \lambda/\hat p) ,
+    .. math:: F^* \ge -\sum_{ij} f^*(-cZ_{ij}; Y_{ij}), \qquad 0 \le c \le \min(1, \lambda/\hat p) ,
 
     and the best of a few c is used.
+
+    >>> from minimand.solvers import Logistic
+    >>> loss = Entrywise(torch.tensor([[1.0, -1.0]]), Logistic())
+    >>> round(loss.value(torch.zeros(1, 1), torch.zeros(2, 1)) / math.log(2), 9)
+    2.0
     """
 
     Y: Tensor
+    datafit: Datafit
     rows: RowSharding = RowSharding()  # noqa: RUF009 -- frozen
 
-    @abc.abstractmethod
-    def values(self, X: Tensor, Y: Tensor) -> Tensor:
-        """φ of each entry."""
+    def __post_init__(self) -> None:
+        if not isinstance(self.datafit, Datafit):
+            raise OptionError(f"Entrywise takes a datafit such as Logistic(), got {self.datafit!r:.60}")
+        self.datafit.check(self.Y)
+        # The smallest value of f is −f*(0).
+        if bool((self.datafit.conjugate(torch.zeros_like(self.Y), self.Y) > 1e-6).any()):
+            raise OptionError(
+                f"a loss of factors must never be negative, but {self.datafit!r} is for some of these data"
+            )
 
-    @abc.abstractmethod
-    def gradient(self, X: Tensor, Y: Tensor) -> Tensor:
-        """φ′ of each entry."""
-
-    @abc.abstractmethod
-    def conjugate(self, S: Tensor, Y: Tensor) -> Tensor:
-        """sup over x of s x − φ(x, y) for each entry; +inf outside its domain."""
+    @property
+    def curvature(self) -> float:
+        """That of the datafit."""
+        return float(self.datafit.curvature(self.Y))
 
     def value(self, U: Tensor, V: Tensor) -> float:
         """The sum in float64, by blocks of rows."""
-        terms = DenseDual(self.Y, U, V, rows=self.rows, entries=lambda r, y: self.values(y - r, y))
+        terms = DenseDual(self.Y, U, V, rows=self.rows, entries=lambda r, y: self.datafit.values(y - r, y))
         return _summed(terms, torch.sum)
 
     def dual(self, U: Tensor, V: Tensor) -> DenseDual:
         """The negative gradient."""
-        return DenseDual(self.Y, U, V, rows=self.rows, entries=lambda r, y: -self.gradient(y - r, y))
+        return DenseDual(self.Y, U, V, rows=self.rows, entries=lambda r, y: self.datafit.residual(y - r, y))
 
     def lower(self, matrix: DualMatrix, largest: float) -> DualValue:
-        """The best of −Σ φ*(−cZ) over a few c."""
+        """The best of −Σ f*(−cZ) over a few c."""
         assert isinstance(matrix, DenseDual)
         top = min(1.0, largest)
         multiples = [top * k / MULTIPLES for k in range(MULTIPLES + 1)]
         totals = torch.zeros(2, len(multiples), dtype=torch.float64, device=self.Y.device)
         for part, block in matrix.blocks():
             data = self.Y[part].to(torch.float64)
-            terms = [self.conjugate(-c * block, data) for c in multiples]
+            terms = [self.datafit.conjugate(-c * block, data) for c in multiples]
             totals += torch.stack([torch.stack([t.sum(), t.abs().sum()]) for t in terms], dim=1)
         charged, sizes = self.rows.sum(totals).tolist()
         best = min(range(len(multiples)), key=lambda k: charged[k])
         at_zero = self.value(*self._empty())
         return DualValue(-charged[best], summation_error(self.entries()) * (sizes[best] + at_zero))
-
-
-@dataclass(frozen=True)
-class Logistic(Entrywise):
-    r"""The logistic loss :math:`\sum\log(1 + e^{X_{ij}}) - Y_{ij}X_{ij}` of a matrix Y of zeros and ones, or of
-    probabilities; X holds log-odds.
-
-    With :math:`t = y + s` its conjugate is :math:`t\log t + (1-t)\log(1-t)` on :math:`0 \le t \le 1`.
-
-    >>> loss = Logistic(torch.tensor([[1.0, 0.0]]))
-    >>> round(loss.value(torch.zeros(1, 1), torch.zeros(2, 1)) / math.log(2), 9)
-    2.0
-    """
-
-    curvature = 0.25
-
-    def __post_init__(self) -> None:
-        if bool((self.Y < 0).any()) or bool((self.Y > 1).any()):
-            raise OptionError("Y must lie between 0 and 1 for the logistic loss: code the two classes as 0 and 1")
-
-    def values(self, X: Tensor, Y: Tensor) -> Tensor:
-        """log(1 + eˣ) − yx."""
-        return torch.nn.functional.softplus(X) - Y * X
-
-    def gradient(self, X: Tensor, Y: Tensor) -> Tensor:
-        """σ(x) − y."""
-        return torch.sigmoid(X) - Y
-
-    def conjugate(self, S: Tensor, Y: Tensor) -> Tensor:
-        """t log t + (1 − t) log(1 − t) with t = y + s."""
-        t = Y + S
-        inside = (t - 0.5).abs() <= 0.5 + 4 * torch.finfo(t.dtype).eps
-        t = t.clamp(0, 1)
-        return torch.where(inside, torch.xlogy(t, t) + torch.xlogy(1 - t, 1 - t), math.inf)
 
 
 def _summed(matrix: DenseDual, total: Callable[[Tensor], Tensor]) -> float:

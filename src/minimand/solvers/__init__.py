@@ -2,7 +2,9 @@
 
 from ..norms import LipschitzTracker
 from .base import Solver
+from .checking import check_datafit
 from .coordinate import RCD
+from .datafits import Datafit, Huber, Logistic, Poisson, Quadratic, SquaredHingeLoss
 from .gradient import FISTA, HeavyBall, ProxGD
 from .iterate import iterate
 from .linear import conjugate_gradient
@@ -19,21 +21,28 @@ __all__ = [
     "RCD",
     "SVRG",
     "Bernoulli",
+    "Datafit",
     "Exponential",
     "Harmonic",
     "HeavyBall",
+    "Huber",
     "Importance",
     "LipschitzTracker",
+    "Logistic",
     "Nice",
+    "Poisson",
     "Problem",
     "ProxGD",
     "ProxSG",
+    "Quadratic",
     "Sample",
     "Sampling",
     "Schedule",
     "Solution",
     "Solver",
+    "SquaredHingeLoss",
     "Trace",
+    "check_datafit",
     "conjugate_gradient",
     "iterate",
     "solve",

@@ -218,7 +218,8 @@ class Implicit(Adjoint):
     At the minimiser :math:`x = T(x, \theta)`, so
     :math:`\frac{dx}{d\theta} = (I - \partial_x T)^{-1}\partial_\theta T`. The backward pass solves
 
-    .. math:: u = v + (I - \eta H)\,D\,u, \qquad D = \operatorname{prox}', \quad H = AA^\top + \lambda I,
+    .. math:: u = v + (I - \eta H)\,D\,u, \qquad D = \operatorname{prox}', \quad
+        H = A\operatorname{diag}(f''(A^\top x; y))A^\top + \lambda I,
 
     for separable g in the symmetric form
     :math:`(I - D + \eta D^{1/2} H D^{1/2})\,q = D^{1/2} v`, :math:`u = v + (I-\eta H)D^{1/2}q`, by conjugate
@@ -321,14 +322,13 @@ class _FixedPoint(Equation):
     def _maps(self, x: Tensor, params: Sequence[Tensor]) -> tuple[Linear, Linear]:
         """The symmetric maps C = I − ηH and D."""
         problem, step, x = self._at(x, params)
-        keep = 1 - step * problem.ridge if problem.ridge else 1.0
         pull = pullback(lambda v: problem.prox(v, step), x + step * problem.descent(x, problem.linear()))
 
         def derivative(u: Tensor) -> Tensor:
             (product,) = pull(u)
             return torch.zeros_like(u) if product is None else product
 
-        return lambda u: problem.operator.onto(None, keep, u, -step), derivative
+        return problem.contraction(x, step), derivative
 
 
 def _step(problem: Problem) -> float | Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .adjoints import Run
 from .iterate import iterate
-from .problem import GradientMap, Problem
+from .problem import DescentMap, GradientMap, Problem
 
 __all__ = ["solve_rows"]
 
@@ -73,6 +73,8 @@ def _some(problem: Problem, keep: Tensor) -> Problem:
 
 def _rows_of(state: Any, run: Run, keep: Tensor) -> Any:
     """The state of some samples: its tensors with one entry per sample, in the fields of named tuples."""
+    if isinstance(state, DescentMap):
+        return state._replace(offset=state.offset[keep], problem=_some(state.problem, keep))
     if isinstance(state, GradientMap):
         return state._replace(offset=state.offset[keep])
     if isinstance(state, Tensor):
