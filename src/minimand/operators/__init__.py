@@ -11,6 +11,7 @@ from .conv_transpose import ConvTranspose1d, ConvTranspose2d
 from .dense import Dense
 from .fourier import SubsampledFourier, cartesian_mask, radial_mask
 from .frames import BlockDCT, Frame, Wavelet
+from .physics import as_operator
 from .sensing import BlockSensing, Inpainting, gaussian_blur, orthonormal_gaussian
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "SubsampledFourier",
     "Transposed",
     "Wavelet",
+    "as_operator",
     "cartesian_mask",
     "check_operator",
     "from_blocks",

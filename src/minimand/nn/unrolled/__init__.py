@@ -6,6 +6,9 @@ from .classical import CycleSpinning, sparse_reconstruction
 from .diagnose import Diagnosis, PhaseReport, diagnose
 from .fistanet import FISTANet
 from .istanet import ISTANet
+from .ridgediagnosis import RidgeDiagnosis
+from .ridgenet import RidgeNet
+from .ridgetraining import RidgeTrainer
 from .start import least_squares_start
 from .transform import Architecture, Shrinkage, Transform
 
@@ -19,6 +22,9 @@ __all__ = [
     "PhaseReport",
     "PhaseResult",
     "PhaseSetting",
+    "RidgeDiagnosis",
+    "RidgeNet",
+    "RidgeTrainer",
     "Shrinkage",
     "Transform",
     "UnrolledNet",
