@@ -8,6 +8,7 @@ and shows that the point can be improved.
 
 import enum
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
