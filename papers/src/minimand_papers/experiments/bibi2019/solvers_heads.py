@@ -15,7 +15,7 @@ from ...comparing import Difference, difference, mean_std
 from ...context import Lab
 from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...features import Features, Head, cache, cached, head_accuracy, train_head
-from ...recipe import Recipe, augmentation, fast_train
+from ...recipe import FastRecipe, augmentation, fast_train
 from ...sweeps import Sweep, best_of, range_plot, shares, usable
 from ...training import Loaders, loaders
 from ...zoo import FastNet
@@ -74,9 +74,9 @@ class SolversHeadsOptions(ImageOptions):
             raise OptionError("give at least one head, one pass and one rate")
 
     @property
-    def recipe(self) -> Recipe:
+    def recipe(self) -> FastRecipe:
         """How the network is trained."""
-        return Recipe(self.epochs, self.restart, bfloat16=self.bfloat16)
+        return FastRecipe(self.epochs, self.restart, bfloat16=self.bfloat16)
 
     def strong(self, lab: Lab) -> Loaders:
         """Batches with the recipe's augmentation."""
