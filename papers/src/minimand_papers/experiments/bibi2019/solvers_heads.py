@@ -308,7 +308,7 @@ experiment = Experiment(
     ),
     presets={
         "smoke": Preset(SMOKE, (0,), 0.2),
-        "laptop": Preset(SolversHeadsOptions(), (0, 1, 2), 1500),
+        "laptop": Preset(SolversHeadsOptions(), (0, 1, 2), 180),
         "paper": Preset(
             SolversHeadsOptions(width=1.0, units=512, passes=3, heads=20, iters=30, trials=20), (0, 1, 2), 10_000
         ),
