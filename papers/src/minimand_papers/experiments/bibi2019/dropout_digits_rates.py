@@ -10,7 +10,7 @@ from ...claims import ACCURACY, judge_gain, scale, signed
 from ...comparing import Difference, difference
 from ...context import Lab
 from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
-from ...sweeps import Sweep, best_of, range_plot, shares, usable
+from ...sweeps import Sweep, best_of, edges, range_plot, shares, usable
 from ...training import train
 from ...zoo import LeNet
 from .._solvers import ImageOptions, solved
@@ -117,6 +117,8 @@ def findings(results: Results[DropoutDigitsRatesOptions]) -> Sequence[str | Diff
         found.append(difference(chosen, f"p = {p} solver", CONTROL))
         if words := shares(at(results, p)):
             found.append(f"Learning rates within a point of the best at p = {p:g}: {words}.")
+        if words := edges(at(results, p)):
+            found.append(f"p = {p:g}: {words[0].lower()}{words[1:]}")
     return found
 
 

@@ -16,7 +16,7 @@ from ...context import Lab
 from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...features import Features, Head, cache, cached, head_accuracy, train_head
 from ...recipe import FastRecipe, augmentation, fast_train
-from ...sweeps import Sweep, best_of, range_plot, shares, usable
+from ...sweeps import Sweep, best_of, edges, range_plot, shares, usable
 from ...training import Loaders, loaders
 from ...zoo import FastNet
 from ...zoo.fastnet import head
@@ -225,6 +225,8 @@ def findings(results: Results[SolversHeadsOptions]) -> Sequence[str | Difference
     for p in results.options.p:
         if words := shares(at(results, p)):
             found.append(f"Learning rates within a point of the best at p = {p:g}: {words}.")
+        if words := edges(at(results, p)):
+            found.append(f"p = {p:g}: {words[0].lower()}{words[1:]}")
     return found
 
 
