@@ -57,7 +57,7 @@ class SolversLeNetOptions(ImageOptions):
 
 
 @dataclasses.dataclass(frozen=True)
-class TableRow:
+class LeNetRow:
     """A part of the experiment: where dropout is, at which rate, and what replaces it."""
 
     variant: str
@@ -66,7 +66,7 @@ class TableRow:
     steps: str
 
     @classmethod
-    def of(cls, options: SolversLeNetOptions, part: str) -> "TableRow":
+    def of(cls, options: SolversLeNetOptions, part: str) -> "LeNetRow":
         """The row of a part's name."""
         main, *others = part.split("; ")
         variant, _, method = main.rpartition(" ")
@@ -99,13 +99,13 @@ def run(options: SolversLeNetOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """Train one network from scratch."""
     data = options.loaders(lab)
     model = network(options, part, data.classes, data.shape)
-    count = options.trials if TableRow.of(options, part).method == "Prox-SG" else 1
+    count = options.trials if LeNetRow.of(options, part).method == "Prox-SG" else 1
     yield from train(lab, model, data, epochs=options.epochs, rates=options.rates, trials=count)
 
 
 def network(options: SolversLeNetOptions, part: str, classes: int, shape: tuple[int, ...]) -> nn.Module:
     """LeNet with the dropout of a part, or with solvers as its blocks."""
-    row = TableRow.of(options, part)
+    row = LeNetRow.of(options, part)
     first, second = VARIANTS.get(row.variant, (0, 0))
     model = LeNet(classes, shape[0], shape[-1], dropout=(first * row.p, second * row.p))
     if row.method == "Prox-SG":
