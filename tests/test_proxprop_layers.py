@@ -56,7 +56,9 @@ LINEAR = {
 
 def _start(net, **options):
     optimizer = Still(net.parameters())
-    return ProxProp(net, **({"tau_theta": TAU, "skip_last": False, "maps": MAPS} | options)).attach(optimizer), optimizer
+    return ProxProp(net, **({"tau_theta": TAU, "skip_last": False, "maps": MAPS} | options)).attach(
+        optimizer
+    ), optimizer
 
 
 @pytest.mark.parametrize("name", LINEAR)

@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from ...errors import CapabilityError, NonFiniteError, require_fitting, require_strided
 from .directions import Attachment, GramCache, RowAccumulator, fingerprint, to_working_precision
-from .maps import DirectMap, ProductMap, TransposedConvMap, Use, WeightMap, uses
+from .maps import DirectMap, ProductMap, TransposedConvMap, Use, WeightMap, is_dtensor, uses
 from .options import ProxPropOptions
 
 __all__ = ["CallWatch", "GraphHooks", "LayerHooks", "WeightUnit", "local"]
@@ -91,7 +90,9 @@ class WeightUnit:
         self._names = {kind: name for kind, name in zip(("weight", "bias"), names, strict=True) if name is not None}
         parameters = {kind: getattr(module, name) for kind, name in self._names.items()}
         # FSDP replaces the parameters during a pass; the optimizer owns those that it found.
-        self.sharded = {kind: p for kind, p in parameters.items() if isinstance(p, DTensor) and p.requires_grad}
+        self.sharded = {
+            kind: p for kind, p in parameters.items() if p is not None and is_dtensor(p) and p.requires_grad
+        }
         self.called, self._handles = False, dict[int, Any]()
         # By parameter: the stamp of a direction that its optimizer has not used yet.
         self.unused: dict[int, tuple[int, int]] = {}
@@ -238,7 +239,8 @@ class WeightUnit:
 
 def local(grad: Tensor) -> Tensor:
     """The part of a gradient on this process, which shares its memory."""
-    return grad.tolocal() if isinstance(grad, DTensor) else grad
+    part: Any = grad
+    return part.to_local() if is_dtensor(grad) else grad
 
 
 def _stamp(grad: Tensor) -> tuple[int, int]:

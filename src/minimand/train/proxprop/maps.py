@@ -1,13 +1,13 @@
 """Layers as linear maps of their weight and bias: which layers of a model they are, and how they are found."""
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from ...errors import CapabilityError, OptionError
@@ -28,6 +28,7 @@ __all__ = [
     "WeightMap",
     "direct_map",
     "discover",
+    "is_dtensor",
     "is_hooked",
     "uses",
 ]
@@ -288,6 +289,8 @@ def _forward_pass(
     """
     # Running a layer that another ProxProp has replaced the forward of would count as a pass of that one.
     attached = any(is_hooked(module) for module in (*layers.values(), *map(model.get_submodule, graphs)))
+    # A pass of a sharded model is a joint work of all processes.
+    attached = attached or any(map(is_dtensor, model.parameters()))
     network = None if attached else read(model)
     if network is None or not network.complete:
         return [], set()
@@ -306,6 +309,12 @@ def _forward_pass(
         if network.is_live(call) and layers.get(call.path) is not layers[weights[value.name]]
     }
     return list(dict.fromkeys(reversed(calls)))[::-1], elsewhere
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether it is a DTensor. The module that defines them is slow to import and loaded only where there are some."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -333,8 +342,8 @@ def _problems(
     elif any(p.is_inference() for p in parameters.values()):
         problems.append("was made in inference mode (build it outside of torch.inference_mode())")
     for name, parameter in parameters.items():
-        if isinstance(parameter, DTensor) and not _by_outputs(module, parameter, graph):
-            layout = ", ".join(map(str, parameter.placements))
+        if is_dtensor(parameter) and not _by_outputs(module, parameter, graph):
+            layout = ", ".join(map(str, getattr(parameter, "placements", ())))
             why = "ProxProp takes DTensors that are sharded by output units, as FSDP does, of ungrouped layers"
             problems.append(f"has a {name} in the layout ({layout}): {why} (exclude it)")
     if "forward" in module.__dict__:
@@ -356,7 +365,7 @@ def _stackable(
     )
 
 
-def _by_outputs(module: nn.Module, parameter: DTensor, graph: bool) -> bool:
+def _by_outputs(module: nn.Module, parameter: Any, graph: bool) -> bool:
     """Whether each process holds all columns of some output units, or everything."""
     rows = all(place.is_replicate() or place.is_shard(0) for place in parameter.placements)
     return rows and not graph and getattr(module, "groups", 1) == 1
