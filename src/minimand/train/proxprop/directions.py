@@ -230,9 +230,14 @@ class RowAccumulator:
 
     def _dual(self, scale: float, options: ProxPropOptions, into: list[Tensor] | None = None) -> list[Tensor]:
         """The direction of the gradient δᵀA times a scale, solved from δ; written ``into`` given tensors."""
-        delta = (self.delta if scale == 1 else self.delta * scale).mT
-        c = self._dual_conjugate(delta, options) if options.method == "cg" else self._solve(delta, options)
-        return [torch.mm(c, a, out=into[i] if into else None) for i, a in enumerate(self.a.split(self.sizes, 1))]
+        c, a = (self.delta if scale == 1 else self.delta * scale).mT, self.a
+        if options.method == "cg":
+            c = self._dual_conjugate(c, options)
+        elif len(c) <= 1.5 * a.shape[1]:
+            c = self._solve(c, options)
+        else:  # the side with fewer columns
+            a = self._solve(a.mT, options).mT
+        return [torch.mm(c, part, out=into[i] if into else None) for i, part in enumerate(a.split(self.sizes, 1))]
 
     def _ridge(self, options: ProxPropOptions) -> float:
         """1/τθ for the stored rows."""

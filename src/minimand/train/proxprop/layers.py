@@ -7,10 +7,10 @@ products with their weights are found in the autograd graph. Rows count only onc
 """
 
 import contextlib
+import copy
 import threading
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -143,8 +143,10 @@ class WeightUnit:
         mine = next(iter(self.held.values()))
         groups = [group for optimizer in self.shared.optimizers for group in optimizer.param_groups]
         own = [g["tau_theta"] for g in groups if "tau_theta" in g and any(p is mine for p in g["params"])]
-        given = replace(self.shared.options, tau_theta=self.shared.taus())
-        return replace(given, tau_theta=own[0] if own else given.tau_of(self.path))
+        made = copy.copy(self.shared.options)  # not replace(): its checks take time in every step
+        object.__setattr__(made, "tau_theta", self.shared.taus())
+        object.__setattr__(made, "tau_theta", own[0] if own else made.tau_of(self.path))
+        return made
 
     def watch(self) -> None:
         """Register hooks for the accumulation of gradients; a parameter may be unfrozen or replaced after attaching."""
