@@ -85,7 +85,7 @@ def test_patterns_choose_tau_theta(fused):
         torch.testing.assert_close(_grads(net), want)
         prox.tau_theta = {"0": 0.7}  # no pattern for '2': the default
     for wrong in ({"fc": 1.0}, {"0": -1.0}, {"0": "large"}, Relative):
-        with pytest.raises(MinimandError, match="tau_theta|no layer matches fc; available: '0', '2'"):
+        with pytest.raises(MinimandError, match=r"tau_theta|no layer matches fc; available: '0', '2'"):
             prox.tau_theta = wrong
     prox.detach()
     with pytest.raises(MinimandError, match="no layer matches fc"):

@@ -39,7 +39,7 @@ def _stages(model: nn.Module) -> tuple[nn.Sequential, list[_Stage]]:
         else:
             (stages[-1].sigma if stages else begin).append(module)
     if len(stages) < 2 or len(stages[-1].sigma):
-        raise CapabilityError("the penalty form needs two layers with parameters or more, and a last one that is linear")
+        raise CapabilityError("the penalty form needs two layers or more with parameters, the last one linear")
     return begin, stages
 
 
@@ -196,8 +196,8 @@ def descent_angle(direction: Iterable[Tensor], gradient: Iterable[Tensor]) -> fl
 def metric_range(rows: Tensor, tau_theta: float, *, bias: bool = False) -> tuple[float, float]:
     r"""The smallest and largest eigenvalue of :math:`M^{-1} = (A^\top A + I/\tau_\theta)^{-1}`.
 
-    They lie in :math:`(0, \tau_\theta]`. Their ratio bounds the cosine of :func:`descent_angle` from below (eq. 33), and
-    the interval is what convergence in the stochastic setting assumes. ``rows`` are the inputs of a layer; ``bias``
+    They lie in :math:`(0, \tau_\theta]`. Their ratio bounds the cosine of :func:`descent_angle` from below (eq. 33),
+    and the interval is what convergence in the stochastic setting assumes. ``rows`` are the inputs of a layer; ``bias``
     appends the column of ones. Source: [Frerix2018], §4.2.3.
 
     >>> low, high = metric_range(torch.tensor([[3.0, 0.0]]), 0.5)

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ...errors import CapabilityError, NonFiniteError, require_fitting, require_strided
+from ...network.uses import Use, uses
 from .directions import Attachment, GramCache, RowAccumulator, fingerprint, to_working_precision
-from .maps import DirectMap, ProductMap, TransposedConvMap, Use, WeightMap, is_dtensor, uses
+from .maps import DirectMap, ProductMap, TransposedConvMap, WeightMap, is_dtensor
 from .options import ProxPropOptions
 
-__all__ = ["CallWatch", "GraphHooks", "LayerHooks", "WeightUnit", "local"]
+__all__ = ["GraphHooks", "LayerHooks", "WeightUnit", "local"]
 
 
 def _plain_forward(module: nn.Module) -> Callable[..., Any]:
@@ -44,21 +45,6 @@ class _HookedLayer(torch.autograd.Function):
         with ctx.hooks.unit.without_autocast():
             found = ctx.hooks.backward(x, weight, delta, tuple(ctx.needs_input_grad[:3]))
         return (*(None if g is None else g.to(t.dtype) for g, t in zip(found, (x, weight, weight), strict=True)), None)
-
-
-class CallWatch:
-    """A forward pre-hook that notes which layer was called last. In copies of the model it does nothing."""
-
-    def __init__(self, shared: Attachment | None = None, path: str = "") -> None:
-        self.shared, self.path = shared, path
-
-    def __call__(self, *_: Any) -> None:
-        """Note the call, if a gradient may follow."""
-        if self.shared is not None and torch.is_grad_enabled():
-            self.shared.latest = self.path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return CallWatch, ()
 
 
 class WeightUnit:
