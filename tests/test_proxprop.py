@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from minimand.geometry import ConvGeometry
+from minimand.operators.patch_grams import patch_gram
 from minimand.operators.patches import patches
 from minimand.train import CachedGram, ExactGram, ProxProp, SubsampledGram
-from minimand.operators.patch_grams import patch_gram
 
 TAU = 0.7
 

@@ -26,7 +26,7 @@ class Conv1D(nn.Module):
 
     def forward(self, x):
         out = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
-        return out.view(x.size()[:-1] + (self.nf,))
+        return out.view((*x.size()[:-1], self.nf))
 
 
 class Own(nn.Module):
@@ -56,7 +56,9 @@ LINEAR = {
 
 def _start(net, **options):
     optimizer = Still(net.parameters())
-    return ProxProp(net, **({"tau_theta": TAU, "skip_last": False, "maps": MAPS} | options)).attach(optimizer), optimizer
+    return ProxProp(net, **({"tau_theta": TAU, "skip_last": False, "maps": MAPS} | options)).attach(
+        optimizer
+    ), optimizer
 
 
 @pytest.mark.parametrize("name", LINEAR)

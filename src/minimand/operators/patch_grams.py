@@ -6,6 +6,7 @@ product for all i, up to a few lines at the edges (:math:`U_r` holds the patches
 Long sums of positive products lose digits in float32. Products are therefore short and are summed in float64.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -70,10 +71,12 @@ def _by_lines(x: Tensor, geometry: ConvGeometry, ones: bool) -> Tensor:
     lines = view.permute(order).reshape(geometry.groups, x.shape[3], -1, channels * rest)
     k, step, height = geometry.kernel[0], geometry.dilation[0], output[0]
     columns = channels * k * rest
+    before, after = geometry.padding[0]
+    live = range(before, x.shape[3] - after)
     out = x.new_zeros((geometry.groups, columns + ones, columns + ones), dtype=torch.float64)
     blocks = out.new_zeros(geometry.groups, channels, k, rest, channels, k, rest)
     for offset in range(k):
-        for i, product in enumerate(_line_products(lines, k - offset, step, height, offset * step)):
+        for i, product in enumerate(_line_products(lines, k - offset, step, height, offset * step, live)):
             part = product.reshape(-1, channels, rest, channels, rest)
             blocks[:, :, i, :, :, i + offset, :] = part
             blocks[:, :, i + offset, :, :, i, :] = part.permute(0, 3, 4, 1, 2)
@@ -86,8 +89,11 @@ def _by_lines(x: Tensor, geometry: ConvGeometry, ones: bool) -> Tensor:
     return out
 
 
-def _line_products(lines: Tensor, count: int, step: int, height: int, offset: int) -> Iterator[Tensor]:
-    """For every i < ``count`` the sum of Uᵣᵀ U₍ᵣ₊offset₎ over the ``height`` lines r that start at i·step."""
+def _line_products(lines: Tensor, count: int, step: int, height: int, offset: int, live: range) -> Iterator[Tensor]:
+    """For every i < ``count`` the sum of Uᵣᵀ U₍ᵣ₊offset₎ over the ``height`` lines r that start at i·step.
+
+    Lines outside of ``live`` are zero. Lines between two ends of sums are multiplied once for all sums.
+    """
 
     def product(start: int, end: int) -> Tensor:
         left, right = lines[:, start:end].split(some, 1), lines[:, start + offset : end + offset].split(some, 1)
@@ -95,12 +101,12 @@ def _line_products(lines: Tensor, count: int, step: int, height: int, offset: in
         return sum(parts[1:], parts[0])
 
     some = max(1, _BLOCK // (lines.shape[0] * lines.shape[-1] ** 2))
-    # Lines common to all sums are multiplied once. Each sum adds its own lines at the edges.
-    low, high = (count - 1) * step, height
-    if low >= high:
-        yield from (product(i * step, i * step + height) for i in range(count))
-        return
-    core = product(low, high)
+    ends = sorted({i * step + add for i in range(count) for add in (0, height)})
+    pieces = []
+    for start, end in itertools.pairwise(ends):
+        first, last = max(start, live.start), min(end, live.stop - offset)
+        if first < last:
+            pieces.append((start, end, product(first, last)))
     for i in range(count):
-        edges = [(i * step, low), (high, i * step + height)]
-        yield sum((product(*edge) for edge in edges if edge[0] < edge[1]), core)
+        zero = lines.new_zeros(len(lines), lines.shape[-1], lines.shape[-1], dtype=torch.float64)
+        yield sum((part for start, end, part in pieces if i * step <= start and end <= i * step + height), zero)

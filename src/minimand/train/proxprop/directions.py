@@ -23,7 +23,7 @@ from ...solvers.linear import RidgeFactor, conjugate_gradient, gram_factor
 from .maps import WeightMap
 from .options import CachedGram, ProxPropOptions, Relative, Tau, TauSchedule
 
-__all__ = ["Attachment", "GramCache", "RowAccumulator", "fingerprint", "to_working_precision"]
+__all__ = ["Attachment", "CallWatch", "GramCache", "RowAccumulator", "fingerprint", "to_working_precision"]
 
 # A system whose estimated rounding error exceeds this is formed and factored in float64: directions keep three digits.
 _ROUNDING = 1e-3
@@ -126,6 +126,21 @@ class Attachment:
         return new if isinstance(given, dict) else new[""]
 
 
+class CallWatch:
+    """A forward pre-hook that notes which layer was called last. In copies of the model it does nothing."""
+
+    def __init__(self, shared: Attachment | None = None, path: str = "") -> None:
+        self.shared, self.path = shared, path
+
+    def __call__(self, *_: Any) -> None:
+        """Note the call, if a gradient may follow."""
+        if self.shared is not None and torch.is_grad_enabled():
+            self.shared.latest = self.path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CallWatch, ()
+
+
 @dataclass
 class GramCache:
     """A running mean of Gram matrices per row, the last metric computed from it, its rows, and the steps taken."""
@@ -195,7 +210,7 @@ class RowAccumulator:
         double = wide or x.dtype == torch.float64
         if self.gram is not None:
             total, double = total + self.gram, double or self.gram.dtype == torch.float64
-        return _Metric(total.to(torch.float64 if double else torch.float32), options.tau_theta)
+        return _Metric(total.to(torch.float64 if double else torch.float32), cast(Tau, options.tau_theta))
 
     def direction(self, gradient: list[Tensor] | None, options: ProxPropOptions) -> list[Tensor]:
         """The direction of a gradient; None is the gradient δᵀA of stored rows. It may overwrite the gradient."""
@@ -230,14 +245,19 @@ class RowAccumulator:
 
     def _dual(self, scale: float, options: ProxPropOptions, into: list[Tensor] | None = None) -> list[Tensor]:
         """The direction of the gradient δᵀA times a scale, solved from δ; written ``into`` given tensors."""
-        delta = (self.delta if scale == 1 else self.delta * scale).mT
-        c = self._dual_conjugate(delta, options) if options.method == "cg" else self._solve(delta, options)
-        return [torch.mm(c, a, out=into[i] if into else None) for i, a in enumerate(self.a.split(self.sizes, 1))]
+        c, a = (self.delta if scale == 1 else self.delta * scale).mT, self.a
+        if options.method == "cg":
+            c = self._dual_conjugate(c, options)
+        elif len(c) <= 1.5 * a.shape[1]:
+            c = self._solve(c, options)
+        else:  # the side with fewer columns
+            a = self._solve(a.mT, options).mT
+        return [torch.mm(c, part, out=into[i] if into else None) for i, part in enumerate(a.split(self.sizes, 1))]
 
     def _ridge(self, options: ProxPropOptions) -> float:
         """1/τθ for the stored rows."""
         size = lambda: float(torch.linalg.vector_norm(self.a, dtype=torch.float64).square()) / self.a.shape[1]  # noqa: E731
-        return _shift(options.tau_theta, size)
+        return _shift(cast(Tau, options.tau_theta), size)
 
     def _solve(self, target: Tensor, options: ProxPropOptions) -> Tensor:
         """Multiply by (AAᵀ + I/τθ)⁻¹ from the right."""

@@ -7,23 +7,23 @@ products with their weights are found in the autograd graph. Rows count only onc
 """
 
 import contextlib
+import copy
 import threading
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from ...errors import CapabilityError, NonFiniteError, require_fitting, require_strided
+from ...network.uses import Use, uses
 from .directions import Attachment, GramCache, RowAccumulator, fingerprint, to_working_precision
-from .maps import DirectMap, ProductMap, TransposedConvMap, Use, WeightMap, uses
+from .maps import DirectMap, ProductMap, TransposedConvMap, WeightMap, is_dtensor
 from .options import ProxPropOptions
 
-__all__ = ["CallWatch", "GraphHooks", "LayerHooks", "WeightUnit", "local"]
+__all__ = ["GraphHooks", "LayerHooks", "WeightUnit", "local"]
 
 
 def _plain_forward(module: nn.Module) -> Callable[..., Any]:
@@ -45,21 +45,6 @@ class _HookedLayer(torch.autograd.Function):
         with ctx.hooks.unit.without_autocast():
             found = ctx.hooks.backward(x, weight, delta, tuple(ctx.needs_input_grad[:3]))
         return (*(None if g is None else g.to(t.dtype) for g, t in zip(found, (x, weight, weight), strict=True)), None)
-
-
-class CallWatch:
-    """A forward pre-hook that notes which layer was called last. In copies of the model it does nothing."""
-
-    def __init__(self, shared: Attachment | None = None, path: str = "") -> None:
-        self.shared, self.path = shared, path
-
-    def __call__(self, *_: Any) -> None:
-        """Note the call, if a gradient may follow."""
-        if self.shared is not None and torch.is_grad_enabled():
-            self.shared.latest = self.path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return CallWatch, ()
 
 
 class WeightUnit:
@@ -91,7 +76,9 @@ class WeightUnit:
         self._names = {kind: name for kind, name in zip(("weight", "bias"), names, strict=True) if name is not None}
         parameters = {kind: getattr(module, name) for kind, name in self._names.items()}
         # FSDP replaces the parameters during a pass; the optimizer owns those that it found.
-        self.sharded = {kind: p for kind, p in parameters.items() if isinstance(p, DTensor) and p.requires_grad}
+        self.sharded = {
+            kind: p for kind, p in parameters.items() if p is not None and is_dtensor(p) and p.requires_grad
+        }
         self.called, self._handles = False, dict[int, Any]()
         # By parameter: the stamp of a direction that its optimizer has not used yet.
         self.unused: dict[int, tuple[int, int]] = {}
@@ -142,8 +129,10 @@ class WeightUnit:
         mine = next(iter(self.held.values()))
         groups = [group for optimizer in self.shared.optimizers for group in optimizer.param_groups]
         own = [g["tau_theta"] for g in groups if "tau_theta" in g and any(p is mine for p in g["params"])]
-        given = replace(self.shared.options, tau_theta=self.shared.taus())
-        return replace(given, tau_theta=own[0] if own else given.tau_of(self.path))
+        made = copy.copy(self.shared.options)  # not replace(): its checks take time in every step
+        object.__setattr__(made, "tau_theta", self.shared.taus())
+        object.__setattr__(made, "tau_theta", own[0] if own else made.tau_of(self.path))
+        return made
 
     def watch(self) -> None:
         """Register hooks for the accumulation of gradients; a parameter may be unfrozen or replaced after attaching."""
@@ -238,7 +227,8 @@ class WeightUnit:
 
 def local(grad: Tensor) -> Tensor:
     """The part of a gradient on this process, which shares its memory."""
-    return grad.tolocal() if isinstance(grad, DTensor) else grad
+    part: Any = grad
+    return part.to_local() if is_dtensor(grad) else grad
 
 
 def _stamp(grad: Tensor) -> tuple[int, int]:

@@ -1,13 +1,13 @@
 """Layers as linear maps of their weight and bias: which layers of a model they are, and how they are found."""
 
 import math
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from ...errors import CapabilityError, OptionError
@@ -24,12 +24,14 @@ __all__ = [
     "Discovery",
     "ProductMap",
     "TransposedConvMap",
-    "Use",
     "WeightMap",
     "direct_map",
     "discover",
+    "is_dtensor",
     "is_hooked",
-    "uses",
+    "is_trained",
+    "unit_key",
+    "units_of",
 ]
 
 
@@ -288,6 +290,8 @@ def _forward_pass(
     """
     # Running a layer that another ProxProp has replaced the forward of would count as a pass of that one.
     attached = any(is_hooked(module) for module in (*layers.values(), *map(model.get_submodule, graphs)))
+    # A pass of a sharded model is a joint work of all processes.
+    attached = attached or any(map(is_dtensor, model.parameters()))
     network = None if attached else read(model)
     if network is None or not network.complete:
         return [], set()
@@ -306,6 +310,12 @@ def _forward_pass(
         if network.is_live(call) and layers.get(call.path) is not layers[weights[value.name]]
     }
     return list(dict.fromkeys(reversed(calls)))[::-1], elsewhere
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether it is a DTensor. The module that defines them is slow to import and loaded only where there are some."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -333,8 +343,8 @@ def _problems(
     elif any(p.is_inference() for p in parameters.values()):
         problems.append("was made in inference mode (build it outside of torch.inference_mode())")
     for name, parameter in parameters.items():
-        if isinstance(parameter, DTensor) and not _by_outputs(module, parameter, graph):
-            layout = ", ".join(map(str, parameter.placements))
+        if is_dtensor(parameter) and not _by_outputs(module, parameter, graph):
+            layout = ", ".join(map(str, getattr(parameter, "placements", ())))
             why = "ProxProp takes DTensors that are sharded by output units, as FSDP does, of ungrouped layers"
             problems.append(f"has a {name} in the layout ({layout}): {why} (exclude it)")
     if "forward" in module.__dict__:
@@ -356,73 +366,30 @@ def _stackable(
     )
 
 
-def _by_outputs(module: nn.Module, parameter: DTensor, graph: bool) -> bool:
+def _by_outputs(module: nn.Module, parameter: Any, graph: bool) -> bool:
     """Whether each process holds all columns of some output units, or everything."""
     rows = all(place.is_replicate() or place.is_shard(0) for place in parameter.placements)
     return rows and not graph and getattr(module, "groups", 1) == 1
 
 
-class Use(NamedTuple):
-    """The use of rows ``start`` to ``stop`` of a parameter by an operation in the autograd graph.
-
-    ``kind`` is "product", "convolution" or, if the operation is neither, the operation's name.
-    """
-
-    node: Any
-    parameter: Tensor
-    start: int
-    stop: int
-    kind: str
-    transposed: bool
-
-    def saved(self) -> Tensor:
-        """The operation's other argument: the rows of a product, the input of a convolution."""
-        name = {"ConvolutionBackward0": "input", "AddmmBackward0": "mat1"}.get(self.node.name(), "self")
-        kept: Tensor = getattr(self.node, f"_saved_{name}")
-        return kept
+def is_trained(module: nn.Module) -> bool:
+    """Whether a parameter of the module itself requires a gradient."""
+    return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
 
 
-_PLACES = {"MmBackward0": 1, "AddmmBackward0": 2, "ConvolutionBackward0": 1}
+def unit_key(candidate: Candidate) -> str:
+    """The name of a unit: the path of a module with one weight, else with the weight's name and first row."""
+    path, name, span = candidate.path, candidate.names[0], candidate.spans[0]
+    own = path if name == "weight" else f"{path}.{name}".lstrip(".")
+    return own if span is None else f"{own}[{span[0]}:{span[1]}]"
 
 
-def uses(outputs: list[Tensor], inputs: list[Tensor]) -> Iterator[Use]:
-    """All uses of parameters between the inputs and the outputs, from the autograd graph."""
-    seen = {t.grad_fn for t in inputs if t.grad_fn is not None}
-    stack = [t.grad_fn for t in outputs if t.grad_fn is not None and t.grad_fn not in seen]
-    while stack:
-        node: Any = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        name = node.name()
-        unit = getattr(node, "_saved_alpha", 1) == 1 and getattr(node, "_saved_beta", 1) == 1
-        for place, (child, index) in enumerate(node.next_functions):
-            found = _source(child, index)
-            if found is None:
-                stack += [] if child is None else [child]
-            elif place == _PLACES.get(name) and unit:
-                yield Use(node, *found[:3], "convolution" if name[0] == "C" else "product", not found[3])
-            else:
-                yield Use(node, *found[:3], name, False)
-
-
-def _source(node: Any, index: int) -> tuple[Tensor, int, int, bool] | None:
-    """The parameter behind a node that casts, splits or transposes it: which rows, and whether it is transposed."""
-    flipped, spans = False, list[tuple[int, int]]()
-    while node is not None and not hasattr(node, "variable"):
-        name = node.name()
-        if name in ("TBackward0", "TransposeBackward0", "PermuteBackward0"):
-            # Weights are matrices: two dimensions are exchanged, unless a permutation keeps them.
-            flipped ^= getattr(node, "_saved_dims", (1, 0))[0] != 0
-        elif name == "SplitWithSizesBackward0" and node._saved_dim == 0:
-            sizes = node._saved_split_sizes
-            spans.append((sum(sizes[:index]), sizes[index]))
-        elif name in ("SplitBackward0", "UnsafeSplitBackward0") and node._saved_dim == 0:
-            spans.append((node._saved_split_size * index, node._saved_split_size))
-        elif name != "ToCopyBackward0":
-            return None
-        node, index = node.next_functions[0]
-    if node is None or len(spans) > 1:
-        return None
-    start, size = spans[0] if spans else (0, len(node.variable))
-    return node.variable, start, start + size, flipped
+def units_of(model: nn.Module, found: Discovery) -> dict[str, tuple[Any, ...]]:
+    """For each unit: the path and module of its owner, the names of weight and bias, their rows, the map."""
+    units: dict[str, tuple[Any, ...]] = {
+        path: (path, module, ("weight", "bias"), (None, None), map) for path, (module, map) in found.layers.items()
+    }
+    for some in found.graphs.values():
+        for one in some:
+            units[unit_key(one)] = (one.path, model.get_submodule(one.path), one.names, one.spans, one.map)
+    return units

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...arguments import checked
-from ...errors import OptionError, require_positive
+from ...errors import CapabilityError, OptionError, require_positive
 
 __all__ = [
+    "IN_BACKWARD",
     "CachedGram",
     "ExactGram",
     "GramRule",
@@ -22,8 +23,10 @@ __all__ = [
     "Tau",
     "TauSchedule",
     "check_keys",
+    "check_optimizers",
     "match",
     "paper_tau_theta",
+    "unwrapped",
 ]
 
 
@@ -170,7 +173,7 @@ class ProxPropOptions:
         """The τθ of a layer: the value of the last pattern that matches its path, 1.0 if none does."""
         if not isinstance(self.tau_theta, Mapping):
             return self.tau_theta
-        return next((t for p, t in reversed(self.tau_theta.items()) if fnmatch.fnmatchcase(path, p)), 1.0)
+        return next((t for p, t in reversed(list(self.tau_theta.items())) if fnmatch.fnmatchcase(path, p)), 1.0)
 
 
 class TauSchedule(Optimizer):
@@ -183,7 +186,7 @@ class TauSchedule(Optimizer):
         ]
         super().__init__(groups, {})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Do nothing; schedulers expect a step before theirs."""
 
 
@@ -199,6 +202,52 @@ def _are_maps(value: Any) -> bool:
 
 def _are_patterns(value: Any) -> bool:
     return value is None or (isinstance(value, str | Sequence | Set) and all(isinstance(p, str) for p in value))
+
+
+IN_BACKWARD = (
+    "an optimizer makes its steps inside of the backward pass, where ProxProp does not have all rows of a layer; call "
+    "optimizer.step() after loss.backward()"
+)
+
+
+def unwrapped(optimizer: Any) -> Optimizer:
+    """The torch optimizer inside those of accelerate and Lightning, which have it as their attribute ``optimizer``."""
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, Optimizer):
+        raise CapabilityError(f"attach takes torch.optim.Optimizers, got {type(optimizer).__name__}")
+    return optimizer
+
+
+def check_optimizers(owners: Sequence[Optimizer], units: Iterable[tuple[str, Any, tuple[str | None, ...]]]) -> None:
+    """Raise unless the optimizers own all parameters of the layers, each some of them, and step after backward."""
+    if not owners:
+        raise OptionError("attach needs the optimizer of the layers; pass one or several")
+    if len(set(map(id, owners))) < len(owners):
+        raise OptionError("attach got an optimizer twice")
+    named = {
+        f"{path}.{name}".lstrip("."): getattr(module, name)
+        for path, module, names in units
+        for name in names
+        if name is not None
+    }
+    trained = {name: p for name, p in named.items() if p is not None and p.requires_grad}
+    every = {id(p) for optimizer in owners for group in optimizer.param_groups for p in group["params"]}
+    for optimizer in owners:
+        if any(
+            hasattr(getattr(h, "__self__", None), "tau_schedule") for h in optimizer._optimizer_step_pre_hooks.values()
+        ):
+            raise OptionError("this optimizer has a ProxProp already; detach it, or give one ProxProp all layers")
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if trained and len(owners) > 1 and not any(id(p) in owned for p in trained.values()):
+            raise OptionError(f"the optimizer {type(optimizer).__name__} owns no parameter of a layer; leave it out")
+    if any(getattr(p, "_in_backward_optimizers", None) for p in trained.values()):
+        raise CapabilityError(IN_BACKWARD)
+    missing = [name for name, p in trained.items() if id(p) not in every]
+    if missing:
+        remedy = "build it from the model's parameters, or pass ProxProp the submodule that it trains"
+        who = "the optimizer does" if len(owners) == 1 else "the optimizers do"
+        raise OptionError(f"{who} not own {', '.join(missing)}; {remedy}")
 
 
 def check_keys(optimizers: Iterable[Optimizer], layers: Mapping[str, Iterable[Tensor | None]]) -> None:

@@ -13,18 +13,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...errors import CapabilityError, NonFiniteError, OptionError, Sealed, ShapeError
-from .directions import Attachment, GramCache
-from .layers import CallWatch, GraphHooks, LayerHooks, WeightUnit, local
-from .maps import Candidate, Discovery, discover
-from .options import GramRule, ProxPropOptions, Tau, TauSchedule, check_keys, match
+from .directions import Attachment, CallWatch, GramCache
+from .layers import GraphHooks, LayerHooks, WeightUnit, local
+from .maps import discover, is_trained, unit_key, units_of
+from .options import (
+    IN_BACKWARD,
+    GramRule,
+    ProxPropOptions,
+    Tau,
+    TauSchedule,
+    check_keys,
+    check_optimizers,
+    match,
+    unwrapped,
+)
 
 __all__ = ["ProxProp"]
 
 _KEY = "minimand.proxprop"
-_IN_BACKWARD = (
-    "an optimizer makes its steps inside of the backward pass, where ProxProp does not have all rows of a layer; call "
-    "optimizer.step() after loss.backward()"
-)
 _log = logging.getLogger("minimand")
 
 
@@ -120,7 +126,7 @@ class ProxProp(Sealed):
         self._found = found = discover(self._model, self._shared.options)
         self._shared.last, self._shared.latest, self._stepped = found.last, None, False
         self._shared.undecided = self._shared.options.skip_last and found.called is None
-        self._weights = _weights(self._model, found)
+        self._weights = units_of(self._model, found)
         self._caches = {key: self._caches.get(key, GramCache()) for key in self._weights}
 
     @property
@@ -144,8 +150,8 @@ class ProxProp(Sealed):
     def tau_schedule(self) -> TauSchedule:
         r"""An optimizer whose learning rates are the values of :math:`\tau_\theta`, for torch's schedulers.
 
-        The learning rate of its group is :math:`\tau_\theta`, or the factor of a :class:`Relative`; a dictionary has one
-        group per pattern. Pass it to any scheduler, and call that scheduler's ``step`` after ``optimizer.step()``.
+        The learning rate of its group is :math:`\tau_\theta`, or the factor of a :class:`Relative`; a dictionary has
+        one group per pattern. Pass it to any scheduler, and call that scheduler's ``step`` after ``optimizer.step()``.
 
         >>> model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
         >>> prox = ProxProp(model, tau_theta=0.8)
@@ -203,9 +209,10 @@ class ProxProp(Sealed):
         shared = self._shared
         if self._units:
             raise OptionError("this ProxProp is attached already; call detach() before attaching it again")
-        owners = tuple(map(_unwrapped, optimizers))
+        owners = tuple(map(unwrapped, optimizers))
         self._discover()
-        self._require_usable(owners)
+        check_optimizers(owners, [unit[:3] for unit in self._weights.values()])
+        self._check_groups(owners)
         several = not self._alone and dist.is_available() and dist.is_initialized()
         shared.distributed = several and dist.get_world_size(self._group) > 1
         if shared.distributed and shared.options.fused:
@@ -247,41 +254,8 @@ class ProxProp(Sealed):
             if path in found.layers:
                 self._hooks.append(LayerHooks(path, module, unit))
         for path, some in found.graphs.items():
-            module, units = self._model.get_submodule(path), [self._units[_key(c.path, c)] for c in some]
+            module, units = self._model.get_submodule(path), [self._units[unit_key(c)] for c in some]
             self._hooks.append(GraphHooks(path, module, units, type(module) in shared.options.maps))
-
-    def _require_usable(self, owners: tuple[Optimizer, ...]) -> None:
-        """Raise unless the optimizers own all parameters of the layers, each some of them, and step after backward."""
-        if not owners:
-            raise OptionError("attach needs the optimizer of the layers; pass one or several")
-        if len(set(map(id, owners))) < len(owners):
-            raise OptionError("attach got an optimizer twice")
-        named = {
-            f"{path}.{name}".lstrip("."): getattr(module, name)
-            for path, module, names, _, _ in self._weights.values()
-            for name in names
-            if name is not None
-        }
-        trained = {name: p for name, p in named.items() if p is not None and p.requires_grad}
-        every = {id(p) for optimizer in owners for group in optimizer.param_groups for p in group["params"]}
-        for optimizer in owners:
-            if any(
-                isinstance(getattr(h, "__self__", None), ProxProp) for h in optimizer._optimizer_step_pre_hooks.values()
-            ):
-                raise OptionError("this optimizer has a ProxProp already; detach it, or give one ProxProp all layers")
-            owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            if trained and len(owners) > 1 and not any(id(p) in owned for p in trained.values()):
-                raise OptionError(
-                    f"the optimizer {type(optimizer).__name__} owns no parameter of a layer; leave it out"
-                )
-        if any(getattr(p, "_in_backward_optimizers", None) for p in trained.values()):
-            raise CapabilityError(_IN_BACKWARD)
-        missing = [name for name, p in trained.items() if id(p) not in every]
-        if missing:
-            remedy = "build it from the model's parameters, or pass ProxProp the submodule that it trains"
-            who = "the optimizer does" if len(owners) == 1 else "the optimizers do"
-            raise OptionError(f"{who} not own {', '.join(missing)}; {remedy}")
-        self._check_groups(owners)
 
     def _check_groups(self, owners: tuple[Optimizer, ...]) -> None:
         layers: dict[str, list[Tensor | None]] = {}
@@ -300,7 +274,7 @@ class ProxProp(Sealed):
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch._C._current_graph_task_id() != -1:
-            raise CapabilityError(_IN_BACKWARD)
+            raise CapabilityError(IN_BACKWARD)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._precondition(optimizer)
@@ -423,38 +397,6 @@ class ProxProp(Sealed):
         if _KEY in state:
             self.load_state_dict(state[_KEY])
         return {key: value for key, value in state.items() if key != _KEY}
-
-
-def is_trained(module: nn.Module) -> bool:
-    """Whether a parameter of the module itself requires a gradient."""
-    return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-
-
-def _key(path: str, candidate: Candidate) -> str:
-    """The name of a unit: the path of a module with one weight, else with the weight's name and first row."""
-    name, span = candidate.names[0], candidate.spans[0]
-    own = path if name == "weight" else f"{path}.{name}".lstrip(".")
-    return own if span is None else f"{own}[{span[0]}:{span[1]}]"
-
-
-def _weights(model: nn.Module, found: Discovery) -> dict[str, tuple[Any, ...]]:
-    """For each unit: the path and module of its owner, the names of weight and bias, their rows, the map."""
-    units: dict[str, tuple[Any, ...]] = {
-        path: (path, module, ("weight", "bias"), (None, None), map) for path, (module, map) in found.layers.items()
-    }
-    for some in found.graphs.values():
-        for one in some:
-            units[_key(one.path, one)] = (one.path, model.get_submodule(one.path), one.names, one.spans, one.map)
-    return units
-
-
-def _unwrapped(optimizer: Any) -> Optimizer:
-    """The torch optimizer inside those of accelerate and Lightning, which have it as their attribute ``optimizer``."""
-    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = optimizer.optimizer
-    if not isinstance(optimizer, Optimizer):
-        raise CapabilityError(f"attach takes torch.optim.Optimizers, got {type(optimizer).__name__}")
-    return optimizer
 
 
 def _named(path: str) -> str:

@@ -248,12 +248,13 @@ experiment = Experiment(
     title="Time to a test error on deep autoencoders, beside other optimizers",
     source="[Frerix2018]; the comparison is ours",
     about=(
-        "Three autoencoders of pixels/255 with a linear output and a squared loss, summed over pixels and averaged over "
-        "the batch: tasks where optimisation, not generalisation, limits the error. Every method has six settings (a step "
-        "size; for ProxProp three step sizes times two values of τθ), trained for a few seconds each, and is then trained "
-        "from scratch at the setting with the lowest validation error, for the same processor time as all others. The "
-        "error is ‖output − input‖/‖input‖ over the test images; the time is that of the training steps until the error "
-        "that Adam ends with. Other settings are the packages' own, without weight decay."
+        "Three autoencoders of pixels/255 with a linear output and a squared loss, summed over pixels and "
+        "averaged over the batch: tasks where optimisation, not generalisation, limits the error. Every method "
+        "has six settings (a step size; for ProxProp three step sizes times two values of τθ), trained for a few "
+        "seconds each, and is then trained from scratch at the setting with the lowest validation error, for the "
+        "same processor time as all others. The error is ‖output − input‖/‖input‖ over the test images; the time "
+        "is that of the training steps until the error that Adam ends with. Other settings are the packages' own, "
+        "without weight decay."
     ),
     presets={
         "smoke": Preset(_SMOKE, (0,), 0.1),
