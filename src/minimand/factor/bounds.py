@@ -55,12 +55,14 @@ class BoundOptions:
         effort: The budget; 1 is about five seconds of one core. At zero only the cheapest bounds are computed.
         pairs: The current factors, vectors as rows: a start for relaxations.
         generator: For random starts.
+        relax: Whether relaxations may be solved; a point that is known to be improvable needs none.
     """
 
     accuracy: float = 1e-4
     effort: float = 1.0
     pairs: tuple[Tensor, Tensor] | None = None
     generator: torch.Generator | None = None
+    relax: bool = True
 
     def affords(self, work: float) -> bool:
         """Whether the budget suffices for this many floating point operations."""
@@ -253,7 +255,7 @@ def doubly_nonnegative_bound(matrix: DualMatrix, level: float, options: BoundOpt
     bound = _norm_bound(matrix, level, options)
     size = matrix.full_rows() + matrix.shape[1]
     iterations = min(MAX_ADMM, int(options.effort * BUDGET / (12.0 * max(size, 1) ** 3)))
-    if bound.value <= level * (1 + accuracy) or iterations < 2 * CHECK_EVERY:
+    if not options.relax or bound.value <= level * (1 + accuracy) or iterations < 2 * CHECK_EVERY:
         return bound
     Z = matrix.dense()
     if pairs is not None:
@@ -265,7 +267,8 @@ def doubly_nonnegative_bound(matrix: DualMatrix, level: float, options: BoundOpt
 def _norm_bound(matrix: DualMatrix, level: float, options: BoundOptions) -> Bound:
     """The smallest of the norm of Z, if the budget suffices for it, and that of its positive part."""
     best = affordable_bound(matrix, level, options)
-    if best.value > level * (1 + options.accuracy) and options.affords(VECTOR * PERRON * 2 * matrix.work()):
+    price = PERRON * (2 * VECTOR * matrix.work() + matrix.block_work())
+    if best.value > level * (1 + options.accuracy) and options.affords(price):
         best = min(best, perron_bound(matrix), key=lambda bound: bound.value)
     return best
 

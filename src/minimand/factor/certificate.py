@@ -275,9 +275,8 @@ def certify_factors(
     judged = partial(conclude, problem, U, V, dual=Z, penalty=penalty, tol=tol)
     found, conclusive = _searched(problem, precise, Z, judged, effort, generator)
     attained = 0.0 if found is None else found.best
-    if conclusive:
-        return Finding(*judged(polar=(attained, theta.quick(Z))), found)
-    upper = theta.upper(Z, lam, BoundOptions(min(1e-4, tol / 4), effort, (U.mT, V.mT), generator))
+    options = BoundOptions(min(1e-4, tol / 4), effort, (U.mT, V.mT), generator, relax=not conclusive)
+    upper = theta.upper(Z, lam, options)
     return Finding(*judged(polar=(attained, upper)), found)
 
 
@@ -292,7 +291,7 @@ def _searched(
     """The directions that a search finds, with their values in float64, and whether they exclude a certificate.
 
     If the point is not certified even with the best known direction's value for the upper bound, no upper bound
-    certifies it, and none is computed.
+    certifies it: a cheap one is enough.
     """
     theta, slope = problem.regularizer, problem.loss.slope(*factors, dual)
     if slope is None:
@@ -417,7 +416,7 @@ def noted_if_zero(certificate: Certificate, rank: int, lam: float) -> Certificat
 
 
 def _matrix(name: str, value: Any, *, finite: bool = True) -> Tensor:
-    tensor = real(name, value).to(torch.float64)
+    tensor = real(name, value).to(torch.float64).contiguous()
     if tensor.dim() != 2:
         raise ShapeError(f"{name} must be a real matrix, got shape {tuple(tensor.shape)}")
     if finite:

@@ -252,11 +252,12 @@ class SquaredDescent(LocalDescent):
     @cached_property
     def inner(self) -> int:
         """Sweeps over the columns for one product with Y: more where the product costs more."""
-        return min(INNER_SWEEPS, 2 + int(self.loss.Y.numel() ** 0.5 / 60))
+        return min(INNER_SWEEPS, 3 + int(self.loss.Y.numel() ** 0.5 / 60))
 
     def work(self, rank: int) -> float:
         """Two products with Y, and the calls of the column updates."""
-        return 4.0 * self.loss.entries() * rank + CALL * 4 * self.inner * rank
+        price = 2.0 if self.loss.Y.dtype == torch.float32 else 4.0
+        return price * self.loss.entries() * rank + CALL * 4 * self.inner * rank
 
     def left(self, pairs: Components) -> Updated:
         """Column updates of U."""

@@ -91,6 +91,10 @@ class Loss(abc.ABC):
         """As :meth:`search`, at X = 0."""
         return self.zero()
 
+    def chunked(self, U: Tensor, V: Tensor) -> DualMatrix:
+        """The dual point with cheaper products, whose rounding errors its ``product_error`` bounds."""
+        return self.dual(U, V)
+
     def value_at(self, U: Tensor, V: Tensor, dual: DualMatrix) -> float:
         """As :meth:`value`, where the dual point there is known."""
         return self.value(U, V)
@@ -155,7 +159,7 @@ class _DenseLoss(Loss):
     def size(self) -> float:
         """‖Y‖."""
         total = torch.zeros((), dtype=torch.float64, device=self.Y.device)
-        for part in row_blocks(self.Y.shape[0], self.Y.shape[1]):
+        for part in row_blocks(self.Y.shape[0], self.Y.shape[1], cached=True):
             total = total + self.Y[part].to(torch.float64).square().sum()
         return float(self.rows.sum(total)) ** 0.5
 
@@ -198,6 +202,10 @@ class Squared(_DenseLoss):
     def search(self, U: Tensor, V: Tensor) -> DenseDual:
         """The residual in the precision of the data."""
         return DenseDual(self.Y, U, V, rows=self.rows, dtype=self.Y.dtype)
+
+    def chunked(self, U: Tensor, V: Tensor) -> DenseDual:
+        """The residual; products with Y in the precision of Y."""
+        return DenseDual(self.Y, U, V, rows=self.rows, chunked=True)
 
     def start(self) -> DenseDual:
         """The data, in their own precision."""
@@ -401,7 +409,7 @@ class Logistic(Entrywise):
 
 def _summed(matrix: DenseDual, total: Callable[[Tensor], Tensor]) -> float:
     """The sum of ``total(block)`` over the blocks of all processes."""
-    sums = sum((total(block) for _, block in matrix.blocks()), torch.zeros((), dtype=torch.float64))
+    sums = sum((total(block) for _, block in matrix.blocks(cached=True)), torch.zeros((), dtype=torch.float64))
     return float(matrix.rows.sum(torch.as_tensor(sums)))
 
 

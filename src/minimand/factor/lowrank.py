@@ -205,15 +205,21 @@ def shrunk_certificate(
     U, V = (factor.to(torch.float64) for factor in triples.factors())
     Z, lam = problem.loss.dual(U, V), problem.lam
     penalty = float((problem.rows.sum(U.square().sum(0)).sqrt() * V.norm(dim=0)).sum())
-    lower, upper = _block_bound(Z, triples, lam, generator)
+    problem.loss.value_at(U, V, Z)  # the moments, which also scale the rounding errors
+    lower, upper = _block_bound(Z, problem.loss.chunked(U, V), triples, lam, generator)
     if upper.value > lam * (1 + tol / 4):
         bound = spectral_bound(Z, lam, tol / 4, generator)
         upper = bound if bound.value < upper.value else upper
     return conclude(problem, U, V, dual=Z, penalty=penalty, polar=(lower, upper), tol=tol)
 
 
-def _block_bound(Z: DualMatrix, triples: Triples, lam: float, generator: torch.Generator) -> tuple[float, Bound]:
-    """A lower and an upper bound on the norm of Z, from the blocks on and off the kept triples."""
+def _block_bound(
+    Z: DualMatrix, chunked: DualMatrix, triples: Triples, lam: float, generator: torch.Generator
+) -> tuple[float, Bound]:
+    """A lower and an upper bound on the norm of Z, from the blocks on and off the kept triples.
+
+    ``chunked`` is Z with cheaper products, for the block off the triples, which may be rough.
+    """
     P, Q = orthonormal(triples.left.to(torch.float64), Z.rows), torch.linalg.qr(triples.right.to(torch.float64)).Q
     down, across = Z.times(Q), Z.adjoint(P)  # R Q and Rᵀ P
     core = Z.rows.sum(P.mT @ down)
@@ -222,13 +228,13 @@ def _block_bound(Z: DualMatrix, triples: Triples, lam: float, generator: torch.G
 
     def rest(v: Tensor) -> Tensor:
         v = v - Q @ (Q.mT @ v)
-        image = Z.times(v)
+        image = chunked.times(v)
         image = image - P @ Z.rows.sum(P.mT @ image)
-        back = Z.adjoint(image)
+        back = chunked.adjoint(image)
         return back - Q @ (Q.mT @ back)
 
     n = Z.shape[1]
-    found, epsilon = 0.0, 1.0
+    found, epsilon, error = 0.0, 1.0, chunked.product_error()
     vector = Z.noise(1, generator).squeeze(1)
     for steps in LANCZOS_STEPS:
         # Each attempt may fail, so each gets a share of the failure probability.
@@ -236,8 +242,8 @@ def _block_bound(Z: DualMatrix, triples: Triples, lam: float, generator: torch.G
         found = max(found, float(lanczos(rest, vector, steps)[0]))
         if steps >= n or found <= lam * lam * (1 - min(epsilon, 1.0)):
             break
-    last = math.sqrt(found / (1 - epsilon)) if epsilon < 1 else math.inf
-    lower = max(corner, math.sqrt(max(found, 0.0)))
+    last = math.sqrt(found / (1 - epsilon)) + 2 * math.sqrt(steps) * error if epsilon < 1 else math.inf
+    lower = max(corner, math.sqrt(max(found, 0.0)) - 2 * math.sqrt(steps) * error)
     if math.isinf(last):
         return lower, Bound(math.inf, "none")
     table = torch.tensor([[corner, beside], [below, last]], dtype=torch.float64)

@@ -24,8 +24,10 @@ from ..solvers.iterate import iterate
 
 __all__ = ["DenseDual", "DualMatrix", "RowSharding", "leading_singular", "orthonormal"]
 
-# Entries of a block of rows that is computed at once: 64 MB of float64.
-BLOCK = 8_000_000
+# Entries of a block of rows that is computed at once: 64 MB of float64. Blocks of sums and thin products fit into cache.
+BLOCK, CACHED = 8_000_000, 262_144
+# Terms of a sum in the precision of the data, before it is added up in float64.
+CHUNK = 256
 OVERSAMPLE = 8
 KRYLOV_SWEEPS = 6
 
@@ -93,9 +95,9 @@ class RowSharding:
         return torch.cat([part[:size] for part, size in zip(parts, sizes.tolist(), strict=True)])
 
 
-def row_blocks(rows: int, columns: int) -> Iterator[slice]:
-    """Slices of rows, each with at most ``BLOCK`` entries (and at least one row)."""
-    step = max(1, BLOCK // max(columns, 1))
+def row_blocks(rows: int, columns: int, *, cached: bool = False) -> Iterator[slice]:
+    """Slices of rows, each with at most ``BLOCK`` entries, or ``CACHED``, and at least one row."""
+    step = max(1, (min(BLOCK, CACHED) if cached else BLOCK) // max(columns, 1))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
@@ -170,6 +172,10 @@ class DualMatrix(abc.ABC):
         """Floating point operations of a product with one vector."""
         return 2.0 * self.full_rows() * self.shape[1]
 
+    def block_work(self) -> float:
+        """Floating point operations to form the blocks once."""
+        return 4 * self.work()
+
     def product_error(self) -> float:
         """A bound on the rounding error of a product with a unit vector that is not relative to ‖Z‖."""
         return 0.0
@@ -183,7 +189,8 @@ class DenseDual(DualMatrix):
     r""":math:`Z = a(Y - UV^\top, Y)` with an entrywise map a.
 
     Products with a residual of data in the matrix's own precision multiply by Y, U and V separately. Everything else
-    is computed by blocks of rows; one block is kept if it is all.
+    is computed by blocks of rows; one block is kept if it is all. With ``chunked``, products with Y are sums of few
+    terms in the precision of Y that are added up in float64: :meth:`product_error` bounds what that costs.
 
     >>> Z = DenseDual(torch.eye(2), torch.ones(2, 1), torch.ones(2, 1))
     >>> Z.times(torch.ones(2, dtype=torch.float64))
@@ -199,11 +206,13 @@ class DenseDual(DualMatrix):
         rows: RowSharding | None = None,
         entries: Callable[[Tensor, Tensor], Tensor] | None = None,
         dtype: torch.dtype = torch.float64,
+        chunked: bool = False,
     ) -> None:
         self.Y, self.U, self.V = Y, U, V
         self.rows = RowSharding() if rows is None else rows
         self.entries = entries
         self.dtype = dtype
+        self.chunked = chunked and entries is None and Y.dtype != dtype
         self.shape = (Y.shape[0], Y.shape[1])
         self._moments: DualMoments | None = None
 
@@ -226,7 +235,17 @@ class DenseDual(DualMatrix):
     @property
     def _apart(self) -> bool:
         """Whether products are those with Y, U and V."""
-        return self.entries is None and self.Y.dtype == self.dtype
+        return self.entries is None and (self.Y.dtype == self.dtype or self.chunked)
+
+    def _data_times(self, x: Tensor, *, adjoint: bool = False) -> Tensor:
+        """Y x or Yᵀ x."""
+        data = self.Y.mT if adjoint else self.Y
+        if not self.chunked:
+            return data @ x
+        total, short = x.new_zeros(data.shape[0], *x.shape[1:]), x.to(self.Y.dtype)
+        for begin in range(0, data.shape[1], CHUNK):
+            total += data[:, begin : begin + CHUNK] @ short[begin : begin + CHUNK]
+        return total
 
     def _block(self, part: slice, columns: slice = slice(None)) -> Tensor:
         data = self.Y[part, columns].to(self.dtype)
@@ -236,25 +255,27 @@ class DenseDual(DualMatrix):
             residual = torch.addmm(data, U[part], V[columns].mT, alpha=-1)
         return residual if self.entries is None else self.entries(residual, data)
 
-    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """The rows, in blocks of at most ``BLOCK`` entries."""
-        for part in row_blocks(*self.shape):
-            yield part, (self._kept if self._kept is not None else self._block(part))
+    def blocks(self, *, cached: bool = False) -> Iterator[tuple[slice, Tensor]]:
+        """The rows, in blocks of at most ``BLOCK`` entries, or ``CACHED``."""
+        kept = self._kept
+        for part in row_blocks(*self.shape, cached=cached and kept is None):
+            yield part, (kept if kept is not None else self._block(part))
 
     def _split(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
         """Blocks of rows whose sum with −UVᵀ is Z, and the block's U, if it has one."""
         if not self._apart and self._kept is None and self.entries is None and self._factors is not None:
             # The residual of a block costs as much as a product with as many vectors as there are components.
-            for part in row_blocks(*self.shape):
+            for part in row_blocks(*self.shape, cached=True):
                 yield part, self.Y[part].to(self.dtype), self._factors[0][part]
         else:
-            for part, block in self.blocks():
+            for part, block in self.blocks(cached=True):
                 yield part, block, None
 
     def times(self, x: Tensor) -> Tensor:
         """Z x for columns x."""
         if self._apart:
-            return self.Y @ x if self._factors is None else self.Y @ x - self._factors[0] @ (self._factors[1].mT @ x)
+            image = self._data_times(x)
+            return image if self._factors is None else image - self._factors[0] @ (self._factors[1].mT @ x)
         parts = []
         for _, block, left in self._split():
             image = block @ x
@@ -264,7 +285,7 @@ class DenseDual(DualMatrix):
     def adjoint(self, y: Tensor) -> Tensor:
         """Zᵀ y, summed over the processes."""
         if self._apart:
-            image = self.Y.mT @ y
+            image = self._data_times(y, adjoint=True)
             return self.rows.sum(
                 image if self._factors is None else image - self._factors[1] @ (self._factors[0].mT @ y)
             )
@@ -288,22 +309,33 @@ class DenseDual(DualMatrix):
             total += block.mT @ image
         return self.rows.sum(total)
 
+    def block_work(self) -> float:
+        """The residual of each block, unless it is kept."""
+        rank = 0 if self._factors is None else self._factors[0].shape[1]
+        return 0.0 if self._kept is not None else (rank + 8) * self.work()
+
     def product_error(self) -> float:
         """γ(‖Y‖ + Σ ‖uᵢ‖‖vᵢ‖): products with Y, U and V cancel."""
-        data = float(self.rows.sum(self.Y.square().sum(dtype=torch.float64))) ** 0.5
+        data = self.moments().data ** 0.5 if self._moments is not None else self._size()
         pairs, terms = 0.0, 64 + sum(self.shape)
         if self._factors is not None:
             U, V = (x.to(torch.float64) for x in self._factors)
             pairs = float((self.rows.sum(U.square().sum(0)).sqrt() * V.norm(dim=0)).sum())
             terms += U.shape[1]
-        return terms * torch.finfo(self.dtype).eps * (data + pairs)
+        error = terms * torch.finfo(self.dtype).eps * (data + pairs)
+        return error + (CHUNK + 4) * torch.finfo(self.Y.dtype).eps * data if self.chunked else error
+
+    def _size(self) -> float:
+        """‖Y‖ over all processes."""
+        parts = [self.Y[part].to(torch.float64).square().sum() for part in row_blocks(*self.shape, cached=True)]
+        return float(self.rows.sum(torch.stack([*parts, torch.zeros((), dtype=torch.float64)]).sum())) ** 0.5
 
     def square(self) -> float:
         """‖Z‖² over all processes."""
         if self._moments is not None:
             return self._moments.square
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for _, block in self.blocks():
+        for _, block in self.blocks(cached=True):
             total = total + block.to(torch.float64).square().sum()
         return float(self.rows.sum(total))
 
@@ -338,7 +370,7 @@ class DenseDual(DualMatrix):
             return self._moments
         Y = self.Y if data is None else data
         totals = torch.zeros(3, dtype=torch.float64, device=Y.device)
-        for part, block in self.blocks():
+        for part, block in self.blocks(cached=True):
             known = Y[part].to(torch.float64)
             totals += torch.stack([(known * block).sum(), block.square().sum(), known.square().sum()])
         inner, square, size = self.rows.sum(totals).tolist()
