@@ -24,10 +24,10 @@ from .bounds import (
     Bound,
     BoundOptions,
     affordable_bound,
-    doubly_nonnegative_bound,
     sparse_bound,
 )
 from .matrices import DualMatrix, RowSharding, leading_singular
+from .nonnegative import doubly_nonnegative_bound
 
 __all__ = ["L2", "BoundOptions", "Directions", "Gauge", "NonNegativeL2", "Regularizer", "SparseL2"]
 
