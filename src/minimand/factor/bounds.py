@@ -3,23 +3,22 @@ r"""Upper bounds on polars. Certificates rest on them.
 The polar of a matrix Z is :math:`p = \max\{u^\top Z v : \theta(u, v) \le 1\}`. Each function returns a
 :class:`Bound`: a number that no direction exceeds, and the name of the method. A bound by Cholesky is a theorem about
 the computed matrix in floating point. A bound by Lanczos fails with a probability that its name states. There is one
-bound for each regularizer: :func:`spectral_bound` (L2), :func:`doubly_nonnegative_bound` and :func:`sparse_bound`.
+bound for each regularizer: :func:`spectral_bound` (L2), :func:`sparse_bound`, and those for non-negative factors in
+``nonnegative``.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..functions import L1, PositiveSemidefinite
+from ..functions import L1
 from ..norms.spectral import EPS, certified_lambda_max, lanczos, start_vector
-from ..solvers.iterate import iterate
 from .matrices import DualMatrix, leading_singular
 
-__all__ = ["Bound", "BoundOptions", "doubly_nonnegative_bound", "sparse_bound", "spectral_bound"]
+__all__ = ["Bound", "BoundOptions", "affordable_bound", "quick_bound", "sparse_bound", "spectral_bound"]
 
 FAILURE = 1e-9
 # The largest number of columns of a Gram matrix that is formed and factorised.
@@ -30,10 +29,6 @@ BASIS = 64_000_000
 BUDGET, LEAST = 6e10, 3e7
 # Products with vectors are bound by memory: they cost several operations of a product of matrices.
 VECTOR = 8.0
-PERRON = 5
-CHECK_EVERY = 20
-RELAXATION = 1.6
-MAX_ADMM = 600
 THRESHOLDS = 24
 GRID = 2000
 
@@ -55,12 +50,14 @@ class BoundOptions:
         effort: The budget; 1 is about five seconds of one core. At zero only the cheapest bounds are computed.
         pairs: The current factors, vectors as rows: a start for relaxations.
         generator: For random starts.
+        relax: Whether relaxations may be solved; a point that is known to be improvable needs none.
     """
 
     accuracy: float = 1e-4
     effort: float = 1.0
     pairs: tuple[Tensor, Tensor] | None = None
     generator: torch.Generator | None = None
+    relax: bool = True
 
     def affords(self, work: float) -> bool:
         """Whether the budget suffices for this many floating point operations."""
@@ -136,7 +133,7 @@ def largest_singular(matrix: DualMatrix, generator: torch.Generator | None = Non
     r""":math:`\sigma_{\max}(Z)`: an upper bound from the eigenvalues of the Gram matrix if that may be formed, else a
     lower bound by block Krylov iteration.
 
-    >>> from .matrices import DenseDual
+    >>> from .residual import DenseDual
     >>> round(largest_singular(DenseDual(torch.diag(torch.tensor([1.0, 2.0])))), 9)
     2.0
     """
@@ -152,7 +149,7 @@ def cholesky_bound(matrix: DualMatrix, level: float, accuracy: float = 1e-4) -> 
     :math:`\lambda^2(1+\varepsilon)I - Z^\top Z` is factorised at the level that would certify and, if that fails, at a
     Lanczos estimate of the norm. The rounding errors of the product and of the factorisation are part of the bound.
 
-    >>> from .matrices import DenseDual
+    >>> from .residual import DenseDual
     >>> 2.0 <= cholesky_bound(DenseDual(torch.diag(torch.tensor([1.0, 2.0]))), 2.0).value <= 2.00001
     True
     """
@@ -198,7 +195,7 @@ def lanczos_bound(matrix: DualMatrix, *, accuracy: float = 2.5e-4, generator: to
     The number of steps is the one that ``accuracy`` needs by :func:`lanczos_slack`, limited by the size ``BASIS`` of
     the Krylov basis, whose vectors are as long as the shorter side.
 
-    >>> from .matrices import DenseDual
+    >>> from .residual import DenseDual
     >>> 2.0 <= lanczos_bound(DenseDual(torch.diag(torch.tensor([1.0, 2.0])))).value <= 2.001
     True
     """
@@ -223,145 +220,6 @@ def _lanczos_steps(n: int, accuracy: float) -> int:
     return math.ceil((math.log(1.648 * math.sqrt(n) / FAILURE) / math.sqrt(1 - (1 + accuracy) ** -2) + 1) / 2)
 
 
-# -- non-negative factors ----------------------------------------------------------------------------------------------
-
-
-def doubly_nonnegative_bound(matrix: DualMatrix, level: float, options: BoundOptions = DEFAULT) -> Bound:
-    r"""An upper bound on :math:`\max\{u^\top Z v : u, v \ge 0, \|u\| = \|v\| = 1\}`.
-
-    For :math:`u, v \ge 0` of unit length and any symmetric :math:`N \ge 0`,
-
-    .. math::
-
-        2u^\top Z v = w^\top M w \le w^\top (M + N) w \le 2\lambda_{\max}(M + N), \qquad
-        M = \begin{pmatrix} 0 & Z \\ Z^\top & 0 \end{pmatrix}, \quad w = \begin{pmatrix} u \\ v \end{pmatrix},
-
-    so :math:`p \le \lambda_{\max}(M + N)`. The best N solves the dual of maximising :math:`\langle M, W\rangle` over
-    matrices W that are positive semidefinite and non-negative. ADMM approximates it. Every N gives a valid bound,
-    because the largest eigenvalue is then bounded by a Cholesky factorisation.
-
-    The norms of Z and of its positive part, one factorisation each, are tried first. If neither is at most ``level``,
-    the relaxation is solved to within the accuracy, for as many iterations as the effort allows, from the W of the
-    current factors.
-
-    >>> from .matrices import DenseDual
-    >>> Z = torch.tensor([[1.0, -1.0], [-1.0, 1.0]])          # norm 2; the polar over u, v ≥ 0 is 1
-    >>> round(doubly_nonnegative_bound(DenseDual(Z), 1.0).value, 3)
-    1.0
-    """
-    accuracy, pairs = options.accuracy, options.pairs
-    bound = _norm_bound(matrix, level, options)
-    size = matrix.full_rows() + matrix.shape[1]
-    iterations = min(MAX_ADMM, int(options.effort * BUDGET / (12.0 * max(size, 1) ** 3)))
-    if bound.value <= level * (1 + accuracy) or iterations < 2 * CHECK_EVERY:
-        return bound
-    Z = matrix.dense()
-    if pairs is not None:
-        pairs = (matrix.rows.gather(pairs[0].mT.contiguous()).mT, pairs[1])
-    value = _relaxation(Z, level, iterations, pairs, accuracy)
-    return Bound(value, "doubly non-negative dual") if value < bound.value else bound
-
-
-def _norm_bound(matrix: DualMatrix, level: float, options: BoundOptions) -> Bound:
-    """The smallest of the norm of Z, if the budget suffices for it, and that of its positive part."""
-    best = affordable_bound(matrix, level, options)
-    if best.value > level * (1 + options.accuracy) and options.affords(VECTOR * PERRON * 2 * matrix.work()):
-        best = min(best, perron_bound(matrix), key=lambda bound: bound.value)
-    return best
-
-
-def perron_bound(matrix: DualMatrix) -> Bound:
-    r"""An upper bound on the norm of the positive part of Z, :math:`\sigma_{\max}(A)` with :math:`A = Z_+`.
-
-    For every :math:`x > 0`, :math:`\sigma_{\max}(A)^2 \le \max_i (A^\top A x)_i / x_i` (Collatz & Wielandt). The power
-    method from the ones converges to the best x. All terms are positive, so rounding errors are relative.
-
-    >>> from .matrices import DenseDual
-    >>> Z = torch.tensor([[1.0, -5.0], [2.0, 2.0]])           # −5 does not count
-    >>> sigma = float(torch.linalg.matrix_norm(Z.relu(), 2))
-    >>> sigma <= perron_bound(DenseDual(Z)).value <= 1.001 * sigma
-    True
-    """
-
-    def image(x: Tensor) -> Tensor:
-        total = torch.zeros_like(x)
-        for _, block in matrix.blocks():
-            positive = block.relu()
-            total += positive.mT @ (positive @ x)
-        return matrix.rows.sum(total)
-
-    def step(state: tuple[Tensor, float], k: int) -> tuple[Tensor, float]:
-        x, best = state
-        moved = image(x)
-        top = float((moved / x).max())
-        # A column without positive entries would end at zero: a small share of the ones keeps x positive.
-        size = float(moved.max())
-        return (moved / size + 1e-9 if size > 0 else x), min(best, top)
-
-    ones = torch.ones(matrix.shape[1], dtype=torch.float64, device=matrix.device)
-    (_, best), _ = iterate(step, (ones, math.inf), PERRON)
-    terms = matrix.full_rows() + matrix.shape[1]
-    return Bound(math.sqrt(best * (1 + 8 * terms * EPS)), "Collatz–Wielandt, norm of the positive part")
-
-
-class _RelaxationState(NamedTuple):
-    N: Tensor
-    t: float
-    W: Tensor  # the multiplier divided by the penalty
-    best: float
-    stalls: int
-
-
-def _relaxation(
-    Z: Tensor, level: float, iterations: int, pairs: tuple[Tensor, Tensor] | None, accuracy: float
-) -> float:
-    r"""ADMM on :math:`\min t` subject to :math:`S + M + N = tI`, :math:`S \succeq 0`, :math:`N \ge 0`, over-relaxed."""
-    rows, columns = Z.shape
-    size = rows + columns
-    scale = max(level, 1e-30 * float(torch.linalg.matrix_norm(Z))) or 1.0
-    M = Z.new_zeros(size, size)
-    M[:rows, rows:], M[rows:, :rows] = Z / scale, Z.mT / scale
-    W = _first_multiplier(pairs, size, Z)
-    # Ten times the ratio of the two sides' sizes: measured to be near the best over sizes and ranks.
-    penalty = 10 * float(W.norm()) / math.sqrt(size)
-    identity = torch.eye(size, dtype=Z.dtype, device=Z.device)
-    cone = PositiveSemidefinite()
-
-    def step(state: _RelaxationState, k: int) -> _RelaxationState:
-        N, t, W, best, stalls = state
-        shifted = t * identity - M - N
-        S = RELAXATION * cone.prox(shifted - W) + (1 - RELAXATION) * shifted
-        N = torch.relu(-M - S - W)
-        # A positive diagonal entry only raises the eigenvalue.
-        N.diagonal().zero_()
-        t = float((S + W).diagonal().sum() - 1 / penalty) / size
-        W = W + S + M + N - t * identity
-        if (k + 1) % CHECK_EVERY == 0:
-            found = float(certified_lambda_max(M + N, rtol=min(1e-5, accuracy / 4), floor=1.0))
-            stalls = stalls + 1 if found > best - 0.05 * accuracy else 0
-            best = min(best, found)
-        return _RelaxationState(N, t, W, best, stalls)
-
-    def done(state: _RelaxationState, k: int) -> bool:
-        return state.best <= 1 + accuracy or state.stalls >= 3
-
-    start = _RelaxationState(torch.relu(-M), 1.0, W / penalty, math.inf, 0)
-    state, _ = iterate(step, start, iterations, until=done)
-    # The factor covers the rounding of the division by the scale and of M + N.
-    return state.best * scale * (1 + 1e-13)
-
-
-def _first_multiplier(pairs: tuple[Tensor, Tensor] | None, size: int, like: Tensor) -> Tensor:
-    """The primal point of the factors: Σ wwᵀ, scaled to trace one."""
-    uniform = torch.eye(size, dtype=like.dtype, device=like.device) / size
-    if pairs is None or not len(pairs[0]):
-        return uniform
-    stacked = torch.cat([pairs[0], pairs[1]], dim=1).to(like.dtype)
-    W = stacked.mT @ stacked
-    trace = float(W.diagonal().sum())
-    return W / trace if trace > 0 else uniform
-
-
 # -- sparse codes ------------------------------------------------------------------------------------------------------
 
 
@@ -380,14 +238,14 @@ def sparse_bound(matrix: DualMatrix, level: float, gamma: float, options: BoundO
     principal components: d'Aspremont, El Ghaoui, Jordan & Lanckriet, 2007). Between two grid points of s, the numerator
     is taken at the right end and the denominator at the left.
 
-    >>> from .matrices import DenseDual
+    >>> from .residual import DenseDual
     >>> Z = torch.ones(9, 1)                                  # the polar is attained at u = 1: 3/(1 + 3γ)
     >>> 1.2 <= sparse_bound(DenseDual(Z), 1.2, 0.5).value <= 1.5
     True
     """
     n = matrix.full_rows()
-    if gamma == 0 or n > LARGEST_GRAM or n == 0:
-        norm = spectral_bound(matrix, level * (1 + gamma), options.accuracy, options.generator)
+    if gamma == 0 or n > LARGEST_GRAM or n == 0 or not options.relax or matrix.compact:
+        norm = affordable_bound(matrix, level * (1 + gamma), options)
         return Bound(norm.value / (1 + gamma), f"{norm.method}, norm")
     product = matrix.outer()
     largest = float(product.abs().max())

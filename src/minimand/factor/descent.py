@@ -136,7 +136,9 @@ def initial_pairs(
     negated = (sides[1][2] > sides[0][2]).unsqueeze(-1)
     U, V = (torch.where(negated, sides[1][i], sides[0][i]) for i in range(2))
     size = torch.maximum(sides[0][2], sides[1][2])
-    pairs = balanced(Components(U * (values * size / size.clamp_min(torch.finfo(size.dtype).tiny)).unsqueeze(-1), V), rows)
+    pairs = balanced(
+        Components(U * (values * size / size.clamp_min(torch.finfo(size.dtype).tiny)).unsqueeze(-1), V), rows
+    )
     missing = count - pairs.rank
     if missing > 0:
         mean = values.mean()
@@ -252,21 +254,22 @@ class SquaredDescent(LocalDescent):
     @cached_property
     def inner(self) -> int:
         """Sweeps over the columns for one product with Y: more where the product costs more."""
-        return min(INNER_SWEEPS, 2 + int(self.loss.Y.numel() ** 0.5 / 60))
+        return min(INNER_SWEEPS, 3 + int(self.loss.Y.numel() ** 0.5 / 60))
 
     def work(self, rank: int) -> float:
         """Two products with Y, and the calls of the column updates."""
-        return 4.0 * self.loss.entries() * rank + CALL * 4 * self.inner * rank
+        products = 2 * rank * self.loss.start().work()
+        return (0.5 if self.loss.Y.dtype == torch.float32 else 1.0) * products + CALL * 4 * self.inner * rank
 
     def left(self, pairs: Components) -> Updated:
         """Column updates of U."""
-        goal, product = pairs.V @ self.loss.Y.mT, pairs.V @ pairs.V.mT
+        goal, product = self.loss.times(pairs.V), pairs.V @ pairs.V.mT
         weights = self.lam * self.theta.right.values(pairs.V)
         return updated(pairs.U, goal, product, weights, self.theta.left, self.rows, self.inner)
 
     def right(self, pairs: Components) -> tuple[Updated, float]:
         """Column updates of V, and the objective there."""
-        goal, product = self.rows.sum(pairs.U @ self.loss.Y), self.rows.sum(pairs.U @ pairs.U.mT)
+        goal, product = self.loss.adjoint(pairs.U), self.rows.sum(pairs.U @ pairs.U.mT)
         weights = self.lam * self.theta.left.values(pairs.U, self.rows)
         found = updated(pairs.V, goal, product, weights, self.theta.right, RowSharding(), self.inner)
         return found, self._objective(pairs.U, found.X, goal)

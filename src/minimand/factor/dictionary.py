@@ -50,6 +50,7 @@ class SparseDictionary(GrownFactorization):
     """
 
     gamma: float = 0.1
+    _takes_sparse = True
 
     def _check_options(self) -> None:
         super()._check_options()

@@ -85,9 +85,8 @@ def grow(
     descent = _local_descent(problem)
     pairs = _first_pairs(problem, options, like, generator) if start is None else _given(start, like, problem, options)
     growth = _FactorGrowth(problem, descent, options, generator, report, pairs)
-    certificate = _run(growth)
+    certificate, objective = _run(growth)
     pairs = padded(growth.pairs, options.n_components or 0)
-    objective = problem.objective(pairs.U.mT, pairs.V.mT)
     iterations = max(growth.used, 1)
     return Factors(
         pairs.U.mT,
@@ -100,8 +99,8 @@ def grow(
     )
 
 
-def _run(growth: "_FactorGrowth") -> Certificate:
-    """The rounds of the meta-algorithm, from coarse to fine descent; returns the last certificate.
+def _run(growth: "_FactorGrowth") -> tuple[Certificate, float]:
+    """The rounds of the meta-algorithm, from coarse to fine descent; returns the last certificate and the objective.
 
     Coarse descent finds the size. The bound of a certificate is expensive, so it is computed only where the descent
     has converged.
@@ -109,7 +108,7 @@ def _run(growth: "_FactorGrowth") -> Certificate:
     options = growth.options
     if not options.fixed:
         growth.settle(options.tol * COARSE, ROUND_SWEEPS)
-    certificate, waiting = NOT_CERTIFIED, growth.no_directions()
+    certificate, objective, waiting = NOT_CERTIFIED, math.inf, growth.no_directions()
     for round_, tol in enumerate(_tolerances(options)):
         if not growth.exhausted:
             growth.append(waiting)
@@ -117,14 +116,14 @@ def _run(growth: "_FactorGrowth") -> Certificate:
         if not options.fixed:
             growth.simplify(tol)
         finding, before = growth.certify(), certificate
-        certificate = finding.certificate
+        certificate, objective, _ = finding
         if certificate.status is Status.CERTIFIED or growth.exhausted:
             break
         if certificate.status is Status.IMPROVABLE and not options.fixed:
             return growth.pursue(finding, tol)
         if round_ and not len(waiting.values) and certificate.gap > 0.8 * before.gap:
             break  # finer descent no longer closes the gap
-    return certificate
+    return certificate, objective
 
 
 def _tolerances(options: GrowthOptions) -> list[float]:
@@ -272,7 +271,7 @@ class _FactorGrowth:
         """
         self.pairs = balanced(self.pairs, self.problem.rows)
         if self.options.effort is None:
-            return Finding(NOT_CERTIFIED, self.history[-1], None)
+            return Finding(NOT_CERTIFIED, self.problem.objective(self.pairs.U.mT, self.pairs.V.mT), None)
         return certify_factors(
             self.problem,
             self.pairs.U.mT,
@@ -282,7 +281,7 @@ class _FactorGrowth:
             generator=self.generator,
         )
 
-    def pursue(self, finding: Finding, tol: float) -> Certificate:
+    def pursue(self, finding: Finding, tol: float) -> tuple[Certificate, float]:
         """Append the directions that the certificate found and certify again, while it finds more."""
         for _ in range(PURSUITS):
             certificate, _, found = finding
@@ -291,7 +290,7 @@ class _FactorGrowth:
             margin = found.best - certificate.polar_lower
             self.use_up(found.above(self.problem.lam + margin), margin, tol)
             finding, tol = self.certify(), ROUNDOFF
-        return finding.certificate
+        return finding.certificate, finding.objective
 
     def use_up(self, found: Directions, margin: float, tol: float) -> None:
         """Append directions and descend, until none exceeds λ + ``margin``.

@@ -11,21 +11,19 @@ import abc
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..linalg import gram
 from ..norms.spectral import EPS
 from ..solvers.iterate import iterate
 
-__all__ = ["DenseDual", "DualMatrix", "RowSharding", "leading_singular", "orthonormal"]
+__all__ = ["DualMatrix", "RowSharding", "leading_singular", "orthonormal"]
 
-# Entries of a block of rows that is computed at once: 64 MB of float64.
-BLOCK = 8_000_000
+# Entries of a block of rows that is computed at once: 64 MB of float64. Those of sums and thin products fit into cache.
+BLOCK, CACHED = 8_000_000, 262_144
 OVERSAMPLE = 8
 KRYLOV_SWEEPS = 6
 
@@ -93,20 +91,24 @@ class RowSharding:
         return torch.cat([part[:size] for part, size in zip(parts, sizes.tolist(), strict=True)])
 
 
-def row_blocks(rows: int, columns: int) -> Iterator[slice]:
-    """Slices of rows, each with at most ``BLOCK`` entries (and at least one row)."""
-    step = max(1, BLOCK // max(columns, 1))
+def row_blocks(rows: int, columns: int, *, cached: bool = False) -> Iterator[slice]:
+    """Slices of rows, each with at most ``BLOCK`` entries, or ``CACHED``, and at least one row."""
+    step = max(1, (min(BLOCK, CACHED) if cached else BLOCK) // max(columns, 1))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
 
 class DualMoments(NamedTuple):
-    """The sums ⟨Y, Z⟩, ‖Z‖² and ‖Y‖² of a dual point and the data, each of ``entries`` terms."""
+    """The sums ⟨Y, Z⟩, ‖Z‖² and ‖Y‖² of a dual point and the data, each of ``entries`` terms.
+
+    ``slack`` bounds the rounding error of the first two that is not relative to them.
+    """
 
     inner: float
     square: float
     data: float
     entries: int
+    slack: float = 0.0
 
 
 class DualMatrix(abc.ABC):
@@ -170,6 +172,10 @@ class DualMatrix(abc.ABC):
         """Floating point operations of a product with one vector."""
         return 2.0 * self.full_rows() * self.shape[1]
 
+    def block_work(self) -> float:
+        """Floating point operations to form the blocks once."""
+        return 4 * self.work()
+
     def product_error(self) -> float:
         """A bound on the rounding error of a product with a unit vector that is not relative to ‖Z‖."""
         return 0.0
@@ -177,174 +183,6 @@ class DualMatrix(abc.ABC):
     def full_rows(self) -> int:
         """The number of rows over all processes."""
         return self.rows.count(self.shape[0])
-
-
-class DenseDual(DualMatrix):
-    r""":math:`Z = a(Y - UV^\top, Y)` with an entrywise map a.
-
-    Products with a residual of data in the matrix's own precision multiply by Y, U and V separately. Everything else
-    is computed by blocks of rows; one block is kept if it is all.
-
-    >>> Z = DenseDual(torch.eye(2), torch.ones(2, 1), torch.ones(2, 1))
-    >>> Z.times(torch.ones(2, dtype=torch.float64))
-    tensor([-1., -1.], dtype=torch.float64)
-    """
-
-    def __init__(
-        self,
-        Y: Tensor,
-        U: Tensor | None = None,
-        V: Tensor | None = None,
-        *,
-        rows: RowSharding | None = None,
-        entries: Callable[[Tensor, Tensor], Tensor] | None = None,
-        dtype: torch.dtype = torch.float64,
-    ) -> None:
-        self.Y, self.U, self.V = Y, U, V
-        self.rows = RowSharding() if rows is None else rows
-        self.entries = entries
-        self.dtype = dtype
-        self.shape = (Y.shape[0], Y.shape[1])
-        self._moments: DualMoments | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the data."""
-        return self.Y.device
-
-    @cached_property
-    def _kept(self) -> Tensor | None:
-        return self._block(slice(0, self.shape[0])) if len(list(row_blocks(*self.shape))) <= 1 else None
-
-    @cached_property
-    def _factors(self) -> tuple[Tensor, Tensor] | None:
-        """U and V in the matrix's precision; None without."""
-        if self.U is None or self.V is None or not self.U.shape[1]:
-            return None
-        return self.U.to(self.dtype), self.V.to(self.dtype)
-
-    @property
-    def _apart(self) -> bool:
-        """Whether products are those with Y, U and V."""
-        return self.entries is None and self.Y.dtype == self.dtype
-
-    def _block(self, part: slice, columns: slice = slice(None)) -> Tensor:
-        data = self.Y[part, columns].to(self.dtype)
-        residual = data
-        if self._factors is not None:
-            U, V = self._factors
-            residual = torch.addmm(data, U[part], V[columns].mT, alpha=-1)
-        return residual if self.entries is None else self.entries(residual, data)
-
-    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """The rows, in blocks of at most ``BLOCK`` entries."""
-        for part in row_blocks(*self.shape):
-            yield part, (self._kept if self._kept is not None else self._block(part))
-
-    def _split(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-        """Blocks of rows whose sum with −UVᵀ is Z, and the block's U, if it has one."""
-        if not self._apart and self._kept is None and self.entries is None and self._factors is not None:
-            # The residual of a block costs as much as a product with as many vectors as there are components.
-            for part in row_blocks(*self.shape):
-                yield part, self.Y[part].to(self.dtype), self._factors[0][part]
-        else:
-            for part, block in self.blocks():
-                yield part, block, None
-
-    def times(self, x: Tensor) -> Tensor:
-        """Z x for columns x."""
-        if self._apart:
-            return self.Y @ x if self._factors is None else self.Y @ x - self._factors[0] @ (self._factors[1].mT @ x)
-        parts = []
-        for _, block, left in self._split():
-            image = block @ x
-            parts.append(image if left is None else image - left @ (self._factors[1].mT @ x))  # type: ignore[index]
-        return torch.cat(parts) if parts else x.new_zeros(0, *x.shape[1:])
-
-    def adjoint(self, y: Tensor) -> Tensor:
-        """Zᵀ y, summed over the processes."""
-        if self._apart:
-            image = self.Y.mT @ y
-            return self.rows.sum(
-                image if self._factors is None else image - self._factors[1] @ (self._factors[0].mT @ y)
-            )
-        total = y.new_zeros(self.shape[1], *y.shape[1:])
-        for part, block, left in self._split():
-            total += block.mT @ y[part]
-            if left is not None:
-                total -= self._factors[1] @ (left.mT @ y[part])  # type: ignore[index]
-        return self.rows.sum(total)
-
-    def normal(self, x: Tensor) -> Tensor:
-        """ZᵀZ x for columns x; every block is read once."""
-        if self._apart:
-            return self.adjoint(self.times(x))
-        total = torch.zeros_like(x)
-        for _, block, left in self._split():
-            image = block @ x
-            if left is not None:
-                image = image - left @ (self._factors[1].mT @ x)  # type: ignore[index]
-                total -= self._factors[1] @ (left.mT @ image)  # type: ignore[index]
-            total += block.mT @ image
-        return self.rows.sum(total)
-
-    def product_error(self) -> float:
-        """γ(‖Y‖ + Σ ‖uᵢ‖‖vᵢ‖): products with Y, U and V cancel."""
-        data = float(self.rows.sum(self.Y.square().sum(dtype=torch.float64))) ** 0.5
-        pairs, terms = 0.0, 64 + sum(self.shape)
-        if self._factors is not None:
-            U, V = (x.to(torch.float64) for x in self._factors)
-            pairs = float((self.rows.sum(U.square().sum(0)).sqrt() * V.norm(dim=0)).sum())
-            terms += U.shape[1]
-        return terms * torch.finfo(self.dtype).eps * (data + pairs)
-
-    def square(self) -> float:
-        """‖Z‖² over all processes."""
-        if self._moments is not None:
-            return self._moments.square
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for _, block in self.blocks():
-            total = total + block.to(torch.float64).square().sum()
-        return float(self.rows.sum(total))
-
-    def gram(self, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """ZᵀZ; with ``part`` that of ``part(Z)``."""
-        total: Tensor | None = None
-        for _, block in self.blocks():
-            product = gram((block if part is None else part(block)).mT)
-            total = product if total is None else total + product
-        if total is None:  # a process without rows
-            total = torch.zeros(self.shape[1], self.shape[1], dtype=self.dtype, device=self.Y.device)
-        return self.rows.sum(total)
-
-    def outer(self, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """ZZᵀ over all rows, by blocks of columns if this process has all rows."""
-        if self._kept is not None or self.rows.ranks > 1:
-            whole = self.dense()
-            return gram(whole if part is None else part(whole))
-        total = torch.zeros(self.shape[0], self.shape[0], dtype=self.dtype, device=self.Y.device)
-        for columns in row_blocks(self.shape[1], self.shape[0]):
-            block = self._block(slice(None), columns)
-            total += gram(block if part is None else part(block))
-        return total
-
-    def dense(self) -> Tensor:
-        """All entries, of all processes."""
-        return self.rows.gather(torch.cat([block for _, block in self.blocks()]))
-
-    def moments(self, data: Tensor | None = None) -> DualMoments:
-        """⟨Y, Z⟩ and ‖Z‖² over all processes; ``data`` replaces Y if Z was given and is not a residual of Y."""
-        if data is None and self._moments is not None:
-            return self._moments
-        Y = self.Y if data is None else data
-        totals = torch.zeros(3, dtype=torch.float64, device=Y.device)
-        for part, block in self.blocks():
-            known = Y[part].to(torch.float64)
-            totals += torch.stack([(known * block).sum(), block.square().sum(), known.square().sum()])
-        inner, square, size = self.rows.sum(totals).tolist()
-        found = DualMoments(inner, square, size, self.shape[0] * self.shape[1])
-        self._moments = found if data is None else self._moments
-        return found
 
 
 def summation_error(entries: int) -> float:
@@ -377,6 +215,7 @@ def leading_singular(
 
     The values are lower bounds.
 
+    >>> from .residual import DenseDual
     >>> leading_singular(DenseDual(torch.diag(torch.tensor([1.0, 3.0, 2.0]))), 2)[1].round(decimals=6)
     tensor([3., 2.], dtype=torch.float64)
     """

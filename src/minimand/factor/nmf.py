@@ -13,6 +13,7 @@ from ..solvers import FISTA, Problem, solve
 from .base import GrownFactorization
 from .inputs import Units
 from .regularizers import NonNegativeL2
+from .sparse import SparseData
 
 __all__ = ["NMF", "proximal_codes"]
 
@@ -52,6 +53,8 @@ class NMF(GrownFactorization):
     True
     """
 
+    _takes_sparse = True
+
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.input_tags.positive_only = True
@@ -59,7 +62,7 @@ class NMF(GrownFactorization):
 
     def _checked(self, Y: Any, *, reset: bool) -> tuple[Any, Any]:
         like, data = super()._checked(Y, reset=reset)
-        if bool((data < 0).any()):
+        if bool(((data.values if isinstance(data, SparseData) else data) < 0).any()):
             raise OptionError("Negative values in data passed to NMF: clip or shift them")
         return like, data
 
@@ -77,8 +80,14 @@ class NMF(GrownFactorization):
         return proximal_codes(problem.loss.Y, V, NonNegative(), problem.lam)
 
 
-def proximal_codes(Y: Tensor, V: Tensor, function: Function, lam: float) -> tuple[Tensor, bool]:
-    """Each row solves min ½‖y − uVᵀ‖² + (λ/2)‖u‖² + g(u), until the gradient's norm is small relative to YV."""
+def proximal_codes(Y: Any, V: Tensor, function: Function, lam: float) -> tuple[Tensor, bool]:
+    """Each row solves min ½‖y − uVᵀ‖² + (λ/2)‖u‖² + g(u), until the gradient's norm is small relative to YV.
+
+    With V = QR the rows are those of YQ and R: as short as there are components, and Y is only multiplied.
+    """
+    if V.shape[0] > V.shape[1]:
+        basis, V = torch.linalg.qr(V)
+        Y = Y @ basis
     size = max(float((Y @ V).norm(dim=-1).max()), float(torch.finfo(Y.dtype).tiny))
     tol = size * float(torch.finfo(Y.dtype).eps) ** 0.5 * 0.1
     found = solve(Problem(Dense(V.mT.contiguous()), function, Y, ridge=lam), FISTA(iters=5000), tol=tol)

@@ -24,11 +24,10 @@ from .bounds import (
     Bound,
     BoundOptions,
     affordable_bound,
-    doubly_nonnegative_bound,
-    quick_bound,
     sparse_bound,
 )
 from .matrices import DualMatrix, RowSharding, leading_singular
+from .nonnegative import doubly_nonnegative_bound
 
 __all__ = ["L2", "BoundOptions", "Directions", "Gauge", "NonNegativeL2", "Regularizer", "SparseL2"]
 
@@ -257,11 +256,6 @@ class Regularizer(abc.ABC):
         """A number that the polar does not exceed; ``level`` is the value that would certify."""
         bound = affordable_bound(matrix, level * self.floor, options)
         return Bound(bound.value / self.floor, f"{bound.method}, norm")
-
-    def quick(self, matrix: DualMatrix) -> Bound:
-        """A number that the polar does not exceed, at the price of one pass."""
-        bound = quick_bound(matrix)
-        return Bound(bound.value / self.floor, bound.method)
 
     def attained(self, matrix: DualMatrix, found: Directions) -> Directions:
         """The directions with the values that they attain, in the precision of ``matrix``."""
