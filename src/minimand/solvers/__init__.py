@@ -3,6 +3,7 @@
 from ..norms import LipschitzTracker
 from .base import Solver
 from .checking import check_datafit
+from .choosing import Choice
 from .coordinate import RCD
 from .datafits import Datafit, Huber, Logistic, Poisson, Quadratic, SquaredHingeLoss
 from .gradient import FISTA, HeavyBall, ProxGD
@@ -11,9 +12,12 @@ from .linear import conjugate_gradient
 from .problem import Problem
 from .sampling import Bernoulli, Importance, Nice, Sample, Sampling
 from .solving import Solution, Trace, solve, trace
+from .spectral import Spectral
 from .splitting import ADMM
 from .steps import Exponential, Harmonic, Schedule
 from .stochastic import SVRG, ProxSG
+from .watching import Progress
+from .working import WorkingSet
 
 __all__ = [
     "ADMM",
@@ -21,6 +25,7 @@ __all__ = [
     "RCD",
     "SVRG",
     "Bernoulli",
+    "Choice",
     "Datafit",
     "Exponential",
     "Harmonic",
@@ -32,6 +37,7 @@ __all__ = [
     "Nice",
     "Poisson",
     "Problem",
+    "Progress",
     "ProxGD",
     "ProxSG",
     "Quadratic",
@@ -40,8 +46,10 @@ __all__ = [
     "Schedule",
     "Solution",
     "Solver",
+    "Spectral",
     "SquaredHingeLoss",
     "Trace",
+    "WorkingSet",
     "check_datafit",
     "conjugate_gradient",
     "iterate",

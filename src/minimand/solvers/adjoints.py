@@ -48,6 +48,7 @@ class Run:
             update some entries only take all their steps in it.
         start: A point whose activation is the start, instead of ``x0``.
         made: The number of iterations that the start stands for.
+        loop: Another loop, for runs that are not differentiated: samples that have converged stop.
     """
 
     problem: Problem
@@ -58,6 +59,7 @@ class Run:
     ending: Problem | None = None
     start: Tensor | None = None
     made: int = 0
+    loop: "Callable[[Run], tuple[Tensor, int]] | None" = None
 
     @property
     def iterations(self) -> int:
@@ -82,6 +84,8 @@ class Run:
 
     def forward(self) -> tuple[Tensor, int]:
         """All iterations: the solution, and their number."""
+        if self.loop is not None and not torch.is_grad_enabled():
+            return self.loop(self)
         state, done = iterate(self.advance, self.init(), self.iterations, until=self.until)
         return state.x, done
 

@@ -28,6 +28,14 @@ from .sampling import Sample
 __all__ = ["DescentMap", "GradientMap", "Problem", "as_number", "reciprocal", "require_steps"]
 
 
+_SQUARE = Quadratic()
+
+
+def _square() -> Datafit:
+    """The default datafit; torch.compile can read a global object, but takes none as a default argument."""
+    return _SQUARE
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     r"""The problem of a layer with weight :math:`A`, bias :math:`b` and input :math:`y`, one per sample:
@@ -68,7 +76,7 @@ class Problem:
     y: Tensor
     bias: Tensor | None = None
     ridge: float = 0.0
-    datafit: Datafit = Quadratic()  # noqa: RUF009 -- frozen
+    datafit: Datafit = dataclasses.field(default_factory=_square)
     preactivated: bool = dataclasses.field(default=False, kw_only=True)
     affine: Tensor | None = dataclasses.field(default=None, kw_only=True)
 
@@ -100,6 +108,15 @@ class Problem:
         bound = self.operator.norm_sq()
         # In double precision, so that rounding does not make the step longer than the bound allows.
         return self.curved(bound if bound.device.type == "mps" else bound.double()) + self.ridge
+
+    def scale(self) -> Tensor:
+        """:meth:`smoothness` where a bound on the norm is at hand or costs little, and a looser one otherwise."""
+        matrix = self.operator.matrix
+        if matrix is None or self.operator._bounds is not None or is_traced(matrix):
+            return self.smoothness()
+        A = matrix.detach().double().abs()
+        loose = torch.minimum(A.square().sum((-2, -1)), A.sum(-1).amax(-1) * A.sum(-2).amax(-1)).amax()
+        return self.curved(loose) + self.ridge
 
     def curved(self, bound: Tensor) -> Tensor:
         r""":math:`\kappa` times a bound on a squared norm of A: a bound on the curvature along the same directions."""
@@ -180,7 +197,7 @@ class Problem:
             \max_{\text{samples}} \bigl\| \ell\,(x - \operatorname{prox}_{g/\ell}(x - \nabla f(x)/\ell)) \bigr\|_2,
             \qquad \ell = \kappa L + \lambda ,
 
-        which is zero at the minimiser and nowhere else.
+        which is zero at the minimiser and nowhere else. L is the bound that the solver used, or a looser one.
         """
         norms = self.gradient_mapping(x).flatten(self.operator.output_dim).norm(dim=-1)
         return norms.amax() if self.rows else norms.sum()
@@ -188,7 +205,7 @@ class Problem:
     def gradient_mapping(self, x: Tensor) -> Tensor:
         r""":math:`\ell\,(x - \operatorname{prox}_{g/\ell}(x - \nabla f(x)/\ell))`, zero at the minimiser only."""
         problem, x = self.working(), widened(x)
-        step = as_number(reciprocal(problem.smoothness()))
+        step = as_number(reciprocal(problem.scale()))
         return (x - problem.prox(x + step * problem.descent(x, problem.linear()), step)) / step
 
     def as_given(self, x: Tensor) -> Tensor:

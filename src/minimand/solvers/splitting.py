@@ -163,6 +163,10 @@ class ADMM(Solver):
         """The fixed number of iterations."""
         return self.iters
 
+    def prepare(self, problem: Problem) -> Problem:
+        """No bound is computed."""
+        return problem if self.iters == 1 else problem.repeated()
+
     def init(self, problem: Problem, x0: Tensor | None) -> SplitState:
         """``A y + b`` and the factor, once."""
         matrix, predicted = problem.operator.matrix, Prediction.of(problem, x0)
