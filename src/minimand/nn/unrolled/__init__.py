@@ -2,7 +2,7 @@
 
 from .admmnet import ADMMNet
 from .base import PhaseResult, PhaseSetting, UnrolledNet
-from .classical import CycleSpinning, sparse_reconstruction
+from .classical import CycleSpinning, smooth_tv_reconstruction, sparse_reconstruction
 from .diagnose import Diagnosis, PhaseReport, diagnose
 from .fistanet import FISTANet
 from .istanet import ISTANet
@@ -30,5 +30,6 @@ __all__ = [
     "UnrolledNet",
     "diagnose",
     "least_squares_start",
+    "smooth_tv_reconstruction",
     "sparse_reconstruction",
 ]
