@@ -23,11 +23,12 @@ from minimand_papers.experiments._reconstruction import (
     train,
     training_images,
 )
-from minimand_papers.experiments.lin2019 import cs_phases, cs_set11, mri_brain
+from minimand_papers.experiments.lin2019 import cs_phases, cs_set11, deblur, mri_brain, prior_transfer, superres
 from minimand_papers.progress import Display
 from minimand_papers.runner import RunSetting, read_results, run
 
 EXPERIMENTS = {"cs-set11": cs_set11, "cs-phases": cs_phases, "mri-brain": mri_brain}
+EXPERIMENTS |= {"deblur": deblur, "superres": superres, "prior-transfer": prior_transfer}
 
 
 @pytest.fixture(scope="module")
