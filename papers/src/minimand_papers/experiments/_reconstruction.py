@@ -332,7 +332,7 @@ def standing(results: Results[Any], parts: Sequence[str]) -> list[str]:
         if names:
             found.append(f"{text}: {'; '.join(names)}.")
     for part in parts:
-        for values in list(results.curve(part, "proved").values())[:1]:
+        for values in [texts for texts in results.curve(part, "proved").values() if texts][:1]:
             found.append(f"Proved of {part}: {values[-1]}.")
     if gains:
         found.append(
