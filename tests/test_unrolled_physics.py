@@ -13,6 +13,7 @@ from torch import Tensor
 
 from minimand.errors import CapabilityError, NonFiniteError, OperatorError, OptionError, ShapeError
 from minimand.nn import RidgeNet, RidgeTrainer, smooth_tv_reconstruction
+from minimand.nn.unrolled import langevin
 from minimand.operators import (
     Inpainting,
     LinearOperator,
@@ -144,6 +145,32 @@ def test_the_control_reaches_the_optimum_of_cvxpy() -> None:
     np.testing.assert_allclose(ours[0, 0].numpy(), x.value, atol=2e-4)
 
 
+# Sampling
+
+
+def test_samples_of_a_square_have_the_gaussian_posteriors_moments() -> None:
+    torch.manual_seed(0)
+    phi = Inpainting((torch.rand(8, 8) < 0.6).double())
+    net = RidgeNet(phi, 2, 8, 3, "convex", noise=0.1).eval()
+    with torch.no_grad():
+        net.parametrizations.exponent.original.fill_(-50.0)  # the exponent zero
+        net.log_temperature.fill_(math.log(0.02))
+    y = phi.apply(torch.rand(1, 1, 8, 8, dtype=torch.float64))
+    identity = torch.eye(64, dtype=torch.float64).reshape(-1, 1, 8, 8)
+    with torch.no_grad():
+        W = net.regularizer().operator((8, 8)).apply(identity).flatten(1)
+    P = phi.apply(identity).flatten(1)
+    precision = P @ P.mT / 0.1**2 + W @ W.mT / 0.02
+    mean = torch.linalg.solve(precision, P @ y.flatten() / 0.1**2)
+    found = langevin(net, y.expand(32, -1, -1, -1), samples=300, thin=4, generator=torch.Generator().manual_seed(0))
+    assert found.samples == 300
+    spread = torch.linalg.inv(precision).diagonal().sqrt()
+    sampled = (found.std.square().mean(0) + found.mean.var(0)).sqrt().flatten()
+    # The bias of unadjusted steps is of the order of the step; sampling adds a few per cent.
+    assert float((sampled / spread).log().abs().max()) < 0.35
+    assert float(((found.mean.mean(0).flatten() - mean) / spread).abs().max()) < 0.5
+
+
 # Bad input
 
 
@@ -200,6 +227,12 @@ BAD = {
     "start": (lambda: _blocks().solve(torch.ones(2, 8), x0=torch.ones(3)), ShapeError, "x0"),
     "target": (lambda: _blocks().loss(torch.ones(2, 8), torch.ones(2, 24)), ShapeError, "target"),
     "tolerance": (lambda: _blocks().solve(torch.ones(2, 8), tol=-1.0), OptionError, "tol"),
+    "improper density": (
+        lambda: langevin(_blocks(noise=0.1, guarantee="descent"), torch.ones(2, 8)),
+        OptionError,
+        "exponents of 1 or more",
+    ),
+    "density of exact measurements": (lambda: langevin(_blocks(), torch.ones(2, 8)), CapabilityError, "noise=σ"),
     "other channels": (
         lambda: RidgeNet(_holes(), 2, 8, 3, channels="together").using(Inpainting(torch.ones(9, 9))),
         ShapeError,

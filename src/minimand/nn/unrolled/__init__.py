@@ -6,6 +6,7 @@ from .classical import CycleSpinning, smooth_tv_reconstruction, sparse_reconstru
 from .diagnose import Diagnosis, PhaseReport, diagnose
 from .fistanet import FISTANet
 from .istanet import ISTANet
+from .langevin import Posterior, langevin
 from .ridgediagnosis import RidgeDiagnosis
 from .ridgenet import RidgeNet
 from .ridgetraining import RidgeTrainer
@@ -22,6 +23,7 @@ __all__ = [
     "PhaseReport",
     "PhaseResult",
     "PhaseSetting",
+    "Posterior",
     "RidgeDiagnosis",
     "RidgeNet",
     "RidgeTrainer",
@@ -29,6 +31,7 @@ __all__ = [
     "Transform",
     "UnrolledNet",
     "diagnose",
+    "langevin",
     "least_squares_start",
     "smooth_tv_reconstruction",
     "sparse_reconstruction",
