@@ -27,6 +27,7 @@ from .unrolled import (
     UnrolledNet,
     diagnose,
     least_squares_start,
+    smooth_tv_reconstruction,
     sparse_reconstruction,
 )
 
@@ -64,6 +65,7 @@ __all__ = [
     "revert",
     "sample",
     "set_strength",
+    "smooth_tv_reconstruction",
     "sparse_reconstruction",
     "suggest",
     "warm_start",

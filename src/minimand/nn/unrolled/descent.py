@@ -1,5 +1,6 @@
 r"""Certified minimisation of a learned objective: accelerated proximal gradient with a proof of descent."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -71,19 +72,23 @@ def descend(
             x, features, values.reshape(len(x), x.shape[1] // regularizer.weight.shape[1]).sum(1) + part.value(x)
         )
 
-    def gradient(features: Tensor, like: Tensor) -> Tensor:
-        return synthesis(regularizer.slopes(features), regularizer.weight).reshape(like.shape)
+    def gradient(at: _Point, before: Tensor | None = None, momenta: Sequence[float] = ()) -> Tensor:
+        # The features of an extrapolated point are extrapolated features.
+        slopes = regularizer.slopes(at.features, before, momenta)
+        return synthesis(slopes, regularizer.weight).reshape(at.x.shape)
 
     def plain(at: _Point, part: Fidelity) -> _Point:
-        return point(part.gradient_step(at.x, gradient(at.features, at.x), smoothness)[0], part)
+        return point(part.gradient_step(at.x, gradient(at), smoothness)[0], part)
 
     def step(state: _State, k: int) -> _State:
         now, before, weight, rows, result = state
         part = fidelity.rows(rows)
         following = fista_weight(weight)
-        momentum = ((weight - 1) / following).to(now.x.dtype)
-        v, features = _ahead(now.x, before.x, momentum), _ahead(now.features, before.features, momentum)
-        new = point(part.step(v - gradient(features, v) / smoothness, 1 / smoothness), part)
+        momentum = (weight - 1) / following
+        v = before.x + (1 + momentum).to(now.x.dtype)[:, None, None, None] * (now.x - before.x)
+        folds = len(now.features) // len(now.x)
+        slope = gradient(now, before.features, momentum.repeat_interleave(folds).tolist())
+        new = point(part.step(v - slope / smoothness, 1 / smoothness), part)
         moved = _norms(new.x - v)
         distance = _norms(new.x - now.x).double().square()
         accepted = new.objective <= now.objective - SUFFICIENT * smoothness * distance
@@ -117,16 +122,6 @@ def descend(
     rows = torch.arange(len(x), device=x.device)
     state = _State(first, first, torch.ones(len(x), device=x.device), rows, result)
     return iterate(step, state, iterations if len(x) else 0, until=lambda s, _: not len(s.rows))[0].result
-
-
-def _ahead(now: Tensor, before: Tensor, momentum: Tensor) -> Tensor:
-    """x + β(x − x₋), with one β per sample."""
-    if before is now or not bool(momentum.any()):
-        return now
-    per = momentum.repeat_interleave(len(now) // len(momentum)).reshape(-1, *(1,) * (now.dim() - 1))
-    if len(now) == 1:
-        return torch.lerp(before, now, 1 + float(per))
-    return before + (1 + per) * (now - before)
 
 
 def _norms(x: Tensor) -> Tensor:

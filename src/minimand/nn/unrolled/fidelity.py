@@ -9,7 +9,7 @@ from torch import Tensor
 from ...operators import LinearOperator
 from ...solvers.linear import conjugate_gradient
 
-__all__ = ["Fidelity", "tightness"]
+__all__ = ["Fidelity", "tight_constant", "tightness"]
 
 # Conjugate gradient iterations of a proximal step if it has no closed form.
 _ROUNDS = 8
@@ -22,33 +22,33 @@ class Fidelity:
     r"""The data term of measurements y and its proximal step, for one of two models.
 
     Exact measurements (``weight`` None): the indicator of :math:`\Phi x = y`, whose prox is the projection
-    :math:`v + \Phi^\top(y - \Phi v)` if :math:`\Phi^\top\Phi` is a projection. Gaussian noise:
+    :math:`v + \tfrac1c\Phi^\top(y - \Phi v)` if :math:`\Phi^\top\Phi` is c times a projection. Gaussian noise:
     :math:`\tfrac\mu2\|\Phi x - y\|^2`, whose prox at the step η is :math:`v + \kappa\Phi^\top(y - \Phi v)`,
-    :math:`\kappa = \eta\mu/(1 + \eta\mu)`, under the same condition, and otherwise a linear system, solved by
+    :math:`\kappa = \eta\mu/(1 + \eta\mu c)`, under the same condition, and otherwise a linear system, solved by
     conjugate gradients.
 
     Attributes:
         operator: Φ.
         y: The measurements.
         weight: μ, or None.
-        tight: Whether :math:`\Phi^\top\Phi` is a projection.
+        tight: c if :math:`\Phi^\top\Phi` is c times a projection, else None.
         norm_sq: A bound on :math:`\|\Phi\|^2`.
     """
 
     operator: LinearOperator
     y: Tensor
     weight: Tensor | None
-    tight: bool
+    tight: float | None
     norm_sq: float
 
     def step(self, v: Tensor, size: float | Tensor) -> Tensor:
         """The prox at this step."""
-        if self.tight:
+        if self.tight is not None:
             correction = self.operator.adjoint(self.y - self.operator.apply(v))
             if self.weight is None:
-                return v + correction
+                return v + correction / self.tight
             scaled = self.weight * size
-            return v + scaled / (1 + scaled) * correction
+            return v + scaled / (1 + scaled * self.tight) * correction
         assert self.weight is not None
         scaled = self.weight * size
 
@@ -61,7 +61,7 @@ class Fidelity:
     def gradient_step(self, x: Tensor, slope: Tensor, smoothness: float) -> tuple[Tensor, float]:
         """A step from x, given the gradient of the regulariser, that lowers the objective by at least the returned
         factor times the squared distance."""
-        if self.tight:
+        if self.tight is not None:
             return self.step(x - slope / smoothness, 1 / smoothness), smoothness / 2
         assert self.weight is not None
         total = smoothness + float(self.weight.detach()) * self.norm_sq
@@ -81,18 +81,24 @@ class Fidelity:
 
 
 @torch.no_grad()
-def tightness(operator: LinearOperator) -> float:
-    r"""The relative error of :math:`\Phi^\top\Phi\Phi^\top w = \Phi^\top w` for a random w; zero if
-    :math:`\Phi^\top\Phi` is a projection, as for orthonormal rows and masks."""
+def tightness(operator: LinearOperator) -> tuple[float, float]:
+    r"""The c for which :math:`\Phi^\top\Phi\Phi^\top w` is nearest to :math:`c\,\Phi^\top w` for a random w, and the
+    relative error, which is zero if :math:`\Phi^\top\Phi` is c times a projection: c = 1 for orthonormal rows and
+    masks."""
     generator = torch.Generator().manual_seed(0)
     w = torch.randn(1, *operator.output_shape, generator=generator).to(operator.device, operator.dtype)
-    back = operator.adjoint(w)
+    back = operator.adjoint(w).double()
     size = float(back.norm())
     if not 0 < size < math.inf:
-        return math.inf
-    return float((operator.adjoint(operator.apply(back)) - back).norm()) / size
+        return 0.0, math.inf
+    again = operator.adjoint(operator.apply(back.to(operator.dtype))).double()
+    factor = float((again * back).sum()) / size**2
+    if not factor > 0:
+        return 0.0, math.inf
+    return factor, float((again - factor * back).norm()) / (factor * size)
 
 
-def is_tight(operator: LinearOperator) -> bool:
-    """Whether ΦᵀΦ is a projection up to rounding."""
-    return tightness(operator) <= _TIGHT
+def tight_constant(operator: LinearOperator) -> float | None:
+    """The c for which ΦᵀΦ is c times a projection up to rounding, or None."""
+    factor, error = tightness(operator)
+    return factor if error <= _TIGHT else None

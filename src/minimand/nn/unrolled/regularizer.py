@@ -1,6 +1,7 @@
 r"""The learned regulariser :math:`R(x) = \sum_c \sum_i \psi_c((Wx)_{c,i})`, its value and its gradient."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -98,13 +99,16 @@ class RidgeRegularizer(NamedTuple):
         return out, (sums * factor).sum(1)
 
     @torch.no_grad()
-    def slopes(self, features: Tensor) -> Tensor:
-        """ψ′ of features."""
+    def slopes(self, features: Tensor, before: Tensor | None = None, momenta: Sequence[float] = ()) -> Tensor:
+        """ψ′ of features, or of the points beyond them, ``features + β (features − before)`` with one β per image."""
         inverse, exponent = (1 / self.scale)[:, None, None], -_apart(self.exponent)[:, None, None]
         out = torch.empty_like(features)
-        for given, into in zip(features, out, strict=True):
+        for index, (given, into) in enumerate(zip(features, out, strict=True)):
+            beyond = before is not None and momenta[index] != 0
             for rows in strips(given.shape[1], given.shape[2], len(given)):
                 u = given[:, rows]
+                if before is not None and beyond:
+                    u = torch.lerp(before[index][:, rows], u, 1 + momenta[index])
                 into[:, rows] = (u * inverse).square_().log1p_().mul_(exponent).exp_().mul_(u)
         return out
 

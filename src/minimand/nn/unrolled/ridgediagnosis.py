@@ -64,8 +64,8 @@ class RidgeDiagnosis:
             f"certified iterations{'' if self.converged else ' (tolerance not reached)'}, {self.rises} rises",
             f"measured: relative residual {self.residual:.3g}, gradient mapping {self.optimality:.3g} of that at the "
             f"start",
-            f"measured: gain of one certified step {self.probe.gain:.4g}, asymmetry {self.probe.asymmetry:.2g}, on "
-            f"{pairs} random pairs and {jacobians} Jacobians at scales {', '.join(map(str, SCALES))} and distances "
+            f"measured: gain of one certified step {self.probe.gain:.4g}, on {pairs} random "
+            f"pairs and {jacobians} Jacobians at scales {', '.join(map(str, SCALES))} and distances "
             f"{', '.join(map(str, DISTANCES))}",
         ])  # fmt: skip
 

@@ -17,7 +17,7 @@ from ...solvers.iterate import iterate
 from ...solvers.momentum import fista_weight, nesterov_schedule
 from .base import _check_target
 from .descent import Descended, descend
-from .fidelity import Fidelity, is_tight
+from .fidelity import Fidelity, tight_constant
 from .parameters import Interval, constrain
 from .regularizer import RidgeRegularizer, bank_norm_sq
 from .ridgesetup import THEOREMS, check_sizes, cosines, exponent_range, refuse_exact
@@ -64,7 +64,8 @@ class RidgeNet(Sealed, nn.Module):
         filters: Filters of W.
         size: Their odd side.
         guarantee: ``"convex"`` (exponents at most ½), ``"convergent"`` (below 1) or ``"descent"`` (below 2).
-        noise: None: exact measurements, for which :math:`\Phi^\top\Phi` must be a projection, as for orthonormal rows.
+        noise: None: exact measurements, for which :math:`\Phi^\top\Phi` must be a multiple of a projection, as for
+            orthonormal rows.
             A number: the standard deviation σ of Gaussian noise; then :math:`\mu = T/\sigma^2` with a learned T.
         channels: ``"apart"``: the same filters for every channel, such as real and imaginary parts; ``"together"``:
             filters across channels, such as colours.
@@ -116,7 +117,7 @@ class RidgeNet(Sealed, nn.Module):
             raise OptionError(
                 'channels="together" needs to know the number of channels; pass as_operator(phi, input_shape)'
             )
-        self._tight: dict[Any, bool] = {}
+        self._tight: dict[Any, float | None] = {}
         self._check_operator()
         if noise is not None:
             require_positive("noise", noise)
@@ -182,13 +183,13 @@ class RidgeNet(Sealed, nn.Module):
         size = self.filters.shape[-1]
         if min(height, width) < size:
             raise ShapeError(f"an image of {height} × {width} is smaller than the filters of {size} × {size}")
-        return Fidelity(operator, y, self.data_weight(), self._is_tight(operator), self._sensor.norm_sq(operator))
+        return Fidelity(operator, y, self.data_weight(), self._tightness(operator), self._sensor.norm_sq(operator))
 
-    def _is_tight(self, operator: LinearOperator) -> bool:
+    def _tightness(self, operator: LinearOperator) -> float | None:
         key = "fixed" if self._sensor.fixed is not None else operator.input_shape
         if key not in self._tight:
-            self._tight[key] = is_tight(operator)
-            if self.noise is None and not self._tight[key]:
+            self._tight[key] = tight_constant(operator)
+            if self.noise is None and self._tight[key] is None:
                 refuse_exact(operator)
         return self._tight[key]
 
@@ -198,7 +199,7 @@ class RidgeNet(Sealed, nn.Module):
             return
         if not fixed.has_weight:
             check_operator(fixed, trials=2)
-        self._is_tight(fixed)
+        self._tightness(fixed)
 
     # Phases
 

@@ -53,8 +53,8 @@ def exponent_range(guarantee: str, exponents: tuple[float, float] | None) -> tup
 def refuse_exact(operator: LinearOperator) -> None:
     """Raise for an operator without a projection onto exact measurements."""
     raise OptionError(
-        f"exact measurements need orthonormal rows, so that ΦᵀΦ is a projection, but ΦᵀΦΦᵀ differs from Φᵀ by "
-        f"{tightness(operator):.2g} relative to it on a random vector; orthonormalise the rows, or give noise=σ"
+        f"exact measurements need orthonormal rows, up to one factor c, but ΦᵀΦΦᵀ differs from c Φᵀ by "
+        f"{tightness(operator)[1]:.2g} relative to it on a random vector; orthonormalise the rows, or give noise=σ"
     )
 
 
