@@ -55,7 +55,7 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
     #: Sweeps over the auxiliary variables per mini-batch.
     default_sweeps: ClassVar[int] = 1
     #: The relative damping of the mini-batch mode for the squared loss and for cross-entropy.
-    default_damping: ClassVar[tuple[float, float]] = (5.0, 20.0)
+    default_damping: ClassVar[tuple[float, float]] = (5.0, 3.0)
     #: μ of :meth:`step` below the output and at the output.
     default_mu: ClassVar[tuple[float, float]] = (1.0, 1.0)
 

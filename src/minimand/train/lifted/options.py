@@ -40,7 +40,7 @@ class Recipe:
     Args:
         ratio: The factor from one layer's :math:`\mu` to the next layer's; the output layer has :math:`\mu = 1`.
         damping: The ridge of the weight regression relative to the mean diagonal entry of the layer's Gram matrix, one
-            number or one per layer. None: the method's default; for LPOM 5 for the squared loss, 20 for cross-entropy.
+            number or one per layer. None: the method's default; for LPOM 5 for the squared loss, 3 for cross-entropy.
         momentum: The momentum of the heavy-ball update of the weights.
         rate: The initial learning rate; it decays to zero along half a cosine.
         sweeps: Sweeps over the auxiliary variables per batch. None: the method's default.
