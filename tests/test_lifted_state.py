@@ -113,7 +113,8 @@ def test_the_penalty_schedule_grows_in_a_fit_and_starts_anew_in_the_next(mode, m
         plain(self, v)
 
     monkeypatch.setattr(MAC, "_sweep", sweep)
-    method, batches = MAC(_net(nn.Tanh), mu=mu, growth=2.0), [_batch()]
+    recipe = Recipe(continuation=1)
+    method, batches = MAC(_net(nn.Tanh), mu=mu, growth=2.0, recipe=recipe), [_batch()]
     method.fit(batches, 3, mode)
     method.fit(batches, 3, mode)
     first = mu or ((0.01, 0.1, 1.0) if mode == "fast" else (1.0, 1.0, 1.0))
@@ -252,3 +253,23 @@ def test_errors_say_what_was_given():
     with pytest.raises(OptionError, match="cross-entropy must be ≥ 0"):
         LPOM(_net(nn.ReLU), loss="cross_entropy").step(x, negative)
     BlockPenalty(_net(nn.ReLU)).step(x, negative)
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
+@pytest.mark.parametrize("method", [LPOM, MAC, BlockPenalty])
+def test_continuation_lowers_the_loss_of_deep_chains(method, activation):
+    """Five layers: without continuation the energy falls and LPOM's loss rises; with it the loss never rises."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(6, 6), activation())]
+    start = nn.Sequential(*layers, nn.Linear(6, 3)).double()
+    x, y = torch.randn(40, 6, dtype=torch.float64), torch.randint(0, 3, (40,))
+    net = copy.deepcopy(start)
+    history = method(net).fit([(x, y)], 8, mode="monotone")
+    losses = [_loss(start, x, y, "squared") / 40, *(epoch.loss for epoch in history)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.99 * losses[0]
+    assert losses[-1] == pytest.approx(_loss(net, x, y, "squared") / 40)
+    if method is LPOM:
+        plain = LPOM(copy.deepcopy(start), recipe=Recipe(continuation=1)).fit([(x, y)], 8, mode="monotone")
+        assert plain[-1].energy < plain[0].energy
+        assert plain[-1].loss > losses[-1]

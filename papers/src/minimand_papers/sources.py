@@ -59,6 +59,8 @@ SOURCES: Mapping[str, Publication] = {
                 "lpom-curves",
                 "lifted-family",
                 "lifted-activations",
+                "lifted-deep-sigmoid",
+                "lifted-resnet",
                 "lpom-parallel",
                 "lifted-conv",
                 "cs-set11",

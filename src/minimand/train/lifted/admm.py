@@ -60,7 +60,7 @@ class SplitADMM(SplitLifted):
 
     Args:
         model: A chain of Linear or Conv2d and monotone activations; trained in place.
-        mu: As in :class:`LPOM`.
+        mu: As in :class:`LPOM`, but 0.03 below the output and 1 there for :meth:`step` if it is None.
         loss: ``"squared"`` or ``"cross_entropy"``.
         splitting: ``"output"`` or ``"all"``.
         warm: The number of first steps on a batch during which the multipliers stay zero (Taylor et al. recommend a
@@ -73,8 +73,6 @@ class SplitADMM(SplitLifted):
     >>> bool(method.step(x, y) < float("inf"))
     True
     """
-
-    default_sweeps = 2
 
     def __init__(
         self,

@@ -38,6 +38,8 @@ GRADIENT_RATIO = 0.1
 MODES = ("fast", "monotone")
 #: The ridge of a full weight step, relative to the mean eigenvalue of the Gram matrix.
 RELATIVE_RIDGE = 1e-6
+#: Steps that are tried with growing μ before a batch is left as it is.
+_TRIES = 40
 
 
 V = TypeVar("V", bound=Variables)
@@ -53,7 +55,7 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
     #: Sweeps over the auxiliary variables per mini-batch.
     default_sweeps: ClassVar[int] = 1
     #: The relative damping of the mini-batch mode for the squared loss and for cross-entropy.
-    default_damping: ClassVar[tuple[float, float]] = (5.0, 20.0)
+    default_damping: ClassVar[tuple[float, float]] = (5.0, 3.0)
     #: μ of :meth:`step` below the output and at the output.
     default_mu: ClassVar[tuple[float, float]] = (1.0, 1.0)
 
@@ -76,10 +78,8 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
         self.loss = loss
         self.recipe = Recipe() if recipe is None else recipe
         self.chain = self._read(model)
-        count = self._count()
-        self._given_mu = None if mu is None else weights_per_layer(mu, count)
-        below, top = self.default_mu
-        self._mu = self._given_mu or (*(below,) * (count - 1), top)
+        self._given_mu = None if mu is None else weights_per_layer(mu, self._count())
+        self._mu = self._first_mu()
         self._variables: V | None = None
         self._batch: tuple[tuple[weakref.ref[Tensor], int | Tensor], ...] | None = None
         self._weights: list[tuple[int, int]] = []
@@ -162,6 +162,12 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
 
     def _before_fit(self) -> None:
         """Reset the state of an earlier fit."""
+        self._mu = self._first_mu()
+
+    def _first_mu(self) -> tuple[float, ...]:
+        """The given μ, or the defaults of :meth:`step`."""
+        below, top = self.default_mu
+        return self._given_mu or (*(below,) * (self._count() - 1), top)
 
     def _after_epoch(self) -> None:
         """Update between epochs, for example raise the penalty."""
@@ -259,12 +265,14 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
         *,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> list[Epoch]:
-        """Train for some epochs.
+        r"""Train for some epochs.
 
         Args:
             loader: An iterable of batches (x, y); it is iterated once per epoch.
             epochs: The number of epochs.
-            mode: ``"fast"``: mini-batches with momentum; ``"monotone"``: :meth:`step` on each batch.
+            mode: ``"fast"``: mini-batches with momentum; ``"monotone"``: :meth:`step` on each batch. A step that raises
+                the network's loss on its batch is taken back and repeated with all :math:`\mu` multiplied by
+                ``recipe.continuation``, so that the loss falls with the energy. Every fit starts from the given μ.
             optimizer: An optimizer of the network's parameters that takes the steps of the fast mode instead, with the
                 gradients of :meth:`backward`.
         """
@@ -287,9 +295,11 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
         for number in range(1, epochs + 1):
             begin, total, loss, samples = time.perf_counter(), 0.0, 0.0, 0
             for x, y, share in batches(loader, number, epochs):
-                energy = self.step(x, y) if run is None else run.batch(x, y, share)
-                total, samples = total + energy, samples + x.shape[0]
-                loss += energy if run is not None else self._after_step(x, y)
+                if run is None:
+                    energy, value = self._continued_step(x, y)
+                else:
+                    energy = value = run.batch(x, y, share)
+                total, loss, samples = total + energy, loss + value, samples + x.shape[0]
             if samples == 0:
                 raise OptionError(NO_BATCH)
             if run is not None:
@@ -305,10 +315,28 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
         self.chain.require_trained()
         return MiniBatchRun(self) if mode == "fast" else None
 
+    def _continued_step(self, x: Tensor, y: Tensor) -> tuple[float, float]:
+        """The energy and the network's loss after a step that does not raise the loss; μ grows until there is one."""
+        growth = self.recipe.continuation
+        if growth == 1:
+            return self.step(x, y), self._network_loss(x, y)
+        before = self._network_loss(x, y)
+        for _ in range(_TRIES):
+            kept = [parameter.detach().clone() for parameter in self.model.parameters()]
+            energy = self.step(x, y)
+            loss = self._network_loss(x, y)
+            if loss <= before:
+                return energy, loss
+            for parameter, old in zip(self.model.parameters(), kept, strict=True):
+                parameter.data.copy_(old)
+            self._batch = None
+            self._mu = tuple(growth * mu for mu in self._mu)
+        return before, before
+
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _after_step(self, x: Tensor, y: Tensor) -> float:
-        """The network's loss after a monotone step."""
+    def _network_loss(self, x: Tensor, y: Tensor) -> float:
+        """The network's loss on a batch, summed."""
         v = self._forward_variables(x, y, check=False)
         return float(v.loss.value(v.output))
 

@@ -240,8 +240,8 @@ class LPOM(Lifted[LPOMVariables]):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _after_step(self, x: Any, y: Any) -> float:
-        return super()._after_step(x, y) if self.chain.layers else self.graph.forward(plain_tensor(x), y).loss
+    def _network_loss(self, x: Any, y: Any) -> float:
+        return super()._network_loss(x, y) if self.chain.layers else self.graph.forward(plain_tensor(x), y).loss
 
     def _start(self, xs: list[Tensor], zs: list[Tensor], maps: list[AffineMap], loss: Loss) -> LPOMVariables:
         return LPOMVariables(xs, maps, loss, zs)
@@ -318,4 +318,5 @@ class LPOM(Lifted[LPOMVariables]):
         return self._directions(v, damping, self.recipe.block)
 
     def _before_fit(self) -> None:
+        super()._before_fit()
         self.dual.reset()

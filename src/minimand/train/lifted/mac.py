@@ -100,7 +100,8 @@ class MAC(Lifted[Variables]):
         return [fit_weight(*layer, ridge) for layer, ridge in zip(layers, damping, strict=True)]
 
     def _before_fit(self) -> None:
-        self._scale_to(1.0)
+        self._scale = 1.0
+        super()._before_fit()
 
     def _after_epoch(self) -> None:
         self._scale_to(self.growth * self._scale)
