@@ -28,6 +28,7 @@ class Entrywise(DenseLoss):
 
     and the best of a few c is used.
 
+    >>> import math
     >>> from minimand.solvers import Logistic
     >>> loss = Entrywise(torch.tensor([[1.0, -1.0]]), Logistic())
     >>> round(loss.value(torch.zeros(1, 1), torch.zeros(2, 1)) / math.log(2), 9)
