@@ -93,6 +93,12 @@ def test_a_compiled_model_is_refused():
     with pytest.raises(ConversionError, match="the model is compiled"):
         convert(torch.compile(VGG(), backend="eager"), {"*": ProxGD()})
     model = VGG()
+    model.compile(backend="eager")
+    with pytest.raises(
+        ConversionError, match=r"the model is compiled in place; .* then call compile\(\) of the result"
+    ):
+        convert(model, {"*": ProxGD()})
+    model = VGG()
     model.features = torch.compile(model.features, backend="eager")
     with pytest.raises(ConversionError, match="features is compiled"):
         convert(model, {"classifier.*": ProxGD()})

@@ -10,10 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import minimand
+from minimand.errors import ConversionError
 from minimand.nn import SolverLinear, SolverOptions, convert, revert
 from minimand.solvers import ProxGD, ProxSG
 
 from .cases.conversion import ONE, forwarding, network, solver_layers
+from .cases.forwards import FORWARDS
 from .cases.networks import NETWORKS, VGG, Functional, ResNet
 
 
@@ -196,3 +198,15 @@ def test_reading_leaves_modes_and_random_numbers_alone():
         assert net.training
         assert not net.fc1.training
         assert net.fc2.training
+
+
+def test_a_generated_forward_is_converted_and_copied_and_its_additions_are_refused_by_path():
+    model = FORWARDS["generated forward"].make().eval()
+    x = torch.randn(3, 4)
+    with pytest.raises(ConversionError, match=r"b: the addition .* is generated anew for every copy; convert the mod"):
+        convert(model, {"*": ProxGD(3)})
+    net = convert(model, ProxGD(3), unsupported="skip")
+    assert isinstance(net.a, SolverLinear)
+    assert torch.equal(copy.deepcopy(net)(x), net(x))
+    assert not torch.equal(net(x), model(x))
+    assert torch.equal(revert(net)(x), model(x))

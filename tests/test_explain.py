@@ -157,3 +157,24 @@ def test_set_up_and_scale_are_reported_and_a_collapse_is_a_warning():
     assert 0 < small.setup < 10
     assert "plain block's norm" not in small.advice
     assert "0.04 of the plain block's norm" in large.advice
+    with torch.no_grad():
+        net[1].weight.copy_(0.2 * torch.eye(4))
+    assert (
+        "25 times the plain block's norm, because small weights make long steps"
+        in explain(net, torch.rand(3, 4)).layers[1].advice
+    )
+
+
+def test_the_step_of_the_default_strength_is_at_most_its_share_of_one():
+    net = convert(nn.Sequential(nn.Linear(4, 4)), ProxGD(5)).eval()
+    with torch.no_grad():
+        net[0].weight.mul_(0.01)
+    assert explain(net, torch.rand(3, 4)).layers[0].step == pytest.approx(net[0].strength)
+    net[0].strength = 0.5
+    assert explain(net, torch.rand(3, 4)).layers[0].step > 100
+
+
+def test_a_tuple_holds_positional_and_a_dictionary_keyword_arguments():
+    x = torch.randn(6, 8)
+    for inputs, expected in (((x,), "a"), ({"x": x}, "a"), ({"x": x, "left": False}, "b")):
+        assert [r.path for r in explain(Fork(), inputs).layers] == [expected]

@@ -456,3 +456,42 @@ def test_a_checkpoint_of_before_loads_strictly_where_the_strength_is_learned():
     for wrong in (None, "much", nn.Parameter(torch.ones(()))):
         with pytest.raises(OptionError, match="strength"):
             convert(small(), ProxGD(4))[0].strength = wrong
+
+
+class _ZeroGain(nn.Module):
+    """A residual block whose last normalisation starts with gain zero, as in many networks of others."""
+
+    def __init__(self, gain):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+        nn.init.constant_(self.norm.weight, gain)
+
+    def forward(self, x):
+        return torch.relu(x + self.norm(self.conv(x)))
+
+
+@pytest.mark.parametrize("solver", [*SOLVERS, RCD(6, tau=1), ProxSG(6, sampling="importance")], ids=name)
+def test_at_the_default_strength_a_network_keeps_its_scale_however_small_its_weights_are(solver):
+    """Automatic steps are at most that of the plain layer, and the default strengths sum to 0.3 over all of them."""
+    x = torch.rand(3, 4, 6, 6, dtype=torch.float64)
+    for gain in (0.0, 1e-4, 1e-2):
+        dense = (nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 5))
+        plain = nn.Sequential(*(_ZeroGain(gain) for _ in range(5)), nn.AdaptiveAvgPool2d(4), nn.Flatten(), *dense)
+        plain = plain.double().eval()
+        with torch.no_grad():
+            plain[7].weight.mul_(0.01)
+            expected, found = plain(x), convert(plain, solver).eval()(x)
+        assert torch.norm(found - expected) < 0.35 * torch.norm(expected)
+
+
+def test_a_given_strength_is_a_share_of_the_solvers_own_step_however_long_it_is():
+    layer = convert(nn.Sequential(nn.Linear(6, 4, dtype=torch.float64), nn.ReLU()), ProxGD(5))[0].eval()
+    y = torch.rand(3, 6, dtype=torch.float64)
+    with torch.no_grad():
+        layer.weight.mul_(0.01)
+        layer.strength = 0.2
+        problem = layer.problem(y)
+        step = 0.2 * float(1 / problem.smoothness())
+        rest = solve(problem, ProxGD(4, step=step), x0=torch.relu(layer.plain(y))).x
+        assert step > 1
+        torch.testing.assert_close(torch.relu(layer(y)), rest, rtol=1e-9, atol=1e-9)

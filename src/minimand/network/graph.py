@@ -186,7 +186,9 @@ def is_layer(module: nn.Module) -> bool:
     """Whether a module is scripted, has no submodules, or has a forward of torch's own that is not a container's."""
     if isinstance(module, torch.jit.ScriptModule) or next(module.children(), None) is None:
         return True
-    return type(module).forward.__module__.startswith("torch.nn.modules.") and not isinstance(module, _CONTAINERS)
+    # A generated forward, such as that of a graph of torch.fx, belongs to no module of Python.
+    origin = getattr(type(module).forward, "__module__", None) or ""
+    return origin.startswith("torch.nn.modules.") and not isinstance(module, _CONTAINERS)
 
 
 def _step(network: "Network", kind: str, index: int, calls: list[Call]) -> Step:

@@ -190,6 +190,8 @@ def check_unwrapped(model: nn.Module, caller: str) -> None:
     if isinstance(model, torch.jit.ScriptModule):
         raise ConversionError("a scripted model cannot be changed; convert the original, then script the result")
     for path, module in model.named_modules():
-        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
-            where = path or "the model"
+        where = path or "the model"
+        if type(module).__name__ == "OptimizedModule":
             raise ConversionError(f"{where} is compiled; convert the original (._orig_mod), then compile the result")
+        if module._compiled_call_impl is not None:
+            raise ConversionError(f"{where} is compiled in place; convert it first, then call compile() of the result")

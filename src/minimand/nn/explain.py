@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..arguments import checked
 from ..errors import CapabilityError
+from ..network.running import bound
 from ..network.state import preserved
 from ..solvers import FISTA, Problem, Solver, solve, trace
 from .layers import SolverLayer
@@ -23,7 +24,7 @@ __all__ = ["Explanation", "LayerReport", "explain", "held_bytes"]
 # FISTA iterations for the reference optimum.
 _REFERENCE_ITERATIONS = 300
 _REPEATS = 3
-# The share of the plain block's norm below which an output has collapsed.
+# The share of the plain block's norm below which an output has collapsed; above its inverse it has grown too large.
 _COLLAPSED = 0.1
 
 
@@ -116,14 +117,15 @@ _COLUMNS: dict[str, Callable[[LayerReport], str]] = {
 
 @checked
 def explain(model: nn.Module, *inputs: Any, **options: Any) -> Explanation:
-    r"""Run ``model(*inputs, **options)`` and report how well each solver layer solves its problem.
+    r"""Run ``model(*inputs, **options)`` and report how well each solver layer solves its problem. As for
+    :func:`~minimand.nn.plan`, a tuple alone stands for positional arguments and a dictionary for keyword arguments.
 
     The report lists, per layer: the bound L and the step; the objective at zero, after one iteration (the plain block,
     scaled where iterations start from zero) and after all iterations; the remaining gap to the optimum; time and memory
     relative to dropout → linear → activation; the seconds that the first call takes for bounds on norms; the norm of
-    the output relative to the plain block's, with a warning where it has collapsed; and advice if another choice
-    reaches the same objective in fewer iterations. Mode, weights, gradients, buffers and the random state stay
-    unchanged.
+    the output relative to the plain block's, with a warning where it has collapsed or grown tenfold; and advice if
+    another choice reaches the same objective in fewer iterations. Mode, weights, gradients, buffers and the random
+    state stay unchanged.
 
     >>> from minimand.nn import SolverLinear
     >>> net = nn.Sequential(SolverLinear(8, 4), nn.Linear(4, 2))
@@ -137,6 +139,8 @@ def explain(model: nn.Module, *inputs: Any, **options: Any) -> Explanation:
             f"{type(model).__name__} has no solver layer to explain; convert it first, "
             f'e.g. convert(model, {{"*": ProxGD(iters=10)}})'
         )
+    if len(inputs) == 1 and not options:
+        inputs, options = bound(inputs[0])
     with torch.inference_mode(False), preserved(model):
         calls = _calls(model, found, inputs, options)
         reports = [_report(path, found[path], *call) for path, call in calls.items()]
@@ -170,7 +174,7 @@ def _report(path: str, layer: SolverLayer, y: Tensor, skip: Tensor | None) -> La
         problem = layer.problem(y, skip).bounded(inputs=solver.stochastic)
         zero = torch.zeros(problem.shape, dtype=problem.y.dtype, device=problem.y.device)
         start = float(problem.objective(zero))
-        step = solver.first_step(problem)
+        step = layer.options.paced(solver).first_step(problem)
         first_optimality = float(problem.optimality(zero))
         best = float(solve(problem, FISTA(_REFERENCE_ITERATIONS)).objective)
         x, plain = _solution(layer, problem, y, skip), problem.function.prox(problem.linear())
@@ -183,9 +187,7 @@ def _report(path: str, layer: SolverLayer, y: Tensor, skip: Tensor | None) -> La
         left = (last - best) / gap if gap > 0 else 0.0
         advice = _weak(layer, left) or _advice(problem, solver, max(start, first), last, best, left)
         setup, scale = _setup(layer), _scale(x, plain)
-        if scale < _COLLAPSED:
-            lost = f"the output has {scale:.2g} of the plain block's norm, which weakens every layer after it"
-            advice = "; ".join(filter(None, [f"{lost}; fine-tune before use, or convert fewer layers", advice]))
+        advice = "; ".join(filter(None, [_scaled(scale, step), advice]))
     time_ratio, memory_ratio = _costs(layer, y, skip)
     return LayerReport(
         path=path,
@@ -226,6 +228,18 @@ def _scale(x: Tensor, plain: Tensor) -> float:
     """The norm of the layer's solution relative to that of the plain block; 1 where both are zero."""
     ours, theirs = (float(each.double().norm()) for each in (x, plain))
     return ours / theirs if theirs > 0 else 1.0 if ours == 0 else float("inf")
+
+
+def _scaled(scale: float, step: float | Tensor | None) -> str:
+    """A warning about an output of another size than the plain block's."""
+    if scale < _COLLAPSED:
+        lost = f"the output has {scale:.2g} of the plain block's norm, which weakens every layer after it"
+        return f"{lost}; fine-tune before use, or convert fewer layers"
+    if scale <= 1 / _COLLAPSED:
+        return ""
+    long = step is not None and float(torch.as_tensor(step).max()) > 1
+    small = ", because small weights make long steps" if long else ""
+    return f"the output has {scale:.2g} times the plain block's norm{small}; lower the strength"
 
 
 def _strength(layer: SolverLayer) -> float:

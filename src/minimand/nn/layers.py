@@ -255,6 +255,7 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
         # Methods that update some entries only keep pre-activations, and need the one that they start from.
         through = preactivated or memory is not None or (start is not None and solver.updates_some)
         ending = dataclasses.replace(problem, preactivated=True) if through else None
+        solver = self.options.paced(solver)
         solver = solver if isinstance(strength, float) and strength == 1 else solver.weakened(strength)
         run = Run(problem, solver, generator=self.generator, ending=ending, start=start, made=int(plain))
         x = solve_rows(run, cast(float, self.tol)) if self._stops_early(given) else self.options.adjoint(run)[0]

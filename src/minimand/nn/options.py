@@ -44,7 +44,8 @@ class SolverOptions:
             plain one. Methods without a step move pre-activations by this share of the way instead (ADMM: by its
             relaxation). None: 1 from zero. From the plain start 0.3, divided by the number of iterations beyond the
             first of all layers that are converted together (momentum counts more), and at most 0.1: 0.017 for two
-            layers of ten iterations.
+            layers of ten iterations. At this default automatic steps are at most 1, the step of the plain layer, so
+            that layers with small weights, such as those before a normalisation that starts at zero, keep their scale.
         learn_strength: Make the strength a Parameter of the layer, clamped to [0, 1].
         refresh: ``"drift"``: the step follows the weight. ``"epoch"``: it is computed when training begins and at every
             call of ``train()``, as in [Bibi2019]; **unsafe**, since the weight moves meanwhile.
@@ -145,6 +146,14 @@ class SolverOptions:
     def begins(self, start: Start) -> Start:
         """The start, where ``start`` is the default."""
         return self.start or ("zero" if self.adjoint.of_minimizer else start)
+
+    def paced(self, solver: Solver) -> Solver:
+        """The solver whose steps the strength scales: at the default strength none is longer than the plain layer's.
+
+        With n further iterations at steps of at most s, an output grows by at most a factor of about exp(ns), however
+        small its weights are, and the default bounds the sum of these exponents.
+        """
+        return solver.shortened(1.0) if self.usual and self.start == "plain" else solver
 
     def samples(self, training: bool) -> bool:
         """Whether a pass in this mode draws samples."""

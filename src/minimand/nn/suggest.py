@@ -194,7 +194,7 @@ class _Search:
             options = layer.options
             changes: dict[str, Any] = {"iters": max(count, 2)}
             solver, strength = dataclasses.replace(options.solver, **changes), 0.0 if count == 1 else 1.0
-            vars(layer)["options"] = dataclasses.replace(options, solver=solver, strength=strength)
+            vars(layer)["options"] = dataclasses.replace(options, solver=solver).with_strength(strength)
 
     def _ratio(self) -> float:
         """The time of a step relative to the plain one, measured in turns, so that other load counts for both."""

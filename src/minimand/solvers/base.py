@@ -86,6 +86,14 @@ class Solver(abc.ABC):
         changes: dict[str, Any] = {"step": Scaled(step, strength)}
         return dataclasses.replace(self, **changes)
 
+    def shortened(self, longest: float) -> "Solver":
+        """The same method with automatic steps of at most ``longest``."""
+        step: StepSize | None = getattr(self, "step", None)
+        if step is None or isinstance(step, int | float):
+            return self
+        changes: dict[str, Any] = {"step": Scaled(step, 1.0, longest)}
+        return dataclasses.replace(self, **changes)
+
     def first_step(self, problem: Problem) -> float | Tensor | None:
         """The step size of the first iteration; None for a method without step sizes."""
         return None

@@ -11,9 +11,9 @@ from ..linalg import accumulate
 from ..operators.base import LinearOperator
 from .base import Solver, check_relaxation, require_count
 from .gradient import ProxGD
-from .problem import Problem, reciprocal, require_steps
+from .problem import Problem, require_steps
 from .sampling import Nice, Request, check_tau, sample_size
-from .steps import Scaled, StepSize, check_step_size, gradient_step
+from .steps import Scaled, StepSize, check_step_size, gradient_step, resolve_step
 
 __all__ = ["RCD"]
 
@@ -90,11 +90,13 @@ class RCD(Solver):
     def first_step(self, problem: Problem) -> float | Tensor:
         """1/v; one per output where single outputs are updated."""
         operator = problem.operator
-        if self.step == "auto" and sample_size(self.tau, operator.outputs) == 1:
-            steps = reciprocal(problem.curved(operator.output_norms_sq()) + problem.ridge)
-            require_steps(steps)
-            return operator.per_feature(steps)
-        return gradient_step(self.step, problem)
+        if sample_size(self.tau, operator.outputs) > 1:
+            return gradient_step(self.step, problem)
+        step = resolve_step(self.step, problem, lambda: problem.curved(operator.output_norms_sq()) + problem.ridge)
+        if not isinstance(step, Tensor):
+            return step
+        require_steps(step)
+        return operator.per_feature(step) if step.dim() else step
 
     def noiseless(self) -> ProxGD:
         """Proximal gradient descent, which updates all outputs at once; a relaxation shortens its step."""

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -28,10 +29,11 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scaled:
-    """A share of another step size. A tensor is learned."""
+    """A share of another step size, which is at most ``longest`` where it is automatic. A tensor is learned."""
 
     step: "StepSize"
     share: float | Tensor
+    longest: float = math.inf
 
 
 #: ``"auto"``; ``"1/L"``, the rule of [Bibi2019]; or a number that the caller is responsible for.
@@ -49,7 +51,10 @@ def check_step_size(step: StepSize) -> None:
 def resolve_step(step: StepSize, problem: Problem, automatic: Callable[[], Tensor]) -> float | Tensor:
     r"""The given number, :math:`1/(L + \lambda)` for ``"1/L"``, or one over the smoothness that a solver computes."""
     if isinstance(step, Scaled):
-        return step.share * resolve_step(step.step, problem, automatic)
+        full = resolve_step(step.step, problem, automatic)
+        if step.longest < math.inf and not isinstance(step.step, int | float):
+            full = full.clamp_max(step.longest) if isinstance(full, Tensor) else min(full, step.longest)
+        return step.share * full
     if not isinstance(step, str):
         return step
     return as_number(reciprocal(automatic() if step == "auto" else problem.smoothness()))

@@ -4,6 +4,7 @@ import copy
 from dataclasses import dataclass
 
 import torch
+import torch.fx
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -26,6 +27,20 @@ def hooked():
     net[0].register_forward_pre_hook(_double)
     net[2].register_forward_hook(_shift)
     return net
+
+
+@listed("generated forward", (2, 4))
+def generated():
+    return torch.fx.symbolic_trace(Residual())
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return F.relu(x + self.b(F.relu(self.a(x))))
 
 
 @listed("old weight norm", (2, 4), opaque="in training only")

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.fx import GraphModule
 
 from ...errors import ConversionError
 from ...network.record import CallSite
@@ -52,6 +53,8 @@ def method_at(place: CallSite) -> tuple[nn.Module, str]:
     where = f"{code.co_name} in {code.co_filename.rpartition('/')[2]}"
     if owner is None:
         raise Uneditable(f"{where} is not a method of a module")
+    if isinstance(owner, GraphModule):
+        raise Uneditable("this forward is generated anew for every copy; convert the model that it was generated from")
     for name, value in vars(owner).items():
         if isinstance(value, EditedMethod) and value.function.__code__ is code:
             return owner, name
