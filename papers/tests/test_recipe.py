@@ -14,7 +14,7 @@ from minimand_papers.data import CropFlip
 from minimand_papers.experiment import Results
 from minimand_papers.experiments.bibi2019 import solvers_heads as heads
 from minimand_papers.experiments.bibi2019 import solvers_lenet as lenet
-from minimand_papers.features import Features, Head, cache, cached, head_accuracy, train_head
+from minimand_papers.features import Features, HeadTraining, cache, cached, head_accuracy, train_head
 from minimand_papers.recipe import FastRecipe, Lookahead, fast_train
 from minimand_papers.sweeps import best_of, usable
 from minimand_papers.training import loaders
@@ -108,7 +108,7 @@ def test_cached_features_are_the_trunks_and_train_a_head(tmp_path: Path) -> None
     images = torch.cat([images for images, _ in data.test])
     assert torch.allclose(found.test[0], trunk(images), rtol=1e-3, atol=1e-3)
     net = nn.Linear(40, 10)
-    train_head(net, found, Head(0.1, 5, batch=25), torch.Generator().manual_seed(0))
+    train_head(net, found, HeadTraining(0.1, 5, batch=25), torch.Generator().manual_seed(0))
     assert head_accuracy(net, found.test) > 80
     again = nn.Linear(40, 10)
     again.load_state_dict(net.state_dict())

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .context import Lab
 from .training import Loaders
 
-__all__ = ["Features", "Head", "cache", "cached", "head_accuracy", "train_head"]
+__all__ = ["Features", "HeadTraining", "cache", "cached", "head_accuracy", "train_head"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ def cached(lab: Lab, part: str) -> Features:
 
 
 @dataclasses.dataclass(frozen=True)
-class Head:
+class HeadTraining:
     """How a head is trained: SGD with momentum, a rate that rises for a tenth of the steps and falls linearly to 0.
 
     Args:
@@ -64,7 +64,7 @@ class Head:
     bfloat16: bool = False
 
 
-def train_head(net: nn.Module, data: Features, how: Head, generator: torch.Generator) -> None:
+def train_head(net: nn.Module, data: Features, how: HeadTraining, generator: torch.Generator) -> None:
     """Train a head in place."""
     features, labels = data.train
     optimizer = torch.optim.SGD(

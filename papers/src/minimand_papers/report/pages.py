@@ -122,7 +122,8 @@ def _section(section: Section) -> list[Block]:
         Paragraph(section.about),
     ]
     if not section.complete:
-        blocks.append(Paragraph("Incomplete: some parts or seeds have not been run."))
+        lacking = "; ".join(section.missing) or "some seeds"
+        blocks.append(Paragraph(f"Incomplete. Not run, or not with every seed: {lacking}."))
     if section.rows:
         marks, notes = _footnotes([row.note for row in section.rows])
         rows = [

@@ -57,6 +57,7 @@ class Section:
     about: str
     preset: str
     changed: dict[str, Any]
+    missing: list[str]
     complete: bool
     rows: list[Row]
     differences: list[Difference]
@@ -134,7 +135,7 @@ def section(directory: Path, *, pictures: bool = True, own: Sequence[Experiment[
         again += ["--seed", *map(str, stored["seeds"])]
     plots = experiment.plots(results) if pictures else ()
     drawn = [_picture(plot, f"{place}-{number}-") for number, plot in enumerate(plots, 1)]
-    findings = experiment.findings(results)
+    findings, seeds = experiment.findings(results), set(stored["seeds"])
     return Section(
         experiment.name,
         experiment.title,
@@ -142,6 +143,7 @@ def section(directory: Path, *, pictures: bool = True, own: Sequence[Experiment[
         experiment.about,
         results.preset,
         changed,
+        [p.name for p in experiment.parts(results.options) if not seeds <= results.records.get(p.name, {}).keys()],
         stored["complete"],
         [_row(comparison) for comparison in experiment.compare(results)],
         [finding for finding in findings if isinstance(finding, Difference)],

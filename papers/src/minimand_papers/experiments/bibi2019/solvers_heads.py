@@ -14,7 +14,7 @@ from ...claims import combine, judge_bound, judge_gain, judge_parity, not_run, s
 from ...comparing import Difference, difference, mean_std
 from ...context import Lab
 from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results, Verdict
-from ...features import Features, Head, cache, cached, head_accuracy, train_head
+from ...features import Features, HeadTraining, cache, cached, head_accuracy, train_head
 from ...recipe import FastRecipe, augmentation, fast_train
 from ...sweeps import Sweep, best_of, edges, range_plot, shares, usable
 from ...training import Loaders, loaders
@@ -119,7 +119,7 @@ def run(options: SolversHeadsOptions, part: str, lab: Lab) -> Iterator[Metrics]:
         torch.manual_seed(7_919 * lab.seed + 104_729 * number)
         net = network(options, part, features)
         epochs = options.iters if part.endswith(LONGER) else 1
-        how = Head(rate, epochs, bfloat16=options.bfloat16)
+        how = HeadTraining(rate, epochs, bfloat16=options.bfloat16)
         train_head(net, features, how, torch.Generator().manual_seed(lab.seed + 31 * number))
         count = options.trials if part.endswith(SAMPLED) else 1
         yield {
