@@ -311,7 +311,7 @@ class LayerHooks:
 
 
 class GraphHooks:
-    """The forward pass of an attached module whose products are in the autograd graph; ``strict``: or it is an error."""
+    """The forward pass of an attached module whose products are in the autograd graph; ``strict``: or an error."""
 
     def __init__(self, path: str, module: nn.Module, units: list[WeightUnit], strict: bool) -> None:
         self.path, self.units, self.shared, self._strict = path, units, units[0].shared, strict
