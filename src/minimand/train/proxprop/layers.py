@@ -311,10 +311,7 @@ class LayerHooks:
 
 
 class GraphHooks:
-    """The forward pass of an attached module whose products are found in the autograd graph.
-
-    ``strict``: a product that is not found raises an error. Otherwise the module keeps plain gradients from then on.
-    """
+    """The forward pass of an attached module whose products are in the autograd graph; ``strict``: or an error."""
 
     def __init__(self, path: str, module: nn.Module, units: list[WeightUnit], strict: bool) -> None:
         self.path, self.units, self.shared, self._strict = path, units, units[0].shared, strict
@@ -328,8 +325,7 @@ class GraphHooks:
         """Restore the module's forward pass."""
         del self.module.__dict__["forward"]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _plain_forward, (self.module,)
+    __reduce__ = LayerHooks.__reduce__
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -367,12 +363,10 @@ class GraphHooks:
 def _of(unit: WeightUnit, found: list[Use]) -> Iterator[Use]:
     """The uses of a unit's weight."""
     weight = unit.trained.get("weight")
-    for use in found if weight is not None else ():
-        assert weight is not None
-        low, high = unit.spans[0] or (0, len(weight))
-        if use.parameter is weight and use.start < high and low < use.stop:
-            whole = use.start <= low and high <= use.stop
-            yield use if whole else use._replace(kind="a part of the weight")
+    for use in (use for use in found if use.parameter is weight):
+        low, high = unit.spans[0] or (0, len(use.parameter))
+        if use.start < high and low < use.stop:
+            yield use if use.start <= low and high <= use.stop else use._replace(kind="a part of the weight")
 
 
 def _recording(unit: WeightUnit, use: Use, shared: Attachment) -> Callable[[Any], None]:
@@ -381,14 +375,15 @@ def _recording(unit: WeightUnit, use: Use, shared: Attachment) -> Callable[[Any]
     def record(deltas: Any) -> None:
         if shared.undecided:
             shared.undecided, shared.last = False, shared.latest
-        if deltas[0] is None or unit.is_last or not shared.optimizers:
+        delta, map = deltas[0], unit.map
+        if delta is None or unit.is_last or not shared.optimizers:
             return
-        delta, x, map = deltas[0].detach(), use.saved().detach(), unit.map
+        x = use.saved().detach()
         if isinstance(map, TransposedConvMap):
             x = map.spread(x, tuple(delta.shape[2:]))
         elif unit.spans[0] is not None:
             delta = delta[:, unit.spans[0][0] - use.start : unit.spans[0][1] - use.start]
-        unit.pending().append((x, delta, None))
+        unit.pending().append((x, delta.detach(), None))
 
     return record
 

@@ -189,15 +189,13 @@ class ProxProp(Sealed):
     @property
     def plain(self) -> dict[str, str]:
         """The modules with plain gradients, by path, with their types; includes the last layer."""
-        listed = self.layers
-        rest = {path: module for path, module in self._model.named_modules() if path not in listed}
-        kinds = {path: type(module).__name__ for path, module in rest.items() if is_trained(module)}
+        listed, named = self.layers, self._model.named_modules()
+        kinds = {path: type(module).__name__ for path, module in named if path not in listed and is_trained(module)}
         return kinds | ({} if self._shared.last is None else {self._shared.last: "the last layer"})
 
     def __repr__(self) -> str:
         tau = f"{self.tau_theta:g}" if isinstance(self.tau_theta, float | int) else f"{self.tau_theta}"
-        state = "attached" if self._units else "not attached"
-        return f"ProxProp(tau_theta={tau}, layers={list(self.layers)}, {state})"
+        return f"ProxProp(tau_theta={tau}, layers={list(self.layers)}, {'' if self._units else 'not '}attached)"
 
     def attach(self, *optimizers: Optimizer) -> Self:
         """Register hooks on the layers and the optimizers, and return ``self``.
@@ -231,9 +229,8 @@ class ProxProp(Sealed):
         for path, other in self._found.others.items() if shared.undecided else ():
             self._handles.append(other.register_forward_pre_hook(CallWatch(shared, path)))
         if not self.layers:
-            _log.warning(
-                "ProxProp: no step is implicit until one is unfrozen: %s", ", ".join(map(_named, self._paths()))
-            )
+            frozen = ", ".join(map(_named, self._paths()))
+            _log.warning("ProxProp: no step is implicit until one is unfrozen: %s", frozen)
         plain = [f"{path or 'the model'} ({kind})" for path, kind in self.plain.items() if path != shared.last]
         if plain:
             _log.warning("ProxProp: plain gradients for %s", ", ".join(plain))

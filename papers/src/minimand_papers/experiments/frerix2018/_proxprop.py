@@ -3,11 +3,11 @@
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from minimand.errors import OptionError
@@ -25,11 +25,13 @@ from .._solvers import ImageOptions
 
 __all__ = [
     "BACKPROP",
-    "INPUTS",
     "METHODS",
+    "PUBLISHED",
+    "UNIT",
     "ProxPropImageOptions",
     "Stepper",
     "TrainingClock",
+    "equal_loss",
     "figures",
     "fitted",
     "lower",
@@ -40,7 +42,9 @@ __all__ = [
 ]
 
 BACKPROP = "BackProp"
-INPUTS = ("unit", "standardised")
+# The end of the names of parts with inputs pixels/255; the others have standardised inputs.
+UNIT = ", pixels/255"
+PUBLISHED = "the authors' CG, 3 iterations"
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "ProxProp (exact)": {"method": "exact"},
     "ProxProp (cg1)": {"method": "cg", "cg_iters": 1},
@@ -70,13 +74,13 @@ class ProxPropImageOptions(ImageOptions):
             raise OptionError(f"inputs must be unit, standardised or both, got {self.inputs!r}")
 
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of inputs to run."""
-        return INPUTS if self.inputs == "both" else (self.inputs,)
+        """The ends of the names of parts, one for each kind of inputs to run."""
+        return {"both": ("", UNIT), "unit": (UNIT,), "standardised": ("",)}[self.inputs]
 
-    def loaders_of(self, lab: Lab, kind: str) -> Loaders:
-        """Batches of the three splits with inputs of a kind."""
+    def loaders_for(self, lab: Lab, part: str) -> Loaders:
+        """Batches of the three splits with the inputs of a part."""
         limit = self.limit or None
-        return loaders(lab, self.dataset, self.batch, limit=limit, enlarge=self.enlarge, unit=kind == "unit")
+        return loaders(lab, self.dataset, self.batch, limit=limit, enlarge=self.enlarge, unit=part.endswith(UNIT))
 
 
 class Stepper(Protocol):
@@ -124,9 +128,55 @@ def nesterov(model: nn.Module, rate: float) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.95, nesterov=True)
 
 
+class PublishedCG:
+    """The conjugate gradients of the authors' public code, on the hidden linear layers of a Sequential.
+
+    In the first iteration residual and search direction share their memory there, so that the second direction is
+    (1 + β) times the residual, without the part of the first that makes directions conjugate; and 1e-6 is added to all
+    denominators. It is no conjugate gradient method: after three iterations it is far from the solution.
+    """
+
+    def __init__(self, model: nn.Sequential, optimizer: Optimizer, tau_theta: float, iters: int) -> None:
+        self._shift, self._iters, self._inputs = 1 / tau_theta, iters, dict[nn.Linear, Tensor]()
+        for layer in [layer for layer in model if isinstance(layer, nn.Linear)][:-1]:
+            layer.register_forward_pre_hook(self._keep)
+        optimizer.register_step_pre_hook(self._precondition)
+
+    def _keep(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if torch.is_grad_enabled() and isinstance(layer, nn.Linear):
+            self._inputs[layer] = inputs[0].detach()
+
+    @torch.no_grad()
+    def _precondition(self, *_: Any) -> None:
+        for layer, x in self._inputs.items():
+            a = torch.cat([x, x.new_ones(len(x), 1)], 1)
+            assert layer.weight.grad is not None
+            assert layer.bias.grad is not None
+            gradient = torch.cat([layer.weight.grad, layer.bias.grad[:, None]], 1)
+            made = published_cg(lambda v, a=a: v @ a.mT @ a + self._shift * v, gradient, self._iters)  # type: ignore[misc]
+            layer.weight.grad.copy_(made[:, :-1])
+            layer.bias.grad.copy_(made[:, -1])
+
+
+def published_cg(apply: Callable[[Tensor], Tensor], target: Tensor, iters: int, eps: float = 1e-6) -> Tensor:
+    """The iterate from zero of the authors' recurrence for each row; see :class:`PublishedCG`."""
+    found, residual, direction = torch.zeros_like(target), target, target
+    for step in range(iters):
+        image, size = apply(direction), residual.square().sum(1, keepdim=True)
+        length = size / ((direction * image).sum(1, keepdim=True) + eps)
+        found = found + length * direction
+        residual = residual - length * image
+        before = residual if step == 0 else direction
+        direction = residual + residual.square().sum(1, keepdim=True) / (size + eps) * before
+    return found
+
+
 def precondition(model: nn.Module, optimizer: Optimizer, method: str, tau_theta: float) -> None:
     """Attach ProxProp to the optimizer, except for BackProp."""
-    if method != BACKPROP:
+    if method == PUBLISHED:
+        assert isinstance(model, nn.Sequential)
+        PublishedCG(model, optimizer, tau_theta, 3)
+    elif method != BACKPROP:
         ProxProp(model, tau_theta=tau_theta, **METHODS[method]).attach(optimizer)
 
 
@@ -208,6 +258,20 @@ def figures(results: Results[Any], parts: list[str]) -> list[Plot]:
             results, parts, key="validation", over="training", title="Validation accuracy over time", y=right, x=seconds
         ),
     ]
+
+
+def equal_loss(results: Results[Any], part: str, other: str) -> list[float]:
+    """For each seed the validation accuracy at the first epoch whose loss is at most the final loss of ``other``."""
+    losses, reached, bounds = (
+        results.curve(part, "loss"),
+        results.curve(part, "validation"),
+        results.curve(other, "loss"),
+    )
+    found = []
+    for seed in (seed for seed in losses if bounds.get(seed)):
+        first = next((at for at, loss in enumerate(losses[seed]) if loss <= bounds[seed][-1]), None)
+        found += [] if first is None else [float(reached[seed][first])]
+    return found
 
 
 def lower(results: Results[Any], ours: str, other: str) -> Difference:

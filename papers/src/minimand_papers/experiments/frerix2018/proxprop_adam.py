@@ -11,7 +11,7 @@ from ...context import Lab
 from ...drawing import bars
 from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...zoo import ProxPropConvNet
-from ._proxprop import BACKPROP, ProxPropImageOptions, figures, fitted, lower, precondition, scaled
+from ._proxprop import BACKPROP, UNIT, ProxPropImageOptions, figures, fitted, lower, precondition, scaled
 
 VARIANTS = (BACKPROP, "ProxProp (cg3)", "ProxProp (cg10)", "ProxProp (exact)", "ProxProp (subsampled)")
 
@@ -33,15 +33,15 @@ class ProxPropAdamOptions(ProxPropImageOptions):
 
 def parts(options: ProxPropAdamOptions) -> list[Part]:
     """Every method."""
-    return [Part(method) for method in VARIANTS]
+    return [Part(method + kind) for kind in options.kinds() for method in VARIANTS]
 
 
 def run(options: ProxPropAdamOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """Train one network from scratch."""
-    data = options.loaders(lab)
+    data = options.loaders_for(lab, part)
     model = ProxPropConvNet(data.classes, data.shape[0], data.shape[-1]).to(lab.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=options.rate)
-    precondition(model, optimizer, part, options.tau_theta)
+    precondition(model, optimizer, part.removesuffix(UNIT), options.tau_theta)
     yield from fitted(lab, model, optimizer, data, options.epochs)
 
 
@@ -66,6 +66,10 @@ def compare(results: Results[ProxPropAdamOptions]) -> list[Comparison]:
         rows.append(Comparison(f"{method}, best validation accuracy", paper, _best(results, method), "%", note=note))
     rows += [Comparison(f"{m}, full-batch loss", None, results.final(m, "loss"), digits=4) for m in VARIANTS]
     rows += [Comparison(f"{m}, time of training", None, results.final(m, "training"), " s") for m in VARIANTS]
+    for part in (method + UNIT for method in VARIANTS if results.final(method + UNIT, "test")):
+        rows.append(Comparison(f"{part}, test accuracy", None, results.final(part, "test"), "%"))
+        rows.append(Comparison(f"{part}, best validation accuracy", None, _best(results, part), "%"))
+        rows.append(Comparison(f"{part}, full-batch loss", None, results.final(part, "loss"), digits=4))
     return rows
 
 

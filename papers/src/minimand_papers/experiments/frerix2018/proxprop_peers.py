@@ -5,7 +5,7 @@ import importlib
 import importlib.util
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,18 @@ from ...context import Lab
 from ...drawing import bars
 from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...training import accuracy
-from ._proxprop import BACKPROP, METHODS, ProxPropImageOptions, Stepper, figures, fitted, mlp, nesterov, precondition
+from ._proxprop import (
+    BACKPROP,
+    METHODS,
+    UNIT,
+    ProxPropImageOptions,
+    Stepper,
+    figures,
+    fitted,
+    mlp,
+    nesterov,
+    precondition,
+)
 
 SGD = "SGD"
 PROXPROP = ("ProxProp (exact)", "ProxProp (cg3)")
@@ -39,8 +50,10 @@ class ProxPropPeersOptions(ProxPropImageOptions):
         target: The validation accuracy in per cent; the time to reach it is measured.
         width: A factor on the hidden widths.
         tau_theta: The proximal step τθ of ProxProp, for a mean loss and batches of 500.
+        inputs: "standardised" or "unit" (pixels/255).
     """
 
+    inputs: Literal["unit", "standardised", "both"] = "standardised"
     methods: tuple[str, ...] = PEERS
     epochs: int = 10
     tuning_epochs: int = 2
@@ -48,6 +61,11 @@ class ProxPropPeersOptions(ProxPropImageOptions):
     target: float = 42.0
     width: float = 0.25
     tau_theta: float = 0.05
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.inputs == "both":
+            raise OptionError("proxprop-peers runs one kind of inputs: standardised or unit")
 
 
 class Muon(torch.optim.Optimizer):
@@ -164,7 +182,7 @@ def _chosen(options: ProxPropPeersOptions, method: str, lab: Lab) -> float:
 
 def run(options: ProxPropPeersOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """Train one network from scratch: a trial of a step size, or at the chosen one."""
-    data = options.loaders(lab)
+    data = options.loaders_for(lab, UNIT if options.inputs == "unit" else "")
     method, trial, number = part.partition(", τ = ")
     rate = float(number) if trial else _chosen(options, method, lab)
     model = mlp(data, options.width)

@@ -11,7 +11,7 @@ from ...context import Lab
 from ...drawing import figure
 from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...sweeps import Sweep, range_plot, shares
-from ._proxprop import BACKPROP, ProxPropImageOptions, fitted, mlp, nesterov, precondition, scaled
+from ._proxprop import BACKPROP, UNIT, ProxPropImageOptions, fitted, mlp, nesterov, precondition, scaled
 
 RATES = (50.0, 10.0, 5.0, 1.0, 0.5, 0.1, 0.05, 5e-3, 5e-4)
 _NONE = (math.nan,) * 5
@@ -47,13 +47,15 @@ def _name(method: str, rate: float) -> str:
 
 def parts(options: ProxPropStepSizesOptions) -> list[Part]:
     """The cells of the table, and a row of exact solves that it does not have."""
-    return [Part(_name(method, rate)) for method in VARIANTS for rate in options.rates]
+    return [
+        Part(_name(method, rate) + kind) for kind in options.kinds() for method in VARIANTS for rate in options.rates
+    ]
 
 
 def run(options: ProxPropStepSizesOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """Train one network from scratch."""
-    data = options.loaders(lab)
-    method, _, rate = part.partition(", τ = ")
+    data = options.loaders_for(lab, part)
+    method, _, rate = part.removesuffix(UNIT).partition(", τ = ")
     model = mlp(data, options.width).to(lab.device)
     optimizer = nesterov(model, float(rate))
     precondition(model, optimizer, method, options.tau_theta)
@@ -79,6 +81,8 @@ def compare(results: Results[ProxPropStepSizesOptions]) -> list[Comparison]:
             if 0 < sum(map(math.isnan, losses)) < len(losses):
                 note = f"diverged in {sum(map(math.isnan, losses))} of {len(losses)} seeds; {note}".removesuffix("; ")
             rows.append(Comparison(_name(method, rate), paper, losses, digits=4, note=note))
+    unit = [_name(method, rate) + UNIT for method in VARIANTS for rate in options.rates]
+    rows += [Comparison(part, None, found, digits=4) for part in unit if (found := results.final(part, "loss"))]
     return rows
 
 
