@@ -6,6 +6,7 @@ Functions that occur only as conjugates of these are in the modules of this pack
 from .activations import from_activation
 from .barriers import LogBarrier, LogBox, LogUnit
 from .base import Function, Separable
+from .checking import check_function
 from .intervals import L1, Box, ElasticNet
 from .monotone import Monotone
 from .objective import LayerObjective
@@ -38,5 +39,6 @@ __all__ = [
     "SpectralBall",
     "SquaredHinge",
     "Zero",
+    "check_function",
     "from_activation",
 ]
