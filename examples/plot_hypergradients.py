@@ -2,8 +2,8 @@ r"""
 Group-sparse logistic regression tuned by hypergradients
 ========================================================
 
-The weight of a group penalty is chosen by gradient descent on the loss of validation data, whose gradient in the weight comes from the
-implicit function theorem:
+The weight of a group penalty is chosen by gradient descent on the loss of validation data, whose gradient in the weight
+comes from the implicit function theorem:
 
 .. math:: \min_\lambda\; \ell_{\text{val}}(x(\lambda)), \qquad
     x(\lambda) = \arg\min_x \textstyle\sum_i \log(1 + e^{-y_i a_i^\top x}) + \lambda\sum_G \|x_G\| .
@@ -12,8 +12,8 @@ implicit function theorem:
 # %%
 # Descend on the weight
 # ---------------------
-# The penalty is scaled by its weight: :math:`\lambda\|x_G\| = \|z_G\|` with :math:`x = z/\lambda`, so that the weight is a factor of
-# the data, through which gradients flow.
+# The penalty is scaled by its weight: :math:`\lambda\|x_G\| = \|z_G\|` with :math:`x = z/\lambda`, so that the weight
+# is a factor of the data, through which gradients flow.
 
 import matplotlib.pyplot as plt
 import torch
@@ -43,22 +43,21 @@ def validation(log_weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 log_weight = torch.tensor(-1.0, dtype=torch.float64, requires_grad=True)
 optimizer = torch.optim.Adam([log_weight], lr=0.2)
 steps = []
-for _ in range(25):
+for _ in range(20):
     optimizer.zero_grad()
     loss, x = validation(log_weight)
     loss.backward()
     steps.append((log_weight.item(), loss.item()))
     optimizer.step()
 norms = torch.zeros(10, dtype=torch.float64).index_add(0, groups, x.square()).sqrt()
-print(
-    f"weight {log_weight.exp().item():.2f}, validation loss {loss.item():.4f}, groups kept {int((norms > 1e-6).sum())} of 10"
-)
+kept = int((norms > 1e-6).sum())
+print(f"weight {log_weight.exp().item():.2f}, validation loss {loss.item():.4f}, {kept} of 10 groups kept")
 
 # %%
 # Draw
 # ----
 
-curve = torch.linspace(-1.5, 3.0, 25, dtype=torch.float64)
+curve = torch.linspace(-1.5, 3.0, 15, dtype=torch.float64)
 with torch.no_grad():
     values = [validation(each)[0].item() for each in curve]
 fig, ax = plt.subplots(figsize=(6, 4))

@@ -2,8 +2,9 @@ r"""
 A Lasso path as one batch
 =========================
 
-The solutions of :math:`\min_x \tfrac12\|Xx - y\|^2 + \lambda\|x\|_1` for many :math:`\lambda` are one batch: the weight of
-:class:`~minimand.functions.L1` has one number per row. Every row stops when its own duality gap is small enough.
+The solutions of :math:`\min_x \tfrac12\|Xx - y\|^2 + \lambda\|x\|_1` for many :math:`\lambda` are one batch: the
+weight of :class:`~minimand.functions.L1` has one number per row. Every row stops when its own duality gap is small
+enough.
 """
 
 # %%
