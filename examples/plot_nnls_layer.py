@@ -3,7 +3,7 @@ Non-negative least squares as a layer
 =====================================
 
 A layer that unmixes: its output is :math:`\arg\min_{x \ge 0} \tfrac12\|A^\top x - y\|^2 + \tfrac\lambda2\|x\|^2`, and
-the spectra A are learned through it by the implicit function theorem. The supervision is the mixing proportions of a few
+the spectra A are learned through it by the implicit function theorem. The supervision is the mixing proportions of 200
 samples.
 """
 

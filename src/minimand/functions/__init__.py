@@ -13,6 +13,7 @@ from .objective import LayerObjective
 from .separable import LeakyHinge, NonNegative, SquaredHinge, Zero
 from .spectral import NuclearNorm, PositiveSemidefinite, SpectralBall
 from .structured import Ball, GroupL2, Isotonic, L1Ball, Maximum, MaxNorm, Simplex
+from .variation import TotalVariation
 
 __all__ = [
     "L1",
@@ -38,6 +39,7 @@ __all__ = [
     "Simplex",
     "SpectralBall",
     "SquaredHinge",
+    "TotalVariation",
     "Zero",
     "check_function",
     "from_activation",

@@ -21,7 +21,7 @@ def require_common_step(step: Step, dims: int, kind: str) -> None:
         )
 
 
-def _vectors(x: Tensor) -> Tensor:
+def require_vectors(x: Tensor) -> Tensor:
     wide = widened(x)
     if x.dim() == 0:
         raise ShapeError("a function of vectors needs one dimension or more, got a single number of shape ()")
@@ -48,14 +48,14 @@ class Simplex(Function):
 
     def value(self, x: Tensor) -> Tensor:
         """Zero where every last dimension is a distribution times the radius, +inf otherwise."""
-        wide = _vectors(x)
+        wide = require_vectors(x)
         room = 4 * torch.finfo(x.dtype).eps * (x.shape[-1] + 4) * max(1.0, self.radius)
         return indicator_of_all((wide >= -room).all(-1) & ((wide.sum(-1) - self.radius).abs() <= room), wide)
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The Euclidean projection."""
         check_step(step, x)
-        wide = _vectors(x)
+        wide = require_vectors(x)
         # The projection is invariant to a common shift. Subtracting the maximum avoids cancellation.
         centered = wide - wide.detach().amax(-1, keepdim=True)
         return torch.relu(centered - _level(centered, self.radius)).to(x.dtype)
@@ -85,12 +85,12 @@ class Maximum(Function):
 
     def value(self, x: Tensor) -> Tensor:
         """The largest entries, summed over the batch."""
-        return self.weight * _vectors(x).amax(-1).sum()
+        return self.weight * require_vectors(x).amax(-1).sum()
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The entries above a level cut down to it."""
         require_common_step(step, 1, "Maximum")
-        wide = _vectors(x)
+        wide = require_vectors(x)
         return torch.minimum(wide, _level(wide, scaled(step, self.weight, wide))).to(x.dtype)
 
     def conjugate(self) -> Simplex:
@@ -127,14 +127,14 @@ class L1Ball(Function):
 
     def value(self, x: Tensor) -> Tensor:
         """Zero where every last dimension lies in the ball, +inf otherwise."""
-        wide = _vectors(x)
+        wide = require_vectors(x)
         room = self.radius * (1 + 4 * (x.shape[-1] + 4) * torch.finfo(x.dtype).eps)
         return indicator_of_all(wide.abs().sum(-1) <= room, wide)
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The Euclidean projection."""
         check_step(step, x)
-        wide = _vectors(x)
+        wide = require_vectors(x)
         return _within(wide, self.radius).to(x.dtype)
 
     def conjugate(self) -> "MaxNorm":
@@ -160,12 +160,12 @@ class MaxNorm(Function):
 
     def value(self, x: Tensor) -> Tensor:
         """The largest absolute values, summed over the batch."""
-        return self.weight * _vectors(x).abs().amax(-1).sum()
+        return self.weight * require_vectors(x).abs().amax(-1).sum()
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The entries cut down to a level."""
         require_common_step(step, 1, "MaxNorm")
-        wide = _vectors(x)
+        wide = require_vectors(x)
         return (wide - _within(wide, scaled(step, self.weight, wide))).to(x.dtype)
 
     def conjugate(self) -> L1Ball:
@@ -197,14 +197,14 @@ class Isotonic(Function):
 
     def value(self, x: Tensor) -> Tensor:
         """Zero where every last dimension increases, +inf otherwise."""
-        wide = _vectors(x)
+        wide = require_vectors(x)
         room = 8 * x.shape[-1] * torch.finfo(x.dtype).eps * wide.abs().amax(-1, keepdim=True).clamp_min(1.0)
         return indicator_of_all((wide.diff(dim=-1) >= -room).all(-1), wide)
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The Euclidean projection."""
         check_step(step, x)
-        wide = _vectors(x)
+        wide = require_vectors(x)
         n = x.shape[-1]
         sums = torch.nn.functional.pad(wide.cumsum(-1), (1, 0))
         place = torch.arange(n, device=x.device)
@@ -245,12 +245,12 @@ class GroupL2(Function):
 
     def value(self, x: Tensor) -> Tensor:
         """The weighted norms, summed over the batch."""
-        return self.weight * _norms(_vectors(x), self.groups).sum()
+        return self.weight * _norms(require_vectors(x), self.groups).sum()
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """Block soft thresholding."""
         require_common_step(step, 1, "GroupL2")
-        wide = _vectors(x)
+        wide = require_vectors(x)
         threshold = scaled(step, self.weight, wide)
         if self.weight == 0:
             return x
@@ -290,7 +290,7 @@ class Ball(Function):
 
     def value(self, x: Tensor) -> Tensor:
         """Zero where every last dimension lies in the ball, +inf otherwise."""
-        wide = _vectors(x)
+        wide = require_vectors(x)
         room = self.radius * (1 + 8 * torch.finfo(x.dtype).eps)
         return indicator_of_all(_norms(wide, self.groups) <= room, wide)
 
@@ -299,7 +299,7 @@ class Ball(Function):
         check_step(step, x)
         if self.radius == 0:
             return x * 0.0
-        wide = _vectors(x)
+        wide = require_vectors(x)
         norm = _spread_norms(wide, self.groups).clamp_min(self.radius)
         return (wide * (self.radius / norm)).to(x.dtype)
 
