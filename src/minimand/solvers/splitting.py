@@ -187,7 +187,7 @@ class ADMM(Solver):
         """The multiplier is the subgradient of g that belongs to the pre-activation."""
         x = problem.function.prox(preactivation)
         state = self.init(problem, x)
-        return state._replace(multiplier=(preactivation - x) / state.rho)
+        return state._replace(multiplier=(preactivation - x) / self._penalty(problem))
 
     def weakened(self, strength: float | Tensor) -> "ADMM":
         """The same method with ``strength`` times its relaxation."""
