@@ -215,7 +215,7 @@ def test_descent_never_rises_and_growth_promises_less_than_it_brings(theta, gene
 
 
 def descent_residual(Y, pair):
-    from minimand.factor.matrices import DenseDual
+    from minimand.factor.residual import DenseDual
 
     return DenseDual(Y, pair.U.mT, pair.V.mT)
 

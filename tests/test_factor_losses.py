@@ -11,7 +11,8 @@ import torch
 from minimand.errors import CapabilityError
 from minimand.factor import HuberLoss, Squared, Status, certify, factorize
 from minimand.factor.descent import Components, ProximalDescent, SquaredDescent
-from minimand.factor.losses import Loss, loss_from
+from minimand.factor.entrywise import loss_from
+from minimand.factor.losses import Loss
 from minimand.factor.regularizers import L2, NonNegativeL2, SparseL2
 from minimand.solvers import Datafit, Logistic, Poisson
 

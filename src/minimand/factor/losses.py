@@ -1,4 +1,4 @@
-r"""Convex losses :math:`\ell(UV^\top)` of a data matrix: squares, Huber, and sums of a datafit over entries.
+r"""Convex losses :math:`\ell(UV^\top)` of a data matrix: squares and Huber; sums over entries are in ``entrywise``.
 
 A certificate needs a loss's value, a dual point, and the value of the dual. For a dual point :math:`Z` with polar at
 most :math:`p`, every :math:`cZ` with :math:`0 \le c \le \lambda/p` in the domain of the conjugate is feasible, and
@@ -13,7 +13,8 @@ import abc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from functools import cached_property
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -21,23 +22,12 @@ from torch import Tensor
 from ..errors import CapabilityError, OptionError, require_positive
 from ..functions import L1
 from ..norms.spectral import EPS
-from ..solvers.datafits import Datafit
 from .inputs import Units, comparable, middle, raised, shifted
-from .matrices import DenseDual, DualMatrix, DualMoments, RowSharding, row_blocks, summation_error
+from .matrices import DualMatrix, DualMoments, RowSharding, row_blocks, summation_error
+from .residual import DenseDual
+from .sparse import SparseData
 
-__all__ = [
-    "DualValue",
-    "Entrywise",
-    "HuberLoss",
-    "Loss",
-    "LossMaker",
-    "Squared",
-    "best_multiple",
-    "loss_from",
-    "rounding",
-]
-
-MULTIPLES = 8
+__all__ = ["DualValue", "HuberLoss", "Loss", "Squared", "best_multiple", "rounding", "summed"]
 
 
 class DualValue(NamedTuple):
@@ -93,6 +83,22 @@ class Loss(abc.ABC):
         """
         return dual
 
+    def search(self, U: Tensor, V: Tensor) -> DualMatrix:
+        """The negative gradient, or a subgradient's, for a search: it may be in the precision of the data."""
+        return self.dual(U, V)
+
+    def start(self) -> DualMatrix:
+        """As :meth:`search`, at X = 0."""
+        return self.zero()
+
+    def chunked(self, U: Tensor, V: Tensor) -> DualMatrix:
+        """The dual point with cheaper products, whose rounding errors its ``product_error`` bounds."""
+        return self.dual(U, V)
+
+    def value_at(self, U: Tensor, V: Tensor, dual: DualMatrix) -> float:
+        """As :meth:`value`, where the dual point there is known."""
+        return self.value(U, V)
+
     def steepness(self, value: float) -> float:
         """A bound on the gradient's norm at a point of loss ``value``: √(2κℓ), because the loss is non-negative."""
         return math.sqrt(2 * self.curvature * value)
@@ -118,20 +124,6 @@ class Loss(abc.ABC):
         return self.scaled(-exponent) if exponent else self, Units(exponent * (self.degree - 1), exponent * self.degree)
 
 
-#: A loss without its data: a datafit, or a function from the data to a loss.
-LossMaker = Datafit | Callable[[Tensor], Loss]
-
-
-def loss_from(make: LossMaker, data: Tensor) -> Loss:
-    """The loss that ``make`` builds from the data; the sum of a datafit over the entries."""
-    loss = Entrywise(data, make) if isinstance(make, Datafit) else make(data) if callable(make) else None
-    if not isinstance(loss, Loss):
-        raise OptionError(
-            f"loss must be a datafit such as Logistic(), or a function from the data to a Loss, got {make!r}"
-        )
-    return loss
-
-
 def best_multiple(moments: DualMoments, curvature: float, largest: float) -> DualValue:
     """The maximum of c⟨Y,Z⟩ − c²‖Z‖²/(2κ) over 0 ≤ c ≤ ``largest``."""
     if moments.inner <= 0 or moments.square <= 0:
@@ -140,26 +132,30 @@ def best_multiple(moments: DualMoments, curvature: float, largest: float) -> Dua
     bend = 0.0 if math.isinf(curvature) else 0.5 * c * c / curvature
     error = summation_error(moments.entries)
     margin = c * (error * math.sqrt(moments.data * moments.square)) + bend * (error * moments.square)
+    # Half of the slack is that of the loss's value.
+    margin += (c + bend + 0.5) * moments.slack
     return DualValue(c * moments.inner - bend * moments.square, margin)
 
 
-class _DenseLoss(Loss):
-    """A loss of a matrix Y without missing entries."""
+class DenseLoss(Loss):
+    """A loss of a matrix Y without missing entries; only :class:`Squared` takes sparse ones."""
 
-    Y: Tensor
+    Y: Any
 
     def largest(self) -> float:
         """The largest absolute value of Y, over all processes."""
-        return self.rows.largest(self.Y)
+        return self.rows.largest(self.Y.values if isinstance(self.Y, SparseData) else self.Y)
 
     def scaled(self, exponent: int) -> Self:
         """The loss of Y times 2^exponent."""
-        return replace(self, Y=shifted(self.Y, exponent))  # type: ignore[type-var]
+        return replace(self, Y=shifted(self.Y, exponent))  # type: ignore[type-var, arg-type]
 
     def size(self) -> float:
         """‖Y‖."""
+        if isinstance(self.Y, SparseData):
+            return float(self.rows.sum(self.Y.values.to(torch.float64).square().sum())) ** 0.5
         total = torch.zeros((), dtype=torch.float64, device=self.Y.device)
-        for part in row_blocks(self.Y.shape[0], self.Y.shape[1]):
+        for part in row_blocks(self.Y.shape[0], self.Y.shape[1], cached=True):
             total = total + self.Y[part].to(torch.float64).square().sum()
         return float(self.rows.sum(total)) ** 0.5
 
@@ -173,11 +169,12 @@ class _DenseLoss(Loss):
 
     def _empty(self) -> tuple[Tensor, Tensor]:
         """Factors without columns: X = 0."""
-        return self.Y[:, :0], self.Y[:0].mT
+        left, right = (torch.zeros(size, 0, dtype=self.Y.dtype, device=self.Y.device) for size in self.Y.shape)
+        return left, right
 
 
 @dataclass(frozen=True)
-class Squared(_DenseLoss):
+class Squared(DenseLoss):
     r""":math:`\tfrac12\|Y - UV^\top\|_F^2`; the dual point is the residual.
 
     >>> loss = Squared(torch.eye(2))
@@ -185,14 +182,53 @@ class Squared(_DenseLoss):
     1.0
     """
 
-    Y: Tensor
+    Y: Tensor | SparseData
     rows: RowSharding = RowSharding()  # noqa: RUF009 -- frozen
     curvature = 1.0
     degree = 2
 
+    def __post_init__(self) -> None:
+        if isinstance(self.Y, SparseData) and self.rows.group is not None:
+            raise OptionError("sparse data run in one process: leave process_group out, or pass the rows densely")
+
+    def times(self, V: Tensor) -> Tensor:
+        """The products Yv of vectors v, the rows of V: vectors as rows."""
+        return (self.Y @ V.mT).mT.contiguous() if isinstance(self.Y, SparseData) else V @ self.Y.mT
+
+    def adjoint(self, U: Tensor) -> Tensor:
+        """The products Yᵀu of vectors u, the rows of U: vectors as rows, summed over the processes."""
+        return (self.Y.mT @ U.mT).mT.contiguous() if isinstance(self.Y, SparseData) else self.rows.sum(U @ self.Y)
+
     def value(self, U: Tensor, V: Tensor) -> float:
-        """Half the squared residual, by blocks of rows."""
-        return 0.5 * _summed(self.dual(U, V), lambda block: block.square().sum())
+        """Half the squared residual, by blocks of rows; of sparse data from thin products."""
+        if isinstance(self.Y, SparseData):
+            return 0.5 * self.dual(U, V).moments().square
+        return 0.5 * summed(self.dual(U, V), lambda block: block.square().sum())
+
+    def value_at(self, U: Tensor, V: Tensor, dual: DualMatrix) -> float:
+        """Half the squared norm of the dual point."""
+        assert isinstance(dual, DenseDual)
+        return 0.5 * dual.moments().square
+
+    def search(self, U: Tensor, V: Tensor) -> DenseDual:
+        """The residual in the precision of the data."""
+        return DenseDual(self.Y, U, V, rows=self.rows, dtype=self.Y.dtype)
+
+    def chunked(self, U: Tensor, V: Tensor) -> DenseDual:
+        """The residual; products with Y in the precision of Y."""
+        return DenseDual(self.Y, U, V, rows=self.rows, chunked=True)
+
+    def start(self) -> DenseDual:
+        """The data, in their own precision."""
+        return DenseDual(self.Y, rows=self.rows, dtype=self.Y.dtype)
+
+    def size(self) -> float:
+        """‖Y‖, computed once."""
+        return self._norm
+
+    @cached_property
+    def _norm(self) -> float:
+        return super().size()
 
     def dual(self, U: Tensor, V: Tensor) -> DenseDual:
         """The residual."""
@@ -205,7 +241,7 @@ class Squared(_DenseLoss):
 
 
 @dataclass(frozen=True)
-class HuberLoss(_DenseLoss):
+class HuberLoss(DenseLoss):
     r""":math:`\min_E \|E\|_1 + \tfrac\gamma2\|Y - X - E\|^2`, the Huber loss; ``gamma=None`` is :math:`\|Y - X\|_1`.
 
     Residuals up to :math:`1/\gamma` are penalised by their squares, larger ones by their absolute values. The loss is
@@ -262,7 +298,7 @@ class HuberLoss(_DenseLoss):
 
     def value(self, U: Tensor, V: Tensor) -> float:
         """The loss in float64, by blocks of rows."""
-        return _summed(DenseDual(self.Y, U, V, rows=self.rows), self.of)
+        return summed(DenseDual(self.Y, U, V, rows=self.rows), self.of)
 
     def dual(self, U: Tensor, V: Tensor) -> DenseDual:
         """clip(γ(Y − X), −1, 1), or the dual point ``found``."""
@@ -296,70 +332,9 @@ class HuberLoss(_DenseLoss):
         return replace(self, found=None).dual(*self._empty())
 
 
-@dataclass(frozen=True)
-class Entrywise(_DenseLoss):
-    r"""The loss :math:`\sum_{ij} f(X_{ij}; Y_{ij})` of a datafit of :mod:`minimand.solvers`.
-
-    ``loss=Logistic()`` is short for it, and takes a matrix of labels :math:`\pm 1`; X holds log-odds. With the negative
-    gradient Z,
-
-    .. math:: F^* \ge -\sum_{ij} f^*(-cZ_{ij}; Y_{ij}), \qquad 0 \le c \le \min(1, \lambda/\hat p) ,
-
-    and the best of a few c is used.
-
-    >>> from minimand.solvers import Logistic
-    >>> loss = Entrywise(torch.tensor([[1.0, -1.0]]), Logistic())
-    >>> round(loss.value(torch.zeros(1, 1), torch.zeros(2, 1)) / math.log(2), 9)
-    2.0
-    """
-
-    Y: Tensor
-    datafit: Datafit
-    rows: RowSharding = RowSharding()  # noqa: RUF009 -- frozen
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.datafit, Datafit):
-            raise OptionError(f"Entrywise takes a datafit such as Logistic(), got {self.datafit!r:.60}")
-        self.datafit.check(self.Y)
-        # The smallest value of f is −f*(0).
-        if bool((self.datafit.conjugate(torch.zeros_like(self.Y), self.Y) > 1e-6).any()):
-            raise OptionError(
-                f"a loss of factors must never be negative, but {self.datafit!r} is for some of these data"
-            )
-
-    @property
-    def curvature(self) -> float:
-        """That of the datafit."""
-        return float(self.datafit.curvature(self.Y))
-
-    def value(self, U: Tensor, V: Tensor) -> float:
-        """The sum in float64, by blocks of rows."""
-        terms = DenseDual(self.Y, U, V, rows=self.rows, entries=lambda r, y: self.datafit.values(y - r, y))
-        return _summed(terms, torch.sum)
-
-    def dual(self, U: Tensor, V: Tensor) -> DenseDual:
-        """The negative gradient."""
-        return DenseDual(self.Y, U, V, rows=self.rows, entries=lambda r, y: self.datafit.residual(y - r, y))
-
-    def lower(self, matrix: DualMatrix, largest: float) -> DualValue:
-        """The best of −Σ f*(−cZ) over a few c."""
-        assert isinstance(matrix, DenseDual)
-        top = min(1.0, largest)
-        multiples = [top * k / MULTIPLES for k in range(MULTIPLES + 1)]
-        totals = torch.zeros(2, len(multiples), dtype=torch.float64, device=self.Y.device)
-        for part, block in matrix.blocks():
-            data = self.Y[part].to(torch.float64)
-            terms = [self.datafit.conjugate(-c * block, data) for c in multiples]
-            totals += torch.stack([torch.stack([t.sum(), t.abs().sum()]) for t in terms], dim=1)
-        charged, sizes = self.rows.sum(totals).tolist()
-        best = min(range(len(multiples)), key=lambda k: charged[k])
-        at_zero = self.value(*self._empty())
-        return DualValue(-charged[best], summation_error(self.entries()) * (sizes[best] + at_zero))
-
-
-def _summed(matrix: DenseDual, total: Callable[[Tensor], Tensor]) -> float:
+def summed(matrix: DenseDual, total: Callable[[Tensor], Tensor]) -> float:
     """The sum of ``total(block)`` over the blocks of all processes."""
-    sums = sum((total(block) for _, block in matrix.blocks()), torch.zeros((), dtype=torch.float64))
+    sums = sum((total(block) for _, block in matrix.blocks(cached=True)), torch.zeros((), dtype=torch.float64))
     return float(matrix.rows.sum(torch.as_tensor(sums)))
 
 

@@ -11,12 +11,12 @@ from ..solvers.iterate import iterate
 from ..solvers.linear import ridge_factor
 from .base import Factorization
 from .certificate import Certificate, Factors, Status, certify_factors, noted_if_zero, stop_reason
-from .growth import Report
 from .inputs import require_number, same_kind
 from .losses import HuberLoss
 from .lowrank import Triples, shrunk
 from .matrices import RowSharding
 from .nmf import ROUGH
+from .options import Report
 
 __all__ = ["RobustPCA"]
 

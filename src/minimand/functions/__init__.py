@@ -6,6 +6,7 @@ Functions that occur only as conjugates of these are in the modules of this pack
 from .activations import from_activation
 from .barriers import LogBarrier, LogBox, LogUnit
 from .base import Function, Separable
+from .charbonnier import Charbonnier
 from .checking import check_function
 from .intervals import L1, Box, ElasticNet
 from .monotone import Monotone
@@ -19,6 +20,7 @@ __all__ = [
     "L1",
     "Ball",
     "Box",
+    "Charbonnier",
     "ElasticNet",
     "Function",
     "GroupL2",
