@@ -165,6 +165,17 @@ def test_scikit_learn_agrees_on_one_lasso(share):
         np.testing.assert_allclose(found.x[0].numpy(), theirs.coef_, atol=1e-5)
 
 
+@pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
+def test_an_automatic_penalty_does_not_depend_on_the_scale(scale):
+    """x/s solves the problem of sA, and s²λ is its ridge: the iterations are the same."""
+    problem = _lasso()
+    plain = solve(problem, ADMM(30, "auto"))
+    scaled = Problem(Dense(scale * problem.operator.weight), L1(scale * problem.function.weight), problem.y)
+    found = solve(scaled, ADMM(30, "auto"))
+    torch.testing.assert_close(scale * found.x, plain.x, rtol=1e-6, atol=1e-8)
+    assert float(found.gap) < 1e-2 * float(solve(scaled, ADMM(30, 1e-6)).gap)
+
+
 def test_a_working_set_takes_other_datafits_and_a_bias():
     case = datafits.ALL[1]
     g = torch.Generator().manual_seed(0)

@@ -106,7 +106,7 @@ def test_dilogarithm() -> None:
         (mf.separable.Origin(), [1e-3]),
         (mf.separable.NonPositiveRidge(1.0), [1e-3]),
         (mf.Box(-1.0, 1.0), [1.001]),
-        (mf.separable.Support(0.0, math.inf), [0.1]),
+        (mf.intervals.Support(0.0, math.inf), [0.1]),
         (mf.LogBarrier(1.0), [0.0]),
         (mf.LogBox(1.0), [-1.0]),
         (mf.LogUnit(1.0), [1.0]),

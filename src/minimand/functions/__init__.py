@@ -1,31 +1,37 @@
 """Convex functions, each with its value and its prox.
 
-Functions that occur only as conjugates of these are in :mod:`~minimand.functions.separable`,
-:mod:`~minimand.functions.barriers` and :mod:`~minimand.functions.spectral`; ``conjugate()`` returns them.
+Functions that occur only as conjugates of these are in the modules of this package; ``conjugate()`` returns them.
 """
 
 from .activations import from_activation
 from .barriers import LogBarrier, LogBox, LogUnit
 from .base import Function, Separable
 from .charbonnier import Charbonnier
+from .checking import check_function
+from .intervals import L1, Box, ElasticNet
 from .monotone import Monotone
 from .objective import LayerObjective
-from .separable import L1, Box, LeakyHinge, NonNegative, SquaredHinge, Zero
+from .separable import LeakyHinge, NonNegative, SquaredHinge, Zero
 from .spectral import NuclearNorm, PositiveSemidefinite, SpectralBall
-from .structured import Ball, GroupL2, Maximum, Simplex
+from .structured import Ball, GroupL2, Isotonic, L1Ball, Maximum, MaxNorm, Simplex
+from .variation import TotalVariation
 
 __all__ = [
     "L1",
     "Ball",
     "Box",
     "Charbonnier",
+    "ElasticNet",
     "Function",
     "GroupL2",
+    "Isotonic",
+    "L1Ball",
     "LayerObjective",
     "LeakyHinge",
     "LogBarrier",
     "LogBox",
     "LogUnit",
+    "MaxNorm",
     "Maximum",
     "Monotone",
     "NonNegative",
@@ -35,6 +41,8 @@ __all__ = [
     "Simplex",
     "SpectralBall",
     "SquaredHinge",
+    "TotalVariation",
     "Zero",
+    "check_function",
     "from_activation",
 ]

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from ..errors import NotProximal, OptionError
 from . import curves
 from .base import Separable
+from .intervals import L1, Box
 from .learned import LearnedHinge
 from .monotone import Elementwise, Monotone
-from .separable import L1, Box, LeakyHinge, NonNegative, Zero
+from .separable import LeakyHinge, NonNegative, Zero
 
 __all__ = ["activation_module", "from_activation", "is_activation"]
 

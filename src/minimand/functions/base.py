@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import check_methods
-from ..errors import CapabilityError, OptionError, ShapeError, is_traced, require_real
+from ..errors import CapabilityError, OptionError, ShapeError, is_traced, require_positive, require_real
 
 __all__ = ["Function", "Separable", "Step"]
 
@@ -52,6 +52,9 @@ class Function(abc.ABC):
             return torch.vmap(self.value)(flat).reshape(lead)
         except RuntimeError:  # a value that branches on its data
             return torch.stack([self.value(sample) for sample in flat]).reshape(lead)
+
+    def check_shape(self, shape: tuple[int, ...]) -> None:  # noqa: B027 -- most functions take every shape
+        """Raise for points of a shape that options with one number per entry or row do not fit."""
 
     def of_outputs(self, index: Tensor, outputs: int) -> "Function":
         """The function of some entries of a sample, where options hold one number per entry."""
@@ -167,9 +170,41 @@ def indicator_of_all(inside: Tensor, x: Tensor) -> Tensor:
     return torch.where(inside.all(), 0.0, float("inf")).to(x.dtype)
 
 
-def scaled(step: Step, weight: float, x: Tensor) -> Step:
+def require_weight(name: str, weight: float | Tensor) -> None:
+    """Raise unless a weight is a number ≥ 0, or a tensor of them."""
+    if not isinstance(weight, Tensor) or weight.numel() == 1:
+        require_positive(name, weight, zero=True)  # type: ignore[arg-type]
+    elif not is_traced(weight) and not bool(((weight.detach() >= 0) & weight.detach().isfinite()).all()):
+        raise OptionError(f"{name} must be finite and ≥ 0 in every entry of its tensor")
+
+
+def require_broadcast(name: str, weight: float | Tensor, shape: tuple[int, ...]) -> None:
+    """Raise unless a weight is one number, or broadcasts to points of ``shape``."""
+    if isinstance(weight, Tensor) and weight.numel() != 1 and not broadcasts_to(weight.shape, shape):
+        raise ShapeError(
+            f"{name} of shape {tuple(weight.shape)} does not broadcast to x of shape {tuple(shape)}; give one number, "
+            f"one per entry of the last dimension, or one per row as (rows, 1)"
+        )
+
+
+def of_rows(weight: float | Tensor, keep: Tensor, samples: int) -> float | Tensor:
+    """The numbers of some samples, where a weight has one per sample in its first dimension."""
+    own = isinstance(weight, Tensor) and weight.dim() > 1 and weight.shape[0] == samples
+    return weight[keep] if own and isinstance(weight, Tensor) else weight
+
+
+def of_entries(weight: float | Tensor, index: Tensor, entries: int) -> float | Tensor:
+    """The numbers of some entries, where a weight has one per entry of the last dimension."""
+    own = isinstance(weight, Tensor) and weight.dim() > 0 and weight.shape[-1] == entries > 1
+    return weight[..., index] if own and isinstance(weight, Tensor) else weight
+
+
+def scaled(step: Step, weight: float | Tensor, x: Tensor) -> Step:
     """``step * weight``; a tensor step is cast to the precision of ``x``."""
     checked = check_step(step, x)
+    if isinstance(weight, Tensor) and weight.numel() != 1:
+        require_broadcast("weight", weight, x.shape)
+        weight = weight.to(x.dtype)
     if isinstance(checked, Tensor):
         return checked.to(x.dtype) * weight
     return checked * weight

@@ -2,26 +2,22 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..arguments import checked
-from ..errors import OptionError, is_traced, require_positive
+from ..errors import OptionError, require_positive
 from .base import Separable, Step, check_step, indicator, scaled, slack
 
 __all__ = [
-    "L1",
-    "Box",
     "LeakyHinge",
     "NonNegative",
     "NonPositive",
     "NonPositiveRidge",
     "Origin",
     "SquaredHinge",
-    "Support",
     "Zero",
 ]
 
@@ -250,147 +246,3 @@ class NonPositiveRidge(Separable):
     def conjugate(self) -> SquaredHinge:
         """The squared hinge."""
         return SquaredHinge(1.0 / self.curvature, -self.linear)
-
-
-@dataclass(frozen=True)
-class L1(Separable):
-    r"""The weighted absolute value :math:`g(x) = w|x|`.
-
-    .. math:: \operatorname{prox}_{\eta g}(a) = \operatorname{sign}(a) \max(|a| - \eta w, 0)
-
-    Example:
-        >>> L1(1.0).prox(torch.tensor([-3.0, 0.5, 2.0]))
-        tensor([-2.,  0.,  1.])
-    """
-
-    weight: float
-
-    def __post_init__(self) -> None:
-        require_positive("weight", self.weight, zero=True)
-
-    def values(self, x: Tensor) -> Tensor:
-        """The weighted absolute values."""
-        return self.weight * x.abs()
-
-    def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
-        """Soft thresholding."""
-        threshold = scaled(step, self.weight, x)
-        if not isinstance(self.weight, Tensor) and self.weight == 0:
-            return x  # softshrink has no gradient at zero, even with a zero threshold
-        if not isinstance(threshold, Tensor):
-            return F.softshrink(x, threshold)
-        # A single number on the CPU takes a third of the time of the general form, forwards and backwards.
-        if _is_number(threshold, x):
-            return _SoftThreshold.apply(x, threshold)
-        return x - torch.clamp(x, -threshold, threshold)
-
-    def preactivation(self, x: Tensor, step: Step = 1.0) -> Tensor:
-        """The prox with the threshold of step 1 added back."""
-        eta = scaled(step, 1.0, x)
-        return torch.where(self.prox(x, step) == 0, x / eta, x + (1 - eta) * self.weight * x.sign())
-
-    def conjugate(self) -> "Box":
-        """The indicator of the dual ball."""
-        return Box(-self.weight, self.weight)
-
-
-def _is_number(threshold: Tensor, x: Tensor) -> bool:
-    if threshold.numel() != 1 or threshold.dim() > x.dim() or is_traced(x) or is_traced(threshold):
-        return False
-    return threshold.device.type == x.device.type == "cpu"
-
-
-class _SoftThreshold(torch.autograd.Function):
-    """Soft thresholding by one number, differentiable in it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, threshold: Tensor) -> Tensor:
-        shrunk = F.softshrink(x, float(threshold.detach()))
-        ctx.save_for_backward(shrunk)
-        ctx.save_for_forward(shrunk)
-        ctx.threshold_shape = threshold.shape
-        return shrunk
-
-    @staticmethod
-    def jvp(ctx: Any, x: Tensor | None, threshold: Tensor | None) -> Tensor:
-        sign = ctx.saved_tensors[0].sign()
-        change = torch.zeros_like(sign) if x is None else x * sign.abs()
-        return change if threshold is None else change - threshold * sign
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        (shrunk,) = ctx.saved_tensors
-        shrunk = shrunk.detach()
-        to_threshold = -(grad * shrunk.sign()).sum().reshape(ctx.threshold_shape) if ctx.needs_input_grad[1] else None
-        # The gradient is zero where the result is zero.
-        to_x = torch.ops.aten.softshrink_backward(grad, shrunk, 0.0) if ctx.needs_input_grad[0] else None
-        return to_x, to_threshold
-
-
-@checked
-@dataclass(frozen=True)
-class Box(Separable):
-    r"""The indicator of :math:`[l, u]`. Its prox clips, like hardtanh and ReLU6. Either end may be infinite.
-
-    Example:
-        >>> Box(0.0, 6.0).prox(torch.tensor([-1.0, 2.0, 9.0]))
-        tensor([0., 2., 6.])
-    """
-
-    low: float
-    high: float
-
-    def __post_init__(self) -> None:
-        if isinstance(self.low, str | None) or isinstance(self.high, str | None):
-            raise OptionError(f"a box needs two numbers low ≤ high, got {self.low!r} and {self.high!r}")
-        if not self.low <= self.high or self.low == math.inf or self.high == -math.inf:
-            raise OptionError(f"a box needs low ≤ high, low < inf and high > -inf, got [{self.low}, {self.high}]")
-
-    def values(self, x: Tensor) -> Tensor:
-        """Zero in the box, +inf elsewhere."""
-        return indicator((x >= self.low - slack(x, self.low)) & (x <= self.high + slack(x, self.high)), x)
-
-    def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
-        """``x`` clipped to the box."""
-        check_step(step, x)
-        return F.hardtanh(x, self.low, self.high)
-
-    def conjugate(self) -> "Support":
-        """The support function of the box."""
-        return Support(self.low, self.high)
-
-
-@dataclass(frozen=True)
-class Support(Separable):
-    r"""The support function :math:`\sigma(s) = \max(ls, us)` of an interval, conjugate of :class:`Box`.
-
-    .. math:: \operatorname{prox}_{\eta\sigma}(a) = \max(a - \eta u, 0) - \max(\eta l - a, 0)
-
-    Example:
-        >>> Support(-1.0, 2.0).prox(torch.tensor([-3.0, 1.0, 3.0]))
-        tensor([-2.,  0.,  1.])
-    """
-
-    low: float
-    high: float
-
-    def __post_init__(self) -> None:
-        Box(self.low, self.high)
-
-    def values(self, x: Tensor) -> Tensor:
-        """The support function at each entry; +inf in the direction of an infinite end."""
-        parts = torch.zeros_like(x)
-        for end, side in ((self.high, torch.relu(x)), (self.low, -torch.relu(-x))):
-            parts = parts + (end * side if math.isfinite(end) else indicator(side.abs() <= slack(x), x))
-        return parts
-
-    def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
-        """Soft thresholding with one threshold per side."""
-        # The prox is zero on the side of an infinite end. Multiplying infinity by a step would make the gradient NaN.
-        above = torch.relu(x - scaled(step, self.high, x)) if math.isfinite(self.high) else 0.0 * x
-        below = torch.relu(scaled(step, self.low, x) - x) if math.isfinite(self.low) else 0.0 * x
-        return above - below
-
-    def conjugate(self) -> Box:
-        """The indicator of the interval."""
-        return Box(self.low, self.high)

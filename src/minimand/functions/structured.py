@@ -1,14 +1,15 @@
 """Functions of vectors, which act on the last dimension: the simplex, groups, and their conjugates."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..errors import ShapeError, require_positive
+from ..errors import OptionError, ShapeError, require_positive
 from .base import Function, Step, check_step, indicator_of_all, scaled, widened
 
-__all__ = ["Ball", "GroupL2", "Maximum", "Simplex"]
+__all__ = ["Ball", "GroupL2", "Isotonic", "L1Ball", "MaxNorm", "Maximum", "Simplex"]
 
 
 def require_common_step(step: Step, dims: int, kind: str) -> None:
@@ -20,7 +21,7 @@ def require_common_step(step: Step, dims: int, kind: str) -> None:
         )
 
 
-def _vectors(x: Tensor) -> Tensor:
+def require_vectors(x: Tensor) -> Tensor:
     wide = widened(x)
     if x.dim() == 0:
         raise ShapeError("a function of vectors needs one dimension or more, got a single number of shape ()")
@@ -29,9 +30,9 @@ def _vectors(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Simplex(Function):
-    r"""The indicator of the simplex :math:`\{x \ge 0, \sum_i x_i = 1\}`. Its prox is sparsemax.
+    r"""The indicator of the simplex :math:`\{x \ge 0, \sum_i x_i = r\}`. Its prox is sparsemax for the radius r = 1.
 
-    .. math:: \operatorname{prox}(a) = \max(a - \tau, 0), \qquad \textstyle\sum_i \max(a_i - \tau, 0) = 1 ,
+    .. math:: \operatorname{prox}(a) = \max(a - \tau, 0), \qquad \textstyle\sum_i \max(a_i - \tau, 0) = r ,
 
     with :math:`\tau` found by sorting (Held, Wolfe and Crowder 1974; Martins and Astudillo 2016).
 
@@ -40,51 +41,61 @@ class Simplex(Function):
         tensor([0.5500, 0.4500, 0.0000])
     """
 
+    radius: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_positive("radius", self.radius)
+
     def value(self, x: Tensor) -> Tensor:
-        """Zero where every last dimension is a distribution, +inf otherwise."""
-        wide = _vectors(x)
-        tolerance = 4 * torch.finfo(x.dtype).eps * (x.shape[-1] + 4)
-        return indicator_of_all((wide >= -tolerance).all(-1) & ((wide.sum(-1) - 1).abs() <= tolerance), wide)
+        """Zero where every last dimension is a distribution times the radius, +inf otherwise."""
+        wide = require_vectors(x)
+        room = 4 * torch.finfo(x.dtype).eps * (x.shape[-1] + 4) * max(1.0, self.radius)
+        return indicator_of_all((wide >= -room).all(-1) & ((wide.sum(-1) - self.radius).abs() <= room), wide)
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The Euclidean projection."""
         check_step(step, x)
-        wide = _vectors(x)
+        wide = require_vectors(x)
         # The projection is invariant to a common shift. Subtracting the maximum avoids cancellation.
         centered = wide - wide.detach().amax(-1, keepdim=True)
-        return torch.relu(centered - _level(centered, 1.0)).to(x.dtype)
+        return torch.relu(centered - _level(centered, self.radius)).to(x.dtype)
 
     def conjugate(self) -> "Maximum":
-        """The largest entry."""
-        return Maximum()
+        """The largest entry times the radius."""
+        return Maximum(self.radius)
 
 
 @dataclass(frozen=True)
 class Maximum(Function):
-    r"""The largest entry :math:`g(x) = \max_i x_i`, conjugate of the :class:`Simplex`.
+    r"""The largest entry :math:`g(x) = w\max_i x_i`, conjugate of the :class:`Simplex`.
 
     .. math::
 
-        \operatorname{prox}_{\eta g}(a) = \min(a, \tau), \qquad \textstyle\sum_i \max(a_i - \tau, 0) = \eta
+        \operatorname{prox}_{\eta g}(a) = \min(a, \tau), \qquad \textstyle\sum_i \max(a_i - \tau, 0) = \eta w
 
     Example:
         >>> Maximum().prox(torch.tensor([3.0, 1.0]), 1.0)
         tensor([2., 1.])
     """
 
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_positive("weight", self.weight)
+
     def value(self, x: Tensor) -> Tensor:
         """The largest entries, summed over the batch."""
-        return _vectors(x).amax(-1).sum()
+        return self.weight * require_vectors(x).amax(-1).sum()
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The entries above a level cut down to it."""
         require_common_step(step, 1, "Maximum")
-        wide = _vectors(x)
-        return torch.minimum(wide, _level(wide, scaled(step, 1.0, wide))).to(x.dtype)
+        wide = require_vectors(x)
+        return torch.minimum(wide, _level(wide, scaled(step, self.weight, wide))).to(x.dtype)
 
     def conjugate(self) -> Simplex:
         """The indicator of the simplex."""
-        return Simplex()
+        return Simplex(self.weight)
 
 
 def _level(x: Tensor, mass: Step) -> Tensor:
@@ -97,10 +108,123 @@ def _level(x: Tensor, mass: Step) -> Tensor:
 
 
 @dataclass(frozen=True)
+class L1Ball(Function):
+    r"""The indicator of :math:`\|x\|_1 \le r` in the last dimension.
+
+    .. math:: \operatorname{prox}(a) = \operatorname{sign}(a)\max(|a| - \tau, 0), \qquad
+        \tau = 0 \text{ or } \textstyle\sum_i \max(|a_i| - \tau, 0) = r
+
+    Example:
+        >>> L1Ball(1.0).prox(torch.tensor([[3.0, -2.5], [0.1, 0.2]]))
+        tensor([[ 0.7500, -0.2500],
+                [ 0.1000,  0.2000]])
+    """
+
+    radius: float
+
+    def __post_init__(self) -> None:
+        require_positive("radius", self.radius)
+
+    def value(self, x: Tensor) -> Tensor:
+        """Zero where every last dimension lies in the ball, +inf otherwise."""
+        wide = require_vectors(x)
+        room = self.radius * (1 + 4 * (x.shape[-1] + 4) * torch.finfo(x.dtype).eps)
+        return indicator_of_all(wide.abs().sum(-1) <= room, wide)
+
+    def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
+        """The Euclidean projection."""
+        check_step(step, x)
+        wide = require_vectors(x)
+        return _within(wide, self.radius).to(x.dtype)
+
+    def conjugate(self) -> "MaxNorm":
+        """The largest absolute value times the radius."""
+        return MaxNorm(self.radius)
+
+
+@dataclass(frozen=True)
+class MaxNorm(Function):
+    r"""The norm :math:`g(x) = w\|x\|_\infty` of the last dimension, conjugate of :class:`L1Ball`.
+
+    .. math:: \operatorname{prox}_{\eta g}(a) = a - P(a), \qquad P \text{ the projection onto } \|x\|_1 \le \eta w
+
+    Example:
+        >>> MaxNorm(1.0).prox(torch.tensor([3.0, -2.5]))
+        tensor([ 2.2500, -2.2500])
+    """
+
+    weight: float
+
+    def __post_init__(self) -> None:
+        require_positive("weight", self.weight)
+
+    def value(self, x: Tensor) -> Tensor:
+        """The largest absolute values, summed over the batch."""
+        return self.weight * require_vectors(x).abs().amax(-1).sum()
+
+    def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
+        """The entries cut down to a level."""
+        require_common_step(step, 1, "MaxNorm")
+        wide = require_vectors(x)
+        return (wide - _within(wide, scaled(step, self.weight, wide))).to(x.dtype)
+
+    def conjugate(self) -> L1Ball:
+        """The indicator of the ball."""
+        return L1Ball(self.weight)
+
+
+def _within(x: Tensor, radius: Step) -> Tensor:
+    """The projection of the last dimension onto the l1 ball."""
+    size = x.abs()
+    inside = size.sum(-1, keepdim=True) <= radius
+    # As in the simplex, a common shift avoids cancellation.
+    centered = size - size.detach().amax(-1, keepdim=True)
+    return torch.where(inside, x, x.sign() * torch.relu(centered - _level(centered, radius)))
+
+
+@dataclass(frozen=True)
+class Isotonic(Function):
+    r"""The indicator of :math:`x_1 \le x_2 \le \dots \le x_n` in the last dimension. Its prox is isotonic regression,
+
+    .. math:: \operatorname{prox}(a)_i = \max_{j \le i}\min_{k \ge i} \frac{a_j + \dots + a_k}{k - j + 1} ,
+
+    which is computed by this formula, in memory proportional to n².
+
+    Example:
+        >>> Isotonic().prox(torch.tensor([1.0, 3.0, 2.0, 4.0]))
+        tensor([1.0000, 2.5000, 2.5000, 4.0000])
+    """
+
+    def value(self, x: Tensor) -> Tensor:
+        """Zero where every last dimension increases, +inf otherwise."""
+        wide = require_vectors(x)
+        room = 8 * x.shape[-1] * torch.finfo(x.dtype).eps * wide.abs().amax(-1, keepdim=True).clamp_min(1.0)
+        return indicator_of_all((wide.diff(dim=-1) >= -room).all(-1), wide)
+
+    def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
+        """The Euclidean projection."""
+        check_step(step, x)
+        wide = require_vectors(x)
+        n = x.shape[-1]
+        sums = torch.nn.functional.pad(wide.cumsum(-1), (1, 0))
+        place = torch.arange(n, device=x.device)
+        count = (place - place[:, None] + 1).clamp_min(1)
+        means = (sums[..., None, 1:] - sums[..., :-1, None]) / count
+        later = place >= place[:, None]
+        low = torch.where(later, means, torch.inf).flip(-1).cummin(-1).values.flip(-1)
+        high = torch.where(later, low, -torch.inf).cummax(-2).values
+        return high.diagonal(dim1=-2, dim2=-1).to(x.dtype)
+
+
+@dataclass(frozen=True)
 class GroupL2(Function):
-    r"""The weighted Euclidean norm :math:`g(x) = w\|x\|_2` of the last dimension.
+    r"""The weighted Euclidean norm :math:`g(x) = w\|x\|_2` of the last dimension, or the sum of those of its groups.
 
     .. math:: \operatorname{prox}_{\eta g}(a) = \max\Bigl(1 - \frac{\eta w}{\|a\|}, 0\Bigr)\, a
+
+    Args:
+        weight: :math:`w \ge 0`.
+        groups: The number of the group of each entry, counted from zero; None: one group.
 
     Example:
         >>> GroupL2(1.0).prox(torch.tensor([[3.0, 4.0], [0.1, 0.2]]))
@@ -109,34 +233,41 @@ class GroupL2(Function):
     """
 
     weight: float
+    groups: Tensor | Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         require_positive("weight", self.weight, zero=True)
+        _check_groups(self.groups)
+
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        """Raise unless there is a group for each entry."""
+        _require_groups(self.groups, shape)
 
     def value(self, x: Tensor) -> Tensor:
         """The weighted norms, summed over the batch."""
-        return self.weight * torch.linalg.vector_norm(_vectors(x), dim=-1).sum()
+        return self.weight * _norms(require_vectors(x), self.groups).sum()
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """Block soft thresholding."""
         require_common_step(step, 1, "GroupL2")
-        wide = _vectors(x)
+        wide = require_vectors(x)
         threshold = scaled(step, self.weight, wide)
         if self.weight == 0:
             return x
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        norm = _spread_norms(wide, self.groups)
         # Clamping before dividing keeps the gradient finite at zero. Unlike 1 − threshold / norm, the result is exact.
         norm = torch.maximum(norm, threshold) if isinstance(threshold, Tensor) else norm.clamp_min(threshold)
         return (wide * ((norm - threshold) / norm)).to(x.dtype)
 
     def conjugate(self) -> "Ball":
         """The indicator of the dual ball."""
-        return Ball(self.weight)
+        return Ball(self.weight, self.groups)
 
 
 @dataclass(frozen=True)
 class Ball(Function):
-    r"""The indicator of :math:`\|x\|_2 \le r` in the last dimension, conjugate of :class:`GroupL2`.
+    r"""The indicator of :math:`\|x\|_2 \le r` in the last dimension, or in each of its groups, conjugate of
+    :class:`GroupL2`.
 
     .. math:: \operatorname{prox}(a) = \min\Bigl(1, \frac{r}{\|a\|}\Bigr)\, a
 
@@ -147,25 +278,63 @@ class Ball(Function):
     """
 
     radius: float
+    groups: Tensor | Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         require_positive("radius", self.radius, zero=True)
+        _check_groups(self.groups)
+
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        """Raise unless there is a group for each entry."""
+        _require_groups(self.groups, shape)
 
     def value(self, x: Tensor) -> Tensor:
         """Zero where every last dimension lies in the ball, +inf otherwise."""
-        wide = _vectors(x)
+        wide = require_vectors(x)
         room = self.radius * (1 + 8 * torch.finfo(x.dtype).eps)
-        return indicator_of_all(torch.linalg.vector_norm(wide, dim=-1) <= room, wide)
+        return indicator_of_all(_norms(wide, self.groups) <= room, wide)
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The Euclidean projection."""
         check_step(step, x)
         if self.radius == 0:
             return x * 0.0
-        wide = _vectors(x)
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).clamp_min(self.radius)
+        wide = require_vectors(x)
+        norm = _spread_norms(wide, self.groups).clamp_min(self.radius)
         return (wide * (self.radius / norm)).to(x.dtype)
 
     def conjugate(self) -> GroupL2:
         """The weighted norm."""
-        return GroupL2(self.radius)
+        return GroupL2(self.radius, self.groups)
+
+
+def _check_groups(groups: Tensor | Sequence[int] | None) -> None:
+    if groups is None:
+        return
+    index = torch.as_tensor(groups)
+    if index.dim() != 1 or index.is_floating_point() or index.is_complex() or not len(index) or int(index.min()) < 0:
+        raise OptionError(f"groups holds one whole number ≥ 0 per entry, the number of its group; got {groups!r:.60}")
+
+
+def _require_groups(groups: Tensor | Sequence[int] | None, shape: tuple[int, ...]) -> None:
+    if groups is not None and len(groups) != shape[-1]:
+        raise ShapeError(f"groups has {len(groups)} entries, but x of shape {tuple(shape)} has {shape[-1]} in a row")
+
+
+def _norms(x: Tensor, groups: Tensor | Sequence[int] | None) -> Tensor:
+    """The norm of each group, or of the last dimension."""
+    if groups is None:
+        return torch.linalg.vector_norm(x, dim=-1)
+    _require_groups(groups, x.shape)
+    index = torch.as_tensor(groups, device=x.device)
+    member = torch.nn.functional.one_hot(index).to(x.dtype)
+    size = x.detach().abs().amax(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+    squares = (x / size).square() @ member
+    some = squares > 0
+    return torch.where(some, torch.where(some, squares, 1.0).sqrt(), 0.0) * size
+
+
+def _spread_norms(x: Tensor, groups: Tensor | Sequence[int] | None) -> Tensor:
+    """The norm of the group of each entry."""
+    norms = _norms(x, groups)
+    return norms.unsqueeze(-1) if groups is None else norms[..., torch.as_tensor(groups, device=x.device)]

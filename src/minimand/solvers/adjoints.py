@@ -26,6 +26,7 @@ from .base import Solver, State, require_count
 from .implicit import Equation, Parts, attached, constant, full_precision, pullback, transformed
 from .iterate import iterate
 from .linear import conjugate_gradient
+from .newton import solved_on_active_set
 from .problem import Problem, as_number, reciprocal
 
 __all__ = ["Adjoint", "Checkpoint", "Implicit", "JacobianFree", "Run", "Unroll"]
@@ -308,6 +309,9 @@ class _FixedPoint(Equation):
         dims = len(problem.operator.output_shape)
         solve = partial(conjugate_gradient, iterations=options.iters, sample_dims=dims, tol=tol)
         if problem.function.separable:
+            direct = solved_on_active_set(*self._at(x, params), b, transposed, (contract, derivative))
+            if direct is not None:
+                return direct
             # (I − DC)⁻¹ = I + D(I − CD)⁻¹C, so both systems take the same symmetric one.
             root = derivative(torch.ones_like(b)).clamp_min(0).sqrt()
             v = b if transposed else contract(b)

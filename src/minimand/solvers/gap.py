@@ -88,7 +88,7 @@ class GapBound:
         from .rows import some_samples
 
         other = GapBound(some_samples(self.problem, keep))
-        for name in ("known", "_conjugate", "_convexity"):
+        for name in ("known", "_convexity"):
             if name in vars(self):
                 vars(other)[name] = vars(self)[name]
         if "_wide" in vars(self):

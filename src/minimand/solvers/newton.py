@@ -1,17 +1,19 @@
 r"""Semismooth Newton steps and implicit derivatives on the active set."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .implicit import pullback
+from ..errors import is_traced
+from .implicit import pullback, transformed
 from .problem import Problem
 
 if TYPE_CHECKING:
     from .spectral import SpectralState
 
-__all__ = ["ActiveSystem", "active_step", "active_system"]
+__all__ = ["ActiveSystem", "active_step", "active_system", "prox_slope", "solved_on_active_set"]
 
 # Up to this many entries, the batch of Hessians on the active sets is worth its memory.
 _ENTRIES = 1 << 24
@@ -114,6 +116,42 @@ def active_step(problem: Problem, state: "SpectralState", aim: Tensor) -> Tensor
     found = problem.function.prox(point + step * descent, step)
     usable = system.solved & found.isfinite().all(-1)
     return torch.where(usable.unsqueeze(-1), found, aim)
+
+
+def solved_on_active_set(
+    problem: Problem,
+    step: float | Tensor,
+    x: Tensor,
+    b: Tensor,
+    transposed: bool,
+    maps: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]],
+) -> Tensor | None:
+    r"""The solution of :math:`(I - DC)u = b`, or of its transpose, by a factorisation on the outputs with
+    :math:`D \ne 0`; None where they are too many. ``maps`` are :math:`C = I - \eta H` and D.
+
+    Where D = 0 the solution is b, and elsewhere
+
+    .. math:: \bigl(H_{SS} + \operatorname{diag}\tfrac{1 - D}{\eta D}\bigr)u_S
+        = \tfrac{b_S}{\eta D_S} + \tfrac1\eta(Cb_{\bar S})_S .
+
+    The transpose has :math:`u = b + Cw`, where :math:`w = D(I - CD)^{-1}b` solves :math:`(D^{-1} - C)w = b` on the
+    active set.
+    """
+    contract, derivative = maps
+    if is_traced(b) or transformed() or problem.operator.matrix is None or b.dim() != 2:
+        return None
+    slope = derivative(torch.ones_like(b))
+    active = slope > 1e-6
+    safe = torch.where(active, step * slope, 1.0)
+    bend = None if problem.is_quadratic else problem.datafit.second(problem.operator.adjoint(x), problem.y)
+    system = active_system(problem, active, torch.where(active, (1 - slope) / safe, 0.0), bend)
+    if system is None or not bool(system.solved.all()):
+        return None
+    if transposed:
+        return b + contract(system.solve(torch.where(active, b / step, 0.0)))
+    rest = torch.where(active, 0.0, b)
+    target = b / safe + (contract(rest) - rest) / step
+    return torch.where(active, system.solve(torch.where(active, target, 0.0)), b)
 
 
 def _image(problem: Problem, state: "SpectralState") -> Tensor:

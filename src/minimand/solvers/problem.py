@@ -22,6 +22,7 @@ from ..functions.base import Function, broadcasts_to, widened
 from ..linalg import accumulate
 from ..norms.kernel import Bounds
 from ..operators.base import LinearOperator, Selected
+from ..operators.dense import Dense
 from .datafits import Datafit, Quadratic
 from .sampling import Sample
 
@@ -111,10 +112,10 @@ class Problem:
 
     def scale(self) -> Tensor:
         """:meth:`smoothness` where a bound on the norm is at hand or costs little, and a looser one otherwise."""
-        matrix = self.operator.matrix
-        if matrix is None or self.operator._bounds is not None or is_traced(matrix):
+        operator = self.operator
+        if not isinstance(operator, Dense) or operator._bounds is not None or is_traced(operator.weight):
             return self.smoothness()
-        A = matrix.detach().double().abs()
+        A = operator.weight.detach().double().abs()
         loose = torch.minimum(A.square().sum((-2, -1)), A.sum(-1).amax(-1) * A.sum(-2).amax(-1)).amax()
         return self.curved(loose) + self.ridge
 
@@ -262,6 +263,7 @@ class Problem:
         require_real("y", self.y)
         self.operator.check_input(self.y)
         self.check_dtype("y", self.y)
+        self.function.check_shape(self.shape)
         if self.bias is not None:
             require_real("bias", self.bias)
             self._check_bias(self.bias)

@@ -112,7 +112,7 @@ def _rows_of(state: Any, run: Run, keep: Tensor) -> Any:
     if isinstance(state, DescentMap):
         return state._replace(offset=state.offset[keep], problem=some_samples(state.problem, keep))
     if isinstance(state, GradientMap):
-        return state._replace(offset=state.offset[keep])
+        return state._replace(offset=state.offset[keep], operator=state.operator.of_samples(keep))
     if isinstance(state, Tensor):
         dims = {len(run.problem.shape), run.problem.y.dim()}
         return state[keep] if state.dim() in dims and len(state) == len(keep) else state

@@ -43,8 +43,8 @@ class Solution:
     optimality: Tensor
     iterations: int
     converged: bool | None
-    gap: Tensor
-    solver: Solver | Choice
+    gap: Tensor = dataclasses.field(default_factory=lambda: torch.tensor(torch.inf))
+    solver: Solver | Choice | None = None
 
 
 @checked

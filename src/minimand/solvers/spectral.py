@@ -47,8 +47,8 @@ class Spectral(Solver):
     :math:`\alpha \in [0, 1]` minimises :math:`f(x + \alpha d) + (1-\alpha)g(x) + \alpha g(x + d)`, which bounds the
     objective from above, so that the objective never increases. For squares the minimum is closed and
     :math:`Hd` is the one product of the iteration; for other datafits it is found on the images :math:`A^\top x`,
-    :math:`A^\top d`, and :math:`Hd` is the change of the gradient. No bound on the norm of A is needed. Gradients are those
-    of the minimiser: the adjoint is ``Implicit()``.
+    :math:`A^\top d`, and :math:`Hd` is the change of the gradient. No bound on the norm of A is needed. Gradients are
+    those of the minimiser: the adjoint is ``Implicit()``.
 
     Args:
         iters: Iterations.

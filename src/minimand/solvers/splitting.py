@@ -2,18 +2,18 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import holds, is_compiled, require_positive
+from ..errors import OptionError, holds, is_compiled, require_positive
 from ..linalg import accumulate
 from ..operators.base import LinearOperator
 from .base import Solver, check_relaxation, require_count
 from .implicit import Equation, Parts, attached, constant, full_precision
 from .linear import RidgeFactor, measured_conjugate_gradient, ridge_factor
-from .problem import Problem
+from .problem import Problem, as_number
 
 __all__ = ["ADMM"]
 
@@ -31,6 +31,7 @@ class SplitState(NamedTuple):
     linear: Tensor
     factor: RidgeFactor | None
     predicted: "Prediction | None" = None
+    rho: float | Tensor | None = None
 
 
 class Prediction(NamedTuple):
@@ -130,7 +131,8 @@ class ADMM(Solver):
 
     Args:
         iters: Iterations.
-        rho: The penalty :math:`\rho`.
+        rho: The penalty :math:`\rho`. ``"auto"`` is :math:`\kappa` times the mean squared norm of the rows of A, the
+            mean curvature of f, with which the iterations do not depend on the scale of A.
         cg_iters: Conjugate gradient iterations at most, where the system is not factored.
         relaxation: :math:`\alpha \in (0, 2)`: :math:`\alpha z + (1 - \alpha) x` takes the place of z in the last two
             updates, which moves :math:`z + u` by the share :math:`\alpha` (§3.4.3 there).
@@ -146,7 +148,7 @@ class ADMM(Solver):
     """
 
     iters: int = 10
-    rho: float | Tensor = 1.0
+    rho: float | Tensor | Literal["auto"] = 1.0
     cg_iters: int = dataclasses.field(default=10, kw_only=True)
     relaxation: float | Tensor = dataclasses.field(default=1.0, kw_only=True)
 
@@ -154,7 +156,9 @@ class ADMM(Solver):
         require_count("iters", self.iters)
         require_count("cg_iters", self.cg_iters)
         # A tensor is a learned parameter; the network that owns it keeps it positive.
-        if not isinstance(self.rho, Tensor):
+        if isinstance(self.rho, str) and self.rho != "auto":
+            raise OptionError(f'rho is "auto" or a number > 0, got {self.rho!r}')
+        if not isinstance(self.rho, Tensor | str):
             require_positive("rho", self.rho)
         check_relaxation(self.relaxation, 1.95)
 
@@ -169,18 +173,21 @@ class ADMM(Solver):
 
     def init(self, problem: Problem, x0: Tensor | None) -> SplitState:
         """``A y + b`` and the factor, once."""
-        matrix, predicted = problem.operator.matrix, Prediction.of(problem, x0)
-        factor = None if matrix is None else ridge_factor(matrix, self._shift(problem, predicted))
-        return SplitState(x0, x0, None, problem.linear(), factor, predicted)
+        matrix, predicted, rho = problem.operator.matrix, Prediction.of(problem, x0), self._penalty(problem)
+        factor = None if matrix is None else ridge_factor(matrix, _shift(problem, rho, predicted))
+        return SplitState(x0, x0, None, problem.linear(), factor, predicted, rho)
 
-    def _shift(self, problem: Problem, predicted: Prediction | None) -> float | Tensor:
-        shift = problem.ridge + self.rho
-        return shift if predicted is None else shift / predicted.penalty
+    def _penalty(self, problem: Problem) -> float | Tensor:
+        if not isinstance(self.rho, str):
+            return self.rho
+        mean = problem.curved(problem.operator.output_norms_sq().mean().double())
+        return as_number(torch.where(mean > 0, mean, 1.0))
 
     def start(self, problem: Problem, preactivation: Tensor) -> SplitState:
         """The multiplier is the subgradient of g that belongs to the pre-activation."""
         x = problem.function.prox(preactivation)
-        return self.init(problem, x)._replace(multiplier=(preactivation - x) / self.rho)
+        state = self.init(problem, x)
+        return state._replace(multiplier=(preactivation - x) / self._penalty(problem))
 
     def weakened(self, strength: float | Tensor) -> "ADMM":
         """The same method with ``strength`` times its relaxation."""
@@ -188,24 +195,31 @@ class ADMM(Solver):
 
     def advance(self, problem: Problem, state: SplitState, k: int, generator: torch.Generator | None) -> SplitState:
         """Linear solve, prox, multiplier."""
-        x, smooth, multiplier, target, factor, predicted = state
+        x, smooth, multiplier, target, factor, predicted, given = state
+        rho = self._penalty(problem) if given is None else given
         if predicted is not None:
             pull = predicted.penalty * (predicted.t - predicted.multiplier)
             target = problem.operator.affine(pull, problem.bias)
         if x is not None:
-            target = target + self.rho * (x if multiplier is None else x - multiplier)
+            target = target + rho * (x if multiplier is None else x - multiplier)
         if predicted is not None:
             target = target / predicted.penalty
         if factor is not None:
             smooth = factor.solve(target)
         else:
-            parts = Parts.of((problem.operator.with_bounds(None), self._shift(problem, predicted), target))
+            parts = Parts.of((problem.operator.with_bounds(None), _shift(problem, rho, predicted), target))
             smooth = _RidgeSystem(parts, self.cg_iters).from_start(smooth)
         relaxed = smooth
         if isinstance(self.relaxation, Tensor) or self.relaxation != 1:
             relaxed = accumulate(None if x is None else (1 - self.relaxation) * x, self.relaxation, smooth)
         pushed = relaxed if multiplier is None else relaxed + multiplier
-        new = problem.prox(pushed, 1 / self.rho)
+        new = problem.prox(pushed, 1 / rho)
         if predicted is not None:
             predicted = predicted.advance(problem, problem.operator.adjoint(smooth), self.relaxation)
         return state._replace(x=new, smooth=smooth, multiplier=pushed - new, predicted=predicted)
+
+
+def _shift(problem: Problem, rho: float | Tensor, predicted: Prediction | None) -> float | Tensor:
+    """The shift of the system, divided by the penalty of the predictions."""
+    shift = problem.ridge + rho
+    return shift if predicted is None else shift / predicted.penalty
