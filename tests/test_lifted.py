@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 from torch import nn
 
-from minimand.train.lifted import LPOM, MAC, BlockPenalty, LiftedReLU, SplitADMM
+from minimand.train.lifted import LPOM, MAC, BlockPenalty, LiftedReLU, Recipe, SplitADMM
 from minimand.train.lifted.losses import CrossEntropy, SquaredError
 from minimand.train.lifted.units import unit_of
 
@@ -353,9 +353,9 @@ def test_fast_fit_trains_every_activation(name):
     assert _accuracy(net, x_test, y_test) > 90
 
 
-def test_monotone_fit_is_steps():
+def test_monotone_fit_without_continuation_is_steps():
     x, y = _batch()
-    one, two = LPOM(_net(nn.ReLU)), LPOM(_net(nn.ReLU))
+    one, two = LPOM(_net(nn.ReLU), recipe=Recipe(continuation=1)), LPOM(_net(nn.ReLU))
     history = one.fit([(x, y)], 3, mode="monotone")
     assert [epoch.energy * len(x) for epoch in history] == pytest.approx([two.step(x, y) for _ in range(3)])
 

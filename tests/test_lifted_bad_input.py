@@ -56,14 +56,15 @@ class _Square(nn.Module):
     ],
 )
 def test_names_what_breaks_the_chain(net, names):
+    """The relatives of LPOM take chains only."""
     with pytest.raises((ChainError, NotProximal), match=names):
-        LPOM(net)
+        MAC(net)
 
 
 def test_refuses_shared_weights():
     layer = nn.Linear(4, 4)
     with pytest.raises(ChainError, match="share"):
-        LPOM(nn.Sequential(layer, nn.ReLU(), layer))
+        MAC(nn.Sequential(layer, nn.ReLU(), layer))
 
 
 @pytest.mark.parametrize("mu", [0, -1.0, math.nan, math.inf, [1.0, 1.0], [1.0, 0.0, 1.0]])

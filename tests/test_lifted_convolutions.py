@@ -119,6 +119,6 @@ def test_fast_fit_lowers_the_loss(name):
 
 def test_refuses_convolutions_it_does_not_know():
     with pytest.raises(ChainError, match=r"0 \(Conv2d\) has groups=2"):
-        LPOM(nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2)))
+        MAC(nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2)))
     with pytest.raises(ChainError, match="Flatten"):
-        LPOM(nn.Sequential(nn.Flatten(2), nn.Linear(4, 2)))
+        MAC(nn.Sequential(nn.Flatten(2), nn.Linear(4, 2)))

@@ -5,12 +5,14 @@ import statistics
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from minimand.errors import CapabilityError, MinimandError, OptionError, ReadOnlyError
-from minimand.train.lifted import LPOM, LayerParallel
+from minimand.train.lifted import LPOM, LayerParallel, layer_stages
 from minimand.train.lifted.chain import parse
-from minimand.train.lifted.parallel import partition_layers
+from minimand.train.lifted.stages import cheapest_cuts, partition_layers
 
 from .cases.ranks import on_ranks
 
@@ -118,6 +120,47 @@ def test_layers_are_spread_evenly():
     assert partition_layers(layers, 4) == [(0, 1), (1, 2), (2, 3), (3, 4)]
     with pytest.raises(OptionError, match="5 processes"):
         partition_layers(layers, 5)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.data())
+def test_cuts_are_the_best_of_all(costs, data):
+    """Against all ways to cut."""
+    parts = data.draw(st.integers(1, len(costs)))
+    found = cheapest_cuts(costs, parts)
+    assert [start for start, _ in found] == [0, *(end for _, end in found[:-1])]
+    assert found[-1][1] == len(costs)
+    assert all(start < end for start, end in found)
+    worst = min(
+        max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *cuts, len(costs))))
+        for cuts in itertools.combinations(range(1, len(costs)), parts - 1)
+    )
+    assert max(sum(costs[a:b]) for a, b in found) == worst
+
+
+def test_many_layers_are_cut_at_once():
+    """48 layers on 8 ranks have 63 million ways."""
+    found = cheapest_cuts([float(1 + k % 5) for k in range(48)], 8)
+    assert len(found) == 8
+    assert max(sum(1 + k % 5 for k in range(*part)) for part in found) <= 20
+
+
+def test_stages_sum_to_one_process():
+    (x, y), _ = _data()
+    net = _net()
+    kept = [p.detach().clone() for p in net.parameters()]
+    one, two = (layer_stages(LPOM(net), x[:64], y[:64], ranks) for ranks in (1, 2))
+    assert one.speedup == 1
+    assert [stage.layers for stage in two.stages] == [("0",), ("2", "4", "6")]
+    assert two.stages[0].up == two.stages[1].down == 64 * 40 * 4
+    assert 0 < two.speedup <= 2
+    assert "rank" in str(two)
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), kept, strict=True))
+    with pytest.raises(OptionError, match="5 processes for 4 layers"):
+        layer_stages(LPOM(net), x[:64], y[:64], 5)
+    graph = nn.Sequential(nn.Linear(64, 10), nn.LayerNorm(10), nn.ReLU(), nn.Linear(10, 10))
+    with pytest.raises(CapabilityError, match="graph"):
+        layer_stages(LPOM(graph), x[:64], y[:64], 1)
 
 
 def test_needs_a_process_group():

@@ -12,8 +12,8 @@ from torch.nn.utils import parametrizations
 
 from minimand.errors import CapabilityError, ChainError, MinimandError, NonFiniteError, OptionError, ShapeError
 from minimand.train.lifted import LPOM, MAC, BlockPenalty, Recipe
-from minimand.train.lifted.base import _MiniBatchRun
 from minimand.train.lifted.nonlinear import pre_activation
+from minimand.train.lifted.runs import MiniBatchRun
 from minimand.train.lifted.units import unit_of
 from tests.test_lifted import ACTIVATIONS, METHODS, STEEP, _batch, _loss, _net
 
@@ -36,12 +36,12 @@ def test_a_diverged_fit_ends_with_the_last_weights_that_gave_a_finite_loss(epoch
     x, y = _batch()
     x, seen = x.float(), []
 
-    def batch(self, x, y, share, plain=_MiniBatchRun.batch):
+    def batch(self, x, y, share, plain=MiniBatchRun.batch):
         if math.isfinite(_loss(net, x, y, "squared")):
             seen.append(_state(net))
         return plain(self, x, y, share)
 
-    monkeypatch.setattr(_MiniBatchRun, "batch", batch)
+    monkeypatch.setattr(MiniBatchRun, "batch", batch)
     with pytest.raises(NonFiniteError, match=r"last good weights: the (weight|activation) update (of|below) [024]\b"):
         LPOM(net, recipe=Recipe(rate=1e22, damping=1e-6)).fit([(x, y)], epochs)
     assert _same(net, seen[-1])
@@ -113,7 +113,8 @@ def test_the_penalty_schedule_grows_in_a_fit_and_starts_anew_in_the_next(mode, m
         plain(self, v)
 
     monkeypatch.setattr(MAC, "_sweep", sweep)
-    method, batches = MAC(_net(nn.Tanh), mu=mu, growth=2.0), [_batch()]
+    recipe = Recipe(continuation=1)
+    method, batches = MAC(_net(nn.Tanh), mu=mu, growth=2.0, recipe=recipe), [_batch()]
     method.fit(batches, 3, mode)
     method.fit(batches, 3, mode)
     first = mu or ((0.01, 0.1, 1.0) if mode == "fast" else (1.0, 1.0, 1.0))
@@ -220,7 +221,7 @@ def _half_frozen():
 )
 def test_models_that_would_be_trained_as_something_else_are_refused(build, says):
     with pytest.raises(ChainError, match=re.escape(says)):
-        LPOM(build())
+        BlockPenalty(build())
 
 
 class _Two(nn.Module):
@@ -237,7 +238,7 @@ def test_errors_say_what_was_given():
     x, y = _batch()
     lpom = LPOM(_net(nn.ReLU))
     with pytest.raises(ChainError, match="returns more than one tensor"):
-        LPOM(_Two())
+        BlockPenalty(_Two())
     for call in (lpom.step, lpom.energy, lambda x, y: lpom.fit([(x, y)], 1)):
         with pytest.raises(ShapeError, match="at least one sample"):
             call(x[:0], y[:0])
@@ -252,3 +253,23 @@ def test_errors_say_what_was_given():
     with pytest.raises(OptionError, match="cross-entropy must be ≥ 0"):
         LPOM(_net(nn.ReLU), loss="cross_entropy").step(x, negative)
     BlockPenalty(_net(nn.ReLU)).step(x, negative)
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
+@pytest.mark.parametrize("method", [LPOM, MAC, BlockPenalty])
+def test_continuation_lowers_the_loss_of_deep_chains(method, activation):
+    """Five layers: without continuation the energy falls and LPOM's loss rises; with it the loss never rises."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(6, 6), activation())]
+    start = nn.Sequential(*layers, nn.Linear(6, 3)).double()
+    x, y = torch.randn(40, 6, dtype=torch.float64), torch.randint(0, 3, (40,))
+    net = copy.deepcopy(start)
+    history = method(net).fit([(x, y)], 8, mode="monotone")
+    losses = [_loss(start, x, y, "squared") / 40, *(epoch.loss for epoch in history)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.99 * losses[0]
+    assert losses[-1] == pytest.approx(_loss(net, x, y, "squared") / 40)
+    if method is LPOM:
+        plain = LPOM(copy.deepcopy(start), recipe=Recipe(continuation=1)).fit([(x, y)], 8, mode="monotone")
+        assert plain[-1].energy < plain[0].energy
+        assert plain[-1].loss > losses[-1]

@@ -25,9 +25,11 @@ def test_layers_regressed_at_once_have_their_own_directions(block, bias):
         outputs, inputs = affine.layer.weight.shape
         x, residual = (torch.randn(samples, width, dtype=torch.float64) for width in (inputs, outputs))
         layers.append((affine, x, residual))
-    for (affine, x, residual), direction in zip(layers, weight_directions(layers, damping, block=block), strict=True):
+    for (affine, x, residual), direction in zip(
+        layers, weight_directions(layers, [damping] * 4, block=block), strict=True
+    ):
         wide = torch.cat([x, torch.ones(samples, 1, dtype=torch.float64)], 1) if bias else x
-        shift = ridge_shift(x, damping, block)
+        shift = ridge_shift(x, damping, bias)
         whole = block is None or min(samples, block) >= wide.shape[1]
         parts = 1 if whole or samples % max(1, samples // block) else max(1, samples // block)
         means = [
@@ -48,7 +50,7 @@ def test_what_one_layer_needs_is_not_added_to_the_others():
     large = 1e6 * torch.randn(6, 8, generator=g)
     large[1] = large[0]
     layers = [(maps[0], torch.randn(6, 9, generator=g), torch.ones(6, 8)), (maps[1], large, torch.ones(6, 7))]
-    for layer, direction in zip(layers, weight_directions(layers, 1e-6, block=6), strict=True):
+    for layer, direction in zip(layers, weight_directions(layers, [1e-6] * 2, block=6), strict=True):
         torch.testing.assert_close(direction.dense(), weight_direction(*layer, 1e-6, block=6).dense())
 
 
@@ -60,7 +62,7 @@ def test_a_layer_that_cannot_be_regressed_is_named():
         (maps[1], torch.full((6, 8), math.nan), torch.ones(6, 7)),
     ]
     with pytest.raises(NonFiniteError, match="weight update of 1"):
-        weight_directions(layers, 1.0, block=3)
+        weight_directions(layers, [1.0] * 2, block=3)
 
 
 def test_patches_are_regressed_together_however_short_the_blocks():
@@ -71,6 +73,6 @@ def test_patches_are_regressed_together_however_short_the_blocks():
     affine = LPOM(net).chain.forward(x)[2][0]
     residual = torch.randn(10, 3, 8, 8, dtype=torch.float64)
     rows = F.pad(F.unfold(x, 3, padding=1).mT.flatten(0, 1), (0, 1), value=1.0)
-    system = rows.mT @ rows + 0.3 * len(rows) * torch.eye(19, dtype=torch.float64)
+    system = rows.mT @ rows + 0.3 * rows.square().sum() / 19 * torch.eye(19, dtype=torch.float64)
     expected = torch.linalg.solve(system, rows.mT @ residual.flatten(2).mT.flatten(0, 1)).mT
     torch.testing.assert_close(weight_direction(affine, x, residual, 0.3, block=4).dense(), expected)

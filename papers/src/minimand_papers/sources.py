@@ -59,6 +59,8 @@ SOURCES: Mapping[str, Publication] = {
                 "lpom-curves",
                 "lifted-family",
                 "lifted-activations",
+                "lifted-deep-sigmoid",
+                "lifted-resnet",
                 "lpom-parallel",
                 "lifted-conv",
                 "cs-set11",
@@ -102,7 +104,7 @@ SOURCES: Mapping[str, Publication] = {
             "[Frerix2018]",
             "Frerix et al. 2018",
             "T. Frerix, T. Möllenhoff, M. Moeller, D. Cremers. Proximal Backpropagation. ICLR 2018.",
-            ("proxprop-mlp", "proxprop-stepsizes", "proxprop-adam", "proxprop-peers"),
+            ("proxprop-mlp", "proxprop-stepsizes", "proxprop-adam", "proxprop-peers", "proxprop-autoencoder"),
         ),
     )
 }

@@ -11,5 +11,17 @@ from .options import Epoch, Recipe
 from .parallel import LayerParallel
 from .penalty import BlockPenalty
 from .relu import LiftedReLU
+from .stages import LayerStages, layer_stages
 
-__all__ = ["LPOM", "MAC", "BlockPenalty", "Epoch", "LayerParallel", "LiftedReLU", "Recipe", "SplitADMM"]
+__all__ = [
+    "LPOM",
+    "MAC",
+    "BlockPenalty",
+    "Epoch",
+    "LayerParallel",
+    "LayerStages",
+    "LiftedReLU",
+    "Recipe",
+    "SplitADMM",
+    "layer_stages",
+]

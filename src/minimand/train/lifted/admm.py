@@ -60,7 +60,7 @@ class SplitADMM(SplitLifted):
 
     Args:
         model: A chain of Linear or Conv2d and monotone activations; trained in place.
-        mu: As in :class:`LPOM`.
+        mu: As in :class:`LPOM`, but 0.03 below the output and 1 there for :meth:`step` if it is None.
         loss: ``"squared"`` or ``"cross_entropy"``.
         splitting: ``"output"`` or ``"all"``.
         warm: The number of first steps on a batch during which the multipliers stay zero (Taylor et al. recommend a
@@ -73,8 +73,6 @@ class SplitADMM(SplitLifted):
     >>> bool(method.step(x, y) < float("inf"))
     True
     """
-
-    default_sweeps = 2
 
     def __init__(
         self,
@@ -149,9 +147,17 @@ class SplitADMM(SplitLifted):
         for k in range(len(v.maps)):
             yield v.us[k], v.xs[k + 1] + v.layers[k]
 
+    def _slopes(self, v: SplitVariables) -> Iterator[tuple[Tensor, Tensor]]:
+        if not isinstance(v, _Duals):
+            yield from super()._slopes(v)
+            return
+        for k, affine in enumerate(v.maps):
+            z, unit = affine.apply(v.us[k]), affine.layer.unit
+            yield v.us[k], self.mu[k] * unit.derivative(z) * (unit.phi(z) - v.xs[k + 1] - v.layers[k])
+
     def _weight_steps(
-        self, layers: Sequence[tuple[AffineMap, Tensor, Tensor]], damping: float, block: int | None
+        self, layers: Sequence[tuple[AffineMap, Tensor, Tensor]], damping: Sequence[float], block: int | None
     ) -> list[Direction]:
         if self.splitting == "output":
             return super()._weight_steps(layers, damping, block)
-        return [fit_weight(*layer, damping, block=block) for layer in layers]
+        return [fit_weight(*layer, ridge) for layer, ridge in zip(layers, damping, strict=True)]

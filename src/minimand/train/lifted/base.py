@@ -1,12 +1,11 @@
 """The base class of lifted training methods: auxiliary variables of a batch, ``step``, ``energy`` and ``fit``."""
 
 import abc
-import dataclasses
 import math
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Generic, NoReturn, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,46 +21,28 @@ from ...errors import (
     require_finite,
     require_values,
 )
-from .chain import parse
+from ...network.nested import tensors
+from .chain import LayerChain, parse
 from .losses import LOSSES, Loss, encode_targets
 from .maps import AffineMap, update_running_statistics
 from .options import NO_BATCH, Epoch, Recipe, batches, check_loader, weights_per_layer
-from .weights import Direction, MomentumUpdate, weight_directions
+from .runs import MiniBatchRun, OptimizerRun, check_optimizer
+from .variables import Variables, plain_tensor, stamp
+from .weights import Direction, weight_directions
 
-__all__ = ["Lifted", "Variables", "plain_tensor"]
+__all__ = ["REDUCTIONS", "Lifted", "Variables", "plain_tensor"]
 
+REDUCTIONS = ("mean", "sum")
+#: The factor from the μ of a layer to that of the layer above, in :meth:`Lifted.backward`.
+GRADIENT_RATIO = 0.1
 MODES = ("fast", "monotone")
 #: The ridge of a full weight step, relative to the mean eigenvalue of the Gram matrix.
 RELATIVE_RIDGE = 1e-6
-
-
-@dataclasses.dataclass
-class Variables:
-    """The activations of a batch from input to output, the layers' maps on it, and its loss."""
-
-    xs: list[Tensor]
-    maps: list[AffineMap]
-    loss: Loss
-
-    @property
-    def output(self) -> Tensor:
-        """The last activation: the network's output as an auxiliary variable."""
-        return self.xs[-1]
+#: Steps that are tried with growing μ before a batch is left as it is.
+_TRIES = 40
 
 
 V = TypeVar("V", bound=Variables)
-
-
-def plain_tensor(tensor: Tensor) -> Tensor:
-    """The tensor itself, detached, or a copy if it was made in inference mode, where autograd could not use it."""
-    if not isinstance(tensor, Tensor):
-        return tensor
-    return tensor.clone() if tensor.is_inference() else tensor.detach()
-
-
-def _stamp(tensor: Tensor) -> int | Tensor:
-    """What tells whether a tensor has changed since: its version; for a tensor of inference mode its values."""
-    return tensor.clone() if tensor.is_inference() else tensor._version
 
 
 class Lifted(Sealed, abc.ABC, Generic[V]):
@@ -73,6 +54,10 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
 
     #: Sweeps over the auxiliary variables per mini-batch.
     default_sweeps: ClassVar[int] = 1
+    #: The relative damping of the mini-batch mode for the squared loss and for cross-entropy.
+    default_damping: ClassVar[tuple[float, float]] = (5.0, 3.0)
+    #: μ of :meth:`step` below the output and at the output.
+    default_mu: ClassVar[tuple[float, float]] = (1.0, 1.0)
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -88,13 +73,13 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
         recipe: Recipe | None = None,
     ) -> None:
         self.model = model
-        self.chain = parse(model)
         if loss not in LOSSES:
             raise OptionError(f"loss must be one of {', '.join(LOSSES)}, got {loss!r}")
         self.loss = loss
         self.recipe = Recipe() if recipe is None else recipe
-        self._given_mu = None if mu is None else weights_per_layer(mu, len(self.chain))
-        self._mu = self._given_mu or (1.0,) * len(self.chain)
+        self.chain = self._read(model)
+        self._given_mu = None if mu is None else weights_per_layer(mu, self._count())
+        self._mu = self._first_mu()
         self._variables: V | None = None
         self._batch: tuple[tuple[weakref.ref[Tensor], int | Tensor], ...] | None = None
         self._weights: list[tuple[int, int]] = []
@@ -121,6 +106,14 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
     def _residuals(self, v: V) -> Iterator[tuple[Tensor, Tensor]]:
         """For each layer the regression's input x and the target change of z at x."""
 
+    def _read(self, model: nn.Module) -> LayerChain:
+        """The network as a chain of layers."""
+        return parse(model)
+
+    def _count(self) -> int:
+        """The number of terms of the energy that have a μ."""
+        return len(self.chain)
+
     def _check_layers(self) -> None:
         """Raise for layers that the method does not take."""
 
@@ -128,33 +121,39 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
         """The energy of a batch, summed in double precision."""
         return sum(float(term) for term in self._terms(v))
 
+    def _slopes(self, v: V) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each layer its input x and the derivative of the energy with respect to z."""
+        for k, (x, residual) in enumerate(self._residuals(v)):
+            yield x, -self.mu[k] * residual
+
     def _weight_steps(
-        self, layers: Sequence[tuple[AffineMap, Tensor, Tensor]], damping: float, block: int | None
+        self, layers: Sequence[tuple[AffineMap, Tensor, Tensor]], damping: Sequence[float], block: int | None
     ) -> list[Direction]:
-        """The weight directions of several layers, each given as (map, x, residual).
+        """The weight directions of several layers, each given as (map, x, residual), with a damping for each.
 
         :func:`~.weights.ridge_shift` defines the damping.
         """
         return weight_directions(layers, damping, block=block)
 
-    def _directions(self, v: V, damping: float, block: int | None) -> list[Direction | None]:
+    def _directions(self, v: V, damping: Sequence[float], block: int | None) -> list[Direction | None]:
         """The direction of each layer; None for a frozen layer."""
         frozen = [affine.layer.frozen for affine in v.maps]
-        layers = zip(v.maps, self._residuals(v), frozen, strict=True)
-        moving = [(affine, *pair) for affine, pair, kept in layers if not kept]
-        found = iter(self._weight_steps(moving, damping, block))
+        layers = zip(v.maps, self._residuals(v), damping, frozen, strict=True)
+        moving = [(affine, *pair, ridge) for affine, pair, ridge, kept in layers if not kept]
+        found = iter(self._weight_steps([layer[:3] for layer in moving], [layer[3] for layer in moving], block))
         return [None if kept else next(found) for kept in frozen]
 
     def _move_weights(self, v: V) -> None:
         """Minimise the energy, or its majoriser, over the weights of every layer."""
-        for affine, direction in zip(v.maps, self._directions(v, RELATIVE_RIDGE, None), strict=True):
+        ridges = (RELATIVE_RIDGE,) * len(v.maps)
+        for affine, direction in zip(v.maps, self._directions(v, ridges, None), strict=True):
             if direction is not None:
                 affine.layer.assign(affine.layer.parameters() + direction.dense())
 
     def _multipliers(self, v: V) -> None:
         """Ascend in the multipliers, if the method has any."""
 
-    def _minibatch(self, v: V, damping: float) -> list[Direction | None]:
+    def _minibatch(self, v: V, damping: Sequence[float]) -> list[Direction | None]:
         """The weight directions of a batch whose variables are at the forward pass."""
         for _ in range(self.recipe.sweeps or self.default_sweeps):
             self._sweep(v)
@@ -163,6 +162,12 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
 
     def _before_fit(self) -> None:
         """Reset the state of an earlier fit."""
+        self._mu = self._first_mu()
+
+    def _first_mu(self) -> tuple[float, ...]:
+        """The given μ, or the defaults of :meth:`step`."""
+        below, top = self.default_mu
+        return self._given_mu or (*(below,) * (self._count() - 1), top)
 
     def _after_epoch(self) -> None:
         """Update between epochs, for example raise the penalty."""
@@ -179,7 +184,7 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
             NonFiniteError: If the energy is not finite. The weights are then restored to those before the step.
         """
         self.chain.require_trained()
-        fresh = not self._is_same_batch(x, y)
+        fresh = self._variables is None or not self._is_same_batch(x, y)
         v = self._forward_variables(x, y) if fresh or self._variables is None else self._variables
         self._variables = None
         kept = [layer.parameters() for layer in self.chain.layers]
@@ -198,9 +203,13 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
         if fresh:
             update_running_statistics(v.maps)
         self._variables = v
-        self._batch = tuple((weakref.ref(tensor), _stamp(tensor)) for tensor in (x, y))
-        self._weights = self._parameter_versions()
+        self._remember(x, y)
         return energy
+
+    def _remember(self, x: Any, y: Any) -> None:
+        """Remember the batch of the variables."""
+        self._batch = tuple((weakref.ref(tensor), stamp(tensor)) for tensor in tensors((x, y)))
+        self._weights = self._parameter_versions()
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -210,52 +219,153 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
             return self._energy(self._variables)
         return self._energy(self._forward_variables(x, y))
 
-    def fit(self, loader: Iterable[tuple[Tensor, Tensor]], epochs: int, mode: str = "fast") -> list[Epoch]:
-        """Train for some epochs.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def backward(self, x: Tensor, y: Tensor, *, reduction: str = "mean") -> float:
+        r"""Add the gradient of the energy with respect to the weights to ``.grad``, and return the network's loss.
+
+        The auxiliary variables start from the forward pass and are swept once. The gradient is then that of the energy
+        at these variables, with :math:`\mu = 1` at the output and ten times as much in every layer further down, unless
+        ``mu`` was given. The weights do not move; any optimizer of torch can take the step.
+
+        Args:
+            x: The inputs.
+            y: The targets.
+            reduction: ``"mean"``: loss and gradient are means over the batch; ``"sum"``: sums.
+        """
+        if reduction not in REDUCTIONS:
+            raise OptionError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+        self.chain.require_trained()
+        kept, top = self._mu, len(self.chain) - 1
+        self._mu = self._given_mu or tuple(GRADIENT_RATIO ** (k - top) for k in range(top + 1))
+        try:
+            v = self._forward_variables(x, y)
+            loss = float(v.loss.value(v.output))
+            self._sweep(v)
+            self._require_finite(v)
+            found = [affine.gradient(*pair) for affine, pair in zip(v.maps, self._slopes(v), strict=True)]
+        finally:
+            self._mu = kept
+        share = 1.0 / len(x) if reduction == "mean" else 1.0
+        if not math.isfinite(loss):
+            raise NonFiniteError(f"the loss is {loss}, and no gradient was changed; scale the inputs")
+        for layer, change in zip(self.chain.layers, found, strict=True):
+            require_finite(f"the gradient of {layer.path}", change)
+        for layer, change in zip(self.chain.layers, found, strict=True):
+            if not layer.frozen:
+                layer.add_gradient(share * change)
+        update_running_statistics(v.maps)
+        return share * loss
+
+    def fit(
+        self,
+        loader: Iterable[tuple[Tensor, Tensor]],
+        epochs: int,
+        mode: str = "fast",
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> list[Epoch]:
+        r"""Train for some epochs.
 
         Args:
             loader: An iterable of batches (x, y); it is iterated once per epoch.
             epochs: The number of epochs.
-            mode: ``"fast"``: mini-batches with momentum; ``"monotone"``: :meth:`step` on each batch.
+            mode: ``"fast"``: mini-batches with momentum; ``"monotone"``: :meth:`step` on each batch. A step that raises
+                the network's loss on its batch is taken back and repeated with all :math:`\mu` multiplied by
+                ``recipe.continuation``, so that the loss falls with the energy. Every fit starts from the given μ.
+            optimizer: An optimizer of the network's parameters that takes the steps of the fast mode instead, with the
+                gradients of :meth:`backward`.
         """
-        return list(self.training(loader, epochs, mode))
+        return list(self.training(loader, epochs, mode, optimizer=optimizer))
 
-    def training(self, loader: Iterable[tuple[Tensor, Tensor]], epochs: int, mode: str = "fast") -> Iterator[Epoch]:
-        """:meth:`fit` as a generator that yields after each epoch, for evaluation or early stopping."""
+    def training(
+        self,
+        loader: Iterable[tuple[Tensor, Tensor]],
+        epochs: int,
+        mode: str = "fast",
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> Iterator[Epoch]:
+        """:meth:`fit` as a generator that yields after each epoch, for evaluation, schedules or early stopping."""
         if mode not in MODES:
             raise OptionError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
         check_loader(loader, epochs)
-        self.chain.require_trained()
+        run = self._run(mode, optimizer)
         self._before_fit()
-        run = _MiniBatchRun(self) if mode == "fast" else None
         for number in range(1, epochs + 1):
-            begin, total, samples = time.perf_counter(), 0.0, 0
+            begin, total, loss, samples = time.perf_counter(), 0.0, 0.0, 0
             for x, y, share in batches(loader, number, epochs):
-                total += self.step(x, y) if run is None else run.batch(x, y, share)
-                samples += x.shape[0]
+                if run is None:
+                    energy, value = self._continued_step(x, y)
+                else:
+                    energy = value = run.batch(x, y, share)
+                total, loss, samples = total + energy, loss + value, samples + x.shape[0]
             if samples == 0:
                 raise OptionError(NO_BATCH)
             if run is not None:
                 run.check(x, y)
             self._after_epoch()
-            yield Epoch(number, total / samples, time.perf_counter() - begin)
+            yield Epoch(number, total / samples, time.perf_counter() - begin, loss / samples)
+
+    def _run(self, mode: str, optimizer: torch.optim.Optimizer | None) -> MiniBatchRun | OptimizerRun | None:
+        """What updates the weights on a batch; None: :meth:`step`."""
+        if optimizer is not None:
+            check_optimizer(optimizer, self.model, mode)
+            return OptimizerRun(self, optimizer)
+        self.chain.require_trained()
+        return MiniBatchRun(self) if mode == "fast" else None
+
+    def _continued_step(self, x: Tensor, y: Tensor) -> tuple[float, float]:
+        """The energy and the network's loss after a step that does not raise the loss; μ grows until there is one."""
+        growth = self.recipe.continuation
+        if growth == 1:
+            return self.step(x, y), self._network_loss(x, y)
+        before = self._network_loss(x, y)
+        for _ in range(_TRIES):
+            kept = [parameter.detach().clone() for parameter in self.model.parameters()]
+            energy = self.step(x, y)
+            loss = self._network_loss(x, y)
+            if loss <= before:
+                return energy, loss
+            for parameter, old in zip(self.model.parameters(), kept, strict=True):
+                parameter.data.copy_(old)
+            self._batch = None
+            self._mu = tuple(growth * mu for mu in self._mu)
+        return before, before
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _network_loss(self, x: Tensor, y: Tensor) -> float:
+        """The network's loss on a batch, summed."""
+        v = self._forward_variables(x, y, check=False)
+        return float(v.loss.value(v.output))
 
     def _minibatch_mu(self) -> tuple[float, ...]:
         """The penalty weights of the mini-batch mode: the given ones, or a geometric sequence that ends at 1."""
         top = len(self.chain) - 1
         return self._given_mu or tuple(self.recipe.ratio ** (k - top) for k in range(top + 1))
 
-    def _damping(self) -> float:
-        default = 5.0 if self.loss == "squared" else 20.0
-        return default if self.recipe.damping is None else self.recipe.damping
+    def _damping(self) -> tuple[float, ...]:
+        """The relative damping of every layer."""
+        given = self.recipe.damping
+        if given is None:
+            given = self.default_damping[self.loss != "squared"]
+        values = (given,) * len(self.chain) if isinstance(given, int | float) else tuple(given)
+        if len(values) != len(self.chain):
+            raise OptionError(
+                f"Recipe.damping has {len(values)} entries, but the network has {len(self.chain)} layers; give one "
+                f"number, or one per layer"
+            )
+        return values
 
-    def _is_same_batch(self, x: Tensor, y: Tensor) -> bool:
-        if self._variables is None or self._batch is None:
+    def _is_same_batch(self, x: Any, y: Any) -> bool:
+        given = list(tensors((x, y)))
+        if self._batch is None or len(given) != len(self._batch):
             return False
-        for tensor, (known, stamp) in zip((x, y), self._batch, strict=True):
+        for tensor, (known, seen) in zip(given, self._batch, strict=True):
             if known() is not tensor:
                 return False
-            if not (torch.equal(tensor, stamp) if isinstance(stamp, Tensor) else tensor._version == stamp):
+            if not (torch.equal(tensor, seen) if isinstance(seen, Tensor) else tensor._version == seen):
                 return False
         return self._weights == self._parameter_versions()
 
@@ -303,73 +413,3 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
         worst = max(range(len(sizes)), key=lambda k: math.inf if math.isnan(sizes[k]) else sizes[k])
         where = "the loss" if worst == 0 else f"the term of {self.chain.layers[worst - 1].path}"
         raise NonFiniteError(f"the energy is {energy}, and {where} is the largest part; lower mu or scale the inputs")
-
-
-class _MiniBatchRun:
-    """A run of the mini-batch mode: a direction from each batch, momentum, a decaying rate."""
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def __init__(self, method: Lifted[Any]) -> None:
-        self.method = method
-        self.layers = method.chain.layers
-        self.momentum = MomentumUpdate(self.layers, method.recipe.momentum)
-        self.updated = False
-
-    def batch(self, x: Tensor, y: Tensor, share: float) -> float:
-        """Update the weights from one batch and return the loss before the update."""
-        method = self.method
-        kept, method._mu = method.mu, method._minibatch_mu()
-        try:
-            return self._update(x, y, method.recipe.rate_at(share))
-        finally:
-            method._mu = kept
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _update(self, x: Tensor, y: Tensor, rate: float) -> float:
-        method = self.method
-        v, value = self._forward(x, y)
-        try:
-            directions = method._minibatch(v, method._damping())
-            self.momentum.apply(directions, [rate / layer.unit.slope for layer in self.layers])
-        except (MinimandError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
-            self._stop(error, v)
-        self.updated = True
-        update_running_statistics(v.maps)
-        return value
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def check(self, x: Tensor, y: Tensor) -> None:
-        """Check that the loss is finite after the last update."""
-        self._forward(x, y)
-
-    def _forward(self, x: Tensor, y: Tensor) -> tuple[Variables, float]:
-        """The variables of a batch and its loss; an update after which the loss overflows is undone."""
-        v = self.method._forward_variables(x, y, check=False)
-        value = float(v.loss.value(v.output))
-        if not math.isfinite(value):
-            require_finite("the input x", x)
-            after = "the weight update" if self.updated else "the forward pass"
-            try:
-                for layer in self.layers:
-                    require_finite(f"{after} of {layer.path}", layer.parameters())
-                for layer, activation in zip(self.layers, v.xs[1:], strict=True):
-                    require_finite(f"{after} of {layer.path} overflows: its activation", activation)
-                raise NonFiniteError(f"{after} of {self.layers[-1].path} makes the loss {value}")
-            except NonFiniteError as error:
-                self.momentum.undo()
-                self._stop(error)
-        return v, value
-
-    def _stop(self, error: Exception, v: Variables | None = None) -> NoReturn:
-        reason = error
-        if v is not None:
-            try:
-                self.method._require_finite(v)
-            except NonFiniteError as earlier:
-                reason = earlier
-        raise NonFiniteError(
-            f"fit stopped and kept the last good weights: {reason}; lower Recipe.rate or raise Recipe.damping"
-        ) from None

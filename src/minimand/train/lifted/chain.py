@@ -14,7 +14,7 @@ from ...nn.layers import SolverLayer
 from .maps import AffineMap, LiftedLayer
 from .units import LINEAR, unit_of
 
-__all__ = ["LayerChain", "parse"]
+__all__ = ["LayerChain", "check_modules", "parse"]
 
 #: Modules that are read for what they compute.
 _KNOWN = (nn.Linear, nn.Conv2d, nn.Flatten, nn.AvgPool2d, nn.MaxPool2d, nn.BatchNorm1d, nn.BatchNorm2d, nn.Dropout)
@@ -82,7 +82,7 @@ def parse(model: nn.Module) -> LayerChain:
             layers.append(LiftedLayer(**pending))
             pending = None
 
-    _check_modules(model)
+    check_modules(model)
     for part in sequence(model):
         if part.broken is not None:
             raise _not_a_chain(part)
@@ -130,7 +130,7 @@ def _activation(path: str, module: nn.Module) -> nn.Module:
     return module
 
 
-def _check_modules(model: nn.Module) -> None:
+def check_modules(model: nn.Module) -> None:
     """The forward pass is computed from the parameters: they must be there, and what a hook does would not happen."""
     if not isinstance(model, nn.Module):
         raise CapabilityError(f"lifted training takes an nn.Module, got a {type(model).__name__}")

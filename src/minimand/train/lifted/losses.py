@@ -31,6 +31,10 @@ class SquaredError(Function):
         """The loss, summed."""
         return 0.5 * F.mse_loss(x, self.target, reduction="sum")
 
+    def gradient(self, x: Tensor) -> Tensor:
+        """The gradient, x minus target."""
+        return x - self.target
+
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The weighted mean of the point and the target."""
         step = check_step(step, x)

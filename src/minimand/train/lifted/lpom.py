@@ -1,20 +1,30 @@
 """Lifted proximal operator machines: block-coordinate descent on Fenchel–Young gaps."""
 
+import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ...errors import OptionError
-from .base import RELATIVE_RIDGE, Lifted
+from ...errors import CapabilityError, ChainError, MinimandError, NonFiniteError, NotProximal, OptionError
+from ...network.nested import replace
+from .base import RELATIVE_RIDGE, Lifted, plain_tensor
+from .blocks import GraphBlocks
+from .chain import LayerChain, check_modules, parse
+from .gradient import LiftedGraph, update_statistics
 from .losses import Loss
 from .maps import AffineMap
 from .options import Recipe
+from .runs import MiniBatchRun, OptimizerRun
 from .sweeps import DualSweep, LPOMVariables
 from .weights import Direction, weight_direction
 
 __all__ = ["LPOM"]
 
 SWEEPS = ("gauss_seidel", "jacobi")
+#: Rate and momentum of the fast mode on networks that are not chains; the rate decays to zero.
+GRAPH_RATE, GRAPH_MOMENTUM = 0.05, 0.9
 
 
 class LPOM(Lifted[LPOMVariables]):
@@ -58,14 +68,25 @@ class LPOM(Lifted[LPOMVariables]):
     **Mini-batches** (:meth:`fit`, mode ``"fast"``): see :class:`~minimand.train.lifted.sweeps.DualSweep`. The fast mode
     is not claimed to be monotone.
 
+    **Gradients** (:meth:`backward`) for any optimizer of torch, and **graphs**: the model may be an acyclic graph of
+    linear layers, convolutions, normalisations, poolings, additions, concatenations and monotone activations, with one
+    or several outputs, and may end in an activation. On networks that are not chains :meth:`step` is the one of
+    :class:`~minimand.train.lifted.blocks.GraphBlocks`. Masks of dropout, statistics of normalisations and the positions
+    of maxima are those of the batch's forward pass. The blocks are convex while a parameter is used at most once
+    between two activations. Elsewhere they need not be; a block then stays where no shorter step lowers the energy.
+
     Args:
-        model: A chain of Linear or Conv2d and monotone activations that ends in a Linear; trained in place.
-            Convolutions, poolings and batch normalisation are experimental.
-        mu: :math:`\mu`, one number for all layers or one per layer. None: 1 for :meth:`step`; for fast :meth:`fit` a
-            geometric sequence with ratio ``recipe.ratio`` that is 1 at the output.
-        loss: ``"squared"`` (½‖·‖²) or ``"cross_entropy"``, summed over the batch.
-        sweep: ``"gauss_seidel"``: one layer after the other, from output to input; ``"jacobi"``: all layers at once.
+        model: The network; trained in place. Other operations are refused with their path.
+        mu: :math:`\mu`, one number for all layers or one per layer (on graphs: one per activation in the order of the
+            forward pass, then one per output). None: 1 for :meth:`step`; for fast :meth:`fit` a geometric sequence with
+            ratio ``recipe.ratio`` that is 1 at the output; for :meth:`backward` 1 at the output and tenfold with every
+            activation further down.
+        loss: ``"squared"`` (½‖·‖²) or ``"cross_entropy"``, summed over the batch. Of outputs with more than two
+            dimensions every position counts; their classes are in dimension 1.
+        sweep: ``"gauss_seidel"``: one layer after the other, from output to input; ``"jacobi"``: all layers at once,
+            for chains.
         recipe: Options of the mini-batch mode.
+        example: An input on which a network that is not a chain can be read; None: one is made up.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -87,12 +108,140 @@ class LPOM(Lifted[LPOMVariables]):
         loss: str = "squared",
         sweep: str = "gauss_seidel",
         recipe: Recipe | None = None,
+        example: Any = None,
     ) -> None:
+        self.graph = LiftedGraph(model, loss)
+        self._example = example
+        self._blocks: GraphBlocks | None = None
         super().__init__(model, mu=mu, loss=loss, recipe=recipe)
+        self._example = None
         if sweep not in SWEEPS:
             raise OptionError(f"sweep must be one of {', '.join(SWEEPS)}, got {sweep!r}")
+        if sweep == "jacobi" and not self.chain.layers:
+            raise OptionError("sweep='jacobi' needs a chain of layers; use 'gauss_seidel' on this network")
         self.sweep = sweep
         self.dual = DualSweep(self.chain.layers)
+
+    def _read(self, model: nn.Module) -> LayerChain:
+        """The network as a chain; one without layers where it is a graph."""
+        check_modules(model)
+        self._terms_count = 0
+        try:
+            return parse(model)
+        except (ChainError, NotProximal, CapabilityError):
+            program = self.graph.program_of(self._example)
+        self._terms_count = len(program.units) + len(program.heads)
+        return LayerChain(())
+
+    def _count(self) -> int:
+        return self._terms_count or len(self.chain)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def backward(self, x: Any, y: Any, *, reduction: str = "mean") -> float:
+        r"""Add LPOM's gradient to ``.grad`` and return the network's loss. The weights do not move.
+
+        After a forward pass every activation, from the outputs down, moves to the stationary point of its block while
+        those below stay, :math:`X_v = \varphi_v(z_v + p_v/\mu_v)`. Here :math:`p_v` is the sum of the adjoints of the
+        residuals above, each residual times its :math:`\mu`. The gradient of a weight is
+
+        .. math:: \mu_k\bigl(\varphi_k(z_k) - X_{k+1}\bigr)X_k^\top .
+
+        Only values of :math:`\varphi` are used. The residual times :math:`\mu_v` is carried, and the difference
+        :math:`\mu_v(\varphi(z_v + p_v/\mu_v) - \varphi(z_v))` is computed without cancellation
+        (:mod:`~minimand.train.lifted.changes`), so that small residuals do not underflow.
+
+        **Limit.** The gradient tends to that of backpropagation as the ratios of upper to lower :math:`\mu` tend to 0
+        and the output's :math:`\mu` to infinity. For the squared loss and an output without activation the second is
+        not needed: at a finite :math:`\mu` the gradient times :math:`(1 + \mu)/\mu` has the limit. Through
+        normalisations the adjoint of their derivative at the forward pass is taken, so that the limit holds there too.
+
+        Gradients are added, as torch does: call ``optimizer.zero_grad()`` before. Running statistics are updated.
+
+        Args:
+            x: The inputs; a tuple for a network of several inputs.
+            y: The targets; a tuple for a network of several outputs.
+            reduction: ``"mean"``: loss and gradient are means over the batch; ``"sum"``: sums.
+
+        Raises:
+            NonFiniteError: If loss or gradient are not finite; the message names the layer, and no ``.grad`` changes.
+
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+        >>> x, y = torch.randn(8, 2).double(), torch.randn(8, 1).double()
+        >>> loss = LPOM(net, mu=(1e8, 1.0)).backward(x, y, reduction="sum")
+        >>> ours = net[0].weight.grad.clone()
+        >>> net.zero_grad()
+        >>> (0.5 * (net(x) - y).square().sum()).backward()
+        >>> torch.allclose(2 * ours, net[0].weight.grad, atol=1e-6)  # (1 + μ)/μ = 2
+        True
+        """
+        x, y = (replace(given, Tensor, plain_tensor) for given in (x, y))
+        return self.graph.backward(x, y, self._graph_mu(), reduction)
+
+    def _graph_mu(self) -> tuple[float, ...] | None:
+        """The given μ of the activations and outputs of the graph."""
+        if self._given_mu is None or not self.chain.layers:
+            return self._given_mu
+        top = len(self.chain) - 1
+        # Between two linear layers the graph has no variable.
+        return tuple(m for k, m in enumerate(self._given_mu) if k == top or not self.chain.layers[k].unit.linear)
+
+    def step(self, x: Any, y: Any) -> float:
+        """Sweep once over all blocks, weights included, and return the energy afterwards; see :meth:`Lifted.step`."""
+        return super().step(x, y) if self.chain.layers else self._graph_step(x, y)
+
+    def energy(self, x: Any, y: Any) -> float:
+        """The energy at the auxiliary variables of the last step's batch; for any other batch, at its forward pass."""
+        return super().energy(x, y) if self.chain.layers else self._graph_energy(x, y)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _graph_step(self, x: Any, y: Any) -> float:
+        fresh = not (self._blocks is not None and self._is_same_batch(x, y))
+        blocks = self._graph_blocks(x, y) if fresh or self._blocks is None else self._blocks
+        self._blocks = None
+        kept = {name: parameter.detach().clone() for name, parameter in blocks.batch.parameters.items()}
+        try:
+            blocks.sweep()
+            blocks.move_weights()
+            terms = list(blocks.terms())
+            worst = max(terms, key=lambda term: math.inf if math.isnan(term[1]) else term[1])
+            if not math.isfinite(sum(value for _, value in terms)):
+                raise NonFiniteError(f"{worst[0]} of the energy is {worst[1]}; lower mu or scale the inputs")
+        except (MinimandError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
+            for name, parameter in blocks.batch.parameters.items():
+                parameter.data.copy_(kept[name])
+            raise NonFiniteError(f"step stopped and restored the weights from before it: {error}") from None
+        if fresh:
+            update_statistics(blocks.batch.tape)
+        self._blocks = blocks
+        self._remember(x, y)
+        return sum(value for _, value in terms)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _graph_energy(self, x: Any, y: Any) -> float:
+        same = self._blocks is not None and self._is_same_batch(x, y)
+        return (self._blocks if same and self._blocks is not None else self._graph_blocks(x, y)).energy()
+
+    def _graph_blocks(self, x: Any, y: Any) -> GraphBlocks:
+        x, y = (replace(given, Tensor, plain_tensor) for given in (x, y))
+        batch = self.graph.forward(x, y)
+        return GraphBlocks(batch, self.graph.weights(batch.program, self._mu))
+
+    def _run(self, mode: str, optimizer: torch.optim.Optimizer | None) -> MiniBatchRun | OptimizerRun | None:
+        if self.chain.layers or optimizer is not None:
+            return super()._run(mode, optimizer)
+        if mode != "fast":
+            return None
+        rate = GRAPH_RATE * self.recipe.rate
+        made = torch.optim.SGD(self.model.parameters(), lr=rate, momentum=GRAPH_MOMENTUM, nesterov=True)
+        return OptimizerRun(self, made, decay=True)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _network_loss(self, x: Any, y: Any) -> float:
+        return super()._network_loss(x, y) if self.chain.layers else self.graph.forward(plain_tensor(x), y).loss
 
     def _start(self, xs: list[Tensor], zs: list[Tensor], maps: list[AffineMap], loss: Loss) -> LPOMVariables:
         return LPOMVariables(xs, maps, loss, zs)
@@ -164,9 +313,10 @@ class LPOM(Lifted[LPOMVariables]):
         direction = weight_direction(affine, v.xs[k], residual, RELATIVE_RIDGE)
         affine.layer.assign(affine.layer.parameters() + direction.dense())
 
-    def _minibatch(self, v: LPOMVariables, damping: float) -> list[Direction | None]:
+    def _minibatch(self, v: LPOMVariables, damping: Sequence[float]) -> list[Direction | None]:
         self.dual.run(v, self.mu, self.sweep, self.recipe.sweeps)
         return self._directions(v, damping, self.recipe.block)
 
     def _before_fit(self) -> None:
+        super()._before_fit()
         self.dual.reset()

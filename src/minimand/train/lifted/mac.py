@@ -89,13 +89,19 @@ class MAC(Lifted[Variables]):
     def _residuals(self, v: Variables) -> Iterator[tuple[Tensor, Tensor]]:
         yield from zip(v.xs, v.xs[1:], strict=False)
 
+    def _slopes(self, v: Variables) -> Iterator[tuple[Tensor, Tensor]]:
+        for k, affine in enumerate(v.maps):
+            z, unit = affine.apply(v.xs[k]), affine.layer.unit
+            yield v.xs[k], self.mu[k] * unit.derivative(z) * (unit.phi(z) - v.xs[k + 1])
+
     def _weight_steps(
-        self, layers: Sequence[tuple[AffineMap, Tensor, Tensor]], damping: float, block: int | None
+        self, layers: Sequence[tuple[AffineMap, Tensor, Tensor]], damping: Sequence[float], block: int | None
     ) -> list[Direction]:
-        return [fit_weight(*layer, damping, block=block) for layer in layers]
+        return [fit_weight(*layer, ridge) for layer, ridge in zip(layers, damping, strict=True)]
 
     def _before_fit(self) -> None:
-        self._scale_to(1.0)
+        self._scale = 1.0
+        super()._before_fit()
 
     def _after_epoch(self) -> None:
         self._scale_to(self.growth * self._scale)

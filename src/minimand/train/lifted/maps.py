@@ -103,6 +103,14 @@ class AffineMap:
         x = self.inputs(x)
         return patches(x, self.operator.geometry).squeeze(0) if isinstance(self.operator, Conv2d) else x
 
+    def gradient(self, x: Tensor, e: Tensor) -> Tensor:
+        """The gradient of the parameters, in the layout of :meth:`LiftedLayer.parameters`, from that of z."""
+        if self.scale is not None:
+            e = e * self.operator.per_feature(self.scale)
+        columns = self.columns(e)
+        weight = columns.mT @ self.rows(x)
+        return weight if self.bias is None else torch.cat([weight, columns.sum(0).unsqueeze(1)], 1)
+
     def columns(self, e: Tensor) -> Tensor:
         """A tensor of z's shape as rows × outputs, in the order of :meth:`rows`."""
         return positions_as_rows(e) if isinstance(self.operator, Conv2d) else e
@@ -164,6 +172,14 @@ class LiftedLayer:
         self.weight.copy_(parameters[:, :width].reshape(self.weight.shape))
         if self.bias is not None:
             self.bias.copy_(parameters[:, width])
+
+    def add_gradient(self, change: Tensor) -> None:
+        """Add a gradient in the layout of :meth:`parameters` to ``.grad`` of weight and bias."""
+        width = self.weight[0].numel()
+        for parameter, part in ((self.module.weight, change[:, :width]), (self.module.bias, change[:, width:])):
+            if parameter is not None:
+                part = part.reshape(parameter.shape)
+                parameter.grad = part.clone() if parameter.grad is None else parameter.grad.add_(part)
 
     def _check(self, x: Tensor) -> None:
         if isinstance(self.module, nn.Linear):

@@ -48,7 +48,7 @@ def fit_activation(affine: AffineMap, x: Tensor, anchor: Tensor, target: Tensor,
     return _descend(objective, x, direction)
 
 
-def fit_weight(affine: AffineMap, x: Tensor, target: Tensor, damping: float, *, block: int | None) -> Direction:
+def fit_weight(affine: AffineMap, x: Tensor, target: Tensor, damping: float) -> Direction:
     r"""A descent step on :math:`\tfrac12\|\varphi(RP^\top) - T\|^2` over a layer's parameters P, for each output.
 
     The direction is Gauss–Newton: :math:`(R^\top D_j^2 R + sI)d_j = R^\top D_j(t_j - \varphi(Rp_j))` with :math:`D_j =
@@ -57,7 +57,7 @@ def fit_weight(affine: AffineMap, x: Tensor, target: Tensor, damping: float, *, 
     """
     layer = affine.layer
     unit, rows = layer.unit, affine.rows(x)
-    shift = ridge_shift(rows, damping, block)
+    shift = ridge_shift(rows, damping, layer.bias is not None)
     if layer.bias is not None:
         rows = torch.nn.functional.pad(rows, (0, 1), value=1.0)
     goal, now = affine.columns(target).mT, layer.parameters()

@@ -22,43 +22,52 @@ class Epoch:
     """The record of one epoch of :meth:`Lifted.fit`.
 
     ``energy`` is the mean energy per sample over the epoch. In mode ``"fast"`` a batch's energy is measured before its
-    update, where it is the loss of the forward pass; in mode ``"monotone"`` after the update.
+    update, where it is the loss of the forward pass; in mode ``"monotone"`` after the update. ``loss`` is the network's
+    own loss per sample, measured at the same time.
     """
 
     number: int
     energy: float
     seconds: float
+    loss: float = math.nan
 
 
 @checked
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    r"""Options of the mini-batch mode.
+    r"""Options of :meth:`Lifted.fit`.
 
     Args:
         ratio: The factor from one layer's :math:`\mu` to the next layer's; the output layer has :math:`\mu = 1`.
-        damping: The ridge :math:`\varepsilon` of the weight regression, per row. None: 5 for the squared loss, 20 for
-            cross-entropy.
+        damping: The ridge of the weight regression relative to the mean diagonal entry of the layer's Gram matrix, one
+            number or one per layer. None: the method's default; for LPOM 5 for the squared loss, 3 for cross-entropy.
         momentum: The momentum of the heavy-ball update of the weights.
         rate: The initial learning rate; it decays to zero along half a cosine.
         sweeps: Sweeps over the auxiliary variables per batch. None: the method's default.
         block: The number of rows of a weight regression that are solved together; see
             :func:`~minimand.train.lifted.weights.regress`.
+        continuation: The factor by which the mode ``"monotone"`` raises all :math:`\mu` when a step has raised the
+            network's loss; the step is then taken back and tried again. 1: never.
     """
 
     ratio: float = 10.0
-    damping: float | None = None
+    damping: float | Sequence[float] | None = None
     momentum: float = 0.95
     rate: float = 1.0
     sweeps: int | None = None
     block: int = 64
+    continuation: float = 2.0
 
     def __post_init__(self) -> None:
         for name in ("ratio", "rate"):
             if not 0 < getattr(self, name) < math.inf:
                 raise OptionError(f"Recipe.{name} must be a finite number > 0, got {getattr(self, name)}")
-        if self.damping is not None and not 0 < self.damping < math.inf:
-            raise OptionError(f"Recipe.damping must be None or a finite number > 0, got {self.damping}")
+        given = self.damping
+        values = () if given is None else (given,) if isinstance(given, int | float) else tuple(given)
+        if not all(0 < value < math.inf for value in values):
+            raise OptionError(f"Recipe.damping must be None or finite and > 0 in every layer, got {self.damping}")
+        if not 1 <= self.continuation < math.inf:
+            raise OptionError(f"Recipe.continuation must be a finite number ≥ 1, got {self.continuation}")
         if not 0 <= self.momentum < 1:
             raise OptionError(f"Recipe.momentum must lie in [0, 1), got {self.momentum}")
         if self.sweeps is not None and self.sweeps < 1:

@@ -1,12 +1,11 @@
 """LPOM with layers distributed over processes: synchronous Jacobi sweeps, or asynchronous batches."""
 
-import itertools
 import math
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -17,36 +16,15 @@ from .base import plain_tensor
 from .chain import LayerChain
 from .losses import LOSSES, SquaredError, encode_targets
 from .lpom import LPOM
-from .maps import LiftedLayer, update_running_statistics
+from .maps import update_running_statistics
 from .options import NO_BATCH, Epoch, batches, check_loader
+from .stages import partition_layers
 from .sweeps import DualSweep, LPOMVariables
 from .weights import MomentumUpdate
 
-__all__ = ["LayerParallel", "partition_layers"]
+__all__ = ["LayerParallel"]
 
 _UP, _DOWN = 11, 12
-
-
-def partition_layers(layers: Sequence[LiftedLayer], parts: int) -> list[tuple[int, int]]:
-    """Partition the layers into consecutive ranges that minimise the largest number of weights in a range.
-
-    >>> from torch import nn
-    >>> from minimand.train.lifted.chain import parse
-    >>> chain = parse(nn.Sequential(nn.Linear(9, 2), nn.ReLU(), nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1)))
-    >>> partition_layers(chain.layers, 2)
-    [(0, 1), (1, 3)]
-    """
-    if parts > len(layers):
-        raise OptionError(f"{parts} processes for {len(layers)} layers; start at most one process per layer")
-    sizes = [layer.weight.numel() for layer in layers]
-    best: tuple[int, tuple[int, ...]] | None = None
-    for cuts in itertools.combinations(range(1, len(layers)), parts - 1):
-        ends = (0, *cuts, len(layers))
-        worst = max(sum(sizes[a:b]) for a, b in itertools.pairwise(ends))
-        if best is None or worst < best[0]:
-            best = (worst, ends)
-    assert best is not None
-    return list(itertools.pairwise(best[1]))
 
 
 class LayerParallel(Sealed):
@@ -60,31 +38,43 @@ class LayerParallel(Sealed):
     sweeps. The result equals that of one process with ``sweep="jacobi"``, up to the order of sums.
 
     Asynchronous: a process continues with the next batch while the residual of earlier batches is in transit, and uses
-    it when it arrives. Up to ``staleness`` batches are in flight, so activations may be that many weight updates old.
+    it when it arrives. Up to ``staleness`` batches are in flight, so activations may be that many weight updates old. A
+    residual needs two transfers for every process above, and as many batches in flight keep a process busy.
 
-    Every process builds the same model and iterates the same batches. After :meth:`fit` each process holds all weights.
+    Each process computes with its layers, and holds momentum and variables for them only. The function
+    :func:`~minimand.train.lifted.layer_stages` estimates what a number of processes gains. Every process builds the
+    same model and iterates the same batches. After :meth:`fit` each process holds all weights.
 
     Args:
         method: The LPOM whose model is trained; its recipe and loss are used.
         asynchronous: Whether processes continue without waiting for residuals.
-        staleness: The largest number of batches in flight.
+        staleness: The largest number of batches in flight. None: twice the number of processes above this one.
         group: The process group. None: the default group.
     """
 
     def __init__(
-        self, method: LPOM, *, asynchronous: bool = False, staleness: int = 2, group: dist.ProcessGroup | None = None
+        self,
+        method: LPOM,
+        *,
+        asynchronous: bool = False,
+        staleness: int | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise CapabilityError(
                 "LayerParallel needs a process group; call torch.distributed.init_process_group first"
             )
-        if staleness < 1:
-            raise OptionError(f"staleness must be at least 1, got {staleness}")
+        if staleness is not None and staleness < 1:
+            raise OptionError(f"staleness must be None or at least 1, got {staleness}")
+        if not method.chain.layers:
+            raise CapabilityError(
+                "LayerParallel takes a chain of layers, and this network is a graph; train it in one process"
+            )
         self.method = method
         self.asynchronous = asynchronous
-        self.staleness = staleness
         self.group = group
         self.rank, world = dist.get_rank(group), dist.get_world_size(group)
+        self.staleness = max(1, 2 * (world - 1 - self.rank)) if staleness is None else staleness
         self.parts = partition_layers(method.chain.layers, world)
         self.first, self.end = self.parts[self.rank]
         self.layers = method.chain.layers[self.first : self.end]
@@ -153,7 +143,8 @@ class LayerParallel(Sealed):
 
     def _move(self, v: LPOMVariables, rate: float) -> None:
         assert self._momentum is not None
-        directions = self.method._directions(v, self.method._damping(), self.method.recipe.block)
+        damping = self.method._damping()[self.first : self.end]
+        directions = self.method._directions(v, damping, self.method.recipe.block)
         self._momentum.apply(directions, [rate / layer.unit.slope for layer in self.layers])
         update_running_statistics(v.maps)
 

@@ -25,7 +25,7 @@ class BlockPenalty(SplitLifted):
 
     Args:
         model: A chain of Linear or Conv2d and monotone activations; trained in place.
-        mu: As in :class:`LPOM`.
+        mu: As in :class:`LPOM`, but 0.03 below the output and 1 there for :meth:`step` if it is None.
         loss: ``"squared"`` or ``"cross_entropy"``.
         recipe: Options of the mini-batch mode.
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from ...errors import ChainError, NotProximal
 from ...functions import Monotone, NonNegative, Separable, Zero, curves, from_activation
 from ...functions.learned import LearnedHinge
 from ...functions.monotone import Elementwise
+from .changes import Change, change_of, secant_change
 
 __all__ = ["LINEAR", "Unit", "unit_of"]
 
@@ -44,6 +46,7 @@ class Unit:
 
     function: Separable
     slope: float = 1.0
+    stable: Change | None = None
 
     @functools.cached_property
     def linear(self) -> bool:
@@ -73,6 +76,10 @@ class Unit:
         r""":math:`x - \varphi(z)`."""
         values = self.phi(z)
         return torch.sub(x, values, out=values) if self.relu else x - values
+
+    def change(self, z: Tensor, p: Tensor, t: float) -> Tensor:
+        r""":math:`(\varphi(z + tp) - \varphi(z))/t` without cancellation; see :mod:`~minimand.train.lifted.changes`."""
+        return p if self.linear else secant_change(self.phi, z, p, t) if self.stable is None else self.stable(z, p, t)
 
     def gap(self, x: Tensor, z: Tensor) -> Tensor:
         """The Fenchel–Young gap, summed; in double precision if the device supports it."""
@@ -109,15 +116,15 @@ def unit_of(path: str, module: nn.Module) -> Unit:
         ChainError: If the module is not an activation.
     """
     if (scaled := _scaled(module)) is not None:
-        return scaled
+        return dataclasses.replace(scaled, stable=change_of(module))
     try:
         if isinstance(function := from_activation(module), LearnedHinge):
             raise NotProximal("lifted training does not train its slope; use LeakyReLU")
-        return Unit(_without_derivative(function))
+        return Unit(_without_derivative(function), stable=change_of(module))
     except NotProximal as refusal:
         if type(module).__module__.startswith("torch."):
             raise NotProximal(f"{path} ({type(module).__name__}) cannot be lifted: {refusal}") from None
-    return Unit(_own(path, module))
+    return _own(path, module)
 
 
 def _scaled(module: nn.Module) -> Unit | None:
@@ -169,8 +176,8 @@ def _triangle(line: Elementwise, t: Tensor) -> Tensor:
     return 0.5 * t * line(t)
 
 
-def _own(path: str, module: nn.Module) -> Monotone:
-    """The function of a user's own activation, checked on a grid."""
+def _own(path: str, module: nn.Module) -> Unit:
+    """The unit of a user's own activation, checked on a grid."""
     kind = type(module).__name__
     if next(module.parameters(), None) is not None or next(module.children(), None) is not None:
         raise ChainError(
@@ -190,10 +197,29 @@ def _own(path: str, module: nn.Module) -> Monotone:
             f"{path} ({kind}) does not act entry by entry, so it is not an activation; "
             f"lifted training takes chains of Linear or Conv2d and activations"
         )
+    slope = _steepest(path, module)
     try:
-        return Monotone(module)
+        if slope <= 1:
+            return Unit(Monotone(module))
+        return Unit(Monotone(functools.partial(_stretched, module, 1.0, 1 / slope)), slope)
     except NotProximal as refusal:
         raise NotProximal(f"{path} ({kind}) cannot be lifted: {refusal}") from None
+
+
+def _steepest(path: str, module: nn.Module) -> float:
+    """A bound on the slope of a user's activation from secants on two grids over [−20, 20]."""
+    found = []
+    with torch.no_grad():
+        for count in (20_001, 200_001):
+            grid = torch.linspace(-20.0, 20.0, count, dtype=torch.float64)
+            found.append(float((module(grid).diff() / grid.diff()).max()))
+    coarse, fine = found
+    if not fine < math.inf or fine > 2 * max(coarse, 1.0):
+        raise NotProximal(
+            f"{path} ({type(module).__name__}) cannot be lifted: it jumps or its slope is not bounded (secants reach "
+            f"{fine:.3g}), and the majorised step needs a bound; use a piecewise linear approximation of it"
+        )
+    return 1.01 * fine if fine > 1 + 1e-9 else 1.0
 
 
 def _without_derivative(function: Separable) -> Separable:

@@ -83,7 +83,7 @@ def regress(rows: Tensor, residual: Tensor, shift: float, *, bias: bool, block: 
 def _regress(tasks: Sequence[Regression], block: int | None) -> list[Direction]:
     """Solve all regressions; systems of equal size are factored in one call, which dominates the cost of small ones."""
     found: dict[int, Direction] = {}
-    alike: dict[tuple[int, int, float, bool, int], list[int]] = {}
+    alike: dict[tuple[int, int, bool, int], list[int]] = {}
     for k, task in enumerate(tasks):
         parts = task.parts(block)
         if parts is None:
@@ -93,7 +93,7 @@ def _regress(tasks: Sequence[Regression], block: int | None) -> list[Direction]:
         else:
             # Many blocks fill a call by themselves, and stacking them with other layers would cost memory.
             alone = k if parts > _FEW_BLOCKS else -1
-            alike.setdefault((parts, len(task.rows), task.shift, task.bias, alone), []).append(k)
+            alike.setdefault((parts, len(task.rows), task.bias, alone), []).append(k)
     for (parts, *_), numbers in alike.items():
         found.update(zip(numbers, _by_blocks([tasks[k] for k in numbers], parts), strict=True))
     return [found[k] for k in range(len(tasks))]
@@ -115,35 +115,36 @@ def _by_rows(task: Regression) -> Direction:
 
 
 def _by_blocks(tasks: Sequence[Regression], parts: int) -> list[Direction]:
-    """Regressions by blocks, for tasks with equal numbers of rows, equal shifts and equal ``bias``."""
-    shift, bias, size = tasks[0].shift, tasks[0].bias, len(tasks[0].rows) // parts
+    """Regressions by blocks, for tasks with equal numbers of rows and equal ``bias``.
+
+    Every Gram matrix is divided by its shift, so that all have the ridge 1.
+    """
+    bias, size = tasks[0].bias, len(tasks[0].rows) // parts
     stacked = [task.rows.reshape(parts, size, -1) for task in tasks]
     targets = [task.residual.reshape(parts, size, -1) for task in tasks]
-    products = torch.stack([gram(rows) for rows in stacked])
-    factor = gram_factor(products.add_(1.0) if bias else products, shift / parts)
+    shifts = [task.shift / parts for task in tasks]
+    products = torch.stack([gram(rows).add_(bias).div_(shift) for rows, shift in zip(stacked, shifts, strict=True)])
+    factor = gram_factor(products, 1.0)
     if factor.damping and len(tasks) > 1:
         # Additional damping that one layer needs must not reach the others.
         return [direction for task in tasks for direction in _by_blocks([task], parts)]
     # Two triangular solves cost as much as the inverse if there are a quarter as many columns as rows.
     if 4 * max(target.shape[2] for target in targets) > size:
-        inverses = factor.inverse().div_(parts)
+        inverses = factor.inverse()
         solved = [torch.bmm(inverse, target) for inverse, target in zip(inverses, targets, strict=True)]
     else:
         factors = [dataclasses.replace(factor, factor=each) for each in factor.factor]
-        solved = [each.solve(target.mT).mT.div_(parts) for each, target in zip(factors, targets, strict=True)]
-    lefts = [each.flatten(0, 1).mT for each in solved]
+        solved = [each.solve(target.mT).mT for each, target in zip(factors, targets, strict=True)]
+    lefts = [each.flatten(0, 1).mT.div(task.shift) for each, task in zip(solved, tasks, strict=True)]
     return [Direction(left, task.rows, left.sum(1) if bias else None) for left, task in zip(lefts, tasks, strict=True)]
 
 
-def ridge_shift(rows: Tensor, damping: float, block: int | None) -> float:
-    """The ridge of a weight step, always positive.
+def ridge_shift(rows: Tensor, damping: float, bias: bool) -> float:
+    """The ridge of a weight step, always positive: ``damping`` times the mean diagonal entry of the Gram matrix.
 
-    It is ``damping`` times the number of rows for regressions by blocks, otherwise ``damping`` times the mean
-    eigenvalue of the Gram matrix.
+    So the damping does not depend on the number of rows, and without a bias not on their scale.
     """
-    if block is not None:
-        return damping * rows.shape[0]
-    mean = (float(rows.square().sum()) + rows.shape[0]) / (rows.shape[1] + 1)
+    mean = (float(rows.square().sum()) + bias * rows.shape[0]) / (rows.shape[1] + bias)
     return max(damping * mean, torch.finfo(rows.dtype).tiny * 1e3)
 
 
@@ -156,28 +157,29 @@ def weight_direction(
         NonFiniteError: If the regression has no finite solution.
     """
     try:
-        return _regress([_task(affine, x, residual, damping, block)], block)[0]
+        return _regress([_task(affine, x, residual, damping)], block)[0]
     except MinimandError as error:
         raise NonFiniteError(f"the weight update of {affine.layer.path}: {error}") from None
 
 
 def weight_directions(
-    layers: Sequence[tuple[AffineMap, Tensor, Tensor]], damping: float, *, block: int | None = None
+    layers: Sequence[tuple[AffineMap, Tensor, Tensor]], damping: Sequence[float], *, block: int | None = None
 ) -> list[Direction]:
-    """:func:`weight_direction` for several layers at once."""
+    """:func:`weight_direction` for several layers at once, with a damping for each."""
+    pairs = list(zip(layers, damping, strict=True))
     try:
-        return _regress([_task(*layer, damping, block) for layer in layers], block)
+        return _regress([_task(*layer, ridge) for layer, ridge in pairs], block)
     except MinimandError:
         # Solved one by one, so that the error names the layer.
-        return [weight_direction(*layer, damping, block=block) for layer in layers]
+        return [weight_direction(*layer, ridge, block=block) for layer, ridge in pairs]
 
 
-def _task(affine: AffineMap, x: Tensor, residual: Tensor, damping: float, block: int | None) -> Regression:
-    rows, columns = affine.rows(x), affine.columns(residual)
+def _task(affine: AffineMap, x: Tensor, residual: Tensor, damping: float) -> Regression:
+    rows, columns, bias = affine.rows(x), affine.columns(residual), affine.bias is not None
     if affine.scale is not None:
         # The regression target is the output before the normalisation.
         columns = columns * affine.scale / (affine.scale.square() + 1e-6)
-    return Regression(rows, columns, ridge_shift(rows, damping, block), affine.bias is not None)
+    return Regression(rows, columns, ridge_shift(rows, damping, bias), bias)
 
 
 class MomentumUpdate:

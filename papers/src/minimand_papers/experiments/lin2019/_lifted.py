@@ -24,6 +24,7 @@ from ._control import ridge_control
 __all__ = [
     "ACTIVATIONS",
     "CONTROL",
+    "GRADIENTS",
     "LIFTED",
     "LiftedNetworksOptions",
     "LiftedOptions",
@@ -39,6 +40,8 @@ __all__ = [
 ]
 
 CONTROL = "ridge control"
+#: LPOM's own gradient in an optimizer of torch.
+GRADIENTS = {"LPOM-SGD": "SGD", "LPOM-Adam": "Adam"}
 LIFTED: Mapping[str, Callable[..., Any]] = {
     "LPOM": LPOM,
     "MAC": MAC,
@@ -47,6 +50,16 @@ LIFTED: Mapping[str, Callable[..., Any]] = {
     "SplitADMM all": SplitADMM,
     "LiftedReLU": LiftedReLU,
 }
+
+
+class SteepSigmoid(nn.Module):
+    """A sigmoid eight times as steep, close to a threshold; its derivative vanishes away from zero."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        """The activation."""
+        return torch.sigmoid(8 * z)
+
+
 ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
     "leaky_relu": nn.LeakyReLU,
@@ -54,6 +67,7 @@ ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = {
     "softplus": nn.Softplus,
     "tanh": nn.Tanh,
     "sigmoid": nn.Sigmoid,
+    "steep": SteepSigmoid,
 }
 
 
@@ -127,7 +141,8 @@ class LiftedOptions:
         """The candidates of a method."""
         if method in LIFTED:
             return self.losses
-        return {"SGD": self.sgd_rates, "Adam": self.adam_rates, CONTROL: self.ridges}[method]
+        rates = {"SGD": self.sgd_rates, "Adam": self.adam_rates, CONTROL: self.ridges}
+        return rates[GRADIENTS.get(method, method)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,9 +221,13 @@ def trained(method: str, candidate: str | float, model: nn.Module, data: RowBatc
 
 
 def _backpropagated(method: str, rate: float, model: nn.Module, data: RowBatches, epochs: int) -> Iterator[float]:
-    """Train with SGD or Adam and the schedule of the lifted methods; yields the mean loss of every epoch."""
+    """Train with SGD or Adam and the schedule of the lifted methods; yields the mean loss of every epoch.
+
+    The gradients are those of backpropagation, or of ``LPOM.backward``.
+    """
     optimizer: torch.optim.Optimizer
-    if method == "SGD":
+    lpom = LPOM(model, loss="cross_entropy", example=data.x[:2]) if method in GRADIENTS else None
+    if GRADIENTS.get(method, method) == "SGD":
         optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     else:
         optimizer = torch.optim.Adam(model.parameters(), lr=rate)
@@ -218,11 +237,15 @@ def _backpropagated(method: str, rate: float, model: nn.Module, data: RowBatches
         for index, (x, y) in enumerate(data):
             optimizer.param_groups[0]["lr"] = schedule.rate_at((number - 1 + index / len(data)) / epochs)
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
+            total += _gradient(model, x, y) if lpom is None else lpom.backward(x, y)
             optimizer.step()
-            total += float(loss.detach())
         yield total / len(data)
+
+
+def _gradient(model: nn.Module, x: Tensor, y: Tensor) -> float:
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    return float(loss.detach())
 
 
 def tuned(
