@@ -52,9 +52,10 @@ class RidgeNet(Sealed, nn.Module):
     lowers the objective F by :math:`\delta\|\Delta x\|^2`; a plain step lowers it by :math:`\tfrac L2\|\Delta x\|^2`.
     So F never rises, :math:`\sum\|\Delta x\|^2 < \infty`, and the gradient mapping tends to zero (``"descent"``). F is
     real analytic, or definable for other losses, so that it has the Kurdyka–Łojasiewicz property. With exponents below
-    one and :math:`\ker W \cap \ker\Phi = 0` it is coercive (with Poisson's loss, if every count is positive), the iterates are bounded, and they converge to a critical point
-    (``"convergent"``; Attouch, Bolte & Svaiter, 2013; Li & Lin, 2015). With exponents at most ½ it is also convex, and
-    a critical point is the global minimum (``"convex"``). :attr:`injective` tells whether :math:`\ker W = 0` is proved.
+    one and :math:`\ker W \cap \ker\Phi = 0` it is coercive (with Poisson's loss, if every count is positive), the
+    iterates are bounded, and they converge to a critical point (``"convergent"``; Attouch, Bolte & Svaiter, 2013; Li &
+    Lin, 2015). With exponents at most ½ it is also convex, and a critical point is the global minimum (``"convex"``).
+    :attr:`injective` tells whether :math:`\ker W = 0` is proved.
 
     Args:
         phi: The measurement matrix m × b² of square blocks, an operator on images (C, H, W), an object with ``A`` and
