@@ -27,7 +27,7 @@ TITLES = {
     ),
     "unrolled": (
         "Unrolled reconstruction",
-        "Time of a training step of ISTA-Net implemented as in the paper, relative to ours.",
+        "Training steps of ISTA-Net as in the paper, relative to ours; inference of RidgeNet, relative to ISTA-Net+.",
     ),
     "factor": (
         "Factorisations",

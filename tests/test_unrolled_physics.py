@@ -9,6 +9,7 @@ import pytest
 import scipy.sparse.linalg
 import torch
 import torch.nn.functional as F
+from scipy.optimize import minimize
 from torch import Tensor
 
 from minimand.errors import CapabilityError, NonFiniteError, OperatorError, OptionError, ShapeError
@@ -27,6 +28,7 @@ from minimand.operators import (
     orthonormal_gaussian,
     parallel_beam,
 )
+from minimand.solvers import Datafit, Huber, Poisson
 
 SIDE = 16
 
@@ -145,6 +147,36 @@ def test_the_control_reaches_the_optimum_of_cvxpy() -> None:
     np.testing.assert_allclose(ours[0, 0].numpy(), x.value, atol=2e-4)
 
 
+# Other losses
+
+
+@pytest.mark.parametrize("datafit", [Huber(0.02), Poisson(0.5)], ids=["huber", "poisson"])
+def test_other_losses_descend_to_the_minimum_of_scipy(datafit: Datafit) -> None:
+    torch.manual_seed(0)
+    phi = gaussian_blur((9, 9), 0.8)
+    phi = phi.with_weight(phi.weight.double())
+    y = phi.apply(torch.rand(1, 1, 9, 9, dtype=torch.float64))
+    net = RidgeNet(phi, 2, 8, 3, "convex", noise=0.1, datafit=datafit).eval()
+    with torch.no_grad():
+        net.log_scale.fill_(-2.0)
+        net.log_temperature.fill_(math.log(0.02))
+        R, weight = net.regularizer(), float(net.data_weight())
+
+    def objective(flat):
+        x = torch.tensor(flat).reshape(1, 1, 9, 9)
+        t = phi.apply(x)
+        slope = R.gradient(x) + weight * phi.adjoint(datafit.gradient(t, y))
+        return float(R.value(x) + weight * datafit.values(t, y).sum()), slope.flatten().numpy()
+
+    options = {"maxiter": 20000, "maxfun": 40000, "ftol": 1e-16, "gtol": 1e-11}
+    oracle = minimize(objective, np.zeros(81), jac=True, method="L-BFGS-B", options=options)
+    found = net.descended(y, x0=torch.zeros_like(y), tol=0.0, iterations=4000)
+    history = [float(found.start), *found.history]
+    assert all(after <= before for before, after in itertools.pairwise(history))
+    assert float(found.objective) == pytest.approx(float(oracle.fun), rel=1e-5)
+    assert net.loss(y, y).requires_grad
+
+
 # Sampling
 
 
@@ -216,6 +248,12 @@ BAD = {
         lambda: RidgeNet(torch.randn(8, 25), 2, 8, 3),
         OptionError,
         r"orthonormal rows.*differs .* by \d.*noise=σ",
+    ),
+    "loss": (lambda: _blocks(datafit=Huber(0.1)), OptionError, "needs a noise level"),
+    "negative counts": (
+        lambda: _blocks(noise=1.0, datafit=Poisson(1.0))(-torch.ones(2, 8)),
+        ValueError,
+        "y",
     ),
     "noise": (lambda: _blocks(noise=-0.1), OptionError, "noise"),
     "even filters": (lambda: RidgeNet(orthonormal_gaussian(8, 25), 2, 8, 4), OptionError, "odd"),

@@ -48,7 +48,8 @@ class CycleSpinning(Sealed, Function):
 
     def value(self, x: Tensor) -> Tensor:
         """The mean of the functions, summed over the batch."""
-        return self.shrink.value(self.frame.apply(x) * self.details)
+        coefficients = self.frame.apply(x.to(self.frame.weight.dtype)) * self.details
+        return self.shrink.value(coefficients.to(x.dtype))
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """Analysis, soft thresholds on the details, synthesis."""

@@ -88,7 +88,7 @@ def descend(
         v = before.x + (1 + momentum).to(now.x.dtype)[:, None, None, None] * (now.x - before.x)
         folds = len(now.features) // len(now.x)
         slope = gradient(now, before.features, momentum.repeat_interleave(folds).tolist())
-        new = point(part.step(v - slope / smoothness, 1 / smoothness), part)
+        new = point(part.forward_step(v, slope, smoothness), part)
         moved = _norms(new.x - v)
         distance = _norms(new.x - now.x).double().square()
         accepted = new.objective <= now.objective - SUFFICIENT * smoothness * distance

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ...operators import LinearOperator
+from ...solvers import Datafit, Quadratic
 from ...solvers.linear import conjugate_gradient
 
 __all__ = ["Fidelity", "tight_constant", "tightness"]
@@ -25,7 +26,8 @@ class Fidelity:
     :math:`v + \tfrac1c\Phi^\top(y - \Phi v)` if :math:`\Phi^\top\Phi` is c times a projection. Gaussian noise:
     :math:`\tfrac\mu2\|\Phi x - y\|^2`, whose prox at the step η is :math:`v + \kappa\Phi^\top(y - \Phi v)`,
     :math:`\kappa = \eta\mu/(1 + \eta\mu c)`, under the same condition, and otherwise a linear system, solved by
-    conjugate gradients.
+    conjugate gradients. Other losses, :math:`\mu\sum_i f((\Phi x)_i; y_i)` with a
+    :class:`~minimand.solvers.Datafit`, take gradient steps.
 
     Attributes:
         operator: Φ.
@@ -33,6 +35,7 @@ class Fidelity:
         weight: μ, or None.
         tight: c if :math:`\Phi^\top\Phi` is c times a projection, else None.
         norm_sq: A bound on :math:`\|\Phi\|^2`.
+        datafit: The loss of one measurement.
     """
 
     operator: LinearOperator
@@ -40,9 +43,19 @@ class Fidelity:
     weight: Tensor | None
     tight: float | None
     norm_sq: float
+    datafit: Datafit = Quadratic()  # noqa: RUF009 -- frozen
+
+    @property
+    def quadratic(self) -> bool:
+        """Whether the loss is a square, with a prox of its own."""
+        return isinstance(self.datafit, Quadratic)
 
     def step(self, v: Tensor, size: float | Tensor) -> Tensor:
-        """The prox at this step."""
+        """The prox at this step; for losses other than the square, the step of its linearisation."""
+        if not self.quadratic:
+            assert self.weight is not None
+            scaled = self.weight * size
+            return v - scaled / (1 + scaled * self._curvature()) * self._slope(v)
         if self.tight is not None:
             correction = self.operator.adjoint(self.y - self.operator.apply(v))
             if self.weight is None:
@@ -61,19 +74,30 @@ class Fidelity:
     def gradient_step(self, x: Tensor, slope: Tensor, smoothness: float) -> tuple[Tensor, float]:
         """A step from x, given the gradient of the regulariser, that lowers the objective by at least the returned
         factor times the squared distance."""
-        if self.tight is not None:
+        if self.tight is not None and self.quadratic:
             return self.step(x - slope / smoothness, 1 / smoothness), smoothness / 2
         assert self.weight is not None
-        total = smoothness + float(self.weight.detach()) * self.norm_sq
-        residual = self.operator.apply(x) - self.y
-        return x - (slope + self.weight * self.operator.adjoint(residual)) / total, total / 2
+        total = smoothness + float(self.weight.detach()) * self._curvature()
+        return x - (slope + self.weight * self._slope(x)) / total, total / 2
+
+    def forward_step(self, v: Tensor, slope: Tensor, smoothness: float) -> Tensor:
+        """The step of an accelerated method from v, given the gradient of the regulariser there."""
+        if self.quadratic:
+            return self.step(v - slope / smoothness, 1 / smoothness)
+        return self.gradient_step(v, slope, smoothness)[0]
+
+    def _slope(self, x: Tensor) -> Tensor:
+        return self.operator.adjoint(self.datafit.gradient(self.operator.apply(x), self.y))
+
+    def _curvature(self) -> float:
+        return float(self.datafit.curvature(self.y)) * self.norm_sq
 
     def value(self, x: Tensor) -> Tensor:
         """The data term of each sample in float64; zero for exact measurements, which every iterate satisfies."""
         if self.weight is None:
             return torch.zeros(len(x), dtype=torch.float64, device=x.device)
-        residual = (self.operator.apply(x) - self.y).flatten(1).double()
-        return 0.5 * self.weight.double() * residual.square().sum(1)
+        losses = self.datafit.values(self.operator.apply(x).double(), self.y.double())
+        return self.weight.double() * losses.flatten(1).sum(1)
 
     def rows(self, index: Tensor) -> "Fidelity":
         """The data term of some samples."""

@@ -25,7 +25,7 @@ class _Moments(NamedTuple):
     x: Tensor
     mean: Tensor
     squares: Tensor
-    count: int
+    taken: int
 
 
 @torch.no_grad()
@@ -94,7 +94,7 @@ def langevin(
         x = x - step * slope + (2 * step) ** 0.5 * noise
         if k < burn or (k - burn) % thin:
             return state._replace(x=x)
-        count = state.count + 1
+        count = state.taken + 1
         change = x - state.mean
         mean = state.mean + change / count
         return _Moments(x, mean, state.squares + change * (x - mean), count)
@@ -102,4 +102,4 @@ def langevin(
     start = net.descended(y).x
     zero = torch.zeros_like(start)
     found = iterate(move, _Moments(start, zero, zero, 0), burn + thin * (samples - 1) + 1)[0]
-    return Posterior(found.mean, (found.squares / max(1, found.count - 1)).sqrt(), found.count)
+    return Posterior(found.mean, (found.squares / max(1, found.taken - 1)).sqrt(), found.taken)

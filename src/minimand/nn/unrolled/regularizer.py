@@ -72,11 +72,25 @@ class RidgeRegularizer(NamedTuple):
         if torch.is_grad_enabled() and any(each.requires_grad for each in arguments):
             found: Tensor = _Gradient.apply(*arguments)
         else:
-            found = synthesis(self.slopes(analysis(folded, self.weight)), self.weight)
+            found = synthesis(self._slopes_at(folded), self.weight)
         return found.reshape(x.shape)
 
     def _folded(self, x: Tensor) -> Tensor:
         return x.reshape(-1, self.weight.shape[1], *x.shape[-2:])
+
+    @torch.no_grad()
+    def _slopes_at(self, x: Tensor) -> Tensor:
+        """ψ′ of the features of folded images, whose features are not stored."""
+        size, features, (batch, _, height, width) = self.weight.shape[-1], len(self.weight), x.shape
+        matrix, padded = self.weight.reshape(features, -1), F.pad(x, (size // 2,) * 4)
+        inverse, exponent = (1 / self.scale)[:, None], -_apart(self.exponent)[:, None]
+        out = x.new_empty(batch, features, height, width)
+        for image, into in zip(padded, out, strict=True):
+            for rows in strips(height, width, features):
+                u = matrix @ patches(image, rows, size)
+                v = (u * inverse).square_().log1p_().mul_(exponent).exp_().mul_(u)
+                into[:, rows] = v.reshape(features, -1, width)
+        return out
 
     # Without derivatives, for a solver that keeps the features of its points
 

@@ -89,7 +89,7 @@ def diagnose_ridge(net: RidgeNet, y: Tensor) -> RidgeDiagnosis:
     history = torch.tensor([float(found.start.sum()), *found.history], dtype=torch.float64)
     low, high = float(regularizer.exponent.min()), float(regularizer.exponent.max())
     concave = 2 * ((2 * high - 1) / (2 * high + 2)) ** (high + 1) if high > 0.5 else 0.0
-    proved = net.guarantee != "descent" and net.injective
+    proved = net.guarantee != "descent" and "provided" not in net.theorem
     return RidgeDiagnosis(
         guarantee=net.theorem,
         convergent=True if proved else None,

@@ -11,7 +11,7 @@ from ...arguments import check_methods
 from ...errors import OptionError, Sealed, ShapeError, require_finite, require_positive, require_real
 from ...functions.base import widened
 from ...operators import LinearOperator, check_operator
-from ...solvers import Solution
+from ...solvers import FISTA, Choice, Datafit, Poisson, Quadratic, Solution
 from ...solvers.base import require_count
 from ...solvers.iterate import iterate
 from ...solvers.momentum import fista_weight, nesterov_schedule
@@ -20,7 +20,7 @@ from .descent import Descended, descend
 from .fidelity import Fidelity, tight_constant
 from .parameters import Interval, constrain
 from .regularizer import RidgeRegularizer, bank_norm_sq
-from .ridgesetup import THEOREMS, check_sizes, cosines, exponent_range, refuse_exact
+from .ridgesetup import THEOREMS, check_datafit_option, check_sizes, cosines, exponent_range, refuse_exact
 from .sensor import Sensor
 
 __all__ = ["RidgeNet"]
@@ -51,10 +51,11 @@ class RidgeNet(Sealed, nn.Module):
     :math:`\|W\|^2`-smooth, since :math:`\psi'' \le 1`; L is a certified bound. An accelerated step is accepted if it
     lowers the objective F by :math:`\delta\|\Delta x\|^2`; a plain step lowers it by :math:`\tfrac L2\|\Delta x\|^2`.
     So F never rises, :math:`\sum\|\Delta x\|^2 < \infty`, and the gradient mapping tends to zero (``"descent"``). F is
-    real analytic, so that it has the Kurdyka–Łojasiewicz property. With exponents below one and
-    :math:`\ker W \cap \ker\Phi = 0` it is coercive, the iterates are bounded, and they converge to a critical point
-    (``"convergent"``; Attouch, Bolte & Svaiter, 2013; Li & Lin, 2015). With exponents at most ½ it is also convex, and
-    a critical point is the global minimum (``"convex"``). :attr:`injective` tells whether :math:`\ker W = 0` is proved.
+    real analytic, or definable for other losses, so that it has the Kurdyka–Łojasiewicz property. With exponents below
+    one and :math:`\ker W \cap \ker\Phi = 0` it is coercive (with Poisson's loss, if every count is positive), the
+    iterates are bounded, and they converge to a critical point (``"convergent"``; Attouch, Bolte & Svaiter, 2013; Li &
+    Lin, 2015). With exponents at most ½ it is also convex, and a critical point is the global minimum (``"convex"``).
+    :attr:`injective` tells whether :math:`\ker W = 0` is proved.
 
     Args:
         phi: The measurement matrix m × b² of square blocks, an operator on images (C, H, W), an object with ``A`` and
@@ -70,6 +71,8 @@ class RidgeNet(Sealed, nn.Module):
         channels: ``"apart"``: the same filters for every channel, such as real and imaginary parts; ``"together"``:
             filters across channels, such as colours.
         exponents: A range inside of the one of the guarantee.
+        datafit: The loss of the measurements, such as ``Huber(0.1)`` or ``Poisson(background)``, where ``noise`` is
+            given: the data term is :math:`\mu\sum_i f((\Phi x)_i; y_i)`, and σ the size of typical errors.
         initial: The matrix Q of the start :math:`Qy` for a phi that is a matrix (:func:`least_squares_start`).
 
     Source: R is the fields-of-experts prior of Roth & Black, 2005; Goujon, Neumayer, Bohra, Ducotterd & Unser, *A
@@ -107,11 +110,13 @@ class RidgeNet(Sealed, nn.Module):
         channels: Literal["apart", "together"] = "apart",
         exponents: tuple[float, float] | None = None,
         initial: Tensor | None = None,
+        datafit: Datafit = Quadratic(),  # noqa: B008 -- frozen
     ) -> None:
         super().__init__()
         check_sizes(phases, filters, size, channels)
         self.phases, self.guarantee, self.noise, self.channels = phases, guarantee, noise, channels
-        self.exponents = exponent_range(guarantee, exponents)
+        self.exponents, self.datafit = exponent_range(guarantee, exponents), datafit
+        check_datafit_option(datafit, noise)
         self._sensor = Sensor(phi, initial)
         if channels == "together" and self._sensor.channels is None:
             raise OptionError(
@@ -159,8 +164,10 @@ class RidgeNet(Sealed, nn.Module):
     @property
     def theorem(self) -> str:
         """What is proved of the solver, in one sentence."""
-        condition = "" if self.guarantee == "descent" or self.injective else ", provided that ker W ∩ ker Φ = 0"
-        return f"{THEOREMS[self.guarantee]}{condition}"
+        conditions = [] if self.guarantee == "descent" or self.injective else ["ker W ∩ ker Φ = 0"]
+        conditions += ["every count is positive"] if isinstance(self.datafit, Poisson) else []
+        text = THEOREMS[self.guarantee]
+        return f"{text}, provided that {' and '.join(conditions)}" if conditions else text
 
     def regularizer(self) -> RidgeRegularizer:
         """R with the present parameters: filters of zero mean, scaled so that the norm of W is about one."""
@@ -178,12 +185,15 @@ class RidgeNet(Sealed, nn.Module):
         """The data term of these measurements, which are checked first."""
         y = self._sensor.checked(y)
         operator = self._sensor.operator(y)
-        self._sensor.check_energy(operator, y)
+        self.datafit.check(y)
+        if isinstance(self.datafit, Quadratic):
+            self._sensor.check_energy(operator, y)
         height, width = operator.input_shape[-2:]
         size = self.filters.shape[-1]
         if min(height, width) < size:
             raise ShapeError(f"an image of {height} × {width} is smaller than the filters of {size} × {size}")
-        return Fidelity(operator, y, self.data_weight(), self._tightness(operator), self._sensor.norm_sq(operator))
+        tight, bound = self._tightness(operator), self._sensor.norm_sq(operator)
+        return Fidelity(operator, y, self.data_weight(), tight, bound, self.datafit)
 
     def _tightness(self, operator: LinearOperator) -> float | None:
         key = "fixed" if self._sensor.fixed is not None else operator.input_shape
@@ -297,6 +307,8 @@ class RidgeNet(Sealed, nn.Module):
             optimality=norms.amax() if len(norms) else norms.sum(),
             iterations=int(found.iterations.max()) if len(norms) else 0,
             converged=bool((found.change <= tol).all()),
+            gap=torch.tensor(math.inf, dtype=torch.float64),
+            solver=Choice(FISTA(iterations), "with the safeguard of Li and Lin, which proves descent"),
         )
 
     def smoothness(self, operator: LinearOperator) -> float:
@@ -325,6 +337,7 @@ class RidgeNet(Sealed, nn.Module):
             channels=self.channels,
             exponents=self.exponents,
             initial=initial,
+            datafit=Quadratic() if noise is None else self.datafit,
         )
         if other.filters.shape != self.filters.shape:
             raise ShapeError(

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from ...errors import OptionError
 from ...operators import LinearOperator
+from ...solvers import Datafit, Quadratic
 from ...solvers.base import require_count
 from .fidelity import tightness
 
-__all__ = ["RANGES", "THEOREMS", "check_sizes", "cosines", "exponent_range", "refuse_exact"]
+__all__ = ["RANGES", "THEOREMS", "check_datafit_option", "check_sizes", "cosines", "exponent_range", "refuse_exact"]
 
 #: The range of exponents for which each guarantee is proved.
 RANGES = {"convex": (0.0, 0.5), "convergent": (0.0, 1.0), "descent": (0.0, 2.0)}
@@ -48,6 +49,14 @@ def exponent_range(guarantee: str, exponents: tuple[float, float] | None) -> tup
             f"{tuple(exponents)} is no range inside; narrow it, or choose another guarantee"
         )
     return float(exponents[0]), float(exponents[1])
+
+
+def check_datafit_option(datafit: Datafit, noise: float | None) -> None:
+    """Raise for a loss without a noise level, and for what is no loss."""
+    if not isinstance(datafit, Datafit):
+        raise OptionError(f"datafit must be a datafit such as Huber(0.1), got a {type(datafit).__name__}")
+    if noise is None and not isinstance(datafit, Quadratic):
+        raise OptionError(f"{datafit!r} needs a noise level, by which its weight is set; give noise=σ")
 
 
 def refuse_exact(operator: LinearOperator) -> None:

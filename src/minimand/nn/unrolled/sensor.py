@@ -30,6 +30,7 @@ class Sensor(nn.Module):
         matrix = phi if isinstance(phi, Tensor) else phi.weight if isinstance(phi, Dense | BlockSensing) else None
         self._given: Any = None
         self._known: dict[tuple[Any, ...], tuple[LinearOperator, float]] = {}
+        self._bound: tuple[Tensor, float] | None = None
         if matrix is not None:
             require_real("phi", matrix)
             require_values("phi", matrix)
@@ -86,11 +87,18 @@ class Sensor(nn.Module):
             if known is operator:
                 return bound
         if self.matrix is not None:
-            fixed = self.fixed
-            assert fixed is not None
-            return float(fixed.norm_sq())
+            return self._matrix_norm_sq(self.matrix)
         self._known[("fixed",)] = (operator, float(operator.norm_sq()))
         return self._known[("fixed",)][1]
+
+    def _matrix_norm_sq(self, matrix: Tensor) -> float:
+        """The bound of the present matrix; values are compared, so that it follows every change."""
+        known = self._bound
+        if known is None or known[0].dtype != matrix.dtype or not torch.equal(known[0].to(matrix.device), matrix):
+            fixed = self.fixed
+            assert fixed is not None
+            self._bound = known = (matrix.detach().clone(), float(fixed.norm_sq()))
+        return known[1]
 
     def checked(self, y: Tensor) -> Tensor:
         """The measurements as a batch of operator outputs; raises if they do not fit."""
