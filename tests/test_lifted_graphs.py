@@ -106,6 +106,7 @@ GRAPHS = {
     "layer norm": (lambda: _dense(nn.Linear(6, 6), nn.LayerNorm(6), nn.ELU()), VECTOR),
     "own activation": (lambda: _dense(nn.Linear(6, 6), _Steep(), nn.Linear(6, 6), nn.Tanh()), VECTOR),
     "two activations": (lambda: _dense(nn.Linear(6, 6), nn.Tanh(), nn.ReLU()), VECTOR),
+    "tokens": (lambda: _dense(nn.Embedding(7, 2), nn.Linear(2, 2), nn.Tanh(), nn.Flatten()), ()),
     "activation after pooling": (
         lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.AvgPool2d(2), nn.SELU(), nn.Flatten(), nn.Linear(27, 3)),
         IMAGE,
@@ -131,7 +132,7 @@ def _problem(name, loss="squared", dtype=torch.float64):
     torch.manual_seed(0)
     make, shape = GRAPHS[name]
     net = make().to(dtype)
-    x = torch.randn(shape, dtype=dtype)
+    x = torch.randn(shape, dtype=dtype) if shape else torch.randint(0, 7, (5, 3))
     with torch.no_grad():
         outputs = net(x)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -494,6 +495,7 @@ class _Loop(_Product):
         (nn.Sequential(nn.Linear(6, 6), nn.GELU(), _Product()), "1 .*not monotone"),
         (nn.Sequential(nn.Linear(6, 6), _Stairs(), nn.Linear(6, 3)), "1 ._Stairs.*slope is not bounded"),
         (nn.Sequential(nn.LSTM(6, 3)), "0"),
+        (nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 3)), nn.ReLU()), "remove_parametrizations"),
         (nn.TransformerEncoderLayer(6, 2, 4, batch_first=True), "linear|softmax|attn"),
         (nn.ReLU(), "ReLU|trained"),
         (_Loop(), "float|Python|read"),

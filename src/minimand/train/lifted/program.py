@@ -240,7 +240,12 @@ class _Compiler:
 
     def _refusal(self, call: Call) -> ChainError:
         name = call.name.strip("_")
-        if name in ("softmax", "log_softmax"):
+        if not any(map(self.network.depends, call.inputs)):
+            return ChainError(
+                f"{_where(call)} ({name}) computes a weight from parameters, which lifted training cannot follow; "
+                f"apply torch.nn.utils.parametrize.remove_parametrizations, or what undoes it, first"
+            )
+        if name in ("softmax", "log_softmax") and call.outputs[0] in self.network.outputs:
             return ChainError(
                 f"{_where(call)} ({name}) does not act entry by entry; return the scores before it and use "
                 f"loss='cross_entropy', which applies it"
