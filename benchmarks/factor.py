@@ -22,7 +22,7 @@ from sklearn.utils.extmath import randomized_svd
 from benchmarks import Ratio, Row, at_least, at_most, in_turn, peer, ratios, reported, skipped
 from minimand.factor import NMF, LowRank, MatrixCompletion, RobustPCA
 from minimand.factor.bounds import cholesky_bound
-from minimand.factor.matrices import DenseDual
+from minimand.factor.residual import DenseDual
 
 __all__ = ["parts", "race", "run"]
 

@@ -92,7 +92,7 @@ def _held(name: str, model: nn.Module, x: Tensor, options: dict[str, Any]) -> Ro
     prox = ProxProp(model, **options).attach(torch.optim.SGD(model.parameters(), lr=0.0))
     F.cross_entropy(model(x), torch.randint(10, (len(x),))).backward()
     parts: dict[int, int] = {}
-    for rows in (layer.rows for layer in prox._hooked.values() if layer.rows is not None):
+    for rows in (layer.rows for layer in prox._units.values() if layer.rows is not None):
         for tensor in (t for t in (rows.a, rows.delta, rows.gram) if t is not None):
             parts[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
     prox.detach()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from minimand_papers.registry import experiments
 from minimand_papers.report.blocks import as_rst
-from minimand_papers.report.pages import claims_of, counts, page_of
+from minimand_papers.report.pages import claims_of, counts, drawings, page_of
 from minimand_papers.report.sections import sections
 from minimand_papers.sources import SOURCES
 
@@ -16,12 +16,18 @@ PREFIX = "result-"
 def write(results: Path, out: Path) -> None:
     """Write the reST files that the pages include."""
     (out / "results").mkdir(parents=True, exist_ok=True)
-    found, problems = sections(results, pictures=False)
+    found, problems = sections(results)
     if problems:
         raise RuntimeError("; ".join(problems))
     for source in SOURCES.values():
         own = [section for section in found if section.name in source.experiments]
-        (out / "results" / f"{source.folder}.rst").write_text(as_rst(page_of(source, own), PREFIX), encoding="utf-8")
+        for section in own:
+            for name, picture in zip(drawings(section), section.pictures, strict=True):
+                # An image in a file of its own does not know the colour of the page's text.
+                svg = picture.svg.replace("currentColor", "#808080")
+                (out / "results" / name).write_text(svg, encoding="utf-8")
+        page = as_rst(page_of(source, own), PREFIX).replace(".. figure:: ", f".. figure:: /{out.name}/results/")
+        (out / "results" / f"{source.folder}.rst").write_text(page, encoding="utf-8")
     rows = [
         [f":doc:`{source.short} <results/{source.folder}>`", counts(claims_of(source, found))]
         for source in SOURCES.values()

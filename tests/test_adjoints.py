@@ -63,7 +63,7 @@ def test_gradcheck_of_the_implicit_adjoint(function, make, method):
     adjoint = Implicit(iters=2000, method=method)
 
     def run(*leaves):
-        return solve(build(*leaves), FISTA(iters=1500), adjoint=adjoint, tol=1e-11).x
+        return solve(build(*leaves), FISTA(iters=1500), adjoint=adjoint).x
 
     assert torch.autograd.gradcheck(run, leaves, atol=1e-6, fast_mode=True)
 

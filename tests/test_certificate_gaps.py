@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from minimand.factor import CPTensor, Huber, NonNegativeL2, RobustPCA, SparseL2, Status, certify, certify_tensor
+from minimand.factor import CPTensor, HuberLoss, NonNegativeL2, RobustPCA, SparseL2, Status, certify, certify_tensor
 from minimand.factor.certificate import FactorProblem, certify_factors
 from minimand.factor.descent import Components
-from minimand.factor.matrices import DenseDual, RowSharding
+from minimand.factor.matrices import RowSharding
 from minimand.factor.regularizers import L2
+from minimand.factor.residual import DenseDual
 
 from .test_certificate import adversaries, nuclear_minimum, objective
 
@@ -66,7 +67,7 @@ def test_robust_principal_components(gamma, generator):
     U, V = (torch.from_numpy(x * np.sqrt(s)) for x in (left, right.T))
     data = torch.from_numpy(Y)
     for scale in (1.0, 1e-6):  # another unit of the data: the loss is homogeneous, up to γ
-        loss = Huber(scale * data, None if gamma is None else gamma / scale)
+        loss = HuberLoss(scale * data, None if gamma is None else gamma / scale)
         for u, v in adversaries(data, U, V, generator):
             u, v = u * scale**0.5, v * scale**0.5
             found = certify_factors(FactorProblem(loss, L2(), 1.5), u, v).certificate
@@ -75,7 +76,7 @@ def test_robust_principal_components(gamma, generator):
             assert found.status is not Status.IMPROVABLE or value > scale * (best - 1e-6)
             assert gamma is not None or found.status is not Status.IMPROVABLE
             if gamma is not None:
-                assert found == certify(scale * Y, u, v, lam=1.5, loss=partial(Huber, gamma=gamma / scale))
+                assert found == certify(scale * Y, u, v, lam=1.5, loss=partial(HuberLoss, gamma=gamma / scale))
     for sweeps in (1, 3, 10, 1000):
         model = RobustPCA(1.5, gamma, max_iter=sweeps, random_state=0).fit(Y)
         assert model.certificate_.gap >= model.objective_ - best - 1e-6

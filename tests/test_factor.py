@@ -18,7 +18,7 @@ from minimand.factor import (
     certify,
 )
 from minimand.factor.descent import Components, SquaredDescent, balanced, merged, pruned
-from minimand.factor.losses import Huber, Squared
+from minimand.factor.losses import HuberLoss, Squared
 from minimand.factor.lowrank import shrunk
 from minimand.factor.matrices import RowSharding
 from minimand.factor.observed import rotated
@@ -148,7 +148,7 @@ def test_the_prox_of_the_loss(generator):
     s = torch.randn(5, generator=generator, dtype=torch.float64) * 3
     grid = torch.linspace(-12, 12, 24001, dtype=torch.float64)
     for gamma in (None, 0.7):
-        loss = Huber(s.unsqueeze(0), gamma)
+        loss = HuberLoss(s.unsqueeze(0), gamma)
         best = loss.prox_residual(s, 0.4)
         for i in range(5):
             values = torch.stack([0.4 * loss.of(d) for d in grid[::8]]) + 0.5 * (grid[::8] - s[i]).square()
@@ -215,7 +215,7 @@ def test_descent_never_rises_and_growth_promises_less_than_it_brings(theta, gene
 
 
 def descent_residual(Y, pair):
-    from minimand.factor.matrices import DenseDual
+    from minimand.factor.residual import DenseDual
 
     return DenseDual(Y, pair.U.mT, pair.V.mT)
 

@@ -90,13 +90,14 @@ def test_rows_of_which_nothing_was_observed_have_the_code_zero():
     np.testing.assert_allclose(codes[[0, 2]], model.transform(Y[[0, 2]]))
 
 
-def test_frames_are_taken_and_sparse_matrices_refused_by_certify():
+def test_frames_and_sparse_matrices_are_taken_by_certify():
     pandas = pytest.importorskip("pandas")
     U, V = np.ones((12, 1)), np.ones((8, 1))
     assert certify(pandas.DataFrame(Y), pandas.DataFrame(U), V, lam=1.0) == certify(Y, U, V, lam=1.0)
     for sparse in (sp.csr_array(Y), torch.from_numpy(Y).to_sparse_coo()):
-        with pytest.raises(ValueError, match=r"Y is sparse: pass Y.toarray\(\)") as caught:
-            certify(sparse, U, V, lam=1.0)
+        assert certify(sparse, U, V, lam=1.0).gap == pytest.approx(certify(Y, U, V, lam=1.0).gap)
+        with pytest.raises(ValueError, match=r"U is sparse: pass U.toarray\(\)") as caught:
+            certify(Y, sparse, V, lam=1.0)
         assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="U must hold real numbers, got object"):
         certify(Y, np.full((12, 1), None), V, lam=1.0)

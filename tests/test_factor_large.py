@@ -6,8 +6,9 @@ import torch
 
 from minimand.factor import NMF, LowRank, MatrixCompletion, RobustPCA, SparseDictionary, Status, bounds, matrices
 from minimand.factor.bounds import lanczos_bound, lanczos_slack, largest_singular, small_gram, spectral_bound
-from minimand.factor.matrices import DenseDual, RowSharding
+from minimand.factor.matrices import RowSharding
 from minimand.factor.observed import SparseDual
+from minimand.factor.residual import DenseDual
 
 
 def noisy(n, m, k=3, seed=0):
@@ -33,7 +34,7 @@ def test_a_memory_mapped_file_is_read_in_blocks(tmp_path, monkeypatch, model, sh
     expected, top = (model.objective_, model.certificate_.status), model.lambda_max(Y)
     np.save(tmp_path / "Y.npy", Y)
     monkeypatch.setattr(matrices, "BLOCK", 100)
-    monkeypatch.setattr(matrices.DenseDual, "dense", lambda self: pytest.fail("the whole matrix was formed"))
+    monkeypatch.setattr(DenseDual, "dense", lambda self: pytest.fail("the whole matrix was formed"))
     mapped = np.load(tmp_path / "Y.npy", mmap_mode="r")
     # In single precision the product converges, but not the factors along flat directions of the objective.
     np.testing.assert_allclose(model.inverse_transform(model.fit_transform(mapped)), X, rtol=1e-4, atol=1e-4)

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from minimand.geometry import ConvGeometry
+from minimand.operators.patch_grams import patch_gram
 from minimand.operators.patches import patches
 from minimand.train import CachedGram, ExactGram, ProxProp, SubsampledGram
-from minimand.train.proxprop.grams import patch_gram
 
 TAU = 0.7
 
@@ -295,7 +295,7 @@ def test_patch_grams_are_products_of_patches(kernel, stride, padding, dilation, 
 
 
 def test_blocks_of_the_batch_add_up(monkeypatch):
-    from minimand.train.proxprop import grams as module
+    from minimand.operators import patch_grams as module
 
     x = torch.randn(7, 3, 6, 6, dtype=torch.float64)
     for stride in (1, 2):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from minimand.train import CachedGram, ExactGram, ProxProp
+from minimand.train import CachedGram, ExactGram, ProxProp, Relative
 
 from .cases.ranks import on_ranks
 
@@ -103,3 +103,86 @@ def test_two_ranks_equal_one_process():
         module = _mixed()
         alone = _distributed_train(module, module, lambda x: x, options)
         torch.testing.assert_close(together[name], alone, rtol=1e-8, atol=1e-10)
+
+
+SHARDED = [("exact", {}), ("cg", {"method": "cg", "cg_iters": 2}), ("relative", {"tau_theta": Relative(5.0)})]
+
+
+def _uneven():
+    """Output units that two ranks cannot share evenly."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(48, 7), nn.ReLU(), nn.Linear(7, 3)
+    ).double()
+
+
+def _sharded_worker(rank):
+    warnings.simplefilter("ignore")
+    found = {name: _sharded_share(rank, options) for name, options in SHARDED}
+    return found | {"skipped": _skipped_share(rank), "refused": _refused_share()}
+
+
+def _fsdp():
+    from torch.distributed.fsdp import fully_shard
+
+    module = _uneven()
+    for layer in (module[0], module[3]):
+        fully_shard(layer)
+    return fully_shard(module)
+
+
+def _sharded_share(rank, options):
+    module = _fsdp()
+    found = _train_accumulating(module, lambda x: x[4 * rank : 4 * rank + 4], options)
+    return [p.full_tensor().detach() for p in found]
+
+
+def _skipped_share(rank):
+    """NaN on one rank: no rank makes a step."""
+    module = _fsdp()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    prox = ProxProp(module).attach(optimizer)
+    before = [p.full_tensor().detach().clone() for p in module.parameters()]
+    with torch.no_grad():
+        module[5].weight.grad = torch.zeros_like(module[5].weight)
+        module[5].weight.grad.to_local().fill_(torch.nan if rank else 0.0)
+    optimizer.step()
+    prox.detach()
+    return all(torch.equal(p.full_tensor(), q) for p, q in zip(module.parameters(), before, strict=True))
+
+
+def _refused_share():
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    layer = nn.Linear(4, 4)
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), init_device_mesh("cpu", (2,)), [Shard(1)]))
+    try:
+        ProxProp(layer, skip_last=False)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def _train_accumulating(module, mine, options):
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.9)
+    prox = ProxProp(module, **options).attach(optimizer)
+    g = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for _ in range(2):
+            x, y = torch.randn(8, 2, 4, 4, generator=g, dtype=torch.float64), torch.randint(3, (8,), generator=g)
+            nn.functional.cross_entropy(module(mine(x)), mine(y)).backward()
+        optimizer.step()
+    prox.detach()
+    return list(module.parameters())
+
+
+def test_two_ranks_with_sharded_weights_equal_one_process():
+    """FSDP2 shards output units, whose directions need the summed Gram matrix only; batches are accumulated."""
+    together, other = on_ranks(_sharded_worker)
+    for name, options in SHARDED:
+        alone = [p.detach() for p in _train_accumulating(_uneven(), lambda x: x, options)]
+        torch.testing.assert_close(together[name], alone, rtol=1e-8, atol=1e-10)
+    assert together["skipped"]
+    assert other["skipped"]
+    assert "has a weight in the layout (S(1)): ProxProp takes DTensors that are sharded by output" in other["refused"]

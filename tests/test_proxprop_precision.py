@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minimand.train.proxprop import grams
+from minimand.operators import patch_grams as grams
 from tests.test_proxprop_training import BOTH, _batch, _grads, _loss, _net, _start
 
 
@@ -135,7 +135,7 @@ def test_the_unfolded_batch_never_stands_in_memory_whole(monkeypatch, stride, gr
 def _held(prox):
     """The number of entries that each layer stores."""
     found = {}
-    for path, layer in prox._hooked.items():
+    for path, layer in prox._units.items():
         rows = layer.rows
         mine = (
             [] if rows is None else [rows.gram, rows.a, rows.delta, None if rows.metric is None else rows.metric.gram]
@@ -152,7 +152,7 @@ def test_what_is_held_between_backward_and_step(fused):
     prox, optimizer = _start(net, fused=fused)
     net(torch.rand(10, 6)).square().sum().backward()
     assert _held(prox) == ({"0": 0, "2": 0} if fused else {"0": 7 * 7, "2": 10 * (21 + 30)})
-    assert all(layer.rows.metric is None for layer in prox._hooked.values())
+    assert all(layer.rows.metric is None for layer in prox._units.values())
     optimizer.step()
-    assert all(layer.rows is None and not layer._pending for layer in prox._hooked.values())
+    assert all(layer.rows is None and not layer._pending for layer in prox._units.values())
     prox.detach()

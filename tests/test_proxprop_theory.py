@@ -4,6 +4,7 @@ A network has hidden layers z = φ(θ, a), a = σ(z) and a last linear layer bef
 """
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -12,7 +13,15 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.autograd import grad
 
-from minimand.train import ProxProp, paper_tau_theta
+from minimand.errors import MinimandError
+from minimand.train import (
+    ProxProp,
+    descent_angle,
+    metric_range,
+    paper_tau_theta,
+    penalty_energy,
+    penalty_sweep,
+)
 
 
 def _net(sizes=(5, 7, 6, 3), seed=0):
@@ -239,3 +248,71 @@ def test_the_gram_is_a_sum_whatever_the_loss_does():
     optimizer.step()
     prox.detach()
     torch.testing.assert_close(net[0].weight.grad, len(x) * mean[0])
+
+
+@pytest.mark.parametrize("tau_theta", [None, 0.3])
+def test_the_sweep_is_that_of_the_hand_written_algorithms(tau_theta):
+    net, (x, y) = _net(), _data()
+    found = penalty_sweep(net, x, y, _loss, tau=0.4, tau_theta=tau_theta)
+    step = _explicit if tau_theta is None else _proximal(tau_theta)
+    for layer, theta in _sweep(net, x, y, 0.4, step).items():
+        name = list(net).index(layer)
+        torch.testing.assert_close(torch.cat([found[f"{name}.weight"], found[f"{name}.bias"][:, None]], 1), theta)
+
+
+def test_convolutions_have_the_same_sweep_as_the_hooks():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)).double()
+    x, y = torch.randn(4, 2, 3, 3, dtype=torch.float64), torch.randint(3, (4,))
+    expected = penalty_sweep(net, x, y, _loss, tau=0.5, tau_theta=2.0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    prox = ProxProp(net, tau_theta=2.0).attach(optimizer)
+    _loss(net(x), y).backward()
+    optimizer.step()
+    prox.detach()
+    for name, parameter in net.named_parameters():
+        torch.testing.assert_close(parameter.detach(), expected[name])
+
+
+def test_a_proximal_step_lowers_the_energy_at_fixed_activations():
+    """[Frerix2018], section 4.1: at any step size, for the activations of the sweep."""
+    net, (x, y) = _net(), _data()
+    z1 = net[0](x).detach()
+    a1 = z1.tanh()
+    z2 = net[2](a1).detach() + torch.randn(9, 6, dtype=torch.float64)
+    before = penalty_energy(net, x, y, _loss, [a1, z2.tanh()], [z1, z2])
+    for tau_theta in (1e-3, 1.0, 1e6):
+        moved = _proximal(tau_theta)(_theta(net[2]), _with_ones(a1), z2)
+        other = _net()
+        with torch.no_grad():
+            other[2].weight.copy_(moved[:, :-1])
+            other[2].bias.copy_(moved[:, -1])
+        assert penalty_energy(other, x, y, _loss, [a1, z2.tanh()], [z1, z2]) < before
+
+
+@given(tau_theta=st.floats(1e-3, 1e3), rows=st.sampled_from([3, 40]), seed=st.integers(0, 20))
+def test_the_angle_is_within_the_range_of_the_metric(tau_theta, rows, seed):
+    net, (x, y) = _net(seed=seed), _data(rows, seed)
+    found, plain = _directions(net, x, y, tau_theta=tau_theta)
+    low, high = metric_range(x, tau_theta, bias=True)
+    A = _with_ones(x)
+    inverse = torch.linalg.inv(A.T @ A + torch.eye(6, dtype=A.dtype) / tau_theta)
+    assert (low, high) == pytest.approx(tuple(torch.linalg.eigvalsh(inverse)[[0, -1]].tolist()), rel=1e-6)
+    assert 0 < low <= high <= tau_theta * (1 + 1e-9)
+    angle = descent_angle(found[:2], plain[:2])
+    assert angle < 90
+    assert math.cos(math.radians(angle)) >= low / high - 1e-9
+
+
+def test_bad_arguments_of_the_theory_are_refused():
+    net, (x, y) = _net(), _data()
+    for wrong in (
+        lambda: penalty_energy(net, x, y, _loss, [x], [x]),
+        lambda: penalty_sweep(net, x, y, _loss, tau=0.0),
+        lambda: penalty_sweep(net[:-1], x, y, _loss, tau=1.0),
+        lambda: penalty_sweep(net[0], x, y, _loss, tau=1.0),
+        lambda: metric_range(x, -1.0),
+        lambda: descent_angle([x], [x[0]]),
+    ):
+        with pytest.raises(MinimandError):
+            wrong()

@@ -35,7 +35,7 @@ def _nearest(problem, x0):
         A = problem.operator.weight
         best = x0 + (problem.y - x0 @ A) @ torch.linalg.pinv(A)
     else:
-        best = solve(problem, FISTA(iters=5000), x0=x0, tol=1e-11).x
+        best = solve(problem, FISTA(iters=5000), x0=x0).x
     return problem.objective(best), (x0 - best).square().sum()
 
 

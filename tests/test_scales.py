@@ -4,6 +4,7 @@ The objective of each estimator fixes how its options scale: (Y, λ) and (cY, c�
 (Y, γ) and (cY, γ/c) for robust components. A multiplication by a power of four is exact, so its results are, too.
 """
 
+import dataclasses
 import math
 import warnings
 from functools import partial
@@ -21,8 +22,7 @@ from minimand.factor import (
     CPTensor,
     DropoutFactorization,
     Entrywise,
-    Huber,
-    Logistic,
+    HuberLoss,
     LowRank,
     MatrixCompletion,
     ParallelNetwork,
@@ -39,6 +39,7 @@ from minimand.factor import (
 )
 from minimand.factor.inputs import Units, leveled, middle, raised
 from minimand.homogeneous import certify_relu
+from minimand.solvers import Datafit, Logistic
 
 from .cases.certificates import KINDS, check, random_case
 
@@ -140,7 +141,7 @@ def test_robust_tensor_and_network_certificates_at_every_scale(c):
 
     U, V = POINT
     for gamma in (2.0, None):
-        loss = [partial(Huber, gamma=gamma and gamma / s) for s in (1.0, c)]
+        loss = [partial(HuberLoss, gamma=gamma and gamma / s) for s in (1.0, c)]
         same(certify(c * A, c**0.5 * U, c**0.5 * V, lam=0.5, loss=loss[1]), certify(A, U, V, lam=0.5, loss=loss[0]), 1)
     modes = [RNG.standard_normal((n, 2)) for n in T.shape]
     found = certify_tensor(T, modes, lam=0.5)
@@ -264,17 +265,19 @@ def test_an_objective_outside_the_range_is_announced():
 EMPTY = np.zeros((0, 3))
 
 
-class Quartic(Entrywise):
-    curvature = 1.0
+@dataclasses.dataclass(frozen=True)
+class Quartic(Datafit):
+    def values(self, t, y):
+        return (t - y) ** 4
 
-    def values(self, X, Y):
-        return (X - Y) ** 4
+    def gradient(self, t, y):
+        return 4 * (t - y) ** 3
 
-    def gradient(self, X, Y):
-        return 4 * (X - Y) ** 3
+    def curvature(self, y):
+        return 1.0
 
-    def conjugate(self, S, Y):
-        return S * Y + 0.75 * (S / 4) ** (4 / 3)
+    def conjugate(self, u, y):
+        return u * y + 0.75 * (u / 4) ** (4 / 3)
 
 
 @pytest.mark.parametrize(
@@ -285,8 +288,11 @@ class Quartic(Entrywise):
         (lambda: certify(A, *POINT, lam=1e-300), "too far apart"),
         (lambda: certify_relu([[1.0]], [1.0], [[1.0, 0.0]], [[1.0]], lam=1e290), "too far apart"),
         (lambda: RobustPCA(1.0, 1e200).fit(1e200 * B), "gamma=1e[+]200 and the data"),
-        (lambda: certify(A, *POINT, lam=1.0, loss=lambda Y: Quartic(1e100 * Y)), "no degree"),
-        (lambda: certify(A > 0.5, 1e200 * POINT[0], 1e200 * POINT[1], lam=1.0, loss=Logistic), "squares overflow"),
+        (lambda: certify(A, *POINT, lam=1.0, loss=lambda Y: Entrywise(1e100 * Y, Quartic())), "no degree"),
+        (
+            lambda: certify(np.sign(A - 0.5), 1e200 * POINT[0], 1e200 * POINT[1], lam=1.0, loss=Logistic()),
+            "squares overflow",
+        ),
         (lambda: NMF(1.0).fit(A, start=(1e30 * POINT[0], POINT[1])), "start is larger"),
         (lambda: CPTensor(1.0).fit(T, start=[np.full((n, 1), 1e9) for n in T.shape]), "start is larger"),
         (lambda: certify(EMPTY, EMPTY[:, :1], np.zeros((3, 1)), lam=1.0), "no entries"),

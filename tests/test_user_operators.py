@@ -41,7 +41,7 @@ class Matrix(LinearOperator):
 def test_solved_as_the_dense_operator(case, make):
     problem = problems.dense(NonNegative())
     own = Problem(make(problem.operator.weight), problem.function, problem.y, problem.bias, problem.ridge)
-    mine, reference = solve(own, case.long, tol=1e-9), solve(problem, case.long, tol=1e-9)
+    mine, reference = solve(own, case.long, tol=1e-14), solve(problem, case.long, tol=1e-14)
     assert mine.converged
     torch.testing.assert_close(mine.x, reference.x, atol=1e-7, rtol=0)
 
@@ -83,7 +83,7 @@ def test_images_to_vectors(case):
         matrix = Dense(operators.dense_matrix(op))
         bias = op.per_feature(problem.bias).expand(op.output_shape).reshape(-1)
         flat = Problem(matrix, NonNegative(), y.flatten(2), bias, 2.0)
-        mine, reference = solve(problem, case.long, tol=1e-8), solve(flat, case.long, tol=1e-8)
+        mine, reference = solve(problem, case.long, tol=1e-14), solve(flat, case.long, tol=1e-14)
         assert mine.converged
         torch.testing.assert_close(mine.x.flatten(2), reference.x.flatten(2), atol=1e-7, rtol=0)
         assert mine.x.shape == (2, 3, *op.output_shape)

@@ -15,7 +15,7 @@ from minimand_papers.experiment import Results
 from minimand_papers.experiments.bibi2019 import solvers_heads as heads
 from minimand_papers.experiments.bibi2019 import solvers_lenet as lenet
 from minimand_papers.features import Features, Head, cache, cached, head_accuracy, train_head
-from minimand_papers.recipe import Lookahead, Recipe, fast_train
+from minimand_papers.recipe import FastRecipe, Lookahead, fast_train
 from minimand_papers.sweeps import best_of, usable
 from minimand_papers.training import loaders
 from minimand_papers.zoo import FastNet
@@ -47,7 +47,7 @@ def test_first_filters_copy_and_head_has_the_blocks_of_the_paper() -> None:
 
 
 def test_every_trained_parameter_is_in_one_group_with_its_rate() -> None:
-    net, recipe = FastNet(width=0.1, hidden=8), Recipe()
+    net, recipe = FastNet(width=0.1, hidden=8), FastRecipe()
     groups = recipe.groups(net)
     listed = [parameter for group in groups for parameter in group["params"]]
     assert len(set(listed)) == len(listed)
@@ -80,7 +80,7 @@ def test_lookahead_returns_to_the_average() -> None:
 def test_wrong_recipes_are_refused() -> None:
     for wrong in ({"epochs": 0}, {"restart": -1}, {"rise": 1.0}):
         with pytest.raises(OptionError):
-            Recipe(**wrong)
+            FastRecipe(**wrong)
     for wrong in ({"p": (1.0,)}, {"rates": (0.0,)}, {"heads": 0}, {"rates": ()}):
         with pytest.raises(OptionError):
             dataclasses.replace(heads.SMOKE, **wrong)
@@ -93,7 +93,7 @@ def test_the_recipe_learns_digits(tmp_path: Path, bfloat16: bool) -> None:
     data = loaders(lab, "digits", 25, limit=800, enlarge=4, augment=CropFlip(2, flip=False, reflect=True))
     net = FastNet(data.classes, data.shape[0], width=0.2, hidden=256)
     net.whiten(data.train.normalize(data.train.split.images))
-    *_, last = fast_train(lab, net, data, Recipe(4, 1, bfloat16=bfloat16))
+    *_, last = fast_train(lab, net, data, FastRecipe(4, 1, bfloat16=bfloat16))
     assert last["test"] > 80
 
 

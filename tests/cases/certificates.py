@@ -19,7 +19,7 @@ from minimand.factor import (
     NMF,
     Certificate,
     CPTensor,
-    Huber,
+    HuberLoss,
     LowRank,
     MatrixCompletion,
     ParallelReLU,
@@ -359,7 +359,7 @@ def _robust(rng: np.random.Generator, seed: int) -> CertificateCase:
     R, scale = Y - U @ V.T, _scale(rng)
     value, size = _huber(R, gamma) + lam * math.fsum(_norms(U, V)), float(np.linalg.norm(Y) + _norms(U, V).sum())
     left, right = _spread(rng, scale, U, V)
-    loss = partial(Huber, gamma=gamma / scale)
+    loss = partial(HuberLoss, gamma=gamma / scale)
     return CertificateCase(
         "robust", seed, lam, _tol(rng), scale, minimum, value, size * max(gamma, 1.0),
         lambda case: _certify(Y * scale, left, right, case, loss=loss),

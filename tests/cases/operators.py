@@ -5,6 +5,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+import scipy.sparse
+import scipy.sparse.linalg
 import torch
 from torch import Tensor, nn
 
@@ -20,11 +23,15 @@ from minimand.operators import (
     Dense,
     Inpainting,
     LinearOperator,
+    MultiCoilFourier,
     SubsampledFourier,
     Transposed,
     Wavelet,
+    as_operator,
+    downsampling,
     gaussian_blur,
     operator,
+    parallel_beam,
 )
 
 __all__ = ["ALL", "MEASUREMENTS", "OPERATORS", "USERS", "AnyCase", "MeasurementCase", "OperatorCase", "UserCase"]
@@ -114,6 +121,9 @@ MEASUREMENTS = [
     MeasurementCase("blocks", lambda: _blocks((6, 9))),
     MeasurementCase("fourier", lambda: SubsampledFourier((torch.rand(6, 5) < 0.4).float())),
     MeasurementCase("inpainting", lambda: Inpainting((torch.rand(2, 4, 5) < 0.5).float())),
+    MeasurementCase("blur reflect", lambda: gaussian_blur((6, 7), 0.8, padding_mode="reflect", channels=2)),
+    MeasurementCase("binning", lambda: downsampling((4, 6), 2, channels=2)),
+    MeasurementCase("coils", lambda: MultiCoilFourier(torch.rand(4, 5).round(), torch.randn(3, 2, 4, 5))),
     MeasurementCase("blur", lambda: gaussian_blur((6, 7), 0.8)),
     MeasurementCase("dct", lambda: BlockDCT((7, 8), block=4, count=4)),
     MeasurementCase("wavelet", lambda: Wavelet((7, 9), levels=2, family="db2", count=4)),
@@ -190,11 +200,29 @@ def _projections(dtype: torch.dtype) -> LinearOperator:
     )
 
 
+_SPARSE = scipy.sparse.random(6, 12, 0.4, random_state=0)
+_ROWS = np.random.default_rng(0).normal(size=(4, 6))
+
+
+class _Physics:
+    """What deepinv calls a physics: A and A_adjoint on batches of any size."""
+
+    def A(self, x: Tensor) -> Tensor:
+        return x[..., ::2, :] - x[..., 1::2, :]
+
+    def A_adjoint(self, y: Tensor) -> Tensor:
+        return torch.stack([y, -y], -2).flatten(-3, -2)
+
+
 USERS = [
     UserCase("cyclic shift", lambda dtype: CyclicShift(6, dtype)),
     UserCase("downsampling", Downsampling),
     UserCase("differences", _differences),
     UserCase("projections", _projections),
+    UserCase("tomography", lambda dtype: parallel_beam(5, [0.0, 0.4, 1.5], dtype=dtype)),
+    UserCase("sparse", lambda dtype: as_operator(_SPARSE, (1, 3, 4), (2, 3), dtype=dtype)),
+    UserCase("scipy", lambda dtype: as_operator(scipy.sparse.linalg.aslinearoperator(_ROWS), (1, 2, 3), dtype=dtype)),
+    UserCase("physics", lambda dtype: as_operator(_Physics(), (2, 4, 4), dtype=dtype)),
 ]
 
 AnyCase = OperatorCase | MeasurementCase | UserCase

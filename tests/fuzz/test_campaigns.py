@@ -16,7 +16,7 @@ NOT_CALLED = {
     *("Bernoulli", "ExactGram", "JacobianFree", "L2", "Nice", "NonNegativeL2", "Unroll", "coefficient_parameters"),
     *("iterate", "majorant", "role", "Transition"),
     # Losses and regularizers are arguments of factorize, which makes or uses them.
-    *("Entrywise", "Huber", "Logistic", "SparseL2"),
+    *("Entrywise", "HuberLoss", "SparseL2"),
 }
 
 

@@ -52,6 +52,7 @@ class Head:
         momentum: Nesterov's momentum.
         weight_decay: Weight decay.
         smoothing: Label smoothing.
+        bfloat16: Compute products in bfloat16.
     """
 
     rate: float
@@ -60,6 +61,7 @@ class Head:
     momentum: float = 0.9
     weight_decay: float = 5e-4
     smoothing: float = 0.1
+    bfloat16: bool = False
 
 
 def train_head(net: nn.Module, data: Features, how: Head, generator: torch.Generator) -> None:
@@ -77,7 +79,9 @@ def train_head(net: nn.Module, data: Features, how: Head, generator: torch.Gener
     net.train()
     for index in _batches(len(features), batch, steps, generator):
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(net(features[index]), labels[index], label_smoothing=how.smoothing)
+        with torch.autocast(features.device.type, torch.bfloat16, enabled=how.bfloat16):
+            logits = net(features[index])
+        loss = nn.functional.cross_entropy(logits.float(), labels[index], label_smoothing=how.smoothing)
         loss.backward()
         optimizer.step()
         schedule.step()

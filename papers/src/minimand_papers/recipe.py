@@ -13,11 +13,11 @@ from .context import Lab
 from .data import CropFlip
 from .training import Loaders, accuracy
 
-__all__ = ["Recipe", "augmentation", "fast_train"]
+__all__ = ["FastRecipe", "augmentation", "fast_train"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class FastRecipe:
     """Nesterov SGD with a triangular schedule, label smoothing, lookahead and bfloat16 products.
 
     Learning rates and weight decays are per group: convolutions, norms (biases, and scales where they are trained), and
@@ -62,7 +62,7 @@ class Recipe:
     def factor(self, step: int, steps: int) -> float:
         """The learning rate at a step of a cycle, relative to its peak.
 
-        >>> recipe = Recipe(rise=0.5)
+        >>> recipe = FastRecipe(rise=0.5)
         >>> recipe.factor(0, 100), recipe.factor(50, 100), round(recipe.factor(100, 100), 3)
         (0.2, 1.0, 0.05)
         """
@@ -133,7 +133,7 @@ class Lookahead:
 
 
 def fast_train(
-    lab: Lab, model: nn.Module, data: Loaders, recipe: Recipe, undecayed: Iterable[nn.Parameter] = ()
+    lab: Lab, model: nn.Module, data: Loaders, recipe: FastRecipe, undecayed: Iterable[nn.Parameter] = ()
 ) -> Iterator[dict[str, Any]]:
     """Train by the recipe; yields a record per epoch, then one with the test accuracy, also with mirror images."""
     model.to(lab.device, memory_format=torch.channels_last)  # type: ignore[call-overload]

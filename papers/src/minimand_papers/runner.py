@@ -95,6 +95,8 @@ def _prepare(experiment: Experiment[Any], setting: RunSetting, directory: Path) 
     options = options_of(setting)
     path = directory / "protocol.json"
     assert setting.seeds is not None
+    # A process that was killed before its protocol was complete has left nothing that is worth keeping.
+    sweep(directory)
     if path.is_file() and setting.resume:
         stored = read_json(path, {"options": dict, "seeds": list})
         if stored["options"] != options:

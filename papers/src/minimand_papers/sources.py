@@ -66,6 +66,9 @@ SOURCES: Mapping[str, Publication] = {
                 "cs-set11",
                 "cs-phases",
                 "mri-brain",
+                "deblur",
+                "superres",
+                "prior-transfer",
                 "structure-rates",
                 "structure-depth",
                 "structure-cifar",
@@ -101,7 +104,7 @@ SOURCES: Mapping[str, Publication] = {
             "[Frerix2018]",
             "Frerix et al. 2018",
             "T. Frerix, T. Möllenhoff, M. Moeller, D. Cremers. Proximal Backpropagation. ICLR 2018.",
-            ("proxprop-mlp", "proxprop-stepsizes", "proxprop-adam", "proxprop-peers"),
+            ("proxprop-mlp", "proxprop-stepsizes", "proxprop-adam", "proxprop-peers", "proxprop-autoencoder"),
         ),
     )
 }

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from .drawing import COLORS, figure, logarithmic, style
 from .experiment import Plot
 
-__all__ = ["Sweep", "best_of", "range_plot", "shares", "usable"]
+__all__ = ["Sweep", "best_of", "edges", "range_plot", "shares", "usable"]
 
 #: The accuracies of several seeds at each learning rate.
 Sweep = Mapping[float, Sequence[float]]
@@ -38,7 +38,18 @@ def shares(sweeps: Mapping[str, Sweep]) -> str:
     return "; ".join(f"{method} {one[1]:.0%}, mean {one[0]:.1f} %" for method, one in found.items() if one is not None)
 
 
-def range_plot(title: str, sweeps: Mapping[str, Sweep], y: str = "test accuracy, %") -> Plot:
+def edges(sweeps: Mapping[str, Sweep]) -> str:
+    """The methods whose best mean is at the first or last rate, as a sentence; empty if there are none.
+
+    >>> edges({"a": {0.1: [90.0], 1.0: [80.0], 10.0: [70.0]}, "b": {0.1: [1.0], 1.0: [2.0], 10.0: [0.0]}})
+    'Best at the edge of the grid, where a wider one may give more: a at 0.1.'
+    """
+    best = {method: max(sweep, key=lambda r: statistics.fmean(sweep[r])) for method, sweep in sweeps.items() if sweep}
+    found = [f"{m} at {rate:g}" for m, rate in best.items() if rate in (min(sweeps[m]), max(sweeps[m]))]
+    return f"Best at the edge of the grid, where a wider one may give more: {', '.join(found)}." if found else ""
+
+
+def range_plot(title: str, sweeps: Mapping[str, Sweep], y: str = "test accuracy, %", x: str = "learning rate") -> Plot:
     """Accuracy over the learning rate, one line per method, with a band from the smallest to the largest."""
     canvas = figure()
     axes = canvas.subplots()
@@ -52,7 +63,7 @@ def range_plot(title: str, sweeps: Mapping[str, Sweep], y: str = "test accuracy,
         axes.fill_between(list(sweep), low, high, color=color, alpha=0.18, linewidth=0)
         shown = ", ".join(f"{mean:.1f} at {rate:g}" for rate, mean in zip(sweep, means, strict=True))
         sentences.append(f"{method}: {shown}")
-    style(axes, "learning rate", y, title)
+    style(axes, x, y, title)
     if sentences:
         logarithmic(axes, "x")
         axes.legend(frameon=False)

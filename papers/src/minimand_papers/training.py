@@ -32,10 +32,12 @@ def loaders(
     augment: Augmentation | None = None,
     limit: int | None = None,
     enlarge: int = 1,
+    unit: bool = False,
 ) -> Loaders:
     """Load a dataset and hold out a tenth for validation, as in the papers.
 
-    ``limit`` keeps the first images of each split; ``enlarge`` repeats pixels, for networks of larger images.
+    ``limit`` keeps the first images of each split; ``enlarge`` repeats pixels, for networks of larger images. Channels
+    are standardised; with ``unit`` the inputs are pixels/255.
     """
     data = lab.load(dataset)
     # The split does not depend on the run's seed, so that all seeds are evaluated on the same images.
@@ -46,7 +48,7 @@ def loaders(
             part.subset(torch.arange(min(limit, len(part)))) for part in (train, validation, test)
         )
     train, validation, test = (_enlarged(part, enlarge) for part in (train, validation, test))
-    normalize = Normalization.of(train)
+    normalize = Normalization.unit(train.images.shape[1]) if unit else Normalization.of(train)
     return Loaders(
         lab.batches(train, batch, normalize=normalize, augment=augment),
         lab.batches(validation, 500, train=False, normalize=normalize),

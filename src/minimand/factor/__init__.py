@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from .dictionary import SparseDictionary
     from .dropout import dropout_optimum, equalize, nuclear_squared
     from .dropout_factorization import DropoutFactorization
+    from .entrywise import Entrywise
     from .generic import factorize
-    from .losses import Entrywise, Huber, Logistic, Loss, Squared
+    from .losses import HuberLoss, Loss, Squared
     from .lowrank import LowRank
     from .nmf import NMF
     from .regularizers import L2, NonNegativeL2, Regularizer, SparseL2
@@ -34,7 +35,8 @@ _HOMES = {
     ".dropout": ("dropout_optimum", "equalize", "nuclear_squared"),
     ".dropout_factorization": ("DropoutFactorization",),
     ".generic": ("factorize",),
-    ".losses": ("Entrywise", "Huber", "Logistic", "Loss", "Squared"),
+    ".entrywise": ("Entrywise",),
+    ".losses": ("HuberLoss", "Loss", "Squared"),
     ".lowrank": ("LowRank",),
     ".nmf": ("NMF",),
     ".regularizers": ("L2", "NonNegativeL2", "Regularizer", "SparseL2"),
@@ -52,8 +54,7 @@ __all__ = [
     "DropoutFactorization",
     "DropoutPenalty",
     "Entrywise",
-    "Huber",
-    "Logistic",
+    "HuberLoss",
     "Loss",
     "LowRank",
     "MatrixCompletion",

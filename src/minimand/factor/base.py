@@ -5,9 +5,10 @@ import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
+import scipy.sparse as sp
 import torch
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin, clone
 from sklearn.exceptions import ConvergenceWarning
@@ -18,7 +19,7 @@ from ..errors import MissingExtra, OptionError, ShapeError, require_finite, requ
 from ..solvers.linear import ridge_factor
 from .bounds import largest_singular
 from .certificate import FactorProblem, Factors, Stop
-from .growth import GrowthOptions, Report, grow, no_report
+from .growth import grow
 from .inputs import (
     APART,
     Units,
@@ -39,7 +40,9 @@ from .inputs import (
 )
 from .losses import Loss, Squared
 from .matrices import RowSharding
+from .options import GrowthOptions, Report, no_report
 from .regularizers import L2, Regularizer
+from .sparse import SparseData, sparse_from_tensor
 
 __all__ = ["Factorization", "GrownFactorization", "Path"]
 
@@ -94,6 +97,9 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     random_state: Any = None
     verbose: bool = False
 
+    #: Whether the loss takes sparse matrices, whose zeros are data.
+    _takes_sparse: ClassVar[bool] = False
+
     # -- defined by each estimator ---------------------------------------------------------------------------------
 
     @abc.abstractmethod
@@ -103,7 +109,10 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     def _code(self, problem: Any, V: Tensor) -> tuple[Tensor, bool]:
         """The codes of the data's rows for fixed V, not empty, and whether they converged: each row solves
         min ½‖y − uVᵀ‖² + (λ/2)‖u‖²."""
-        return ridge_factor(V.mT.contiguous(), problem.lam).solve(problem.loss.Y.flatten(1) @ V), True
+        Y = problem.loss.Y
+        return ridge_factor(V.mT.contiguous(), problem.lam).solve(
+            (Y if Y.shape[1:] == V.shape[:1] else Y.flatten(1)) @ V
+        ), True
 
     def _loss(self, Y: Any, rows: RowSharding) -> Loss:
         """The loss of checked data."""
@@ -128,6 +137,7 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.transformer_tags.preserves_dtype = ["float64", "float32"]
+        tags.input_tags.sparse = self._takes_sparse
         return tags
 
     def fit(self, Y: Any, y: Any = None, *, start: Any = None, process_group: Any = None) -> Self:
@@ -244,7 +254,13 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         """An example of the kind of the results, and the data as a tensor of float32 or float64."""
         name = type(self).__name__
         refuse_masked("Y", Y, f"{name} needs them all: {_MISSING}")
-        data = self._matrix(Y, reset=reset)
+        if isinstance(Y, Tensor) and Y.layout != torch.strided and self._takes_sparse:
+            require_2d(Y)
+            Y = sparse_from_tensor(Y)
+        data = self._matrix(Y, reset=reset, accept_sparse=("csr", "csc") if self._takes_sparse else False)
+        if sp.issparse(data):
+            require_entries("Y", data.data, name, _MISSING)
+            return data.data[:0], SparseData(data)
         require_entries("Y", data, name, _MISSING)
         return (Y, data) if isinstance(Y, Tensor) else (data, as_tensor(data))
 
@@ -254,8 +270,7 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             return validated(self, Y, reset=reset, accept_sparse=accept_sparse)
         require_values("Y", Y)
         shape = tuple(Y.shape)
-        if Y.dim() != 2:
-            raise ShapeError(f"Expected 2D tensor, got shape {shape}; reshape one feature with Y.reshape(-1, 1)")
+        require_2d(Y)
         if Y.is_complex():
             raise OptionError("Complex data not supported: pass real and imaginary parts as columns")
         if 0 in shape:
@@ -316,14 +331,17 @@ class GrownFactorization(Factorization):
     _: KW_ONLY
     n_components: int | None = None
     r_max: int | None = None
+    effort: float | str | None = "auto"
 
     def _options(self, bound: int) -> GrowthOptions:
         """Options of the growth; ``bound`` is the theory's bound on the size of a minimiser."""
-        return GrowthOptions(self.n_components, self.r_max, int(self.max_iter), float(self.tol), bound=bound)
+        return GrowthOptions(
+            self.n_components, self.r_max, int(self.max_iter), float(self.tol), self.effort, bound=bound
+        )
 
     def _solve(self, problem: Any, start: Any, report: Report) -> Factors:
         options = self._options(problem.loss.entries())
-        return grow(problem, options, like=problem.loss.Y, generator=self._generator(), start=start, report=report)
+        return grow(problem, options, like=problem.loss.Y[:0], generator=self._generator(), start=start, report=report)
 
 
 def validated(estimator: BaseEstimator, *data: Any, **options: Any) -> Any:
@@ -336,6 +354,12 @@ def validated(estimator: BaseEstimator, *data: Any, **options: Any) -> Any:
         return validate_data(estimator, *arrays, **{"dtype": FLOATS, "ensure_all_finite": False, **options})
     except OverflowError as error:
         raise OptionError("the data hold whole numbers above the range of float64: scale them") from error
+
+
+def require_2d(Y: Tensor) -> None:
+    """Raise :class:`ShapeError` unless Y has two dimensions."""
+    if Y.dim() != 2:
+        raise ShapeError(f"Expected 2D tensor, got shape {tuple(Y.shape)}; reshape one feature with Y.reshape(-1, 1)")
 
 
 def in_range(factors: tuple[Tensor, ...], units: Units, shares: Sequence[int] = (2, 2)) -> tuple[Tensor, ...]:

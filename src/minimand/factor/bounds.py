@@ -3,34 +3,32 @@ r"""Upper bounds on polars. Certificates rest on them.
 The polar of a matrix Z is :math:`p = \max\{u^\top Z v : \theta(u, v) \le 1\}`. Each function returns a
 :class:`Bound`: a number that no direction exceeds, and the name of the method. A bound by Cholesky is a theorem about
 the computed matrix in floating point. A bound by Lanczos fails with a probability that its name states. There is one
-bound for each regularizer: :func:`spectral_bound` (L2), :func:`doubly_nonnegative_bound` and :func:`sparse_bound`.
+bound for each regularizer: :func:`spectral_bound` (L2), :func:`sparse_bound`, and those for non-negative factors in
+``nonnegative``.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..functions import L1, PositiveSemidefinite
+from ..functions import L1
 from ..norms.spectral import EPS, certified_lambda_max, lanczos, start_vector
-from ..solvers.iterate import iterate
 from .matrices import DualMatrix, leading_singular
 
-__all__ = ["Bound", "BoundOptions", "doubly_nonnegative_bound", "sparse_bound", "spectral_bound"]
+__all__ = ["Bound", "BoundOptions", "affordable_bound", "quick_bound", "sparse_bound", "spectral_bound"]
 
 FAILURE = 1e-9
 # The largest number of columns of a Gram matrix that is formed and factorised.
 LARGEST_GRAM = 6000
 # Entries of a Krylov basis: half a gigabyte of float64.
 BASIS = 64_000_000
-# Floating point operations of the doubly non-negative bound at effort 1: about five seconds of one core.
-BUDGET = 6e10
-CHECK_EVERY = 20
-RELAXATION = 1.6
-MAX_ADMM = 600
+# Floating point operations at effort 1: about five seconds of one core. Every bound may spend the least.
+BUDGET, LEAST = 6e10, 3e7
+# Products with vectors are bound by memory: they cost several operations of a product of matrices.
+VECTOR = 8.0
 THRESHOLDS = 24
 GRID = 2000
 
@@ -49,18 +47,49 @@ class BoundOptions:
 
     Attributes:
         accuracy: The relative distance above the level at which a bound is good enough.
-        effort: The budget of relaxations; at zero only factorisations are computed.
+        effort: The budget; 1 is about five seconds of one core. At zero only the cheapest bounds are computed.
         pairs: The current factors, vectors as rows: a start for relaxations.
         generator: For random starts.
+        relax: Whether relaxations may be solved; a point that is known to be improvable needs none.
     """
 
     accuracy: float = 1e-4
     effort: float = 1.0
     pairs: tuple[Tensor, Tensor] | None = None
     generator: torch.Generator | None = None
+    relax: bool = True
+
+    def affords(self, work: float) -> bool:
+        """Whether the budget suffices for this many floating point operations."""
+        return work <= max(self.effort * BUDGET, LEAST)
 
 
 DEFAULT = BoundOptions()
+
+
+def quick_bound(matrix: DualMatrix) -> Bound:
+    """‖Z‖_F, which costs one pass over Z: no polar over unit vectors exceeds it."""
+    return Bound(
+        math.sqrt(matrix.square()) * (1 + 64 * EPS * (8 + math.sqrt(math.prod(matrix.shape)))), "Frobenius norm"
+    )
+
+
+def affordable_bound(matrix: DualMatrix, level: float, options: BoundOptions) -> Bound:
+    """:func:`spectral_bound` if the budget suffices for it, else :func:`quick_bound`."""
+    return (
+        spectral_bound(matrix, level, options.accuracy, options.generator)
+        if options.affords(spectral_work(matrix, options.accuracy))
+        else quick_bound(matrix)
+    )
+
+
+def spectral_work(matrix: DualMatrix, accuracy: float) -> float:
+    """Floating point operations of :func:`spectral_bound`."""
+    side = _side(matrix)
+    if _factorizes(matrix, accuracy):
+        return 0.5 * side * matrix.work() + side**3
+    steps = _lanczos_steps(side, accuracy)
+    return steps * (2 * VECTOR * matrix.work() + 8 * steps * side)
 
 
 # -- the largest singular value: L2 ------------------------------------------------------------------------------------
@@ -89,17 +118,22 @@ def spectral_bound(
     If Lanczos needs as many vectors as the side is long, its basis is as large as the Gram matrix. Then Cholesky is
     cheaper, and it cannot fail.
     """
-    side = _side(matrix)
-    if has_gram(matrix) or (_lanczos_steps(side, accuracy) >= side and side * side <= BASIS):
+    if _factorizes(matrix, accuracy):
         return cholesky_bound(matrix, level, accuracy)
     return lanczos_bound(matrix, accuracy=accuracy, generator=generator)
+
+
+def _factorizes(matrix: DualMatrix, accuracy: float) -> bool:
+    """Whether :func:`spectral_bound` forms a Gram matrix."""
+    side = _side(matrix)
+    return has_gram(matrix) or (_lanczos_steps(side, accuracy) >= side and side * side <= BASIS)
 
 
 def largest_singular(matrix: DualMatrix, generator: torch.Generator | None = None) -> float:
     r""":math:`\sigma_{\max}(Z)`: an upper bound from the eigenvalues of the Gram matrix if that may be formed, else a
     lower bound by block Krylov iteration.
 
-    >>> from .matrices import DenseDual
+    >>> from .residual import DenseDual
     >>> round(largest_singular(DenseDual(torch.diag(torch.tensor([1.0, 2.0])))), 9)
     2.0
     """
@@ -115,7 +149,7 @@ def cholesky_bound(matrix: DualMatrix, level: float, accuracy: float = 1e-4) -> 
     :math:`\lambda^2(1+\varepsilon)I - Z^\top Z` is factorised at the level that would certify and, if that fails, at a
     Lanczos estimate of the norm. The rounding errors of the product and of the factorisation are part of the bound.
 
-    >>> from .matrices import DenseDual
+    >>> from .residual import DenseDual
     >>> 2.0 <= cholesky_bound(DenseDual(torch.diag(torch.tensor([1.0, 2.0]))), 2.0).value <= 2.00001
     True
     """
@@ -161,7 +195,7 @@ def lanczos_bound(matrix: DualMatrix, *, accuracy: float = 2.5e-4, generator: to
     The number of steps is the one that ``accuracy`` needs by :func:`lanczos_slack`, limited by the size ``BASIS`` of
     the Krylov basis, whose vectors are as long as the shorter side.
 
-    >>> from .matrices import DenseDual
+    >>> from .residual import DenseDual
     >>> 2.0 <= lanczos_bound(DenseDual(torch.diag(torch.tensor([1.0, 2.0])))).value <= 2.001
     True
     """
@@ -173,122 +207,17 @@ def lanczos_bound(matrix: DualMatrix, *, accuracy: float = 2.5e-4, generator: to
         return Bound(math.inf, method)
 
     def squared(x: Tensor) -> Tensor:
-        return matrix.times(matrix.adjoint(x)) if flat else matrix.adjoint(matrix.times(x))
+        return matrix.times(matrix.adjoint(x)) if flat else matrix.normal(x)
 
     value, _ = lanczos(squared, matrix.noise(1, generator, left=flat).squeeze(1), steps)
     slack = 64 * (n + 64) * EPS
-    return Bound(math.sqrt(max(float(value), 0.0) * (1 + slack) / (1 - epsilon)), method)
+    error = 2 * math.sqrt(steps) * matrix.product_error()
+    return Bound(math.sqrt(max(float(value), 0.0) * (1 + slack) / (1 - epsilon)) + error, method)
 
 
 def _lanczos_steps(n: int, accuracy: float) -> int:
     """The number of steps after which :func:`lanczos_slack` bounds the norm to within a relative ``accuracy``."""
     return math.ceil((math.log(1.648 * math.sqrt(n) / FAILURE) / math.sqrt(1 - (1 + accuracy) ** -2) + 1) / 2)
-
-
-# -- non-negative factors ----------------------------------------------------------------------------------------------
-
-
-def doubly_nonnegative_bound(matrix: DualMatrix, level: float, options: BoundOptions = DEFAULT) -> Bound:
-    r"""An upper bound on :math:`\max\{u^\top Z v : u, v \ge 0, \|u\| = \|v\| = 1\}`.
-
-    For :math:`u, v \ge 0` of unit length and any symmetric :math:`N \ge 0`,
-
-    .. math::
-
-        2u^\top Z v = w^\top M w \le w^\top (M + N) w \le 2\lambda_{\max}(M + N), \qquad
-        M = \begin{pmatrix} 0 & Z \\ Z^\top & 0 \end{pmatrix}, \quad w = \begin{pmatrix} u \\ v \end{pmatrix},
-
-    so :math:`p \le \lambda_{\max}(M + N)`. The best N solves the dual of maximising :math:`\langle M, W\rangle` over
-    matrices W that are positive semidefinite and non-negative. ADMM approximates it. Every N gives a valid bound,
-    because the largest eigenvalue is then bounded by a Cholesky factorisation.
-
-    The norms of Z and of its positive part, one factorisation each, are tried first. If neither is at most ``level``,
-    the relaxation is solved to within the accuracy, for as many iterations as the effort allows, from the W of the
-    current factors.
-
-    >>> from .matrices import DenseDual
-    >>> Z = torch.tensor([[1.0, -1.0], [-1.0, 1.0]])          # norm 2; the polar over u, v ≥ 0 is 1
-    >>> round(doubly_nonnegative_bound(DenseDual(Z), 1.0).value, 3)
-    1.0
-    """
-    accuracy, pairs = options.accuracy, options.pairs
-    bound = _norm_bound(matrix, level, accuracy, options.generator)
-    size = matrix.full_rows() + matrix.shape[1]
-    iterations = min(MAX_ADMM, int(options.effort * BUDGET / (12.0 * max(size, 1) ** 3)))
-    if bound.value <= level * (1 + accuracy) or iterations < 2 * CHECK_EVERY:
-        return bound
-    Z = matrix.dense()
-    if pairs is not None:
-        pairs = (matrix.rows.gather(pairs[0].mT.contiguous()).mT, pairs[1])
-    value = _relaxation(Z, level, iterations, pairs, accuracy)
-    return Bound(value, "doubly non-negative dual") if value < bound.value else bound
-
-
-def _norm_bound(matrix: DualMatrix, level: float, accuracy: float, generator: torch.Generator | None) -> Bound:
-    """The smaller of the norms of Z and of its positive part."""
-    plain = spectral_bound(matrix, level, accuracy, generator)
-    if plain.value <= level * (1 + accuracy) or not has_gram(matrix):
-        return plain
-    positive = math.sqrt(gram_bound(small_gram(matrix, torch.relu), level))
-    return Bound(positive, "Cholesky, norm of the positive part") if positive < plain.value else plain
-
-
-class _RelaxationState(NamedTuple):
-    N: Tensor
-    t: float
-    W: Tensor  # the multiplier divided by the penalty
-    best: float
-    stalls: int
-
-
-def _relaxation(
-    Z: Tensor, level: float, iterations: int, pairs: tuple[Tensor, Tensor] | None, accuracy: float
-) -> float:
-    r"""ADMM on :math:`\min t` subject to :math:`S + M + N = tI`, :math:`S \succeq 0`, :math:`N \ge 0`, over-relaxed."""
-    rows, columns = Z.shape
-    size = rows + columns
-    scale = max(level, 1e-30 * float(torch.linalg.matrix_norm(Z))) or 1.0
-    M = Z.new_zeros(size, size)
-    M[:rows, rows:], M[rows:, :rows] = Z / scale, Z.mT / scale
-    W = _first_multiplier(pairs, size, Z)
-    # Ten times the ratio of the two sides' sizes: measured to be near the best over sizes and ranks.
-    penalty = 10 * float(W.norm()) / math.sqrt(size)
-    identity = torch.eye(size, dtype=Z.dtype, device=Z.device)
-    cone = PositiveSemidefinite()
-
-    def step(state: _RelaxationState, k: int) -> _RelaxationState:
-        N, t, W, best, stalls = state
-        shifted = t * identity - M - N
-        S = RELAXATION * cone.prox(shifted - W) + (1 - RELAXATION) * shifted
-        N = torch.relu(-M - S - W)
-        # A positive diagonal entry only raises the eigenvalue.
-        N.diagonal().zero_()
-        t = float((S + W).diagonal().sum() - 1 / penalty) / size
-        W = W + S + M + N - t * identity
-        if (k + 1) % CHECK_EVERY == 0:
-            found = float(certified_lambda_max(M + N, rtol=min(1e-5, accuracy / 4), floor=1.0))
-            stalls = stalls + 1 if found > best - 0.05 * accuracy else 0
-            best = min(best, found)
-        return _RelaxationState(N, t, W, best, stalls)
-
-    def done(state: _RelaxationState, k: int) -> bool:
-        return state.best <= 1 + accuracy or state.stalls >= 3
-
-    start = _RelaxationState(torch.relu(-M), 1.0, W / penalty, math.inf, 0)
-    state, _ = iterate(step, start, iterations, until=done)
-    # The factor covers the rounding of the division by the scale and of M + N.
-    return state.best * scale * (1 + 1e-13)
-
-
-def _first_multiplier(pairs: tuple[Tensor, Tensor] | None, size: int, like: Tensor) -> Tensor:
-    """The primal point of the factors: Σ wwᵀ, scaled to trace one."""
-    uniform = torch.eye(size, dtype=like.dtype, device=like.device) / size
-    if pairs is None or not len(pairs[0]):
-        return uniform
-    stacked = torch.cat([pairs[0], pairs[1]], dim=1).to(like.dtype)
-    W = stacked.mT @ stacked
-    trace = float(W.diagonal().sum())
-    return W / trace if trace > 0 else uniform
 
 
 # -- sparse codes ------------------------------------------------------------------------------------------------------
@@ -309,14 +238,14 @@ def sparse_bound(matrix: DualMatrix, level: float, gamma: float, options: BoundO
     principal components: d'Aspremont, El Ghaoui, Jordan & Lanckriet, 2007). Between two grid points of s, the numerator
     is taken at the right end and the denominator at the left.
 
-    >>> from .matrices import DenseDual
+    >>> from .residual import DenseDual
     >>> Z = torch.ones(9, 1)                                  # the polar is attained at u = 1: 3/(1 + 3γ)
     >>> 1.2 <= sparse_bound(DenseDual(Z), 1.2, 0.5).value <= 1.5
     True
     """
     n = matrix.full_rows()
-    if gamma == 0 or n > LARGEST_GRAM or n == 0:
-        norm = spectral_bound(matrix, level * (1 + gamma), options.accuracy, options.generator)
+    if gamma == 0 or n > LARGEST_GRAM or n == 0 or not options.relax or matrix.compact:
+        norm = affordable_bound(matrix, level * (1 + gamma), options)
         return Bound(norm.value / (1 + gamma), f"{norm.method}, norm")
     product = matrix.outer()
     largest = float(product.abs().max())

@@ -10,6 +10,7 @@ import enum
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -18,17 +19,20 @@ from torch import Tensor
 
 from ..arguments import checked
 from ..errors import NonFiniteError, OptionError, ShapeError, require_finite, require_positive
-from .bounds import Bound
+from .bounds import BUDGET, Bound
+from .entrywise import LossMaker, loss_from
 from .inputs import Units, leveled, raised, real
-from .losses import Loss, Squared, loss_from, rounding
-from .matrices import DualMatrix, RowSharding, summation_error
+from .losses import Loss, Squared, rounding
+from .matrices import DualMatrix, summation_error
 from .observed import masked
+from .problem import FactorProblem
 from .regularizers import BoundOptions, Directions, Regularizer, named_regularizer
+from .sparse import SparseData, is_sparse, sparse_data
 
 __all__ = ["Certificate", "FactorProblem", "Factors", "Status", "Stop", "certify"]
 
 DIRECTIONS = 4
-SWEEPS = 30
+SWEEPS = (3, 30)  # of the two searches for directions; the second is made only if the first is inconclusive
 
 
 class Status(enum.StrEnum):
@@ -88,41 +92,6 @@ class Certificate:
 
 #: The certificate of a fit with ``effort=None``: nothing was computed.
 NOT_CERTIFIED = Certificate(Status.UNDECIDED, math.inf, math.inf, 0.0, math.inf, "no certificate was requested")
-
-
-@dataclass(frozen=True)
-class FactorProblem:
-    r"""The problem :math:`\min_{r, U, V} \ell(UV^\top) + \lambda\sum_{i=1}^r\theta(U_i, V_i)`.
-
-    Attributes:
-        loss: :math:`\ell`, with its data.
-        regularizer: :math:`\theta`.
-        lam: :math:`\lambda`.
-    """
-
-    loss: Loss
-    regularizer: Regularizer
-    lam: float
-
-    @property
-    def rows(self) -> RowSharding:
-        """Where the rows of the data are."""
-        return self.loss.rows
-
-    def normalized(self, *factors: Tensor) -> tuple["FactorProblem", Units]:
-        """The same problem in the middle of the floating-point range, and its units, for given factors (vectors as
-        columns). Every fit and every certificate starts with it."""
-        largest = self.loss.largest()
-        loss, units = self.loss.normalized(*factors, largest=largest)
-        return FactorProblem(loss, self.regularizer, units.weight(self.lam, largest)), units
-
-    def penalty(self, U: Tensor, V: Tensor) -> float:
-        """Σ θ of factors with vectors as columns."""
-        return float(self.regularizer.values(U.mT, V.mT, self.rows).to(torch.float64).sum())
-
-    def objective(self, U: Tensor, V: Tensor) -> float:
-        """The objective of factors with vectors as columns, in float64."""
-        return self.loss.value(U, V) + self.lam * self.penalty(U, V)
 
 
 class Stop(enum.Enum):
@@ -188,7 +157,7 @@ def certify(
     lam: float,
     regularizer: Literal["l2", "nonnegative", "sparse"] | Regularizer = "l2",
     gamma: float | None = None,
-    loss: Callable[[Tensor], Loss] = Squared,
+    loss: LossMaker = Squared,
     mask: Any = None,
     tol: float = 1e-3,
     effort: float = 1.0,
@@ -205,7 +174,8 @@ def certify(
     For other losses R is the negative gradient, and the bracket is the value of the conjugate.
 
     Args:
-        Y: The data, n_samples × n_features; array, frame or tensor. Entries with a False ``mask`` are not read.
+        Y: The data, n_samples × n_features; array, frame, tensor or sparse matrix, whose zeros are data. Entries with a
+            False ``mask`` are not read.
         U: n_samples × r.
         V: n_features × r.
         lam: :math:`\lambda > 0`.
@@ -213,7 +183,7 @@ def certify(
             :math:`u, v \ge 0`), ``"sparse"`` (:math:`\|v\|_2(\|u\|_2 + \gamma\|u\|_1)`), or a
             :class:`~minimand.factor.Regularizer`.
         gamma: :math:`\gamma` of ``"sparse"``.
-        loss: A function from the data to a loss, as for :func:`factorize`.
+        loss: A datafit, or a function from the data to a loss, as for :func:`factorize`.
         mask: True for observed entries of Y; None: all. The masked entries of a masked array are not observed either.
         tol: The largest relative gap of a certified point.
         effort: The budget for bounding the polar of non-negative factors; 1 is about five seconds.
@@ -233,7 +203,8 @@ def certify(
     require_positive("tol", tol)
     require_positive("effort", effort, zero=True)
     Y, mask = _unmasked(Y, mask)
-    data, left, right = _matrix("Y", Y, finite=mask is None), _matrix("U", U), _matrix("V", V)
+    left, right = _matrix("U", U), _matrix("V", V)
+    data = _sparse(Y, mask, loss) if is_sparse(Y) else _matrix("Y", Y, finite=mask is None)
     if not data.numel():
         raise ShapeError(f"Y has no entries, only the shape {tuple(data.shape)}: there is nothing to certify")
     if (data.shape[0], left.shape[1]) != (left.shape[0], right.shape[1]) or data.shape[1] != right.shape[0]:
@@ -243,7 +214,10 @@ def certify(
         )
     if mask is not None and loss is not Squared:
         raise OptionError("mask needs the squared loss: leave loss out, or fill the missing entries")
-    made = loss_from(loss, data) if mask is None else masked(data, mask)
+    if isinstance(data, SparseData):
+        made: Loss = Squared(data)
+    else:
+        made = loss_from(loss, data) if mask is None else masked(data, mask)
     left, right = leveled(left, right)
     problem, units = FactorProblem(made, theta, float(lam)).normalized(left, right)
     left, right = units.lowered(left), units.lowered(right)
@@ -260,8 +234,9 @@ def certify_factors(
     generator: torch.Generator | None = None,
 ) -> Finding:
     """The certificate of factors (vectors as columns) for a problem; the rows may be sharded."""
-    loss, theta, lam = problem.loss, problem.regularizer, problem.lam
-    U, V = U.detach().to(torch.float64), V.detach().to(torch.float64)
+    theta, lam = problem.regularizer, problem.lam
+    precise = U.detach(), V.detach()
+    U, V = (x.to(torch.float64) for x in precise)
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     penalty = problem.penalty(U, V)
     if not penalty < float("inf"):
@@ -269,13 +244,43 @@ def certify_factors(
             f"the factors lie outside the domain of {type(theta).__name__}: they hold negative entries, or entries "
             "whose squares overflow; clip them at zero, scale them, or certify with another regularizer"
         )
-    Z = loss.dual(U, V)
-    upper = theta.upper(Z, lam, BoundOptions(min(1e-4, tol / 4), effort, (U.mT, V.mT), generator))
-    slope, sweeps = loss.slope(U, V, Z), SWEEPS if effort > 0 else 5
-    found = None if slope is None else theta.directions(slope, DIRECTIONS, generator, sweeps=sweeps)
+    Z = problem.loss.dual(U, V)
+    judged = partial(conclude, problem, U, V, dual=Z, penalty=penalty, tol=tol)
+    found, conclusive = _searched(problem, precise, Z, judged, effort, generator)
     attained = 0.0 if found is None else found.best
-    certificate, objective = conclude(problem, U, V, dual=Z, penalty=penalty, polar=(attained, upper), tol=tol)
-    return Finding(certificate, objective, found)
+    options = BoundOptions(min(1e-4, tol / 4), effort, (U.mT, V.mT), generator, relax=not conclusive)
+    upper = theta.upper(Z, lam, options)
+    return Finding(*judged(polar=(attained, upper)), found)
+
+
+def _searched(
+    problem: FactorProblem,
+    factors: tuple[Tensor, Tensor],
+    dual: DualMatrix,
+    judged: Callable[..., tuple[Certificate, float]],
+    effort: float,
+    generator: torch.Generator,
+) -> tuple[Directions | None, bool]:
+    """The directions that a search finds, with their values in float64, and whether they exclude a certificate.
+
+    If the point is not certified even with the best known direction's value for the upper bound, no upper bound
+    certifies it: a cheap one is enough.
+    """
+    theta, slope = problem.regularizer, problem.loss.slope(*factors, dual)
+    if slope is None:
+        return None, False
+    place = problem.loss.search(*factors) if slope is dual else slope
+    best: Directions | None = None
+    # The first search costs about six sweeps; the second is longer if the budget suffices for it.
+    longer = min(SWEEPS[1], int(effort * BUDGET / (8 * DIRECTIONS * dual.work())) - 2 * SWEEPS[0])
+    for sweeps in (SWEEPS[0], longer) if longer > 2 * SWEEPS[0] else SWEEPS[:1]:
+        rough = theta.directions(place, DIRECTIONS, generator, sweeps=sweeps)
+        found = theta.attained(slope, rough)
+        best = found if best is None or found.best > best.best else best
+        certificate, _ = judged(polar=(best.best, Bound(best.best, "")))
+        if certificate.status is Status.IMPROVABLE:
+            return best, True
+    return best, False
 
 
 def conclude(
@@ -295,7 +300,7 @@ def conclude(
     objective; above that, the direction lowers the objective by more than h.
     """
     loss, lam, floor = problem.loss, problem.lam, problem.regularizer.floor
-    value = loss.value(U, V)
+    value = loss.value_at(U, V, dual)
     objective = value + lam * penalty
     attained, upper = polar
     residual_error = rounding(U, V, loss.size(), loss.rows)
@@ -383,8 +388,19 @@ def noted_if_zero(certificate: Certificate, rank: int, lam: float) -> Certificat
     return replace(certificate, method=f"{certificate.method}; {note}")
 
 
+def _sparse(Y: Any, mask: Any, loss: Any) -> SparseData:
+    if mask is not None or loss is not Squared:
+        raise OptionError(
+            "the zeros of a sparse Y are data, and its loss is the squared one: for mask=… or another loss pass "
+            "Y.toarray() (of a tensor Y.to_dense())"
+        )
+    data = sparse_data(Y, torch.float64)
+    require_finite("Y", data.values)
+    return data
+
+
 def _matrix(name: str, value: Any, *, finite: bool = True) -> Tensor:
-    tensor = real(name, value).to(torch.float64)
+    tensor = real(name, value).to(torch.float64).contiguous()
     if tensor.dim() != 2:
         raise ShapeError(f"{name} must be a real matrix, got shape {tuple(tensor.shape)}")
     if finite:

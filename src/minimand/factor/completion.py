@@ -12,10 +12,11 @@ from torch import Tensor
 from ..errors import NonFiniteError, OptionError, ShapeError, require_finite
 from .base import GrownFactorization
 from .certificate import Factors, Stop
-from .growth import Report, grow
+from .growth import grow
 from .inputs import as_tensor, working
 from .matrices import RowSharding
 from .observed import Observed, RowGroups
+from .options import Report
 
 __all__ = ["MatrixCompletion"]
 
@@ -41,6 +42,8 @@ class MatrixCompletion(GrownFactorization):
         r_max: The largest number of components; None: the smaller side of Y, at most 100.
         tol: The relative gap to certify.
         max_iter: The total number of sweeps.
+        effort: The certificate's budget as a share of the fit's work: "auto" is 1 for a fit that grows and 0.25 at a
+            fixed size; 0 computes only cheap bounds; None computes no certificate (for a fixed size only).
         random_state: Seed of the starts.
         verbose: Show a progress bar.
 

@@ -14,9 +14,9 @@ from ..linalg import gram
 from ..solvers.iterate import iterate
 from .bounds import Bound, gram_bound
 from .certificate import Certificate, FactorProblem, Factors, conclude, noted_if_zero
-from .growth import GrowthOptions, Report
 from .inputs import leveled, real, refuse_masked, require_number, working
 from .losses import Squared
+from .options import GrowthOptions, Report
 from .regularizers import L2, Euclidean
 
 __all__ = ["certify_tensor", "grow_tensor", "tensor_certificate", "unfolding_bound"]

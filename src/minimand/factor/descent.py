@@ -22,6 +22,8 @@ Vectors are rows in this module, so that a column update reads contiguous memory
 """
 
 import abc
+import math
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -30,15 +32,15 @@ import torch
 from torch import Tensor
 
 from ..solvers.iterate import iterate
+from .columns import INNER_SWEEPS, Updated, updated
 from .losses import Loss, Squared
 from .matrices import DualMatrix, RowSharding, leading_singular
-from .regularizers import Gauge, Regularizer
+from .regularizers import Regularizer
 
 __all__ = ["Components", "LocalDescent", "ProximalDescent", "SquaredDescent"]
 
-INNER_SWEEPS = 10
-STALL = 0.1
 PARALLEL = 1 - 1e-6
+CALL = 1e4  # floating point operations in the time of a call of numpy
 
 
 class Components(NamedTuple):
@@ -125,7 +127,7 @@ def initial_pairs(
     Of each singular pair and its negative, the one with the larger projection is used. For non-negative factors this is
     the NNDSVD start (Boutsidis & Gallopoulos, 2008). Pairs beyond the rank of the matrix start from noise.
     """
-    left, values, right = leading_singular(matrix, count, generator=generator, sweeps=3)
+    left, values, right = leading_singular(matrix, count, generator=generator, sweeps=2)
     rows = matrix.rows
     sides = []
     for sign in (1.0, -1.0):
@@ -134,7 +136,9 @@ def initial_pairs(
     negated = (sides[1][2] > sides[0][2]).unsqueeze(-1)
     U, V = (torch.where(negated, sides[1][i], sides[0][i]) for i in range(2))
     size = torch.maximum(sides[0][2], sides[1][2])
-    pairs = balanced(Components(U * (values * size / size.clamp_min(1e-300)).unsqueeze(-1), V), rows)
+    pairs = balanced(
+        Components(U * (values * size / size.clamp_min(torch.finfo(size.dtype).tiny)).unsqueeze(-1), V), rows
+    )
     missing = count - pairs.rank
     if missing > 0:
         mean = values.mean()
@@ -173,41 +177,50 @@ class LocalDescent(abc.ABC):
         return 0.5 * self.loss.size() ** 2
 
     @abc.abstractmethod
-    def left(self, pairs: Components) -> Tensor:
+    def left(self, pairs: Components) -> Updated:
         """A better U for the V of the pairs."""
 
     @abc.abstractmethod
-    def right(self, pairs: Components) -> tuple[Tensor, float]:
+    def right(self, pairs: Components) -> tuple[Updated, float]:
         """A better V for the U of the pairs, and the objective there."""
+
+    @abc.abstractmethod
+    def work(self, rank: int) -> float:
+        """Floating point operations of a sweep over ``rank`` pairs; the budget of a certificate follows from it."""
 
     def normalized(self, pairs: Components) -> Components:
         """The result of a run in the form in which pairs are counted and appended."""
         return pairs
 
-    def run(self, start: Components, sweeps: int, tol: float) -> tuple[Components, float, int]:
+    def run(self, start: Components, sweeps: int, tol: float, violation: float = 0.0) -> tuple[Components, float, int]:
         """The factors after at most ``sweeps`` sweeps, their objective, and the number of sweeps made.
 
-        The descent stops when three sweeps in a row lower the objective by less than a share ``tol``.
+        The descent stops when three sweeps in a row lower the objective by less than a share ``tol``, or when the
+        violation of a sweep is at most a share ``violation`` of its scale.
         """
         if start.rank == 0:
             return start, self.right(start)[1], 0
-        first = _DescentState(start, start, float("inf"), 0.5, 1.0, 0)
-        state, made = iterate(lambda s, k: self._sweep(s, tol), first, sweeps, until=lambda s, done: s.quiet >= 3)
+        first = _DescentState(start, start, float("inf"), 0.5, 1.0, 0, math.inf)
+
+        def done(state: _DescentState, k: int) -> bool:
+            return state.quiet >= 3 or state.violation <= violation
+
+        state, made = iterate(lambda s, k: self._sweep(s, tol), first, sweeps, until=done)
         now, objective = self._plain(state)
         return self.normalized(now), objective, made
 
     def _plain(self, state: "_DescentState") -> tuple[Components, float]:
         """One sweep without extrapolation, which restores the exact zeros of the prox."""
-        U = self.left(state.now)
-        V, objective = self.right(Components(U, state.now.V))
+        U = self.left(state.now).X
+        (V, _, _), objective = self.right(Components(U, state.now.V))
         kept = objective <= state.objective + 1e-9 * abs(state.objective)
         return (Components(U, V), objective) if kept else (state.now, state.objective)
 
     def _sweep(self, state: "_DescentState", tol: float) -> "_DescentState":
-        now, ahead, before, momentum, ceiling, quiet = state
-        U = self.left(ahead)
+        now, ahead, before, momentum, ceiling, quiet, _ = state
+        U, violation, scale = self.left(ahead)
         forward = self.theta.left.project(U + momentum * (U - now.U))
-        V, objective = self.right(Components(forward, ahead.V))
+        (V, other, measure), objective = self.right(Components(forward, ahead.V))
         if objective > before:
             if momentum == 0:
                 return state._replace(quiet=3)
@@ -218,7 +231,8 @@ class LocalDescent(abc.ABC):
         momentum = min(ceiling, max(momentum, 0.1) * 1.05)
         # The objective is known at the extrapolated U with its best V: this point is kept.
         kept, next_start = Components(forward, V), Components(forward, onward)
-        return _DescentState(kept, next_start, objective, momentum, min(1.0, ceiling * 1.01), quiet)
+        share = (violation + other) / max(scale + measure, sys.float_info.min)
+        return _DescentState(kept, next_start, objective, momentum, min(1.0, ceiling * 1.01), quiet, share)
 
 
 class _DescentState(NamedTuple):
@@ -228,6 +242,7 @@ class _DescentState(NamedTuple):
     momentum: float
     ceiling: float
     quiet: int
+    violation: float  # of the last sweep, relative to its scale
 
 
 @dataclass(frozen=True)
@@ -236,18 +251,28 @@ class SquaredDescent(LocalDescent):
 
     loss: Squared
 
-    def left(self, pairs: Components) -> Tensor:
-        """Column updates of U."""
-        goal, product = pairs.V @ self.loss.Y.mT, pairs.V @ pairs.V.mT
-        weights = self.lam * self.theta.right.values(pairs.V)
-        return updated(pairs.U, goal, product, weights, self.theta.left, self.rows)
+    @cached_property
+    def inner(self) -> int:
+        """Sweeps over the columns for one product with Y: more where the product costs more."""
+        return min(INNER_SWEEPS, 3 + int(self.loss.Y.numel() ** 0.5 / 60))
 
-    def right(self, pairs: Components) -> tuple[Tensor, float]:
+    def work(self, rank: int) -> float:
+        """Two products with Y, and the calls of the column updates."""
+        products = 2 * rank * self.loss.start().work()
+        return (0.5 if self.loss.Y.dtype == torch.float32 else 1.0) * products + CALL * 4 * self.inner * rank
+
+    def left(self, pairs: Components) -> Updated:
+        """Column updates of U."""
+        goal, product = self.loss.times(pairs.V), pairs.V @ pairs.V.mT
+        weights = self.lam * self.theta.right.values(pairs.V)
+        return updated(pairs.U, goal, product, weights, self.theta.left, self.rows, self.inner)
+
+    def right(self, pairs: Components) -> tuple[Updated, float]:
         """Column updates of V, and the objective there."""
-        goal, product = self.rows.sum(pairs.U @ self.loss.Y), self.rows.sum(pairs.U @ pairs.U.mT)
+        goal, product = self.loss.adjoint(pairs.U), self.rows.sum(pairs.U @ pairs.U.mT)
         weights = self.lam * self.theta.left.values(pairs.U, self.rows)
-        V = updated(pairs.V, goal, product, weights, self.theta.right, RowSharding())
-        return V, self._objective(pairs.U, V, goal)
+        found = updated(pairs.V, goal, product, weights, self.theta.right, RowSharding(), self.inner)
+        return found, self._objective(pairs.U, found.X, goal)
 
     def _objective(self, U: Tensor, V: Tensor, product: Tensor) -> float:
         """The objective from the products that the update has computed: ½‖Y‖² − ⟨UᵀY, Vᵀ⟩ + ½⟨UᵀU, VᵀV⟩ + λ Σ θ."""
@@ -265,7 +290,11 @@ class ProximalDescent(LocalDescent):
     For squares they are the exact updates.
     """
 
-    def left(self, pairs: Components) -> Tensor:
+    def work(self, rank: int) -> float:
+        """Four products with matrices of the data's size, three evaluations of the loss, and the column updates."""
+        return (8.0 * rank + 120) * self.loss.entries() + CALL * 4 * INNER_SWEEPS * rank
+
+    def left(self, pairs: Components) -> Updated:
         """Proximal gradient steps of the columns of U."""
         U, V = pairs
         product = V @ V.mT
@@ -273,43 +302,12 @@ class ProximalDescent(LocalDescent):
         weights = self.lam / self.loss.curvature * self.theta.right.values(V)
         return updated(U, product @ U + step.to(U.dtype), product, weights, self.theta.left, self.rows)
 
-    def right(self, pairs: Components) -> tuple[Tensor, float]:
+    def right(self, pairs: Components) -> tuple[Updated, float]:
         """Proximal gradient steps of the columns of V, and the objective there."""
         U, V = pairs
         product = self.rows.sum(U @ U.mT)
         step = self.loss.dual(U.mT, V.mT).adjoint(U.mT.to(torch.float64)).mT / self.loss.curvature
         weights = self.lam / self.loss.curvature * self.theta.left.values(U, self.rows)
-        V = updated(V, product @ V + step.to(V.dtype), product, weights, self.theta.right, RowSharding())
-        penalty = float(self.theta.values(U, V, self.rows).to(torch.float64).sum())
-        return V, self.loss.value(U.mT, V.mT) + self.lam * penalty
-
-
-def updated(X: Tensor, goal: Tensor, product: Tensor, weights: Tensor, gauge: Gauge, rows: RowSharding) -> Tensor:
-    r"""Sweeps of exact updates over the vectors of X, until they move little.
-
-    They lower :math:`\tfrac12\|Y - XW\|^2 + \sum_i w_i g(x_i)` for a fixed W. Of W only its product with the data,
-    ``goal``, and its Gram matrix, ``product``, are needed.
-    """
-    diagonal = product.diagonal()
-    alive = diagonal > 0
-    inverse = torch.where(alive, 1 / torch.where(alive, diagonal, 1.0), 0.0)
-    # a = (Yv − Σ_{j≠i} u_j ⟨v_j, v⟩) / ‖v‖²: one product with a vector per update, the rest is computed beforehand.
-    goals = (goal * inverse.unsqueeze(1)).unbind()
-    others = (product * -inverse.unsqueeze(1)).fill_diagonal_(0.0).unbind()
-    updates = list(zip(alive.tolist(), goals, others, (weights * inverse).tolist(), strict=True))
-    X = X.clone()
-    vectors, transposed = X.unbind(), X.mT
-
-    def sweep(state: tuple[float, float], k: int) -> tuple[float, float]:
-        """Updates X in place; returns the largest and the last squared movement."""
-        before = X.clone()
-        for vector, (lives, target, coupling, step) in zip(vectors, updates, strict=True):
-            if lives:
-                vector.copy_(gauge.prox_(torch.addmv(target, transposed, coupling), step, rows))
-            else:
-                vector.zero_()
-        moved = float(rows.sum((before.sub_(X).square().sum(-1) * diagonal).sum()))
-        return max(state[0], moved), moved
-
-    iterate(sweep, (0.0, 0.0), INNER_SWEEPS, until=lambda s, k: s[1] <= STALL**2 * s[0])
-    return X
+        found = updated(V, product @ V + step.to(V.dtype), product, weights, self.theta.right, RowSharding())
+        penalty = float(self.theta.values(U, found.X, self.rows).to(torch.float64).sum())
+        return found, self.loss.value(U.mT, found.X.mT) + self.lam * penalty

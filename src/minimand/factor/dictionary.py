@@ -35,6 +35,8 @@ class SparseDictionary(GrownFactorization):
         r_max: The largest number of components; None: 100.
         tol: The relative gap to certify.
         max_iter: The total number of sweeps of local descent.
+        effort: The certificate's budget as a share of the fit's work: "auto" is 1 for a fit that grows and 0.25 at a
+            fixed size; 0 computes only cheap bounds; None computes no certificate (for a fixed size only).
         random_state: Seed of the starts.
         verbose: Show a progress bar.
 
@@ -48,6 +50,7 @@ class SparseDictionary(GrownFactorization):
     """
 
     gamma: float = 0.1
+    _takes_sparse = True
 
     def _check_options(self) -> None:
         super()._check_options()

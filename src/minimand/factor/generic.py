@@ -1,16 +1,15 @@
 """Factorisation with any regularizer and any smooth loss, without an estimator."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
-
-from torch import Tensor
 
 from ..arguments import checked
 from ..errors import ShapeError, require_finite
 from .certificate import Certificate, FactorProblem
-from .growth import GrowthOptions, grow
+from .entrywise import LossMaker, loss_from
+from .growth import grow
 from .inputs import real, refuse_masked, require_lam, require_number, same_kind, seeded_generator, working
-from .losses import Loss, Squared, loss_from
+from .losses import Squared
+from .options import GrowthOptions
 from .regularizers import Regularizer, named_regularizer
 
 __all__ = ["FactorizeResult", "factorize"]
@@ -33,7 +32,7 @@ def factorize(
     lam: float,
     regularizer: Regularizer | str = "l2",
     gamma: float | None = None,
-    loss: Callable[[Tensor], Loss] = Squared,
+    loss: LossMaker = Squared,
     n_components: int | None = None,
     r_max: int | None = None,
     tol: float = 1e-3,
@@ -50,9 +49,9 @@ def factorize(
         lam: :math:`\lambda > 0`.
         regularizer: As for :func:`certify`.
         gamma: :math:`\gamma` of ``"sparse"``.
-        loss: A function from the data to a loss: :class:`Squared`, :class:`Logistic`,
-            ``functools.partial(Huber, gamma=…)``, or an :class:`Entrywise` of your own. Squares descend by exact
-            column updates, other losses by proximal gradient steps.
+        loss: A datafit of :mod:`minimand.solvers` such as ``Logistic()``, also one of your own; or a function from the
+            data to a loss: :class:`Squared`, ``functools.partial(HuberLoss, gamma=…)``. Squares descend by exact column
+            updates, other losses by proximal gradient steps.
         n_components: None to grow until the polar allows no more; an int fixes the size.
         r_max: The largest number of components; None: 100.
         tol: The relative gap to certify.

@@ -14,14 +14,13 @@ The descents inside are solves and use the library's loop.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import OptionError
+from .bounds import BUDGET
 from .certificate import (
     NOT_CERTIFIED,
     Certificate,
@@ -29,10 +28,8 @@ from .certificate import (
     Factors,
     Finding,
     Status,
-    Stop,
     certify_factors,
     noted_if_zero,
-    stop_reason,
 )
 from .descent import (
     Components,
@@ -46,86 +43,24 @@ from .descent import (
     padded,
     pruned,
 )
-from .inputs import require_number
 from .losses import Squared
 from .matrices import RowSharding
 from .observed import Observed, ObservedDescent
+from .options import GrowthOptions, Report, no_report
 from .regularizers import L2, Directions
 
 __all__ = ["GrowthOptions", "Report", "grow", "no_report"]
 
-LARGEST = 100
 AT_ONCE = 8  # directions appended in one round
 ROUND_SWEEPS = 60  # sweeps of one coarse descent
 # Tolerances of the descent, relative to the tolerance of the gap.
 COARSE, FINE, FIXED_SIZE, FINEST = 1e-2, 1e-3, 1e-4, 1e-6
+VIOLATION = 0.6  # of the projected gradient at a fixed size
 ROUNDOFF = 1e-15
 PROMISE = 1e-5  # the relative decrease, over the tolerance, for which a direction is appended
 KNOWN = 0.995  # the cosine from which a direction counts as a component already present
 SIMILAR = 0.7  # the cosine from which joining two components is tried
 PURSUITS = 10
-
-
-@dataclass(frozen=True)
-class GrowthOptions:
-    """Options of :func:`grow`, under the names that they have in the estimators.
-
-    Attributes:
-        n_components: A fixed number of components, or None to grow until the polar allows no more.
-        r_max: The largest number of components; None: ``bound``, at most 100.
-        max_iter: The total number of sweeps of local descent.
-        tol: The relative gap to certify.
-        effort: The budget of the certificate's bound; None computes no certificate.
-        bound: The theory's bound on the size of a minimiser.
-    """
-
-    n_components: int | None
-    r_max: int | None
-    max_iter: int
-    tol: float
-    effort: float | None = 1.0
-    bound: int = LARGEST
-
-    def __post_init__(self) -> None:
-        for name in ("n_components", "r_max"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1):
-                raise OptionError(f"{name} must be None or a whole number ≥ 1, got {value!r}")
-        if self.effort is None and self.n_components is None:
-            raise OptionError("effort=None computes no certificate, but growth needs one: pass n_components=…")
-        if self.effort is not None:
-            require_number("effort", self.effort, zero=True)
-
-    @property
-    def fixed(self) -> bool:
-        """Whether the size is given."""
-        return self.n_components is not None
-
-    @property
-    def largest(self) -> int:
-        """The largest number of components."""
-        if self.n_components is not None:
-            return int(self.n_components)
-        return min(self.bound, LARGEST) if self.r_max is None else int(self.r_max)
-
-    def stopped(self, certificate: Certificate, lam: float, iterations: int, rank: int) -> Stop:
-        """Why a fit with these options ended."""
-        return stop_reason(
-            certificate,
-            lam=lam,
-            tol=self.tol,
-            fixed=self.fixed,
-            out_of_iterations=iterations >= self.max_iter,
-            full=rank >= (self.r_max or LARGEST),
-        )
-
-
-#: Called with the sweeps made, the number of components and the objective.
-Report = Callable[[int, int, float], None]
-
-
-def no_report(sweeps: int, rank: int, objective: float) -> None:
-    """A report that does nothing."""
 
 
 def grow(
@@ -150,9 +85,8 @@ def grow(
     descent = _local_descent(problem)
     pairs = _first_pairs(problem, options, like, generator) if start is None else _given(start, like, problem, options)
     growth = _FactorGrowth(problem, descent, options, generator, report, pairs)
-    certificate = _run(growth)
+    certificate, objective = _run(growth)
     pairs = padded(growth.pairs, options.n_components or 0)
-    objective = problem.objective(pairs.U.mT, pairs.V.mT)
     iterations = max(growth.used, 1)
     return Factors(
         pairs.U.mT,
@@ -165,8 +99,8 @@ def grow(
     )
 
 
-def _run(growth: "_FactorGrowth") -> Certificate:
-    """The rounds of the meta-algorithm, from coarse to fine descent; returns the last certificate.
+def _run(growth: "_FactorGrowth") -> tuple[Certificate, float]:
+    """The rounds of the meta-algorithm, from coarse to fine descent; returns the last certificate and the objective.
 
     Coarse descent finds the size. The bound of a certificate is expensive, so it is computed only where the descent
     has converged.
@@ -174,7 +108,7 @@ def _run(growth: "_FactorGrowth") -> Certificate:
     options = growth.options
     if not options.fixed:
         growth.settle(options.tol * COARSE, ROUND_SWEEPS)
-    certificate, waiting = NOT_CERTIFIED, growth.no_directions()
+    certificate, objective, waiting = NOT_CERTIFIED, math.inf, growth.no_directions()
     for round_, tol in enumerate(_tolerances(options)):
         if not growth.exhausted:
             growth.append(waiting)
@@ -182,14 +116,14 @@ def _run(growth: "_FactorGrowth") -> Certificate:
         if not options.fixed:
             growth.simplify(tol)
         finding, before = growth.certify(), certificate
-        certificate = finding.certificate
+        certificate, objective, _ = finding
         if certificate.status is Status.CERTIFIED or growth.exhausted:
             break
         if certificate.status is Status.IMPROVABLE and not options.fixed:
             return growth.pursue(finding, tol)
         if round_ and not len(waiting.values) and certificate.gap > 0.8 * before.gap:
             break  # finer descent no longer closes the gap
-    return certificate
+    return certificate, objective
 
 
 def _tolerances(options: GrowthOptions) -> list[float]:
@@ -213,7 +147,7 @@ def _local_descent(problem: FactorProblem) -> LocalDescent:
     if math.isfinite(loss.curvature):
         return ProximalDescent(loss, theta, lam)
     raise OptionError(
-        f"{type(loss).__name__} has no gradient here, but factorize needs one: smooth it (Huber with a gamma), "
+        f"{type(loss).__name__} has no gradient here, but factorize needs one: smooth it (HuberLoss with a gamma), "
         "or use RobustPCA"
     )
 
@@ -230,6 +164,7 @@ class _FactorGrowth:
     pairs: Components
     history: list[float] = field(default_factory=list)
     used: int = 0
+    work: float = 0.0  # floating point operations
 
     @property
     def exhausted(self) -> bool:
@@ -241,11 +176,17 @@ class _FactorGrowth:
         """How many pairs may be appended; at a fixed size, how many pairs became zero."""
         return min(AT_ONCE, self.options.largest - self.pairs.rank)
 
+    def count(self, sweeps: int) -> None:
+        """Count sweeps that were made, and their work."""
+        self.used += sweeps
+        self.work += (sweeps + 1) * self.descent.work(self.pairs.rank)
+
     def descend(self, tol: float, sweeps: int) -> float:
         """Local descent, then prune and merge; returns the objective."""
         allowed = max(1, min(sweeps, self.options.max_iter - self.used))
-        pairs, objective, made = self.descent.run(self.pairs, allowed, tol)
-        self.used += made
+        rule = VIOLATION * self.options.tol if self.options.fixed else 0.0
+        pairs, objective, made = self.descent.run(self.pairs, allowed, tol, rule)
+        self.count(made)
         self.pairs = merged(pruned(pairs, self.problem.rows), self.problem.rows)
         self.history.append(objective)
         self.report(self.used, self.pairs.rank, objective)
@@ -267,16 +208,18 @@ class _FactorGrowth:
 
     def directions(self, count: int, margin: float) -> Directions:
         """The polar step: directions that attain more than λ + ``margin``."""
-        matrix = self.problem.loss.dual(self.pairs.U.mT, self.pairs.V.mT)
+        matrix = self.problem.loss.search(self.pairs.U.mT, self.pairs.V.mT)
         found = self.problem.regularizer.directions(matrix, count, self.generator)
+        self.work += 40 * count * matrix.work()
         return found.above(self.problem.lam + margin)
 
     def unknown(self, found: Directions) -> Directions:
         """The directions that are not nearly parallel to a present pair. Those need descent, not growth."""
         if not len(found.values) or self.pairs.rank == 0:
             return found
-        wide = Components(*(x.to(torch.float64) for x in self.pairs))
-        overlap = cosines(Components(found.left, found.right), wide, self.problem.rows)
+        wide = torch.float64
+        one, other = (Components(*(x.to(wide) for x in pairs)) for pairs in (found[1:], self.pairs))
+        overlap = cosines(one, other, self.problem.rows)
         return found.take(overlap.amax(1) < KNOWN)
 
     def new_directions(self) -> Directions:
@@ -315,26 +258,30 @@ class _FactorGrowth:
             tried = self.pairs.take(torch.tensor(rest, dtype=torch.int64)).joined(both)
             allowed = min(ROUND_SWEEPS, self.options.max_iter - self.used)
             pairs, objective, made = self.descent.run(tried, allowed, tol)
-            self.used += made
+            self.count(made)
             if objective > self.history[-1] * (1 + 0.02 * self.options.tol):
                 return
             self.pairs, self.history[-1] = pruned(pairs, rows), objective
 
     def certify(self) -> Finding:
-        """The certificate of the balanced factors, with the directions that it found."""
+        """The certificate of the balanced factors, with the directions that it found.
+
+        Its budget is a share of the work that the fit has done, counted and not timed: results do not depend on the
+        machine's load.
+        """
         self.pairs = balanced(self.pairs, self.problem.rows)
         if self.options.effort is None:
-            return Finding(NOT_CERTIFIED, self.history[-1], None)
+            return Finding(NOT_CERTIFIED, self.problem.objective(self.pairs.U.mT, self.pairs.V.mT), None)
         return certify_factors(
             self.problem,
             self.pairs.U.mT,
             self.pairs.V.mT,
             tol=self.options.tol,
-            effort=float(self.options.effort),
+            effort=float(self.options.effort) * self.work / BUDGET,
             generator=self.generator,
         )
 
-    def pursue(self, finding: Finding, tol: float) -> Certificate:
+    def pursue(self, finding: Finding, tol: float) -> tuple[Certificate, float]:
         """Append the directions that the certificate found and certify again, while it finds more."""
         for _ in range(PURSUITS):
             certificate, _, found = finding
@@ -343,7 +290,7 @@ class _FactorGrowth:
             margin = found.best - certificate.polar_lower
             self.use_up(found.above(self.problem.lam + margin), margin, tol)
             finding, tol = self.certify(), ROUNDOFF
-        return finding.certificate
+        return finding.certificate, finding.objective
 
     def use_up(self, found: Directions, margin: float, tol: float) -> None:
         """Append directions and descend, until none exceeds λ + ``margin``.
@@ -388,7 +335,7 @@ def _first_pairs(
 ) -> Components:
     """The start from the data: a fixed number of pairs, or the leading ones above λ."""
     count = options.n_components if options.n_components is not None else min(AT_ONCE, options.largest)
-    pairs, values = initial_pairs(problem.loss.zero(), problem.regularizer, count, like.dtype, generator)
+    pairs, values = initial_pairs(problem.loss.start(), problem.regularizer, count, like.dtype, generator)
     pairs = Components(*(x / problem.loss.curvature**0.5 for x in pairs))
     # No polar exceeds the norm over the floors: directions of smaller singular values cannot lower the objective.
     level = problem.lam * problem.regularizer.floor

@@ -1,4 +1,4 @@
-r"""Convex losses :math:`\ell(UV^\top)` of a data matrix: squares, Huber, and smooth sums over entries such as Logistic.
+r"""Convex losses :math:`\ell(UV^\top)` of a data matrix: squares and Huber; sums over entries are in ``entrywise``.
 
 A certificate needs a loss's value, a dual point, and the value of the dual. For a dual point :math:`Z` with polar at
 most :math:`p`, every :math:`cZ` with :math:`0 \le c \le \lambda/p` in the domain of the conjugate is feasible, and
@@ -13,7 +13,8 @@ import abc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from functools import cached_property
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -22,11 +23,11 @@ from ..errors import CapabilityError, OptionError, require_positive
 from ..functions import L1
 from ..norms.spectral import EPS
 from .inputs import Units, comparable, middle, raised, shifted
-from .matrices import DenseDual, DualMatrix, DualMoments, RowSharding, row_blocks, summation_error
+from .matrices import DualMatrix, DualMoments, RowSharding, row_blocks, summation_error
+from .residual import DenseDual
+from .sparse import SparseData
 
-__all__ = ["DualValue", "Entrywise", "Huber", "Logistic", "Loss", "Squared", "best_multiple", "loss_from", "rounding"]
-
-MULTIPLES = 8
+__all__ = ["DualValue", "HuberLoss", "Loss", "Squared", "best_multiple", "rounding", "summed"]
 
 
 class DualValue(NamedTuple):
@@ -82,6 +83,22 @@ class Loss(abc.ABC):
         """
         return dual
 
+    def search(self, U: Tensor, V: Tensor) -> DualMatrix:
+        """The negative gradient, or a subgradient's, for a search: it may be in the precision of the data."""
+        return self.dual(U, V)
+
+    def start(self) -> DualMatrix:
+        """As :meth:`search`, at X = 0."""
+        return self.zero()
+
+    def chunked(self, U: Tensor, V: Tensor) -> DualMatrix:
+        """The dual point with cheaper products, whose rounding errors its ``product_error`` bounds."""
+        return self.dual(U, V)
+
+    def value_at(self, U: Tensor, V: Tensor, dual: DualMatrix) -> float:
+        """As :meth:`value`, where the dual point there is known."""
+        return self.value(U, V)
+
     def steepness(self, value: float) -> float:
         """A bound on the gradient's norm at a point of loss ``value``: √(2κℓ), because the loss is non-negative."""
         return math.sqrt(2 * self.curvature * value)
@@ -107,14 +124,6 @@ class Loss(abc.ABC):
         return self.scaled(-exponent) if exponent else self, Units(exponent * (self.degree - 1), exponent * self.degree)
 
 
-def loss_from(make: Callable[[Tensor], Loss], data: Tensor) -> Loss:
-    """The loss that ``make`` builds from the data."""
-    loss = make(data) if callable(make) else None
-    if not isinstance(loss, Loss):
-        raise OptionError(f"loss must be a function from the data to a Loss, such as Squared or Logistic, got {make!r}")
-    return loss
-
-
 def best_multiple(moments: DualMoments, curvature: float, largest: float) -> DualValue:
     """The maximum of c⟨Y,Z⟩ − c²‖Z‖²/(2κ) over 0 ≤ c ≤ ``largest``."""
     if moments.inner <= 0 or moments.square <= 0:
@@ -123,26 +132,30 @@ def best_multiple(moments: DualMoments, curvature: float, largest: float) -> Dua
     bend = 0.0 if math.isinf(curvature) else 0.5 * c * c / curvature
     error = summation_error(moments.entries)
     margin = c * (error * math.sqrt(moments.data * moments.square)) + bend * (error * moments.square)
+    # Half of the slack is that of the loss's value.
+    margin += (c + bend + 0.5) * moments.slack
     return DualValue(c * moments.inner - bend * moments.square, margin)
 
 
-class _DenseLoss(Loss):
-    """A loss of a matrix Y without missing entries."""
+class DenseLoss(Loss):
+    """A loss of a matrix Y without missing entries; only :class:`Squared` takes sparse ones."""
 
-    Y: Tensor
+    Y: Any
 
     def largest(self) -> float:
         """The largest absolute value of Y, over all processes."""
-        return self.rows.largest(self.Y)
+        return self.rows.largest(self.Y.values if isinstance(self.Y, SparseData) else self.Y)
 
     def scaled(self, exponent: int) -> Self:
         """The loss of Y times 2^exponent."""
-        return replace(self, Y=shifted(self.Y, exponent))  # type: ignore[type-var]
+        return replace(self, Y=shifted(self.Y, exponent))  # type: ignore[type-var, arg-type]
 
     def size(self) -> float:
         """‖Y‖."""
+        if isinstance(self.Y, SparseData):
+            return float(self.rows.sum(self.Y.values.to(torch.float64).square().sum())) ** 0.5
         total = torch.zeros((), dtype=torch.float64, device=self.Y.device)
-        for part in row_blocks(self.Y.shape[0], self.Y.shape[1]):
+        for part in row_blocks(self.Y.shape[0], self.Y.shape[1], cached=True):
             total = total + self.Y[part].to(torch.float64).square().sum()
         return float(self.rows.sum(total)) ** 0.5
 
@@ -156,11 +169,12 @@ class _DenseLoss(Loss):
 
     def _empty(self) -> tuple[Tensor, Tensor]:
         """Factors without columns: X = 0."""
-        return self.Y[:, :0], self.Y[:0].mT
+        left, right = (torch.zeros(size, 0, dtype=self.Y.dtype, device=self.Y.device) for size in self.Y.shape)
+        return left, right
 
 
 @dataclass(frozen=True)
-class Squared(_DenseLoss):
+class Squared(DenseLoss):
     r""":math:`\tfrac12\|Y - UV^\top\|_F^2`; the dual point is the residual.
 
     >>> loss = Squared(torch.eye(2))
@@ -168,14 +182,53 @@ class Squared(_DenseLoss):
     1.0
     """
 
-    Y: Tensor
+    Y: Tensor | SparseData
     rows: RowSharding = RowSharding()  # noqa: RUF009 -- frozen
     curvature = 1.0
     degree = 2
 
+    def __post_init__(self) -> None:
+        if isinstance(self.Y, SparseData) and self.rows.group is not None:
+            raise OptionError("sparse data run in one process: leave process_group out, or pass the rows densely")
+
+    def times(self, V: Tensor) -> Tensor:
+        """The products Yv of vectors v, the rows of V: vectors as rows."""
+        return (self.Y @ V.mT).mT.contiguous() if isinstance(self.Y, SparseData) else V @ self.Y.mT
+
+    def adjoint(self, U: Tensor) -> Tensor:
+        """The products Yᵀu of vectors u, the rows of U: vectors as rows, summed over the processes."""
+        return (self.Y.mT @ U.mT).mT.contiguous() if isinstance(self.Y, SparseData) else self.rows.sum(U @ self.Y)
+
     def value(self, U: Tensor, V: Tensor) -> float:
-        """Half the squared residual, by blocks of rows."""
-        return 0.5 * _summed(self.dual(U, V), lambda block: block.square().sum())
+        """Half the squared residual, by blocks of rows; of sparse data from thin products."""
+        if isinstance(self.Y, SparseData):
+            return 0.5 * self.dual(U, V).moments().square
+        return 0.5 * summed(self.dual(U, V), lambda block: block.square().sum())
+
+    def value_at(self, U: Tensor, V: Tensor, dual: DualMatrix) -> float:
+        """Half the squared norm of the dual point."""
+        assert isinstance(dual, DenseDual)
+        return 0.5 * dual.moments().square
+
+    def search(self, U: Tensor, V: Tensor) -> DenseDual:
+        """The residual in the precision of the data."""
+        return DenseDual(self.Y, U, V, rows=self.rows, dtype=self.Y.dtype)
+
+    def chunked(self, U: Tensor, V: Tensor) -> DenseDual:
+        """The residual; products with Y in the precision of Y."""
+        return DenseDual(self.Y, U, V, rows=self.rows, chunked=True)
+
+    def start(self) -> DenseDual:
+        """The data, in their own precision."""
+        return DenseDual(self.Y, rows=self.rows, dtype=self.Y.dtype)
+
+    def size(self) -> float:
+        """‖Y‖, computed once."""
+        return self._norm
+
+    @cached_property
+    def _norm(self) -> float:
+        return super().size()
 
     def dual(self, U: Tensor, V: Tensor) -> DenseDual:
         """The residual."""
@@ -188,14 +241,14 @@ class Squared(_DenseLoss):
 
 
 @dataclass(frozen=True)
-class Huber(_DenseLoss):
+class HuberLoss(DenseLoss):
     r""":math:`\min_E \|E\|_1 + \tfrac\gamma2\|Y - X - E\|^2`, the Huber loss; ``gamma=None`` is :math:`\|Y - X\|_1`.
 
     Residuals up to :math:`1/\gamma` are penalised by their squares, larger ones by their absolute values. The loss is
     the Moreau envelope of the l1 norm: :math:`E = \operatorname{ST}_{1/\gamma}(Y - X)`, and the negative gradient is
     :math:`\gamma(Y - X - E) = \operatorname{clip}(\gamma(Y - X), -1, 1)`.
 
-    >>> loss = Huber(torch.tensor([[0.5, 3.0]]), gamma=1.0)   # ½ · 0.5² + 3 − ½
+    >>> loss = HuberLoss(torch.tensor([[0.5, 3.0]]), gamma=1.0)   # ½ · 0.5² + 3 − ½
     >>> loss.value(torch.zeros(1, 1), torch.zeros(2, 1))
     2.625
     """
@@ -245,7 +298,7 @@ class Huber(_DenseLoss):
 
     def value(self, U: Tensor, V: Tensor) -> float:
         """The loss in float64, by blocks of rows."""
-        return _summed(DenseDual(self.Y, U, V, rows=self.rows), self.of)
+        return summed(DenseDual(self.Y, U, V, rows=self.rows), self.of)
 
     def dual(self, U: Tensor, V: Tensor) -> DenseDual:
         """clip(γ(Y − X), −1, 1), or the dual point ``found``."""
@@ -279,95 +332,9 @@ class Huber(_DenseLoss):
         return replace(self, found=None).dual(*self._empty())
 
 
-@dataclass(frozen=True)
-class Entrywise(_DenseLoss):
-    r"""A loss :math:`\sum_{ij}\varphi(X_{ij}, Y_{ij})`, convex, smooth and non-negative.
-
-    For a loss of your own, derive from this class, set :attr:`curvature`, a Lipschitz constant of
-    :math:`\varphi'`, and write :meth:`values`, :meth:`gradient` and :meth:`conjugate`. With the negative gradient Z,
-
-    .. math:: F^* \ge -\sum_{ij}\varphi^*(-cZ_{ij}, Y_{ij}), \qquad 0 \le c \le \min(1, \lambda/\hat p) ,
-
-    and the best of a few c is used.
-    """
-
-    Y: Tensor
-    rows: RowSharding = RowSharding()  # noqa: RUF009 -- frozen
-
-    @abc.abstractmethod
-    def values(self, X: Tensor, Y: Tensor) -> Tensor:
-        """φ of each entry."""
-
-    @abc.abstractmethod
-    def gradient(self, X: Tensor, Y: Tensor) -> Tensor:
-        """φ′ of each entry."""
-
-    @abc.abstractmethod
-    def conjugate(self, S: Tensor, Y: Tensor) -> Tensor:
-        """sup over x of s x − φ(x, y) for each entry; +inf outside its domain."""
-
-    def value(self, U: Tensor, V: Tensor) -> float:
-        """The sum in float64, by blocks of rows."""
-        terms = DenseDual(self.Y, U, V, rows=self.rows, entries=lambda r, y: self.values(y - r, y))
-        return _summed(terms, torch.sum)
-
-    def dual(self, U: Tensor, V: Tensor) -> DenseDual:
-        """The negative gradient."""
-        return DenseDual(self.Y, U, V, rows=self.rows, entries=lambda r, y: -self.gradient(y - r, y))
-
-    def lower(self, matrix: DualMatrix, largest: float) -> DualValue:
-        """The best of −Σ φ*(−cZ) over a few c."""
-        assert isinstance(matrix, DenseDual)
-        top = min(1.0, largest)
-        multiples = [top * k / MULTIPLES for k in range(MULTIPLES + 1)]
-        totals = torch.zeros(2, len(multiples), dtype=torch.float64, device=self.Y.device)
-        for part, block in matrix.blocks():
-            data = self.Y[part].to(torch.float64)
-            terms = [self.conjugate(-c * block, data) for c in multiples]
-            totals += torch.stack([torch.stack([t.sum(), t.abs().sum()]) for t in terms], dim=1)
-        charged, sizes = self.rows.sum(totals).tolist()
-        best = min(range(len(multiples)), key=lambda k: charged[k])
-        at_zero = self.value(*self._empty())
-        return DualValue(-charged[best], summation_error(self.entries()) * (sizes[best] + at_zero))
-
-
-@dataclass(frozen=True)
-class Logistic(Entrywise):
-    r"""The logistic loss :math:`\sum\log(1 + e^{X_{ij}}) - Y_{ij}X_{ij}` of a matrix Y of zeros and ones, or of
-    probabilities; X holds log-odds.
-
-    With :math:`t = y + s` its conjugate is :math:`t\log t + (1-t)\log(1-t)` on :math:`0 \le t \le 1`.
-
-    >>> loss = Logistic(torch.tensor([[1.0, 0.0]]))
-    >>> round(loss.value(torch.zeros(1, 1), torch.zeros(2, 1)) / math.log(2), 9)
-    2.0
-    """
-
-    curvature = 0.25
-
-    def __post_init__(self) -> None:
-        if bool((self.Y < 0).any()) or bool((self.Y > 1).any()):
-            raise OptionError("Y must lie between 0 and 1 for the logistic loss: code the two classes as 0 and 1")
-
-    def values(self, X: Tensor, Y: Tensor) -> Tensor:
-        """log(1 + eˣ) − yx."""
-        return torch.nn.functional.softplus(X) - Y * X
-
-    def gradient(self, X: Tensor, Y: Tensor) -> Tensor:
-        """σ(x) − y."""
-        return torch.sigmoid(X) - Y
-
-    def conjugate(self, S: Tensor, Y: Tensor) -> Tensor:
-        """t log t + (1 − t) log(1 − t) with t = y + s."""
-        t = Y + S
-        inside = (t - 0.5).abs() <= 0.5 + 4 * torch.finfo(t.dtype).eps
-        t = t.clamp(0, 1)
-        return torch.where(inside, torch.xlogy(t, t) + torch.xlogy(1 - t, 1 - t), math.inf)
-
-
-def _summed(matrix: DenseDual, total: Callable[[Tensor], Tensor]) -> float:
+def summed(matrix: DenseDual, total: Callable[[Tensor], Tensor]) -> float:
     """The sum of ``total(block)`` over the blocks of all processes."""
-    sums = sum((total(block) for _, block in matrix.blocks()), torch.zeros((), dtype=torch.float64))
+    sums = sum((total(block) for _, block in matrix.blocks(cached=True)), torch.zeros((), dtype=torch.float64))
     return float(matrix.rows.sum(torch.as_tensor(sums)))
 
 

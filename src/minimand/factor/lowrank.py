@@ -25,12 +25,14 @@ from ..solvers.iterate import iterate
 from .base import Factorization
 from .bounds import FAILURE, Bound, lanczos_slack, spectral_bound
 from .certificate import Certificate, FactorProblem, Factors, conclude, noted_if_zero, stop_reason
-from .growth import Report
 from .matrices import DualMatrix, RowSharding, orthonormal
+from .options import Report
+from .sparse import SparseData
 
 __all__ = ["LowRank", "Triples", "all_triples", "shrunk", "shrunk_certificate"]
 
 WIDTH = 24
+SMALL = 1_000_000  # entries of a sparse matrix that is as well dense
 # Relative change of the singular values at which subspace iteration stops.
 SETTLED = {torch.float64: 1e-7, torch.float32: 1e-5}
 LANCZOS_STEPS = (15, 24, 48)
@@ -64,13 +66,14 @@ class LowRank(Factorization):
 
     _: KW_ONLY
     max_iter: int = 100
+    _takes_sparse = True
 
     def _solve(self, problem: Any, start: Any, report: Report) -> Factors:
         Y, rows, lam, generator = problem.loss.Y, problem.rows, problem.lam, self._generator()
         triples = shrunk(Y, lam, rows=rows, generator=generator, start=start, sweeps=int(self.max_iter))
         report(int(self.max_iter), len(triples.kept), 0.0)
         certificate, objective = shrunk_certificate(problem, triples, self.tol, generator)
-        if certificate.polar_lower > lam * (1 + 1e-6):
+        if certificate.polar_lower > lam * (1 + 1e-6) and not isinstance(Y, SparseData):
             # The randomised SVD missed a singular value next to λ.
             triples = all_triples(Y, lam, rows)
             certificate, objective = shrunk_certificate(problem, triples, self.tol, generator)
@@ -94,7 +97,7 @@ class Triples:
 
 
 def shrunk(
-    Y: Tensor,
+    Y: Any,
     threshold: float,
     *,
     rows: RowSharding,
@@ -111,6 +114,9 @@ def shrunk(
     n, m = Y.shape
     smaller = min(rows.count(n), m)
     width = min(smaller, max(WIDTH, 0 if start is None else start[1].shape[1] + 8))
+    sparse = isinstance(Y, SparseData)
+    if sparse and (smaller <= 2 * WIDTH or Y.numel() <= SMALL):
+        return all_triples(Y[:], threshold, rows)
     if smaller <= 2 * WIDTH or 3 * width > smaller:
         return all_triples(Y, threshold, rows)
     block = _start_block(Y, width, start, rows, generator)
@@ -118,9 +124,11 @@ def shrunk(
         state = _subspace_iteration(Y, block, threshold, rows, sweeps)
         if state.passed(threshold):
             return _above(threshold, *state.triples())
-        if 3 * 2 * block.shape[1] > smaller:
+        if 3 * 2 * block.shape[1] > smaller and not sparse:
             break
-        extra = torch.randn(m, block.shape[1], dtype=Y.dtype, generator=generator).to(Y.device)
+        extra = torch.randn(m, min(block.shape[1], smaller - block.shape[1]), dtype=Y.dtype, generator=generator).to(
+            Y.device
+        )
         block = torch.cat([state.block, rows.broadcast(extra)], dim=1)
     return all_triples(Y, threshold, rows)  # most triples lie above the threshold: a full SVD is cheaper
 
@@ -131,11 +139,11 @@ def _above(threshold: float, left: Tensor, values: Tensor, right: Tensor) -> Tri
 
 
 def _start_block(
-    Y: Tensor, width: int, start: tuple[Tensor, Tensor] | None, rows: RowSharding, generator: torch.Generator
+    Y: Any, width: int, start: tuple[Tensor, Tensor] | None, rows: RowSharding, generator: torch.Generator
 ) -> Tensor:
     noise = torch.randn(Y.shape[1], width, dtype=Y.dtype, generator=generator).to(Y.device)
     if start is not None:
-        known = start[1].to(Y)
+        known = start[1].to(dtype=Y.dtype, device=Y.device)
         noise[:, : known.shape[1]] = known / known.norm(dim=0).clamp_min(torch.finfo(Y.dtype).tiny)
     return rows.broadcast(noise)
 
@@ -159,7 +167,7 @@ class _SubspaceState(NamedTuple):
         return self.left @ mix, values, self.block @ other.mT
 
 
-def _subspace_iteration(Y: Tensor, block: Tensor, threshold: float, rows: RowSharding, sweeps: int) -> _SubspaceState:
+def _subspace_iteration(Y: Any, block: Tensor, threshold: float, rows: RowSharding, sweeps: int) -> _SubspaceState:
     """Subspace iteration until the values above the threshold have settled, or the width is found to be too small."""
 
     def advanced(block: Tensor, before: Tensor | None) -> _SubspaceState:
@@ -205,15 +213,21 @@ def shrunk_certificate(
     U, V = (factor.to(torch.float64) for factor in triples.factors())
     Z, lam = problem.loss.dual(U, V), problem.lam
     penalty = float((problem.rows.sum(U.square().sum(0)).sqrt() * V.norm(dim=0)).sum())
-    lower, upper = _block_bound(Z, triples, lam, generator)
+    problem.loss.value_at(U, V, Z)  # the moments, which also scale the rounding errors
+    lower, upper = _block_bound(Z, problem.loss.chunked(U, V), triples, lam, generator)
     if upper.value > lam * (1 + tol / 4):
         bound = spectral_bound(Z, lam, tol / 4, generator)
         upper = bound if bound.value < upper.value else upper
     return conclude(problem, U, V, dual=Z, penalty=penalty, polar=(lower, upper), tol=tol)
 
 
-def _block_bound(Z: DualMatrix, triples: Triples, lam: float, generator: torch.Generator) -> tuple[float, Bound]:
-    """A lower and an upper bound on the norm of Z, from the blocks on and off the kept triples."""
+def _block_bound(
+    Z: DualMatrix, chunked: DualMatrix, triples: Triples, lam: float, generator: torch.Generator
+) -> tuple[float, Bound]:
+    """A lower and an upper bound on the norm of Z, from the blocks on and off the kept triples.
+
+    ``chunked`` is Z with cheaper products, for the block off the triples, which may be rough.
+    """
     P, Q = orthonormal(triples.left.to(torch.float64), Z.rows), torch.linalg.qr(triples.right.to(torch.float64)).Q
     down, across = Z.times(Q), Z.adjoint(P)  # R Q and Rᵀ P
     core = Z.rows.sum(P.mT @ down)
@@ -222,13 +236,13 @@ def _block_bound(Z: DualMatrix, triples: Triples, lam: float, generator: torch.G
 
     def rest(v: Tensor) -> Tensor:
         v = v - Q @ (Q.mT @ v)
-        image = Z.times(v)
+        image = chunked.times(v)
         image = image - P @ Z.rows.sum(P.mT @ image)
-        back = Z.adjoint(image)
+        back = chunked.adjoint(image)
         return back - Q @ (Q.mT @ back)
 
     n = Z.shape[1]
-    found, epsilon = 0.0, 1.0
+    found, epsilon, error = 0.0, 1.0, chunked.product_error()
     vector = Z.noise(1, generator).squeeze(1)
     for steps in LANCZOS_STEPS:
         # Each attempt may fail, so each gets a share of the failure probability.
@@ -236,8 +250,8 @@ def _block_bound(Z: DualMatrix, triples: Triples, lam: float, generator: torch.G
         found = max(found, float(lanczos(rest, vector, steps)[0]))
         if steps >= n or found <= lam * lam * (1 - min(epsilon, 1.0)):
             break
-    last = math.sqrt(found / (1 - epsilon)) if epsilon < 1 else math.inf
-    lower = max(corner, math.sqrt(max(found, 0.0)))
+    last = math.sqrt(found / (1 - epsilon)) + 2 * math.sqrt(steps) * error if epsilon < 1 else math.inf
+    lower = max(corner, math.sqrt(max(found, 0.0)) - 2 * math.sqrt(steps) * error)
     if math.isinf(last):
         return lower, Bound(math.inf, "none")
     table = torch.tensor([[corner, beside], [below, last]], dtype=torch.float64)

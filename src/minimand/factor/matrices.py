@@ -17,14 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..linalg import gram
 from ..norms.spectral import EPS
 from ..solvers.iterate import iterate
 
-__all__ = ["DenseDual", "DualMatrix", "RowSharding", "leading_singular", "orthonormal"]
+__all__ = ["DualMatrix", "RowSharding", "leading_singular", "orthonormal"]
 
-# Entries of a block of rows that is computed at once: 64 MB of float64.
-BLOCK = 8_000_000
+# Entries of a block of rows that is computed at once: 64 MB of float64. Those of sums and thin products fit into cache.
+BLOCK, CACHED = 8_000_000, 262_144
 OVERSAMPLE = 8
 KRYLOV_SWEEPS = 6
 
@@ -92,27 +91,33 @@ class RowSharding:
         return torch.cat([part[:size] for part, size in zip(parts, sizes.tolist(), strict=True)])
 
 
-def row_blocks(rows: int, columns: int) -> Iterator[slice]:
-    """Slices of rows, each with at most ``BLOCK`` entries (and at least one row)."""
-    step = max(1, BLOCK // max(columns, 1))
+def row_blocks(rows: int, columns: int, *, cached: bool = False) -> Iterator[slice]:
+    """Slices of rows, each with at most ``BLOCK`` entries, or ``CACHED``, and at least one row."""
+    step = max(1, (min(BLOCK, CACHED) if cached else BLOCK) // max(columns, 1))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
 
 class DualMoments(NamedTuple):
-    """The sums ⟨Y, Z⟩, ‖Z‖² and ‖Y‖² of a dual point and the data, each of ``entries`` terms."""
+    """The sums ⟨Y, Z⟩, ‖Z‖² and ‖Y‖² of a dual point and the data, each of ``entries`` terms.
+
+    ``slack`` bounds the rounding error of the first two that is not relative to them.
+    """
 
     inner: float
     square: float
     data: float
     entries: int
+    slack: float = 0.0
 
 
 class DualMatrix(abc.ABC):
-    """A float64 matrix with products from both sides; its rows may be sharded."""
+    """A matrix with products from both sides; its rows may be sharded."""
 
     rows: RowSharding
     shape: tuple[int, int]  # the rows of this process × all columns
+    #: Certificates need float64. A search for directions may use the precision of the data.
+    dtype: torch.dtype = torch.float64
     #: Whether forming a dense matrix of this size is forbidden.
     compact: bool = False
 
@@ -128,7 +133,7 @@ class DualMatrix(abc.ABC):
 
     def noise(self, columns: int, generator: torch.Generator | None, *, left: bool = False) -> Tensor:
         """Standard normal numbers with a row per column of Z, equal in all processes; ``left``: a row per row of Z."""
-        drawn = torch.randn(self.shape[0 if left else 1], columns, dtype=torch.float64, generator=generator)
+        drawn = torch.randn(self.shape[0 if left else 1], columns, dtype=self.dtype, generator=generator)
         return self.rows.broadcast(drawn.to(self.device))
 
     @abc.abstractmethod
@@ -151,100 +156,33 @@ class DualMatrix(abc.ABC):
     def dense(self) -> Tensor:
         """All entries, of all processes."""
 
+    @abc.abstractmethod
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """The rows of this process, in dense blocks of at most ``BLOCK`` entries."""
+
+    @abc.abstractmethod
+    def square(self) -> float:
+        """‖Z‖² over all processes."""
+
+    def normal(self, x: Tensor) -> Tensor:
+        """ZᵀZ x for columns x."""
+        return self.adjoint(self.times(x))
+
+    def work(self) -> float:
+        """Floating point operations of a product with one vector."""
+        return 2.0 * self.full_rows() * self.shape[1]
+
+    def block_work(self) -> float:
+        """Floating point operations to form the blocks once."""
+        return 4 * self.work()
+
+    def product_error(self) -> float:
+        """A bound on the rounding error of a product with a unit vector that is not relative to ‖Z‖."""
+        return 0.0
+
     def full_rows(self) -> int:
         """The number of rows over all processes."""
         return self.rows.count(self.shape[0])
-
-
-class DenseDual(DualMatrix):
-    r""":math:`Z = a(Y - UV^\top, Y)` with an entrywise map a, computed by blocks of rows.
-
-    >>> Z = DenseDual(torch.eye(2), torch.ones(2, 1), torch.ones(2, 1))
-    >>> Z.times(torch.ones(2, dtype=torch.float64))
-    tensor([-1., -1.], dtype=torch.float64)
-    """
-
-    def __init__(
-        self,
-        Y: Tensor,
-        U: Tensor | None = None,
-        V: Tensor | None = None,
-        *,
-        rows: RowSharding | None = None,
-        entries: Callable[[Tensor, Tensor], Tensor] | None = None,
-    ) -> None:
-        self.Y, self.U, self.V = Y, U, V
-        self.rows = RowSharding() if rows is None else rows
-        self.entries = entries
-        self.shape = (Y.shape[0], Y.shape[1])
-        self._kept: Tensor | None = None
-        if len(list(row_blocks(*self.shape))) <= 1:
-            self._kept = self._block(slice(0, self.shape[0]))
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the data."""
-        return self.Y.device
-
-    def _block(self, part: slice, columns: slice = slice(None)) -> Tensor:
-        data = self.Y[part, columns].to(torch.float64)
-        residual = data
-        if self.U is not None and self.V is not None and self.U.shape[1]:
-            V = self.V[columns].to(torch.float64)
-            residual = torch.addmm(data, self.U[part].to(torch.float64), V.mT, alpha=-1)
-        return residual if self.entries is None else self.entries(residual, data)
-
-    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """The rows, in blocks of at most ``BLOCK`` entries."""
-        for part in row_blocks(*self.shape):
-            yield part, (self._kept if self._kept is not None else self._block(part))
-
-    def times(self, x: Tensor) -> Tensor:
-        """Z x for columns x."""
-        parts = [block @ x for _, block in self.blocks()]
-        return torch.cat(parts) if parts else x.new_zeros(0, *x.shape[1:])
-
-    def adjoint(self, y: Tensor) -> Tensor:
-        """Zᵀ y, summed over the processes."""
-        total = y.new_zeros(self.shape[1], *y.shape[1:])
-        for part, block in self.blocks():
-            total += block.mT @ y[part]
-        return self.rows.sum(total)
-
-    def gram(self, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """ZᵀZ; with ``part`` that of ``part(Z)``."""
-        total: Tensor | None = None
-        for _, block in self.blocks():
-            product = gram((block if part is None else part(block)).mT)
-            total = product if total is None else total + product
-        if total is None:  # a process without rows
-            total = torch.zeros(self.shape[1], self.shape[1], dtype=torch.float64, device=self.Y.device)
-        return self.rows.sum(total)
-
-    def outer(self, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """ZZᵀ over all rows, by blocks of columns if this process has all rows."""
-        if self._kept is not None or self.rows.ranks > 1:
-            whole = self.dense()
-            return gram(whole if part is None else part(whole))
-        total = torch.zeros(self.shape[0], self.shape[0], dtype=torch.float64, device=self.Y.device)
-        for columns in row_blocks(self.shape[1], self.shape[0]):
-            block = self._block(slice(None), columns)
-            total += gram(block if part is None else part(block))
-        return total
-
-    def dense(self) -> Tensor:
-        """All entries, of all processes."""
-        return self.rows.gather(torch.cat([block for _, block in self.blocks()]))
-
-    def moments(self, data: Tensor | None = None) -> DualMoments:
-        """⟨Y, Z⟩ and ‖Z‖² over all processes; ``data`` replaces Y if Z was given and is not a residual of Y."""
-        Y = self.Y if data is None else data
-        totals = torch.zeros(3, dtype=torch.float64, device=Y.device)
-        for part, block in self.blocks():
-            known = Y[part].to(torch.float64)
-            totals += torch.stack([(known * block).sum(), block.square().sum(), known.square().sum()])
-        inner, square, size = self.rows.sum(totals).tolist()
-        return DualMoments(inner, square, size, self.shape[0] * self.shape[1])
 
 
 def summation_error(entries: int) -> float:
@@ -277,6 +215,7 @@ def leading_singular(
 
     The values are lower bounds.
 
+    >>> from .residual import DenseDual
     >>> leading_singular(DenseDual(torch.diag(torch.tensor([1.0, 3.0, 2.0]))), 2)[1].round(decimals=6)
     tensor([3., 2.], dtype=torch.float64)
     """
@@ -288,7 +227,7 @@ def leading_singular(
     def power(block: Tensor, k: int) -> Tensor:
         block = torch.linalg.qr(block).Q
         space.append(block)
-        return matrix.adjoint(matrix.times(block))
+        return matrix.normal(block)
 
     iterate(power, matrix.noise(width, generator), max(1, min(sweeps, n // width)))
     # Rayleigh–Ritz on the whole Krylov space, whose blocks are all computed already.

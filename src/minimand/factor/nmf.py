@@ -1,6 +1,6 @@
 """The estimator NMF: non-negative matrix factorisation."""
 
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ from ..functions import Function, NonNegative
 from ..operators import Dense
 from ..solvers import FISTA, Problem, solve
 from .base import GrownFactorization
-from .growth import GrowthOptions
 from .inputs import Units
 from .regularizers import NonNegativeL2
+from .sparse import SparseData
 
 __all__ = ["NMF", "proximal_codes"]
 
@@ -37,8 +37,8 @@ class NMF(GrownFactorization):
         r_max: The largest number of components; None: 100.
         tol: The relative gap to certify.
         max_iter: The total number of sweeps of local descent.
-        effort: The budget of the final bound on the polar: 1 is about five seconds, 0 computes only cheap bounds, None
-            computes no certificate (for a fixed size only, where it may take longer than the factors).
+        effort: The certificate's budget as a share of the fit's work: "auto" is 1 for a fit that grows and 0.25 at a
+            fixed size; 0 computes only cheap bounds; None computes no certificate (for a fixed size only).
         random_state: Seed of the starts.
         verbose: Show a progress bar.
 
@@ -53,8 +53,7 @@ class NMF(GrownFactorization):
     True
     """
 
-    _: KW_ONLY
-    effort: float | None = 1.0
+    _takes_sparse = True
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -63,7 +62,7 @@ class NMF(GrownFactorization):
 
     def _checked(self, Y: Any, *, reset: bool) -> tuple[Any, Any]:
         like, data = super()._checked(Y, reset=reset)
-        if bool((data < 0).any()):
+        if bool(((data.values if isinstance(data, SparseData) else data) < 0).any()):
             raise OptionError("Negative values in data passed to NMF: clip or shift them")
         return like, data
 
@@ -76,16 +75,19 @@ class NMF(GrownFactorization):
     def _regularizer(self) -> NonNegativeL2:
         return NonNegativeL2()
 
-    def _options(self, bound: int) -> GrowthOptions:
-        return replace(super()._options(bound), effort=self.effort)
-
     def _code(self, problem: Any, V: Tensor) -> tuple[Tensor, bool]:
         """Each row solves min ½‖y − uVᵀ‖² + (λ/2)‖u‖², u ≥ 0."""
         return proximal_codes(problem.loss.Y, V, NonNegative(), problem.lam)
 
 
-def proximal_codes(Y: Tensor, V: Tensor, function: Function, lam: float) -> tuple[Tensor, bool]:
-    """Each row solves min ½‖y − uVᵀ‖² + (λ/2)‖u‖² + g(u), until the gradient's norm is small relative to YV."""
+def proximal_codes(Y: Any, V: Tensor, function: Function, lam: float) -> tuple[Tensor, bool]:
+    """Each row solves min ½‖y − uVᵀ‖² + (λ/2)‖u‖² + g(u), until the gradient's norm is small relative to YV.
+
+    With V = QR the rows are those of YQ and R: as short as there are components, and Y is only multiplied.
+    """
+    if V.shape[0] > V.shape[1]:
+        basis, V = torch.linalg.qr(V)
+        Y = Y @ basis
     size = max(float((Y @ V).norm(dim=-1).max()), float(torch.finfo(Y.dtype).tiny))
     tol = size * float(torch.finfo(Y.dtype).eps) ** 0.5 * 0.1
     found = solve(Problem(Dense(V.mT.contiguous()), function, Y, ridge=lam), FISTA(iters=5000), tol=tol)

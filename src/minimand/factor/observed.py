@@ -9,6 +9,7 @@ at a cost linear in the number of observed entries. Rows with similar numbers of
 matrix of the data's size is formed.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from ..operators import Dense
 from ..solvers import FISTA, Problem, solve
 from ..solvers.iterate import iterate
 from ..solvers.linear import ridge_factor
+from .columns import Updated
 from .descent import Components, LocalDescent
 from .inputs import shifted
 from .losses import DualValue, Loss, best_multiple
@@ -92,6 +94,22 @@ class SparseDual(DualMatrix):
         here = self.values.new_zeros(self.shape)
         here[self.index] = self.values
         return self.rows.gather(here)
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """The rows, in blocks."""
+        for part in row_blocks(*self.shape):
+            begin, end = torch.searchsorted(self.index[0], self.index[0].new_tensor([part.start, part.stop])).tolist()
+            block = self.values.new_zeros(part.stop - part.start, self.shape[1])
+            block[self.index[0][begin:end] - part.start, self.index[1][begin:end]] = self.values[begin:end]
+            yield part, block
+
+    def square(self) -> float:
+        """‖Z‖² over all processes."""
+        return float(self.rows.sum(self.values.square().sum()))
+
+    def work(self) -> float:
+        """Floating point operations of a product with one vector; a stored entry costs several."""
+        return 16.0 * self.rows.count(len(self.values))
 
     def moments(self, data: Tensor) -> DualMoments:
         """⟨Y, Z⟩ and ‖Z‖² over all processes."""
@@ -285,11 +303,16 @@ class ObservedDescent(LocalDescent):
         """The observed entries of each column."""
         return RowGroups.of(*self.loss.index[::-1], self.loss.shape[::-1])
 
-    def left(self, pairs: Components) -> Tensor:
-        """The ridge regression of each row."""
-        return self.by_row.ridge(self.loss.values, pairs.V.mT.contiguous(), self.lam)[0].mT
+    def work(self, rank: int) -> float:
+        """Gram matrices of the entries of each row and column, bound by memory, and their factorisations."""
+        return 16.0 * self.loss.entries() * rank * (rank + 4) + sum(self.loss.shape) * (rank**3 + 100.0)
 
-    def right(self, pairs: Components) -> tuple[Tensor, float]:
+    def left(self, pairs: Components) -> Updated:
+        """The ridge regression of each row."""
+        U = self.by_row.ridge(self.loss.values, pairs.V.mT.contiguous(), self.lam)[0].mT
+        return Updated(U, math.inf, 1.0)  # the objective decides
+
+    def right(self, pairs: Components) -> tuple[Updated, float]:
         """The ridge regression of each column, and the objective with ½(‖U‖² + ‖V‖²) for the penalty."""
         U = pairs.U.mT.contiguous()
         if self.rows.group is None:
@@ -301,7 +324,7 @@ class ObservedDescent(LocalDescent):
         # At the solution of a ridge regression ‖y − Dv‖² + λ‖v‖² = ‖y‖² − ⟨v, Dᵀy⟩, so no residual is needed.
         penalty = 0.5 * self.lam * float(self.rows.sum(U.to(torch.float64).square().sum()))
         explained = 0.5 * float((V.to(torch.float64) * sides.to(torch.float64)).sum())
-        return V.mT, self.square - explained + penalty
+        return Updated(V.mT, math.inf, 1.0), self.square - explained + penalty
 
     def normalized(self, pairs: Components) -> Components:
         """The pairs rotated to the singular vectors of their product, at their best sizes, without negligible ones."""

@@ -19,8 +19,15 @@ from torch import Tensor
 from ..errors import OptionError, require_positive
 from ..functions import L1, GroupL2, NonNegative
 from ..solvers.iterate import iterate
-from .bounds import DEFAULT, Bound, BoundOptions, doubly_nonnegative_bound, sparse_bound, spectral_bound
+from .bounds import (
+    DEFAULT,
+    Bound,
+    BoundOptions,
+    affordable_bound,
+    sparse_bound,
+)
 from .matrices import DualMatrix, RowSharding, leading_singular
+from .nonnegative import doubly_nonnegative_bound
 
 __all__ = ["L2", "BoundOptions", "Directions", "Gauge", "NonNegativeL2", "Regularizer", "SparseL2"]
 
@@ -29,6 +36,7 @@ BISECTIONS = 40
 NEWTON = 12
 CONVERGED = 1e-7
 SAME_DIRECTION = 0.9
+START_SWEEPS = 1
 
 
 class Gauge(abc.ABC):
@@ -216,7 +224,9 @@ class Regularizer(abc.ABC):
     ) -> Directions:
         """Up to ``count`` distinct pairs found by alternating ascent from many starts, best first."""
         starts = torch.cat(list(self._starts(matrix, count, generator)))
-        state = (self._first_ascent(matrix, starts), float("inf"))
+        first = self._first_ascent(matrix, starts)
+        # Of the starts and their negatives, the better half is followed.
+        state = (first.take(torch.argsort(first.values, descending=True)[: len(starts)]), float("inf"))
 
         def step(state: tuple[Directions, float], k: int) -> tuple[Directions, float]:
             now, _ = state
@@ -227,7 +237,7 @@ class Regularizer(abc.ABC):
         return _distinct(best, count, matrix)
 
     def _starts(self, matrix: DualMatrix, count: int, generator: torch.Generator | None) -> Iterator[Tensor]:
-        _, _, right = leading_singular(matrix, min(count, 8), generator=generator)
+        _, _, right = leading_singular(matrix, min(count, 8), generator=generator, sweeps=START_SWEEPS)
         yield right
         yield matrix.noise(count, generator).mT
 
@@ -244,8 +254,16 @@ class Regularizer(abc.ABC):
 
     def upper(self, matrix: DualMatrix, level: float, options: BoundOptions = DEFAULT) -> Bound:
         """A number that the polar does not exceed; ``level`` is the value that would certify."""
-        bound = spectral_bound(matrix, level * self.floor, options.accuracy, options.generator)
+        bound = affordable_bound(matrix, level * self.floor, options)
         return Bound(bound.value / self.floor, f"{bound.method}, norm")
+
+    def attained(self, matrix: DualMatrix, found: Directions) -> Directions:
+        """The directions with the values that they attain, in the precision of ``matrix``."""
+        left, right = found.left.to(matrix.dtype), found.right.to(matrix.dtype)
+        size = self.values(left, right, matrix.rows)
+        values = matrix.rows.sum((left * matrix.times(right.mT).mT).sum(-1))
+        values = torch.where((size > 0) & (size < math.inf), values / torch.where(size > 0, size, 1.0), 0.0)
+        return Directions(values, left, right)
 
 
 @dataclass(frozen=True)
@@ -263,8 +281,8 @@ class L2(Regularizer):
         return Directions(values, left, right)
 
     def upper(self, matrix: DualMatrix, level: float, options: BoundOptions = DEFAULT) -> Bound:
-        """σmax, by Cholesky or Lanczos."""
-        return spectral_bound(matrix, level, options.accuracy, options.generator)
+        """σmax, by Cholesky or Lanczos if the budget suffices."""
+        return affordable_bound(matrix, level, options)
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from ..solvers.iterate import iterate
 from ..solvers.linear import ridge_factor
 from .base import Factorization
 from .certificate import Certificate, Factors, Status, certify_factors, noted_if_zero, stop_reason
-from .growth import Report
 from .inputs import require_number, same_kind
-from .losses import Huber
+from .losses import HuberLoss
 from .lowrank import Triples, shrunk
 from .matrices import RowSharding
 from .nmf import ROUGH
+from .options import Report
 
 __all__ = ["RobustPCA"]
 
@@ -75,8 +75,8 @@ class RobustPCA(Factorization):
         if self.gamma is not None:
             require_number("gamma", self.gamma)
 
-    def _loss(self, Y: Tensor, rows: RowSharding) -> Huber:
-        return Huber(Y, None if self.gamma is None else float(self.gamma), rows)
+    def _loss(self, Y: Tensor, rows: RowSharding) -> HuberLoss:
+        return HuberLoss(Y, None if self.gamma is None else float(self.gamma), rows)
 
     def _store(self, found: Factors, data: Tensor, like: Any) -> None:
         super()._store(found, data, like)

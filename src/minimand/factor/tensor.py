@@ -11,8 +11,8 @@ from ..errors import OptionError, ShapeError
 from .base import GrownFactorization, in_range
 from .certificate import Factors
 from .cp import Modes, ascend, balanced_modes, grow_tensor, is_cp, modes_from, modes_from_codes, require_tensor
-from .growth import Report
 from .inputs import Units, same_kind
+from .options import Report
 
 __all__ = ["CPTensor"]
 
@@ -35,6 +35,8 @@ class CPTensor(GrownFactorization):
         r_max: The largest number of components; None: 100.
         tol: The relative gap to certify.
         max_iter: The total number of sweeps.
+        effort: The certificate's budget as a share of the fit's work: "auto" is 1 for a fit that grows and 0.25 at a
+            fixed size; 0 computes only cheap bounds; None computes no certificate (for a fixed size only).
         random_state: Seed of the starts.
         verbose: Show a progress bar.
 

@@ -7,6 +7,7 @@ Functions that occur only as conjugates of these are in :mod:`~minimand.function
 from .activations import from_activation
 from .barriers import LogBarrier, LogBox, LogUnit
 from .base import Function, Separable
+from .charbonnier import Charbonnier
 from .monotone import Monotone
 from .objective import LayerObjective
 from .separable import L1, Box, LeakyHinge, NonNegative, SquaredHinge, Zero
@@ -17,6 +18,7 @@ __all__ = [
     "L1",
     "Ball",
     "Box",
+    "Charbonnier",
     "Function",
     "GroupL2",
     "LayerObjective",

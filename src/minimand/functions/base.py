@@ -42,6 +42,25 @@ class Function(abc.ABC):
     def value(self, x: Tensor) -> Tensor:
         """g(x), summed over all entries (and over the batch); +inf outside the domain."""
 
+    def sums(self, x: Tensor, dims: int) -> Tensor:
+        """g of each sample; the last ``dims`` dimensions belong to one sample."""
+        lead = x.shape[: x.dim() - dims]
+        flat = x.reshape(-1, *x.shape[x.dim() - dims :])
+        if not len(flat):
+            return flat.new_zeros(lead)
+        try:
+            return torch.vmap(self.value)(flat).reshape(lead)
+        except RuntimeError:  # a value that branches on its data
+            return torch.stack([self.value(sample) for sample in flat]).reshape(lead)
+
+    def of_outputs(self, index: Tensor, outputs: int) -> "Function":
+        """The function of some entries of a sample, where options hold one number per entry."""
+        return self
+
+    def of_samples(self, keep: Tensor, samples: int) -> "Function":
+        """The function of some samples, given by a mask, where options hold one number per sample."""
+        return self
+
     @abc.abstractmethod
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The minimiser of ``step * g(z) + ½‖z − x‖²``; differentiable in ``x`` and ``step``."""
@@ -89,6 +108,11 @@ class Separable(Function):
             # A point rounded to half precision may violate a constraint by more than the tolerance of float32.
             values = torch.where(torch.isinf(values), self.values(x).float(), values)
         return values.sum()
+
+    def sums(self, x: Tensor, dims: int) -> Tensor:
+        """g of each sample; the last ``dims`` dimensions belong to one sample."""
+        values = self.values(widened(x))
+        return values.flatten(values.dim() - dims).sum(-1) if dims else values
 
     def primitive(self, z: Tensor) -> Tensor:
         r"""The integral :math:`\tilde g(z) = \int_0^z \varphi(s)\,ds` of the activation

@@ -202,7 +202,9 @@ def certified_top(gram: Tensor, *, rtol: float = 1e-3, floor: Tensor | float = 0
             break
         if tries:  # the missed direction may be orthogonal to the Krylov space so far
             vector = _normalized(vector) + FRESH * _normalized(start_vector((n,), batch, seed=tries))
-        estimate, vector = _estimate(batch, vector, share * max(16, math.isqrt(n)))
+        # Steps beyond the second term would be more accurate than rtol asks for.
+        steps = min(max(16, math.isqrt(n)), math.ceil(2 / rtol**0.5))
+        estimate, vector = _estimate(batch, vector, share * steps)
         known = torch.maximum(known, estimate * (1 + rtol))
     if batch.shape[0] and float(known) > 0:
         batch = batch[~_factorizes(batch, known)]

@@ -38,6 +38,7 @@ QUICK = 0.1  # share of the tolerance at which a quick bound is replaced
 TRUSTED = (1e-10, 1e15)
 FLAT = 1 << 18  # entries up to which one flat float32 sum is accurate enough
 FLOAT32_EPS = torch.finfo(torch.float32).eps
+PROBED = 16  # entries of a weight that are compared with zero first
 
 
 class CertifiedWeight(NamedTuple):
@@ -299,7 +300,11 @@ def _current(kernel: Kernel, packed: Tensor, tolerance: float, parts: list[bool]
     """The bounds, and the reference to which they refer: a new one if the weight has moved too far from ``packed``."""
     weight, size = kernel.weight, kernel.weight.numel()
     known, fixed = float(packed[size]), tolerance == math.inf
-    moved = _total_drift(kernel, packed[:size].view(weight.shape)) if not fixed else 0.0 if known > 0 else math.inf
+    if fixed or (known == 0 and bool(weight.flatten()[:PROBED].any())):
+        # A reference of norm zero is zero, and most often the first one: it is not read entry by entry.
+        moved = 0.0 if known > 0 else math.inf
+    else:
+        moved = _total_drift(kernel, packed[:size].view(weight.shape))
     # A bound that is quick at first only.
     quick = kernel.geometry is not None and not parts[2] and float(packed[-1]) > 0
     # Written so that NaN renews, too: the certificate then raises an error that names the weight.

@@ -11,6 +11,8 @@ from .conv_transpose import ConvTranspose1d, ConvTranspose2d
 from .dense import Dense
 from .fourier import SubsampledFourier, cartesian_mask, radial_mask
 from .frames import BlockDCT, Frame, Wavelet
+from .imaging import MultiCoilFourier, downsampling, parallel_beam
+from .physics import as_operator
 from .sensing import BlockSensing, Inpainting, gaussian_blur, orthonormal_gaussian
 
 __all__ = [
@@ -27,17 +29,21 @@ __all__ = [
     "Inpainting",
     "LinearOperator",
     "LipschitzTracker",
+    "MultiCoilFourier",
     "SubsampledFourier",
     "Transposed",
     "Wavelet",
+    "as_operator",
     "cartesian_mask",
     "check_operator",
+    "downsampling",
     "from_blocks",
     "gaussian_blur",
     "lipschitz",
     "operator",
     "orthonormal_gaussian",
     "pad_to_blocks",
+    "parallel_beam",
     "radial_mask",
     "to_blocks",
 ]

@@ -195,6 +195,10 @@ class LinearOperator(abc.ABC):
         """An equal operator that is prepared for many calls of :meth:`normal` or :meth:`onto` with ``rows`` samples."""
         return self
 
+    def of_samples(self, keep: Tensor) -> "LinearOperator":
+        """The operator of the samples of a mask, where each has its own."""
+        return self
+
     # Sampling
 
     @property

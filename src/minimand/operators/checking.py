@@ -56,14 +56,14 @@ def check_operator(
     sides = math.prod(operator.input_shape), math.prod(operator.output_shape)
     tol = 64 * torch.finfo(dtype).eps * math.sqrt(sum(sides)) if tol is None else tol
     with torch.no_grad():
-        for _ in range(trials):
+        for trial in range(1, trials + 1):
             y = torch.randn(2, *operator.input_shape, generator=generator, dtype=dtype, device=device)
             x = torch.randn(2, *operator.output_shape, generator=generator, dtype=dtype, device=device)
-            _check_pair(operator, y, x, tol)
+            _check_pair(operator, y, x, tol, trial)
         _check_bound(operator, torch.empty(0, dtype=dtype, device=device), tol)
 
 
-def _check_pair(operator: LinearOperator, y: Tensor, x: Tensor, tol: float) -> None:
+def _check_pair(operator: LinearOperator, y: Tensor, x: Tensor, tol: float, trial: int) -> None:
     image, back = operator.apply(y), operator.adjoint(x)
     for name, got, like in (("apply", image, x), ("adjoint", back, y)):
         if got.shape != like.shape:
@@ -78,9 +78,9 @@ def _check_pair(operator: LinearOperator, y: Tensor, x: Tensor, tol: float) -> N
     if not mismatch <= tol * scale:
         relative = mismatch / scale if scale > 0 else math.inf
         raise OperatorError(
-            f"adjoint of {type(operator).__name__} is not the adjoint of apply: ⟨Ay, x⟩ = {float(left):.6g} but "
-            f"⟨y, Aᵀx⟩ = {float(right):.6g}, a relative mismatch of {relative:.2g} where {tol:.2g} is allowed; "
-            f"check the callables, and that apply is linear"
+            f"adjoint of {type(operator).__name__} is not the adjoint of apply: on random probe {trial} "
+            f"⟨Ay, x⟩ = {float(left):.6g} but ⟨y, Aᵀx⟩ = {float(right):.6g}, a relative "
+            f"mismatch of {relative:.2g} where {tol:.2g} is allowed; check the callables, and that apply is linear"
         )
 
 

@@ -1,6 +1,7 @@
 """Measurements of images: block compressive sensing, missing pixels, blur."""
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -150,10 +151,18 @@ class Inpainting(Sealed, LinearOperator):
 
 
 @checked
-def gaussian_blur(input_size: tuple[int, int], sigma: float, *, radius: int | None = None) -> Conv2d:
-    """Blur by a Gaussian of ``sigma`` pixels with zeros around the image, as a :class:`Conv2d`.
+def gaussian_blur(
+    input_size: tuple[int, int],
+    sigma: float,
+    *,
+    radius: int | None = None,
+    padding_mode: Literal["zeros", "reflect", "replicate", "circular"] = "zeros",
+    channels: int = 1,
+) -> Conv2d:
+    """Blur by a Gaussian of ``sigma`` pixels, channel by channel, as a :class:`Conv2d`.
 
-    The kernel ends at ``radius`` pixels, by default at 3σ, and sums to one.
+    The kernel ends at ``radius`` pixels, by default at 3σ, and sums to one. Around the image there are zeros, or what
+    ``padding_mode`` says; ``"reflect"`` is the usual model of a photograph.
 
     >>> blur = gaussian_blur((9, 9), 1.0)
     >>> blur.weight.shape, round(float(blur.weight.sum()), 5)
@@ -165,4 +174,5 @@ def gaussian_blur(input_size: tuple[int, int], sigma: float, *, radius: int | No
         raise OptionError(f"radius must be a whole number of pixels ≥ 0, got {radius!r}")
     line = torch.exp(-torch.arange(-reach, reach + 1).float().square() / (2 * sigma**2))
     kernel = torch.outer(line, line)
-    return Conv2d((kernel / kernel.sum())[None, None], input_size, padding=reach)
+    weight = (kernel / kernel.sum()).expand(channels, 1, -1, -1).contiguous()
+    return Conv2d(weight, input_size, padding=reach, groups=channels, padding_mode=padding_mode)

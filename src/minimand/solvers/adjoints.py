@@ -48,6 +48,7 @@ class Run:
             update some entries only take all their steps in it.
         start: A point whose activation is the start, instead of ``x0``.
         made: The number of iterations that the start stands for.
+        loop: Another loop, for runs that are not differentiated: samples that have converged stop.
     """
 
     problem: Problem
@@ -58,6 +59,7 @@ class Run:
     ending: Problem | None = None
     start: Tensor | None = None
     made: int = 0
+    loop: "Callable[[Run], tuple[Tensor, int]] | None" = None
 
     @property
     def iterations(self) -> int:
@@ -82,6 +84,8 @@ class Run:
 
     def forward(self) -> tuple[Tensor, int]:
         """All iterations: the solution, and their number."""
+        if self.loop is not None and not torch.is_grad_enabled():
+            return self.loop(self)
         state, done = iterate(self.advance, self.init(), self.iterations, until=self.until)
         return state.x, done
 
@@ -218,7 +222,8 @@ class Implicit(Adjoint):
     At the minimiser :math:`x = T(x, \theta)`, so
     :math:`\frac{dx}{d\theta} = (I - \partial_x T)^{-1}\partial_\theta T`. The backward pass solves
 
-    .. math:: u = v + (I - \eta H)\,D\,u, \qquad D = \operatorname{prox}', \quad H = AA^\top + \lambda I,
+    .. math:: u = v + (I - \eta H)\,D\,u, \qquad D = \operatorname{prox}', \quad
+        H = A\operatorname{diag}(f''(A^\top x; y))A^\top + \lambda I,
 
     for separable g in the symmetric form
     :math:`(I - D + \eta D^{1/2} H D^{1/2})\,q = D^{1/2} v`, :math:`u = v + (I-\eta H)D^{1/2}q`, by conjugate
@@ -321,14 +326,13 @@ class _FixedPoint(Equation):
     def _maps(self, x: Tensor, params: Sequence[Tensor]) -> tuple[Linear, Linear]:
         """The symmetric maps C = I − ηH and D."""
         problem, step, x = self._at(x, params)
-        keep = 1 - step * problem.ridge if problem.ridge else 1.0
         pull = pullback(lambda v: problem.prox(v, step), x + step * problem.descent(x, problem.linear()))
 
         def derivative(u: Tensor) -> Tensor:
             (product,) = pull(u)
             return torch.zeros_like(u) if product is None else product
 
-        return lambda u: problem.operator.onto(None, keep, u, -step), derivative
+        return problem.contraction(x, step), derivative
 
 
 def _step(problem: Problem) -> float | Tensor:

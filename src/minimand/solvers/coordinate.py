@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..functions.base import Function
+from ..linalg import accumulate
 from ..operators.base import LinearOperator
 from .base import Solver, check_relaxation, require_count
 from .gradient import ProxGD
@@ -18,10 +19,10 @@ __all__ = ["RCD"]
 
 
 class CoordinateState(NamedTuple):
-    """The point, the residual ``y − Aᵀx`` and the step (per output for single coordinates)."""
+    """The point, its image ``Aᵀx`` and the step (per output for single coordinates)."""
 
     x: Tensor | None
-    residual: Tensor
+    image: Tensor | None
     step: float | Tensor
 
 
@@ -90,7 +91,7 @@ class RCD(Solver):
         """1/v; one per output where single outputs are updated."""
         operator = problem.operator
         if self.step == "auto" and sample_size(self.tau, operator.outputs) == 1:
-            steps = reciprocal(operator.output_norms_sq() + problem.ridge)
+            steps = reciprocal(problem.curved(operator.output_norms_sq()) + problem.ridge)
             require_steps(steps)
             return operator.per_feature(steps)
         return gradient_step(self.step, problem)
@@ -105,7 +106,7 @@ class RCD(Solver):
 
     def plain(self, problem: Problem, generator: torch.Generator | None) -> Tensor:
         """``A y + b`` on the sampled outputs, zero on the others."""
-        state, unit = CoordinateState(None, problem.y, 1.0), dataclasses.replace(self, relaxation=1.0)
+        state, unit = CoordinateState(None, None, 1.0), dataclasses.replace(self, relaxation=1.0)
         z = unit.advance(dataclasses.replace(problem, preactivated=True), state, 0, generator).x
         assert z is not None
         return z
@@ -119,15 +120,15 @@ class RCD(Solver):
         return isinstance(self.relaxation, Tensor) or self.relaxation != 1
 
     def init(self, problem: Problem, x0: Tensor | None) -> CoordinateState:
-        """The residual and the step, once."""
-        residual = problem.y if x0 is None else problem.y - problem.operator.adjoint(x0)
-        return CoordinateState(x0, residual, self.first_step(problem))
+        """The image and the step, once."""
+        image = None if x0 is None else problem.operator.adjoint(x0)
+        return CoordinateState(x0, image, self.first_step(problem))
 
     def advance(
         self, problem: Problem, state: CoordinateState, k: int, generator: torch.Generator | None
     ) -> CoordinateState:
-        """Update τ outputs, and the residual with them."""
-        operator = problem.operator
+        """Update τ outputs, and the image with them."""
+        operator, residual = problem.operator, problem.datafit.residual(state.image, problem.y)
         rows, size = None if self.shared_sample else problem.rows, sample_size(self.tau, operator.outputs)
         sample = Nice().draw(Request(size, operator.outputs, rows, problem.y, generator))
         given = problem.y.new_zeros(problem.shape) if state.x is None else state.x
@@ -135,18 +136,18 @@ class RCD(Solver):
         if (index := sample.index) is None:
             assert sample.weight is not None
             kept = operator.per_feature(sample.weight.reshape(*x.shape[: operator.output_dim], operator.outputs)) > 0
-            updated = self._updated(problem, x, state.residual, problem.bias, state.step)
+            updated = self._updated(problem, x, residual, problem.bias, state.step)
             updated = torch.where(kept, self._relaxed(given, updated), given)
-            residual = state.residual - operator.adjoint(problem.solution(updated) - x)
-            return state._replace(x=updated, residual=residual)
+            image = accumulate(state.image, 1.0, operator.adjoint(problem.solution(updated) - x))
+            return state._replace(x=updated, image=image)
         part = dataclasses.replace(problem, operator=operator.restrict_outputs(index))
         bias = None if problem.bias is None else self._part(problem, problem.full_bias(), index)
         step = self._part(problem, state.step, index) if isinstance(state.step, Tensor) else state.step
         block = operator.select_outputs(x, index)
-        updated = self._updated(part, block, state.residual, bias, step)
+        updated = self._updated(part, block, residual, bias, step)
         updated = self._relaxed(operator.select_outputs(given, index), updated)
-        residual = state.residual - part.operator.adjoint(problem.solution(updated) - block)
-        return state._replace(x=given.index_copy(operator.output_dim, index, updated), residual=residual)
+        image = accumulate(state.image, 1.0, part.operator.adjoint(problem.solution(updated) - block))
+        return state._replace(x=given.index_copy(operator.output_dim, index, updated), image=image)
 
     def _relaxed(self, given: Tensor, updated: Tensor) -> Tensor:
         return given + self.relaxation * (updated - given) if self._is_relaxed else updated

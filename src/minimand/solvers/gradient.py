@@ -10,7 +10,7 @@ from ..errors import OptionError
 from ..functions.separable import Zero
 from .base import Solver, require_count
 from .momentum import extrapolate, fista_weight, heavy_ball, nesterov_schedule
-from .problem import GradientMap, Problem
+from .problem import DescentMap, GradientMap, Problem
 from .steps import StepSize, check_step_size, gradient_step, nesterov_momentum, polyak_momentum
 
 __all__ = ["FISTA", "HeavyBall", "ProxGD"]
@@ -20,7 +20,7 @@ class GradientState(NamedTuple):
     """The point, and the map of a gradient step."""
 
     x: Tensor | None
-    move: GradientMap
+    move: GradientMap | DescentMap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class GradientSolver(Solver):
         """The step of every iteration."""
         return gradient_step(self.step, problem)
 
-    def _map(self, problem: Problem) -> GradientMap:
+    def _map(self, problem: Problem) -> GradientMap | DescentMap:
         # The first step from zero takes no product.
         return GradientMap.of(problem, gradient_step(self.step, problem), self.iters - 1)
 
@@ -83,7 +83,7 @@ class MomentumState(NamedTuple):
 
     x: Tensor | None
     previous: Tensor | None
-    move: GradientMap
+    move: GradientMap | DescentMap
     momentum: float | Tensor
 
 
@@ -141,7 +141,7 @@ class HeavyBall(GradientSolver):
         momentum: float | Tensor
         if not isinstance(self.momentum, str):
             momentum = self.momentum
-        elif isinstance(problem.function, Zero) and problem.ridge > 0:
+        elif isinstance(problem.function, Zero) and problem.is_quadratic and problem.ridge > 0:
             momentum = polyak_momentum(problem.ridge, move.step)
         else:
             momentum = 0.5
@@ -167,7 +167,7 @@ class NesterovState(NamedTuple):
     x: Tensor | None
     ahead: Tensor | None
     weight: Tensor
-    move: GradientMap
+    move: GradientMap | DescentMap
 
 
 @dataclasses.dataclass(frozen=True)

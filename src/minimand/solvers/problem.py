@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -21,9 +22,18 @@ from ..functions.base import Function, broadcasts_to, widened
 from ..linalg import accumulate
 from ..norms.kernel import Bounds
 from ..operators.base import LinearOperator, Selected
+from .datafits import Datafit, Quadratic
 from .sampling import Sample
 
-__all__ = ["GradientMap", "Problem", "as_number", "reciprocal", "require_steps"]
+__all__ = ["DescentMap", "GradientMap", "Problem", "as_number", "reciprocal", "require_steps"]
+
+
+_SQUARE = Quadratic()
+
+
+def _square() -> Datafit:
+    """The default datafit; torch.compile can read a global object, but takes none as a default argument."""
+    return _SQUARE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +42,11 @@ class Problem:
 
     .. math::
 
-        \min_x\; \tfrac12\|A^\top x - y\|^2 - \langle b, x\rangle + \tfrac{\lambda}{2}\|x\|^2 + g(x) .
+        \min_x\; \textstyle\sum_i f((A^\top x)_i; y_i) - \langle b, x\rangle + \tfrac{\lambda}{2}\|x\|^2 + g(x) .
 
-    One proximal gradient step from zero with unit step and :math:`\lambda = 0` is the plain layer
-    :math:`\operatorname{prox}_g(Ay + b)`: a linear map followed by an activation.
+    The datafit of a layer is the square, :math:`\tfrac12\|A^\top x - y\|^2`. One proximal gradient step from zero with
+    unit step and :math:`\lambda = 0` is then the plain layer :math:`\operatorname{prox}_g(Ay + b)`: a linear map
+    followed by an activation. For other datafits it is the plain layer applied to :math:`-f'(0; y)`.
 
     Wherever a point is expected, ``None`` stands for zero, which takes no product with the operator.
 
@@ -46,10 +57,11 @@ class Problem:
         bias: Broadcastable to x, or one number per output channel; it may depend on the input, as the skip
             of a residual block does.
         ridge: :math:`\lambda \ge 0`; above zero the problem is strongly convex.
+        datafit: :math:`f`, by default the square.
         preactivated: Whether steps end in the function's ``preactivation`` instead of its prox.
         affine: ``A y + b``, where it is known.
 
-    Source: [Bibi2019], eq. (5).
+    Source: [Bibi2019], eq. (5); eq. (1) has general convex :math:`f_i`.
 
     >>> from minimand.functions import NonNegative
     >>> from minimand.operators import Dense
@@ -64,6 +76,7 @@ class Problem:
     y: Tensor
     bias: Tensor | None = None
     ridge: float = 0.0
+    datafit: Datafit = dataclasses.field(default_factory=_square)
     preactivated: bool = dataclasses.field(default=False, kw_only=True)
     affine: Tensor | None = dataclasses.field(default=None, kw_only=True)
 
@@ -78,40 +91,83 @@ class Problem:
         """The number of samples, which are solved independently."""
         return math.prod(self.shape[: len(self.shape) - len(self.operator.output_shape)])
 
+    @property
+    def is_quadratic(self) -> bool:
+        """Whether the datafit is the square, whose gradient is affine."""
+        return isinstance(self.datafit, Quadratic)
+
     def linear(self) -> Tensor:
-        """``A y + b``, the plain layer before its activation, in the type of y also where autocast multiplies."""
-        affine = self.operator.affine(self.y, self.bias) if self.affine is None else self.affine
-        return _alike(affine, self.y)
+        """``A y + b``, the plain layer before its activation, in the type of y also where autocast multiplies; with
+        −f′(0; y) in place of y for other datafits."""
+        if self.affine is not None:
+            return _alike(self.affine, self.y)
+        return _alike(self.operator.affine(self.datafit.residual(None, self.y), self.bias), self.y)
 
     def smoothness(self) -> Tensor:
-        r""":math:`L + \lambda`, with L never below :math:`\|A\|^2`."""
+        r""":math:`\kappa L + \lambda`, with L never below :math:`\|A\|^2` and the curvature :math:`\kappa` of f."""
         bound = self.operator.norm_sq()
         # In double precision, so that rounding does not make the step longer than the bound allows.
-        return (bound if bound.device.type == "mps" else bound.double()) + self.ridge
+        return self.curved(bound if bound.device.type == "mps" else bound.double()) + self.ridge
+
+    def scale(self) -> Tensor:
+        """:meth:`smoothness` where a bound on the norm is at hand or costs little, and a looser one otherwise."""
+        matrix = self.operator.matrix
+        if matrix is None or self.operator._bounds is not None or is_traced(matrix):
+            return self.smoothness()
+        A = matrix.detach().double().abs()
+        loose = torch.minimum(A.square().sum((-2, -1)), A.sum(-1).amax(-1) * A.sum(-2).amax(-1)).amax()
+        return self.curved(loose) + self.ridge
+
+    def curved(self, bound: Tensor) -> Tensor:
+        r""":math:`\kappa` times a bound on a squared norm of A: a bound on the curvature along the same directions."""
+        return bound if self.is_quadratic else bound * self.datafit.curvature(self.y)
 
     def descent(self, x: Tensor | None, linear: Tensor) -> Tensor:
-        r"""The negative gradient of the smooth part, :math:`Ay + b - AA^\top x - \lambda x`, given :meth:`linear`."""
+        r"""The negative gradient of the smooth part, :math:`b - Af'(A^\top x; y) - \lambda x`, given :meth:`linear`."""
         if x is None:
             return linear
-        return self.less_ridge(linear - self.operator.normal(x), x)
+        if self.is_quadratic:
+            return self.less_ridge(linear - self.operator.normal(x), x)
+        residual = self.datafit.residual(self.operator.adjoint(x), self.y)
+        return self.less_ridge(_alike(self.operator.affine(residual, self.bias), self.y), x)
 
     def sampled_descent(self, x: Tensor | None, sample: Sample) -> Tensor:
         r"""An unbiased estimate of :meth:`descent` from a sample of the inputs.
 
-        .. math:: A\,(w \odot (y - A^\top x)) + b - \lambda x, \qquad \mathbb{E}\, w = 1 .
+        .. math:: -A\,(w \odot f'(A^\top x; y)) + b - \lambda x, \qquad \mathbb{E}\, w = 1 .
         """
-        operator, y = self.operator, self.y
-        if sample.index is not None:
-            operator, y = operator.restrict(sample.index), operator.select(y, sample.index)
-        residual = y if x is None else y - operator.adjoint(x)
+        operator, y = self._sampled(sample)
+        residual = self.datafit.residual(None if x is None else operator.adjoint(x), y)
         direction = operator.affine(_weighted(operator, sample, residual), self.bias)
         return self.less_ridge(_alike(direction, self.y), x)
 
-    def sampled_curvature(self, x: Tensor, sample: Sample) -> Tensor:
-        r"""An unbiased estimate :math:`A\,(w \odot A^\top x) + \lambda x` of the Hessian times ``x``."""
-        operator = self.operator if sample.index is None else self.operator.restrict(sample.index)
-        product = operator.apply(_weighted(operator, sample, operator.adjoint(x)))
-        return product if self.ridge == 0 else product + self.ridge * x
+    def sampled_change(self, x: Tensor, reference: Tensor | None, sample: Sample) -> Tensor:
+        r"""An unbiased estimate of the change of the gradient from ``reference`` to ``x``; for squares the Hessian's
+        :math:`A\,(w \odot A^\top(x - \tilde x)) + \lambda(x - \tilde x)`."""
+        away = x if reference is None else x - reference
+        operator, y = self._sampled(sample)
+        if self.is_quadratic:
+            change = operator.adjoint(away)
+        else:
+            before = None if reference is None else operator.adjoint(reference)
+            change = self.datafit.residual(before, y) - self.datafit.residual(operator.adjoint(x), y)
+        product = operator.apply(_weighted(operator, sample, change))
+        return product if self.ridge == 0 else product + self.ridge * away
+
+    def _sampled(self, sample: Sample) -> tuple[LinearOperator, Tensor]:
+        """The operator and the data of the sampled inputs."""
+        if sample.index is None:
+            return self.operator, self.y
+        return self.operator.restrict(sample.index), self.operator.select(self.y, sample.index)
+
+    def contraction(self, x: Tensor, step: float | Tensor) -> Callable[[Tensor], Tensor]:
+        r"""The map :math:`u \mapsto (I - \eta H)u` with the Hessian
+        :math:`H = A\operatorname{diag}(f''(A^\top x; y))A^\top + \lambda I` at ``x``."""
+        operator, keep = self.operator, 1 - step * self.ridge if self.ridge else 1.0
+        if self.is_quadratic:
+            return lambda u: operator.onto(None, keep, u, -step)
+        bend = step * self.datafit.second(operator.adjoint(x), self.y)
+        return lambda u: keep * u - operator.apply(bend * operator.adjoint(u))
 
     def less_ridge(self, direction: Tensor, x: Tensor | None) -> Tensor:
         r""":math:`d - \lambda x`."""
@@ -128,8 +184,7 @@ class Problem:
     def objective(self, x: Tensor) -> Tensor:
         """The objective at ``x``, summed over the batch."""
         problem, wide = self.working(), widened(x)
-        residual = problem.operator.adjoint(wide) - problem.y
-        value = 0.5 * residual.square().sum() + self.function.value(x)
+        value = self.datafit.values(problem.operator.adjoint(wide), problem.y).sum() + self.function.value(x)
         if problem.bias is not None:
             value = value - (problem.full_bias() * wide).sum()
         return value + 0.5 * self.ridge * wide.square().sum()
@@ -140,9 +195,9 @@ class Problem:
         .. math::
 
             \max_{\text{samples}} \bigl\| \ell\,(x - \operatorname{prox}_{g/\ell}(x - \nabla f(x)/\ell)) \bigr\|_2,
-            \qquad \ell = L + \lambda ,
+            \qquad \ell = \kappa L + \lambda ,
 
-        which is zero at the minimiser and nowhere else.
+        which is zero at the minimiser and nowhere else. L is the bound that the solver used, or a looser one.
         """
         norms = self.gradient_mapping(x).flatten(self.operator.output_dim).norm(dim=-1)
         return norms.amax() if self.rows else norms.sum()
@@ -150,7 +205,7 @@ class Problem:
     def gradient_mapping(self, x: Tensor) -> Tensor:
         r""":math:`\ell\,(x - \operatorname{prox}_{g/\ell}(x - \nabla f(x)/\ell))`, zero at the minimiser only."""
         problem, x = self.working(), widened(x)
-        step = as_number(reciprocal(problem.smoothness()))
+        step = as_number(reciprocal(problem.scale()))
         return (x - problem.prox(x + step * problem.descent(x, problem.linear()), step)) / step
 
     def as_given(self, x: Tensor) -> Tensor:
@@ -199,6 +254,10 @@ class Problem:
                 f"a Problem takes an operator such as Dense(weight) and a function such as NonNegative(), "
                 f"got {type(self.operator).__name__} and {type(self.function).__name__}"
             )
+        if not isinstance(self.datafit, Datafit):
+            raise CapabilityError(
+                f"Problem(datafit=…) takes a datafit such as Quadratic() or Logistic(), got {self.datafit!r:.60}"
+            )
         require_positive("ridge", self.ridge, zero=True)
         require_real("y", self.y)
         self.operator.check_input(self.y)
@@ -211,6 +270,7 @@ class Problem:
         if self.operator.has_weight:
             require_finite("weight", self.operator.weight)
         require_finite("y", self.y)
+        self.datafit.check(self.y)
 
     def check_dtype(self, name: str, tensor: Tensor) -> None:
         """Raise for a tensor of another type than the weight's, unless autocast converts it."""
@@ -257,8 +317,10 @@ class GradientMap(NamedTuple):
     gram: Tensor | None = None
 
     @classmethod
-    def of(cls, problem: Problem, step: float | Tensor, applications: int) -> "GradientMap":
+    def of(cls, problem: Problem, step: float | Tensor, applications: int) -> "GradientMap | DescentMap":
         """The map of a problem at one step size."""
+        if not problem.is_quadratic:
+            return DescentMap(step * problem.linear(), problem, step)
         gram, matrix = problem.operator.gram_if_cheaper(problem.rows, applications), None
         if gram is not None and gram.dtype == problem.y.dtype:
             kept = torch.diag(gram.new_ones(gram.shape[-1]) * (1 - step * problem.ridge))
@@ -276,6 +338,18 @@ class GradientMap(NamedTuple):
         if self.gram is not None:
             return accumulate(accumulate(self.offset, keep, x), -self.step, x @ self.gram)
         return self.operator.onto(self.offset, keep, x, -self.step)
+
+
+class DescentMap(NamedTuple):
+    r"""The map :math:`x \mapsto x - \eta\nabla f(x)` of a datafit other than the square. None is the origin."""
+
+    offset: Tensor
+    problem: Problem
+    step: float | Tensor
+
+    def __call__(self, x: Tensor | None) -> Tensor:
+        """One gradient step from ``x``."""
+        return self.offset if x is None else accumulate(x, self.step, self.problem.descent(x, self.offset))
 
 
 def reciprocal(smoothness: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Runs in which samples stop as soon as they have converged."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,12 +9,10 @@ from torch import Tensor
 
 from .adjoints import Run
 from .iterate import iterate
-from .problem import GradientMap, Problem
+from .problem import DescentMap, GradientMap, Problem
+from .watching import Watch
 
-__all__ = ["solve_rows"]
-
-# Iterations between two checks: measuring optimality costs as much as an iteration.
-_CHECK_EVERY = 5
+__all__ = ["solve_rows", "some_samples", "stop_rows"]
 
 
 @torch.no_grad()
@@ -26,7 +25,7 @@ def solve_rows(run: Run, tol: float) -> Tensor:
     rows, done = torch.arange(len(limit), device=limit.device), 0
     while len(rows) and done + 1 < run.iterations:
         # The last iteration of every sample is the one that ends in what the run returns.
-        state, done = iterate(run.advance, state, min(_CHECK_EVERY, run.iterations - 1 - done), start=done)
+        state, done = iterate(run.advance, state, min(run.solver.checked_every, run.iterations - 1 - done), start=done)
         stop = _measured(run, _point(run, state)) <= limit[rows]
         if bool(stop.any()):
             value[rows[stop]] = _ended(_selected(run, stop), _rows_of(state, run, stop))
@@ -35,6 +34,34 @@ def solve_rows(run: Run, tol: float) -> Tensor:
     if len(rows):
         value[rows] = _ended(run, state)
     return value
+
+
+def stop_rows(watch: Watch) -> Callable[[Run], tuple[Tensor, int]]:
+    """A loop in which each sample stops once its gap is small enough. Samples lie along the first dimension."""
+
+    def loop(run: Run) -> tuple[Tensor, int]:
+        value, limits = run.problem.y.new_zeros(run.problem.shape), watch.limits()
+        state, bound = run.init(), watch.bound
+        rows, done = torch.arange(len(limits), device=limits.device), 0
+        finished = {"objective": 0.0, "gap": 0.0}
+        while len(rows) and done < run.iterations:
+            state, done = iterate(run.advance, state, min(run.solver.checked_every, run.iterations - done), start=done)
+            objective, gap = bound(state.x)
+            stop = gap <= limits[rows] if bound.known else _measured(run, state.x) <= (watch.tol or 0.0) * watch.scale
+            last = done >= run.iterations
+            shown = finished["objective"] + float(objective.sum()), finished["gap"] + float(gap.sum())
+            last = watch.report(done, *shown, len(rows)) or last
+            stop = torch.ones_like(stop) if last else stop
+            if bool(stop.any()):
+                value[rows[stop]] = state.x[stop]
+                finished["objective"] += float(objective[stop].sum())
+                finished["gap"] += float(gap[stop].sum())
+                keep = ~stop
+                state, run, rows = _rows_of(state, run, keep), _selected(run, keep), rows[keep]
+                bound = bound.of_samples(keep)
+        return value, done
+
+    return loop
 
 
 def _point(run: Run, state: Any) -> Tensor:
@@ -58,21 +85,32 @@ def _ended(run: Run, state: Any) -> Tensor:
 
 
 def _selected(run: Run, keep: Tensor) -> Run:
-    problem = _some(run.problem, keep)
+    problem = some_samples(run.problem, keep)
     ending = None if run.ending is None else dataclasses.replace(problem, preactivated=True)
     return dataclasses.replace(run, problem=problem, ending=ending)
 
 
-def _some(problem: Problem, keep: Tensor) -> Problem:
+def some_samples(problem: Problem, keep: Tensor) -> Problem:
     """The problem of some samples."""
     bias, affine = problem.bias, problem.affine
     if bias is not None and bias.dim() == len(problem.shape) and len(bias) == len(problem.y):
         bias = bias[keep]
-    return dataclasses.replace(problem, y=problem.y[keep], bias=bias, affine=None if affine is None else affine[keep])
+    return dataclasses.replace(
+        problem,
+        operator=problem.operator.of_samples(keep),
+        function=problem.function.of_samples(keep, len(keep)),
+        y=problem.y[keep],
+        bias=bias,
+        affine=None if affine is None else affine[keep],
+    )
 
 
 def _rows_of(state: Any, run: Run, keep: Tensor) -> Any:
     """The state of some samples: its tensors with one entry per sample, in the fields of named tuples."""
+    if hasattr(state, "selected"):
+        return state.selected(keep)
+    if isinstance(state, DescentMap):
+        return state._replace(offset=state.offset[keep], problem=some_samples(state.problem, keep))
     if isinstance(state, GradientMap):
         return state._replace(offset=state.offset[keep])
     if isinstance(state, Tensor):

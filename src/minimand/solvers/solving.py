@@ -8,16 +8,19 @@ import torch
 from torch import Tensor
 
 from ..arguments import checked
-from ..errors import CapabilityError, ShapeError, require_finite, require_positive, require_real
+from ..errors import CapabilityError, OptionError, ShapeError, is_traced, require_finite, require_positive, require_real
 from ..functions.base import widened
+from ..functions.separable import Zero
 from .adjoints import Adjoint, Run, Unroll
 from .base import Solver, State
+from .choosing import Choice, choose
+from .gap import GapBound
+from .implicit import Parts, transformed
 from .problem import Problem
+from .rows import stop_rows
+from .watching import Progress, Watch
 
 __all__ = ["Solution", "Trace", "solve", "trace"]
-
-# Iterations between two checks: measuring optimality costs as much as an iteration.
-_CHECK_EVERY = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +32,10 @@ class Solution:
         objective: The objective at x, summed over the batch.
         optimality: The largest norm of the gradient mapping over the samples; zero only at the minimiser.
         iterations: The number of iterations.
-        converged: Whether ``optimality`` is at most ``tol``; None where no ``tol`` was given.
+        converged: Whether the tolerance was reached; None where no ``tol`` was given.
+        gap: A bound on the distance of ``objective`` to its minimum, summed over the batch; infinite where none is
+            known.
+        solver: The solver that ran; where none was given, a :class:`~minimand.solvers.Choice` with the reason.
     """
 
     x: Tensor
@@ -37,29 +43,40 @@ class Solution:
     optimality: Tensor
     iterations: int
     converged: bool | None
+    gap: Tensor
+    solver: Solver | Choice
 
 
 @checked
 def solve(
     problem: Problem,
-    solver: Solver,
+    solver: Solver | None = None,
     *,
     x0: Tensor | None = None,
     adjoint: Adjoint = Unroll(),  # noqa: B008 -- frozen
     tol: float | None = None,
     generator: torch.Generator | None = None,
+    callback: Callable[[Progress], bool | None] | None = None,
+    verbose: bool = False,
 ) -> Solution:
     r"""Minimise the objective of a problem.
 
     A problem in half precision is solved in float32, and x has the type of y. Autocast is ignored.
 
     Args:
-        problem: :math:`\tfrac12\|A^\top x - y\|^2 - \langle b,x\rangle + \tfrac\lambda2\|x\|^2 + g(x)`.
-        solver: The method and its options; its iterations are a maximum where ``tol`` is given.
+        problem: :math:`\sum_i f((A^\top x)_i; y_i) - \langle b,x\rangle + \tfrac\lambda2\|x\|^2 + g(x)`.
+        solver: The method and its options; its iterations are a maximum where ``tol`` is given. None: one is chosen for
+            the problem, and named with the reason in ``Solution.solver``; ``tol`` is then 1e-6, or 1e-5 in single
+            precision, unless it is given.
         x0: The start; None is zero.
         adjoint: The rule for gradients through the solve.
-        tol: Stop once the optimality measure is at most this.
+        tol: Stop once the duality gap is at most ``tol`` times the absolute value of the objective at the start, or,
+            where no gap is known, the optimality measure at most ``tol`` times its value at the start. Samples that
+            have converged are no longer computed, unless the iterations are differentiated.
         generator: The source of randomness; None is torch's global one.
+        callback: Called with a :class:`~minimand.solvers.Progress` every few iterations; it stops the run by
+            returning True.
+        verbose: Print a line of progress every few iterations.
 
     >>> from minimand.functions import NonNegative
     >>> from minimand.operators import Dense
@@ -67,24 +84,44 @@ def solve(
     >>> problem = Problem(Dense(torch.eye(2, dtype=torch.float64)), NonNegative(),
     ...                   torch.tensor([[3.0, -1.0]], dtype=torch.float64))
     >>> solution = solve(problem, FISTA(iters=100), tol=1e-10)
-    >>> solution.x, solution.converged
-    (tensor([[3., 0.]], dtype=torch.float64), True)
+    >>> solution.x, solution.converged, bool(solution.gap <= 1e-10 * 5)
+    (tensor([[3., 0.]], dtype=torch.float64), True, True)
+    >>> print(solve(problem).solver)
+    Spectral(iters=2000, polish=10): ...
     """
-    check(problem, solver, adjoint, x0=x0)
+    _check_problem(problem, adjoint, x0)
+    reached = tol
+    if reached is None and solver is None:
+        reached = 1e-6 if problem.y.dtype == torch.float64 else 1e-5
+    if reached is not None:
+        require_positive("tol", reached)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise CapabilityError(f"generator must be a torch.Generator or None, got {generator!r}")
-    if tol is not None:
-        require_positive("tol", tol)
+    needed = torch.is_grad_enabled() and _differentiated(problem, x0)
+    used: Solver | Choice = (
+        choose(problem, differentiated=needed and not adjoint.of_minimizer) if solver is None else solver
+    )
+    method = used.solver if isinstance(used, Choice) else used
+    check(problem, method, adjoint, x0=x0, differentiated=needed)
     x0 = None if x0 is None else widened(x0)
-    with torch.autocast(problem.y.device.type, enabled=False):
-        prepared = solver.prepare(problem.working())
-        x, iterations = adjoint(Run(prepared, solver, x0, generator, _stopper(prepared, tol)))
+    with torch.autocast(problem.y.device.type, enabled=False), torch.set_grad_enabled(needed):
+        prepared = method.prepare(problem.working())
+        watch = Watch(GapBound(problem.working()), x0, reached, callback, verbose)
+        run = Run(
+            prepared,
+            method,
+            x0,
+            generator,
+            watch.until(method.checked_every),
+            loop=stop_rows(watch) if watch.drops else None,
+        )
+        x, iterations = adjoint(run)
         x = problem.as_given(x).to(problem.y.dtype)
         require_finite(f"the solution in {x.dtype}", x, "use step='auto', or a type with more range")
         with torch.no_grad():
-            objective, optimality = prepared.objective(x), prepared.optimality(x)
-    converged = None if tol is None else bool(optimality <= tol)
-    return Solution(x, objective, optimality, iterations, converged)
+            objective, optimality, gap = watch.measured(prepared, x)
+    converged = None if reached is None else watch.reached(gap, optimality)
+    return Solution(x, objective, optimality, iterations, converged, gap, used)
 
 
 class Trace(NamedTuple):
@@ -127,17 +164,28 @@ def trace(
     return Trace(objective, optimality)
 
 
-def check(problem: Problem, solver: Solver, adjoint: Adjoint, *, x0: Tensor | None) -> None:
+def check(
+    problem: Problem, solver: Solver, adjoint: Adjoint, *, x0: Tensor | None, differentiated: bool = False
+) -> None:
     """Raise for arguments that do not fit each other, before any work."""
-    if not isinstance(solver, Solver) or not isinstance(adjoint, Adjoint):
+    if not isinstance(solver, Solver):
+        raise CapabilityError(f"solve takes a solver such as ProxGD() and an adjoint such as Unroll(), got {solver!r}")
+    _check_problem(problem, adjoint, x0)
+    solver.check(problem.operator, problem.function)
+    adjoint.check(solver)
+    if differentiated and not adjoint.of_minimizer and not solver.unrolls:
         raise CapabilityError(
-            f"solve takes a solver such as ProxGD() and an adjoint such as Unroll(), got {solver!r} and {adjoint!r}"
+            f"the iterations of {solver!r} cannot be differentiated; use adjoint=Implicit(), or torch.no_grad()"
         )
+
+
+def _check_problem(problem: Problem, adjoint: Adjoint, x0: Tensor | None) -> None:
+    if not isinstance(adjoint, Adjoint):
+        raise CapabilityError(f"solve takes a solver such as ProxGD() and an adjoint such as Unroll(), got {adjoint!r}")
     if not isinstance(problem, Problem):
         raise CapabilityError(f"solve takes a Problem(operator, function, y), got a {type(problem).__name__}")
     problem.check()
-    solver.check(problem.operator, problem.function)
-    adjoint.check(solver)
+    _require_bounded(problem)
     if x0 is not None:
         require_real("x0", x0)
         if x0.shape != problem.shape:
@@ -146,19 +194,30 @@ def check(problem: Problem, solver: Solver, adjoint: Adjoint, *, x0: Tensor | No
         require_finite("x0", x0)
 
 
-def _stopper(problem: Problem, tol: float | None) -> Callable[[State, int], bool] | None:
-    if tol is None:
-        return None
+def _require_bounded(problem: Problem) -> None:
+    """Raise for g = 0 without a ridge and a bias outside of the range of A, along which the objective falls forever."""
+    matrix, bias = problem.operator.matrix, problem.bias
+    if problem.ridge > 0 or bias is None or matrix is None or not isinstance(problem.function, Zero):
+        return
+    A, b = matrix.detach().double(), problem.full_bias().detach().double()
+    if is_traced(A) or is_traced(b) or A.dim() != 2:
+        return
+    b = b.expand(*b.shape[:-1], A.shape[0]).reshape(-1, A.shape[0])
+    left, values, _ = torch.linalg.svd(A, full_matrices=False)
+    basis = left[:, values > 1e-10 * values[0]]
+    outside = (b - b @ basis @ basis.mT).norm(dim=-1) - 1e-6 * b.norm(dim=-1)
+    if bool((outside > 0).any()):
+        raise OptionError(
+            f"the problem is unbounded: g = 0, there is no ridge, and the bias has a part of norm "
+            f"{float(outside.max()):.3g} outside of the range of the operator; add a ridge or a function"
+        )
 
-    checked = 0
 
-    def reached(state: State, done: int) -> bool:
-        nonlocal checked
-        if done - checked < _CHECK_EVERY:
-            return False
-        checked = done
-        assert state.x is not None
-        with torch.no_grad():
-            return bool(problem.optimality(state.x) <= tol)
-
-    return reached
+def _differentiated(problem: Problem, x0: Tensor | None) -> bool:
+    """Whether a gradient may be wanted: a tensor requires one, or a callable may capture one that does."""
+    parts = Parts.of(problem)
+    return (
+        transformed()
+        or parts.opaque
+        or any(each.requires_grad for each in (*parts.tensors, *([] if x0 is None else [x0])))
+    )

@@ -22,13 +22,40 @@ _CONVERGED = 200  # iterations at most for a system of the backward pass
 
 
 class SplitState(NamedTuple):
-    """The point after the prox, the point after the linear solve, the scaled multiplier, ``A y + b`` and the factor."""
+    """The point after the prox, the point after the linear solve, the scaled multiplier, ``A y + b``, the factor, and
+    the prediction of a datafit other than the square."""
 
     x: Tensor | None
     smooth: Tensor | None
     multiplier: Tensor | None
     linear: Tensor
     factor: RidgeFactor | None
+    predicted: "Prediction | None" = None
+
+
+class Prediction(NamedTuple):
+    """A copy t of ``Aᵀz``, its scaled multiplier w and its penalty σ."""
+
+    t: Tensor
+    multiplier: Tensor
+    penalty: float | Tensor
+
+    @classmethod
+    def of(cls, problem: Problem, x0: Tensor | None) -> "Prediction | None":
+        """At the start; None for the square, whose part of the objective the linear solve minimises."""
+        if problem.is_quadratic:
+            return None
+        t = torch.zeros_like(problem.y) if x0 is None else problem.operator.adjoint(x0)
+        curvature = problem.datafit.curvature(problem.y)
+        penalty = torch.where(curvature > 0, curvature, 1.0) if isinstance(curvature, Tensor) else curvature or 1.0
+        # The multiplier σw is the derivative of f, so that the first system has the plain layer on its right-hand side.
+        return cls(t, problem.datafit.gradient(t, problem.y) / penalty, penalty)
+
+    def advance(self, problem: Problem, image: Tensor, relaxation: float | Tensor) -> "Prediction":
+        """The prox of the datafit, and the multiplier."""
+        pushed = relaxation * image + (1 - relaxation) * self.t + self.multiplier
+        t = problem.datafit.prox(pushed, 1 / self.penalty, problem.y)
+        return self._replace(t=t, multiplier=pushed - t)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +115,14 @@ class ADMM(Solver):
         z \leftarrow (AA^\top + (\lambda+\rho) I)^{-1}(Ay + b + \rho\,(x - u)), \qquad
         x \leftarrow \operatorname{prox}_{g/\rho}(z + u), \qquad u \leftarrow u + z - x .
 
+    For another datafit f than the square the prediction :math:`A^\top z` is split off, too, as t with the multiplier w:
+    with :math:`\sigma = \kappa`,
+
+    .. math::
+
+        z \leftarrow (\sigma AA^\top + (\lambda+\rho) I)^{-1}(b + \rho\,(x - u) + \sigma A(t - w)), \qquad
+        t \leftarrow \operatorname{prox}_{f/\sigma}(A^\top z + w), \qquad w \leftarrow w + A^\top z - t .
+
     It needs no bound on the norm of A and converges for every :math:`\rho > 0`. For dense operators the system is
     factored once, on the smaller side; for others it is solved by at most ``cg_iters`` conjugate gradient iterations
     from the last solution, in single or double precision. Systems that are solved have the derivatives of their
@@ -128,11 +163,19 @@ class ADMM(Solver):
         """The fixed number of iterations."""
         return self.iters
 
+    def prepare(self, problem: Problem) -> Problem:
+        """No bound is computed."""
+        return problem if self.iters == 1 else problem.repeated()
+
     def init(self, problem: Problem, x0: Tensor | None) -> SplitState:
         """``A y + b`` and the factor, once."""
-        matrix = problem.operator.matrix
-        factor = None if matrix is None else ridge_factor(matrix, problem.ridge + self.rho)
-        return SplitState(x0, x0, None, problem.linear(), factor)
+        matrix, predicted = problem.operator.matrix, Prediction.of(problem, x0)
+        factor = None if matrix is None else ridge_factor(matrix, self._shift(problem, predicted))
+        return SplitState(x0, x0, None, problem.linear(), factor, predicted)
+
+    def _shift(self, problem: Problem, predicted: Prediction | None) -> float | Tensor:
+        shift = problem.ridge + self.rho
+        return shift if predicted is None else shift / predicted.penalty
 
     def start(self, problem: Problem, preactivation: Tensor) -> SplitState:
         """The multiplier is the subgradient of g that belongs to the pre-activation."""
@@ -145,18 +188,24 @@ class ADMM(Solver):
 
     def advance(self, problem: Problem, state: SplitState, k: int, generator: torch.Generator | None) -> SplitState:
         """Linear solve, prox, multiplier."""
-        x, smooth, multiplier, linear, factor = state
-        target = linear
+        x, smooth, multiplier, target, factor, predicted = state
+        if predicted is not None:
+            pull = predicted.penalty * (predicted.t - predicted.multiplier)
+            target = problem.operator.affine(pull, problem.bias)
         if x is not None:
             target = target + self.rho * (x if multiplier is None else x - multiplier)
+        if predicted is not None:
+            target = target / predicted.penalty
         if factor is not None:
             smooth = factor.solve(target)
         else:
-            parts = Parts.of((problem.operator.with_bounds(None), problem.ridge + self.rho, target))
+            parts = Parts.of((problem.operator.with_bounds(None), self._shift(problem, predicted), target))
             smooth = _RidgeSystem(parts, self.cg_iters).from_start(smooth)
         relaxed = smooth
         if isinstance(self.relaxation, Tensor) or self.relaxation != 1:
             relaxed = accumulate(None if x is None else (1 - self.relaxation) * x, self.relaxation, smooth)
         pushed = relaxed if multiplier is None else relaxed + multiplier
         new = problem.prox(pushed, 1 / self.rho)
-        return state._replace(x=new, smooth=smooth, multiplier=pushed - new)
+        if predicted is not None:
+            predicted = predicted.advance(problem, problem.operator.adjoint(smooth), self.relaxation)
+        return state._replace(x=new, smooth=smooth, multiplier=pushed - new, predicted=predicted)

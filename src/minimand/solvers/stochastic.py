@@ -57,7 +57,8 @@ class InputSampler(Solver):
         return sample_size(self.tau, problem.operator.inputs)
 
     def _smoothness(self, problem: Problem) -> Tensor:
-        return resolve_sampling(self.sampling).smoothness(problem.operator, self._size(problem)) + problem.ridge
+        expected = resolve_sampling(self.sampling).smoothness(problem.operator, self._size(problem))
+        return problem.curved(expected) + problem.ridge
 
     def draw(self, problem: Problem, x: Tensor | None, generator: torch.Generator | None) -> Sample:
         """Draw inputs for each row of the problem, or once for all rows."""
@@ -65,7 +66,7 @@ class InputSampler(Solver):
         with torch.no_grad():
             residual = None
             if sampling.uses_residual:
-                residual = problem.y if x is None else problem.y - operator.adjoint(x)
+                residual = problem.datafit.residual(None if x is None else operator.adjoint(x), problem.y)
             scores = sampling.scores(operator, residual)
             if shared and residual is not None and scores is not None:
                 scores = scores.square().mean(0).sqrt()
@@ -91,10 +92,11 @@ class ProxSG(InputSampler):
     .. math::
 
         x \leftarrow \operatorname{prox}_{\eta_k g}\bigl(x + \eta_k\,[A\,(w\odot(y - A^\top x)) + b - \lambda x]\bigr),
-        \qquad \mathbb{E}\,w = 1 .
+        \qquad \mathbb{E}\,w = 1 ,
 
-    One iteration from zero with unit step is dropout → linear → activation with the mask ``w`` ([Bibi2019],
-    Proposition 1); ``w`` contains dropout's factor 1/(1−p).
+    with :math:`-f'(A^\top x; y)` in place of :math:`y - A^\top x` for other datafits than the square. One iteration
+    from zero with unit step is dropout → linear → activation with the mask ``w`` ([Bibi2019], Proposition 1); ``w``
+    contains dropout's factor 1/(1−p).
 
     Args:
         iters: Iterations.
@@ -221,7 +223,7 @@ class SVRG(InputSampler):
     def _reduced(self, problem: Problem) -> Tensor:
         n, size = problem.operator.inputs, self._size(problem)
         residual = (n - size) / (size * max(n - 1, 1)) * n * problem.operator.input_norms_sq().amax(-1)
-        return 2 * (self._smoothness(problem) + 2 * residual)
+        return 2 * (self._smoothness(problem) + 2 * problem.curved(residual))
 
     def advance(
         self, problem: Problem, state: ReferenceState, k: int, generator: torch.Generator | None
@@ -234,6 +236,6 @@ class SVRG(InputSampler):
             direction = anchor
         else:
             assert x is not None
-            away = x if state.reference is None else x - state.reference
-            direction = state.anchor - problem.sampled_curvature(away, self.draw(problem, x, generator))
+            change = problem.sampled_change(x, state.reference, self.draw(problem, x, generator))
+            direction = state.anchor - change
         return state._replace(x=problem.prox(accumulate(x, step, direction), step))

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -10,14 +10,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minimand.errors import MissingExtra, OptionError
-from minimand.nn import ADMMNet, Architecture, FISTANet, ISTANet, UnrolledNet, diagnose, least_squares_start
+from minimand.nn import (
+    ADMMNet,
+    Architecture,
+    FISTANet,
+    ISTANet,
+    RidgeNet,
+    RidgeTrainer,
+    UnrolledNet,
+    diagnose,
+    least_squares_start,
+)
 from minimand.operators import BlockSensing, LinearOperator, orthonormal_gaussian, pad_to_blocks, to_blocks
 
 from ..context import Lab
 from ..data import data_directory, load_images, psnr, random_crops, ssim, unit_interval
-from ..drawing import figure
-from ..experiment import Metrics, Plot, Results
-from ..pictures import decoded, encoded
+from ..experiment import Metrics, Results
 
 __all__ = [
     "ImageSplits",
@@ -25,12 +33,9 @@ __all__ = [
     "UnrolledOptions",
     "assembled",
     "build",
-    "gallery",
     "mean_scores",
     "measurement",
     "photographs",
-    "picture",
-    "reference",
     "sizes",
     "standing",
     "train",
@@ -63,6 +68,7 @@ class UnrolledOptions:
         symmetry: Weight of the symmetry loss.
         start: Initialisation of the transforms: "solver", or "xavier" as in the papers' code.
         shared: Whether FISTA-Net has the transform of its paper: twice as deep, and the same in all phases.
+        ridge: Phases, filters and their size of RidgeNet, whose training makes as many steps.
     """
 
     source: str = "auto"
@@ -78,6 +84,7 @@ class UnrolledOptions:
     symmetry: float = 0.0
     start: Literal["solver", "xavier"] = "solver"
     shared: bool = False
+    ridge: tuple[int, int, int] = (10, 48, 7)
 
     def architecture(self) -> Architecture:
         """The transform."""
@@ -176,9 +183,17 @@ def _inside(image: Tensor, shift: int) -> Tensor:
 
 
 def build(
-    kind: str, phi: Tensor | LinearOperator, options: UnrolledOptions, initial: Tensor | None = None
-) -> UnrolledNet:
-    """A network by name: ISTA-Net, ISTA-Net plus, FISTA-Net or ADMM-Net, optionally followed by "constrained"."""
+    kind: str,
+    phi: Tensor | LinearOperator,
+    options: UnrolledOptions,
+    initial: Tensor | None = None,
+    noise: float | None = None,
+) -> UnrolledNet | RidgeNet:
+    """A network by name: ISTA-Net, ISTA-Net plus, FISTA-Net or ADMM-Net, optionally followed by "constrained"; or
+    RidgeNet, followed by its guarantee."""
+    if kind.startswith("RidgeNet "):
+        guarantee: Any = kind.removeprefix("RidgeNet ")
+        return RidgeNet(phi, *options.ridge, guarantee, initial=initial, noise=noise)
     name = kind.removesuffix(" constrained")
     constrained = name != kind
     shape = options.architecture()
@@ -196,20 +211,31 @@ def build(
     if name == "ADMM-Net":
         return ADMMNet(phi, options.phases, architecture=shape, constrained=constrained, initial=initial)
     if name not in ("ISTA-Net", "ISTA-Net plus"):
-        raise OptionError(f"there is no network {name!r}; available: ISTA-Net, ISTA-Net plus, FISTA-Net, ADMM-Net")
+        raise OptionError(
+            f"there is no network {name!r}; available: RidgeNet convex, RidgeNet convergent, ISTA-Net, "
+            f"ISTA-Net plus, FISTA-Net, ADMM-Net"
+        )
     plus = name.endswith("plus")
     return ISTANet(phi, options.phases, plus, architecture=shape, constrained=constrained, initial=initial)
 
 
 def train(
     lab: Lab,
-    net: UnrolledNet,
+    net: UnrolledNet | RidgeNet,
     draw: Callable[[], tuple[Tensor, Tensor]],
     options: UnrolledOptions,
     validate: Callable[[], float],
 ) -> Iterator[Metrics]:
     """Train with AdamW, warm-up, cosine decay and clipped gradients; yields the validation PSNR after each epoch."""
     net.to(lab.device)
+    if isinstance(net, RidgeNet):
+        trainer = RidgeTrainer(net, options.epochs * options.steps)
+        for epoch in lab.epochs(options.epochs, model=net, optimizer=trainer.optimizer, schedule=trainer.schedule):
+            net.train()
+            losses = [trainer.step(*draw()) for _ in lab.track(range(options.steps))]
+            net.eval()
+            yield {"epoch": epoch + 1, "loss": sum(losses) / len(losses), "validation": validate()}
+        return
     matrices = [p for p in net.parameters() if p.dim() > 1]
     numbers = [p for p in net.parameters() if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 1e-4}, {"params": numbers, "weight_decay": 0.0}]
@@ -254,9 +280,9 @@ def mean_scores(reconstruct: Callable[[Tensor], Tensor], images: Sequence[Tensor
     )
 
 
-def tuned(score: Callable[[float], float], weights: Sequence[float], most: int = 4) -> dict[float, float]:
+def tuned(score: Callable[[float], float], weights: Sequence[float], most: int = 30) -> dict[float, float]:
     """The scores of some weights. While the best weight is at an end of the grid, its half or double is tried as well,
-    up to ``most`` more weights.
+    up to ``most`` more weights, so that the best is an interior one.
 
     >>> tuned(lambda w: -abs(w - 0.5), (2.0, 4.0))
     {2.0: -1.5, 4.0: -3.5, 1.0: -0.5, 0.5: -0.0, 0.25: -0.25}
@@ -271,8 +297,18 @@ def tuned(score: Callable[[float], float], weights: Sequence[float], most: int =
     return found
 
 
-def verdicts(net: UnrolledNet, y: Tensor) -> dict[str, Any]:
+def verdicts(net: UnrolledNet | RidgeNet, y: Tensor) -> dict[str, Any]:
     """The diagnosis of a network as plain numbers."""
+    if isinstance(net, RidgeNet):
+        proof = diagnose(net, y)
+        return {
+            "proved": proof.guarantee,
+            "exponents": [round(end, 4) for end in proof.exponents],
+            "certified_iterations": proof.iterations,
+            "rises": proof.rises,
+            "step_gain": round(proof.probe.gain, 4),
+            "step_gain_bound": round(proof.gain_bound, 4),
+        }
     report = diagnose(net, y)
     return {
         "in_range": float(report.in_range),
@@ -295,6 +331,9 @@ def standing(results: Results[Any], parts: Sequence[str]) -> list[str]:
         names = [part for part, holds in diagnosed.items() if holds is in_range]
         if names:
             found.append(f"{text}: {'; '.join(names)}.")
+    for part in parts:
+        for values in [texts for texts in results.curve(part, "proved").values() if texts][:1]:
+            found.append(f"Proved of {part}: {values[-1]}.")
     if gains:
         found.append(
             f"The learned proxes increase distances up to {min(gains):.2f} to {max(gains):.2f}-fold, depending "
@@ -321,62 +360,6 @@ def bordered(x: Tensor, share: float = 0.25) -> Tensor:
         kept = torch.arange(x.shape[dim]) < x.shape[dim] - cut[:, None]
         x = x * (kept[:, None, :, None] if dim == -2 else kept[:, None, None, :])
     return x
-
-
-# Pictures
-
-
-def picture(image: Tensor, window: int = 64) -> str:
-    """The middle of an image, for a record."""
-    top, left, side = _middle(image.shape[-2], image.shape[-1], window)
-    return encoded(image[0, top : top + side, left : left + side].cpu().numpy(), lossless=True)
-
-
-def reference(image: Tensor, window: int = 64) -> dict[str, str]:
-    """The ground truth for a gallery: the middle of the image and the whole image."""
-    return {"reference": picture(image, window), "whole": encoded(image[0].cpu().numpy())}
-
-
-def _middle(height: int, width: int, window: int) -> tuple[int, int, int]:
-    """Top, left and side of the square in the middle."""
-    side = min(window, height, width)
-    return (height - side) // 2, (width - side) // 2, side
-
-
-def gallery(results: Results[Any], parts: Mapping[str, str], truth: str, title: str) -> Plot | None:
-    """Crops of one test image beside the ground truth, with errors below; None if no crop was recorded."""
-    found = {label: results.curve(part, "crop") for part, label in parts.items()}
-    shown = {label: texts[-1] for label, seeds in found.items() for texts in list(seeds.values())[:1] if texts}
-    references = [texts[-1] for texts in results.curve(truth, "reference").values() if texts]
-    if not shown or not references:
-        return None
-    crop = torch.from_numpy(decoded(references[0]))
-    drawn = figure(2.1 * (len(shown) + 1), 4.4)
-    axes = drawn.subplots(2, len(shown) + 1, squeeze=False)
-    axes[0, 0].imshow(crop.numpy(), cmap="gray", vmin=0, vmax=1)
-    axes[0, 0].set_title("the image", fontsize=9)
-    sentences = []
-    for column, (label, text) in enumerate(shown.items(), 1):
-        image = torch.from_numpy(decoded(text))
-        score = float(psnr(image, crop)) if not torch.equal(image, crop) else math.inf
-        axes[0, column].imshow(image.numpy(), cmap="gray", vmin=0, vmax=1)
-        axes[0, column].set_title(f"{label}\n{score:.2f} dB here", fontsize=9)
-        axes[1, column].imshow((image - crop).numpy(), cmap="PuOr", vmin=-0.2, vmax=0.2)
-        sentences.append(f"{label} {score:.2f} dB")
-    for texts in list(results.curve(truth, "whole").values())[:1]:
-        _locate(axes[1, 0], decoded(texts[-1]), len(crop))
-    axes[1, 0].set_title("errors: −0.2 … 0.2", fontsize=9)
-    for axis in axes.flat:
-        axis.set_axis_off()
-    return Plot(title, f"{title}: {', '.join(sentences)}", drawn)
-
-
-def _locate(axes: Any, whole: Any, window: int) -> None:
-    """The whole image, with a frame around its middle."""
-    top, left, side = _middle(whole.shape[0], whole.shape[1], window)
-    axes.imshow(whole, cmap="gray", vmin=0, vmax=1)
-    right, bottom = left + side, top + side
-    axes.plot([left, right, right, left, left], [top, top, bottom, bottom, top], color="#D55E00")
 
 
 def sizes(options: UnrolledOptions) -> str:

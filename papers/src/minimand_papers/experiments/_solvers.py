@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -17,7 +17,9 @@ from ..data import Augmentation, CropFlip, registry
 from ..experiment import Claim, Results
 from ..training import Loaders, loaders
 
-__all__ = ["ImageOptions", "fine_tuning_claim", "from_zero", "solved", "trials"]
+__all__ = ["ImageOptions", "Steps", "chosen", "fine_tuning_claim", "from_zero", "solved", "trials"]
+
+Steps = Literal["ours", "source"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +69,15 @@ def trials(results: Results[Any], part: str, *sentences: str) -> str:
     return "; ".join([*filter(None, sentences), *shown])
 
 
-def solved(model: nn.Module, rules: Mapping[str, Solver]) -> nn.Module:
+def solved(model: nn.Module, rules: Mapping[str, Solver], steps: Steps = "ours") -> nn.Module:
     """The network with the named blocks replaced by solvers; unchanged without rules."""
-    return convert(model, {path: from_zero(solver) for path, solver in rules.items()}, inplace=True) if rules else model
+    made = {path: chosen(solver, steps) for path, solver in rules.items()}
+    return convert(model, made, inplace=True) if rules else model
+
+
+def chosen(solver: Solver, steps: Steps) -> SolverOptions:
+    """A solver from zero with our step sizes, or by the source's protocol."""
+    return SolverOptions.paper(solver) if steps == "source" else from_zero(solver)
 
 
 def from_zero(solver: Solver) -> SolverOptions:

@@ -4,7 +4,19 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
-__all__ = ["Block", "Bullets", "Cell", "Code", "Heading", "PageLink", "Paragraph", "Table", "as_markdown", "as_rst"]
+__all__ = [
+    "Block",
+    "Bullets",
+    "Cell",
+    "Code",
+    "Drawing",
+    "Heading",
+    "PageLink",
+    "Paragraph",
+    "Table",
+    "as_markdown",
+    "as_rst",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +69,16 @@ class Table:
     widths: Sequence[int]
 
 
-Block = Heading | Paragraph | Bullets | Code | Table
+@dataclasses.dataclass(frozen=True)
+class Drawing:
+    """A picture in a file of its own, with its caption and text alternative."""
+
+    path: str
+    title: str
+    alt: str
+
+
+Block = Heading | Paragraph | Bullets | Code | Table | Drawing
 
 _UNDERLINES = {1: "=", 2: "-", 3: "~"}
 
@@ -79,6 +100,9 @@ def _markdown(block: Block) -> list[str]:
             return [f"    {line}" for line in text.splitlines()]
         case Table(head, rows):
             return [_row(head), _row(["---"] * len(head)), *(_row(row) for row in rows)]
+        case Drawing(path, title, alt):
+            words = _escaped(f"{title}: {alt}").replace("]", r"\]")
+            return [f"![{words}]({path})"]
 
 
 def _row(cells: Sequence[Cell]) -> str:
@@ -127,6 +151,8 @@ def _rst(block: Block, prefix: str) -> list[str]:
             for row in [list(head), *rows]:
                 lines += [f"    {'* -' if not k else '  -'} {_cell(cell, prefix)}" for k, cell in enumerate(row)]
             return lines
+        case Drawing(path, title, alt):
+            return [f".. figure:: {path}", f"    :alt: {_plain(alt)}", "", f"    {_plain(title)}"]
 
 
 def _cell(cell: Cell, prefix: str) -> str:

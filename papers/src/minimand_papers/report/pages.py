@@ -11,10 +11,10 @@ from ..experiment import Claim, Experiment, Results, Verdict
 from ..registry import experiments, source_of
 from ..sources import SOURCES, Publication
 from ..store import atomically, encoded
-from .blocks import Block, Bullets, Cell, Code, Heading, PageLink, Paragraph, Table, as_markdown
+from .blocks import Block, Bullets, Cell, Code, Drawing, Heading, PageLink, Paragraph, Table, as_markdown
 from .sections import Section, sections
 
-__all__ = ["INDEX", "claims_of", "counts", "index_table", "page_of", "write_pages"]
+__all__ = ["INDEX", "claims_of", "counts", "drawings", "index_table", "page_of", "write_pages"]
 
 INDEX = "README.md"
 OTHER = "other"
@@ -66,7 +66,8 @@ def claims_of(source: Publication, found: Sequence[Section]) -> list[tuple[str, 
 def _unmeasured(experiment: Experiment[Any]) -> list[Claim]:
     """The claims of an experiment that has no result."""
     empty = Results(experiment.preset("laptop").options, "laptop", {})
-    why = f"no {experiment.needs_data} data" if experiment.needs_data else "no result yet"
+    hours = experiment.preset("laptop").minutes / 60
+    why = f"no {experiment.needs_data} data" if experiment.needs_data else f"no processor time: {hours:.1f} hours"
     return [
         dataclasses.replace(claim, measured="–", scale=why, verdict="not run") for claim in experiment.claims(empty)
     ]
@@ -141,8 +142,15 @@ def _section(section: Section) -> list[Block]:
         blocks.append(Table(head, rows, widths))
     if section.findings:
         blocks.append(Bullets(section.findings))
+    names = drawings(section)
+    blocks += [Drawing(name, drawn.title, drawn.alt) for name, drawn in zip(names, section.pictures, strict=True)]
     protocol = "; ".join(f"{key}: {value}" for key, value in section.protocol)
     return [*blocks, Paragraph("Run it again with"), Code(section.command), Paragraph(f"{protocol}.")]
+
+
+def drawings(section: Section) -> list[str]:
+    """The names of the files of a section's pictures, relative to the page."""
+    return [f"{section.anchor}-{number}.svg" for number in range(1, len(section.pictures) + 1)]
 
 
 def _footnotes(notes: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from ...solvers.problem import Problem
 from ..table import table_lines
 from .base import PhaseResult, UnrolledNet
 from .probing import DISTANCES, ROUNDING, SCALES
+from .ridgediagnosis import RidgeDiagnosis, diagnose_ridge
+from .ridgenet import RidgeNet
 
 __all__ = ["Diagnosis", "PhaseReport", "diagnose"]
 
@@ -176,8 +178,12 @@ _COLUMNS: dict[str, Callable[[PhaseReport], str]] = {
 }
 
 
+@overload
+def diagnose(net: UnrolledNet, y: Tensor) -> Diagnosis: ...
+@overload
+def diagnose(net: RidgeNet, y: Tensor) -> RidgeDiagnosis: ...
 @checked
-def diagnose(net: UnrolledNet, y: Tensor) -> Diagnosis:
+def diagnose(net: UnrolledNet | RidgeNet, y: Tensor) -> Diagnosis | RidgeDiagnosis:
     r"""Run an unrolled network on measurements and report, phase by phase, what makes it a convergent solver.
 
     Proximal gradient descent needs steps in :math:`(0, 2/\|\Phi\|^2)`. FISTA needs steps in :math:`(0, 1/\|\Phi\|^2]`,
@@ -188,6 +194,9 @@ def diagnose(net: UnrolledNet, y: Tensor) -> Diagnosis:
     (:mod:`minimand.nn.unrolled.probing`). Tests can refute a prox and never prove one, so the report calls a network a
     convergent solver only if its class proves it (:attr:`UnrolledNet.guarantee`). Mode, parameters and gradients stay
     unchanged.
+
+    Of a :class:`RidgeNet` the report separates what its construction proves from what was measured on these
+    measurements (:class:`~minimand.nn.unrolled.RidgeDiagnosis`).
 
     >>> from minimand.nn import ISTANet
     >>> from minimand.operators import orthonormal_gaussian
@@ -200,10 +209,14 @@ def diagnose(net: UnrolledNet, y: Tensor) -> Diagnosis:
     >>> diagnose(net, y).phases[0].faults
     ('step 3 outside (0, 2)',)
     """
-    if not isinstance(net, UnrolledNet):
-        raise CapabilityError(f"diagnose takes an ISTANet, FISTANet or ADMMNet, got {type(net).__name__}; use explain")
+    if not isinstance(net, UnrolledNet | RidgeNet):
+        raise CapabilityError(
+            f"diagnose takes a RidgeNet, ISTANet, FISTANet or ADMMNet, got {type(net).__name__}; use explain"
+        )
     with torch.inference_mode(False), torch.no_grad():
         y = y.clone() if y.is_inference() else y
+        if isinstance(net, RidgeNet):
+            return diagnose_ridge(net, y)
         problem, guarantee = net.problem(y), net.guarantee
         start = _relative_residual(problem, net.start(problem))
         results = enumerate(net.trajectory(y), 1)

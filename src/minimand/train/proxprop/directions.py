@@ -18,11 +18,12 @@ from torch import Tensor
 
 from ...errors import NonFiniteError
 from ...linalg import gram
+from ...operators.patch_grams import row_gram
 from ...solvers.linear import RidgeFactor, conjugate_gradient, gram_factor
-from .grams import WeightMap, row_gram
-from .options import CachedGram, ProxPropOptions
+from .maps import WeightMap
+from .options import CachedGram, ProxPropOptions, Relative, Tau, TauSchedule
 
-__all__ = ["Attachment", "GramCache", "RowAccumulator", "fingerprint", "to_working_precision"]
+__all__ = ["Attachment", "CallWatch", "GramCache", "RowAccumulator", "fingerprint", "to_working_precision"]
 
 # A system whose estimated rounding error exceeds this is formed and factored in float64: directions keep three digits.
 _ROUNDING = 1e-3
@@ -51,16 +52,28 @@ def _factor(matrix: Callable[[bool], Tensor], shift: float) -> RidgeFactor:
     return gram_factor(matrix(True), shift) if single and (factor.damping or factor.rounding() > _ROUNDING) else factor
 
 
+def _shift(tau: Tau, diagonal: Callable[[], float]) -> float:
+    """The ridge 1/τθ of the linear solves; ``diagonal`` is the mean diagonal of the Gram matrix."""
+    # A Gram matrix of zeros has a gradient of zeros, for which any ridge gives the direction.
+    return (diagonal() / tau.factor or 1.0) if isinstance(tau, Relative) else 1.0 / tau
+
+
 def _conjugate(apply: Callable[[Tensor], Tensor], target: Tensor, options: ProxPropOptions, **how: Any) -> Tensor:
     return conjugate_gradient(apply, target, options.cg_iters, tol=options.cg_tol, **how)
 
 
 @dataclass(frozen=True)
 class _Metric:
-    """A Gram matrix (groups × n × n) plus a ridge; factored once, on the first use."""
+    """A Gram matrix (groups × n × n) plus a ridge; factored once, on the first use. ``kept``: used for many steps."""
 
     gram: Tensor
-    shift: float
+    tau: Tau
+    kept: bool = False
+
+    @functools.cached_property
+    def shift(self) -> float:
+        """The ridge."""
+        return _shift(self.tau, lambda: float(self.gram.diagonal(dim1=-2, dim2=-1).double().mean()))
 
     @functools.cached_property
     def _factor(self) -> RidgeFactor:
@@ -81,7 +94,7 @@ class _Metric:
         """The direction of a gradient, groups × outputs × n."""
         if options.method == "cg":
             return _conjugate(lambda v: v @ self.gram.to(v.dtype) + self.shift * v, gradient, options)
-        if gradient.shape[-2] < 1.5 * gradient.shape[-1]:
+        if not self.kept and gradient.shape[-2] < 1.5 * gradient.shape[-1]:
             return self._factor.solve(gradient)
         return (gradient.to(self._inverse.dtype) @ self._inverse).to(gradient.dtype)
 
@@ -91,22 +104,48 @@ class Attachment:
     """State that all layers of one ProxProp share; ``distributed``: Gram matrices are summed over processes.
 
     ``latest`` is the layer that was called last, and ``last`` the one that stays explicit; while that is ``undecided``,
-    the first backward pass decides.
+    the first backward pass decides. ``schedule`` has values of τθ that a torch scheduler changes.
     """
 
     options: ProxPropOptions
-    steps: int = 0
-    optimizer: Any = None
+    optimizers: tuple[Any, ...] = ()
+    schedule: TauSchedule | None = None
     distributed: bool = False
     latest: str | None = None
     last: str | None = None
     undecided: bool = False
 
+    def taus(self) -> Tau | dict[str, Tau]:
+        """The present τθ, as given or with the scheduled values."""
+        given = self.options.tau_theta
+        if self.schedule is None:
+            return given if isinstance(given, float | int | Relative) else dict(given)
+        lrs = {group["pattern"]: group["lr"] for group in self.schedule.param_groups}
+        old = dict(given) if isinstance(given, dict) else {"": given}
+        new: Any = {key: Relative(lrs[key]) if isinstance(tau, Relative) else lrs[key] for key, tau in old.items()}
+        return new if isinstance(given, dict) else new[""]
+
+
+class CallWatch:
+    """A forward pre-hook that notes which layer was called last. In copies of the model it does nothing."""
+
+    def __init__(self, shared: Attachment | None = None, path: str = "") -> None:
+        self.shared, self.path = shared, path
+
+    def __call__(self, *_: Any) -> None:
+        """Note the call, if a gradient may follow."""
+        if self.shared is not None and torch.is_grad_enabled():
+            self.shared.latest = self.path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CallWatch, ()
+
 
 @dataclass
 class GramCache:
-    """A running mean of Gram matrices per row, the last metric computed from it, and the rows of that metric."""
+    """A running mean of Gram matrices per row, the last metric computed from it, its rows, and the steps taken."""
 
+    steps: int = 0
     mean: Tensor | None = None
     metric: _Metric | None = None
     rows: int = 0
@@ -126,23 +165,23 @@ class RowAccumulator:
         self.trains_weight, self.ones = "weight" in trained, "bias" in trained
         self.sizes = [map.columns] * self.trains_weight + [1] * self.ones
         rule = shared.options.gram
-        self._cached = rule if isinstance(rule, CachedGram) and self.trains_weight and map.geometry else None
+        self._cached = rule if isinstance(rule, CachedGram) and self.trains_weight else None
         self.count, self.inputs = 0, cast(Any, 0.0)
         self.a = self.delta = self.mark = self.gram = self.metric = cast(Any, None)
         self.renewed: dict[str, Any] = {}
 
     def stores(self, count: int) -> bool:
         """Whether with ``count`` more rows there are fewer than columns, so that they are stored."""
-        dual = self.trains_weight and self.gram is None and self.map.groups == 1 and not self.shared.distributed
-        return dual and 0 < self.count + count < sum(self.sizes)
+        dual = self.trains_weight and self.gram is None and self.map.dual and not self.shared.distributed
+        return dual and self._cached is None and 0 < self.count + count < sum(self.sizes)
 
     def updates(self) -> bool:
         """Whether the rule needs a new Gram matrix at this step."""
-        return self._cached is None or self.shared.steps % self._cached.every == 0 or self.cache.mean is None
+        return self._cached is None or self.cache.steps % self._cached.every == 0 or self.cache.mean is None
 
     def add(self, x: Tensor, delta: Tensor, mark: Tensor | None, options: ProxPropOptions) -> None:
         """Add the rows of one call; ``mark`` is the fingerprint of their gradient."""
-        count = delta.numel() // self.map.outputs
+        count = self.map.count(delta)
         if count == 0:
             return
         stores = self.stores(count)
@@ -164,14 +203,14 @@ class RowAccumulator:
         """The metric of all rows so far."""
         x, wide = to_working_precision(x), self.cache.wide
         if self.trains_weight:
-            total = self.map.gram(x, self.ones, options.gram, self.shared.steps, wide)
+            total = self.map.gram(x, self.ones, options.gram, self.cache.steps, wide)
         else:
             total = x.new_full((self.map.groups, 1, 1), float(count))
         total = total if self.a is None else total + row_gram(self.a, False, wide)
         double = wide or x.dtype == torch.float64
         if self.gram is not None:
             total, double = total + self.gram, double or self.gram.dtype == torch.float64
-        return _Metric(total.to(torch.float64 if double else torch.float32), options.shift)
+        return _Metric(total.to(torch.float64 if double else torch.float32), cast(Tau, options.tau_theta))
 
     def direction(self, gradient: list[Tensor] | None, options: ProxPropOptions) -> list[Tensor]:
         """The direction of a gradient; None is the gradient δᵀA of stored rows. It may overwrite the gradient."""
@@ -179,7 +218,8 @@ class RowAccumulator:
             return self._dual(1.0, options) if gradient is None else self._received(gradient, options)
         assert gradient is not None
         whole = torch.cat(gradient, 1) if len(gradient) > 1 else gradient[0]
-        made = self._step_metric(options).direction(whole.unflatten(0, (self.map.groups, -1)), options)
+        whole = whole.unflatten(0, (self.map.groups, -1))
+        made = self._step_metric(options).direction(whole, options)
         return list(made.flatten(0, 1).split(self.sizes, 1))
 
     def _received(self, gradient: list[Tensor], options: ProxPropOptions) -> list[Tensor]:
@@ -189,36 +229,46 @@ class RowAccumulator:
         δ, without cancellation. Equal fingerprints show that E is rounding. Otherwise (a penalty, other edits) the
         Woodbury identity :math:`\tau_\theta(E - EA^\top(AA^\top + I/\tau_\theta)^{-1}A)` gives its direction.
         """
-        found, own, a = fingerprint(gradient), self.mark, self.a
+        found, own, a, shift = fingerprint(gradient), self.mark, self.a, self._ridge(options)
         scale = float(torch.nan_to_num((found.double() @ own.double()) / own.double().square().sum()))
         size = torch.linalg.vector_norm(gradient[0], dim=1) + found.abs()
         if bool(((found - scale * own).abs() <= _EQUAL * torch.finfo(found.dtype).eps * size).all()):
             return self._dual(scale, options, gradient)
         whole = torch.cat(gradient, 1)
         if options.method == "cg":
-            made = _conjugate(lambda v: v @ a.mT @ a + options.shift * v, whole, options)
+            made = _conjugate(lambda v: v @ a.mT @ a + shift * v, whole, options)
         else:
             rest = whole - scale * self.delta.mT @ a
             solved, moved = self._solve(torch.cat([scale * self.delta.mT, rest @ a.mT]), options).chunk(2)
-            made = solved @ a + (rest - moved @ a) / options.shift
+            made = solved @ a + (rest - moved @ a) / shift
         return list(made.split(self.sizes, 1))
 
     def _dual(self, scale: float, options: ProxPropOptions, into: list[Tensor] | None = None) -> list[Tensor]:
         """The direction of the gradient δᵀA times a scale, solved from δ; written ``into`` given tensors."""
-        delta = (self.delta if scale == 1 else self.delta * scale).mT
-        c = self._dual_conjugate(delta, options) if options.method == "cg" else self._solve(delta, options)
-        return [torch.mm(c, a, out=into[i] if into else None) for i, a in enumerate(self.a.split(self.sizes, 1))]
+        c, a = (self.delta if scale == 1 else self.delta * scale).mT, self.a
+        if options.method == "cg":
+            c = self._dual_conjugate(c, options)
+        elif len(c) <= 1.5 * a.shape[1]:
+            c = self._solve(c, options)
+        else:  # the side with fewer columns
+            a = self._solve(a.mT, options).mT
+        return [torch.mm(c, part, out=into[i] if into else None) for i, part in enumerate(a.split(self.sizes, 1))]
+
+    def _ridge(self, options: ProxPropOptions) -> float:
+        """1/τθ for the stored rows."""
+        size = lambda: float(torch.linalg.vector_norm(self.a, dtype=torch.float64).square()) / self.a.shape[1]  # noqa: E731
+        return _shift(cast(Tau, options.tau_theta), size)
 
     def _solve(self, target: Tensor, options: ProxPropOptions) -> Tensor:
         """Multiply by (AAᵀ + I/τθ)⁻¹ from the right."""
-        factor = _factor(lambda double: gram(self.a.double() if double else self.a, half=True), options.shift)
+        factor = _factor(lambda double: gram(self.a.double() if double else self.a, half=True), self._ridge(options))
         # With many rows one product with the inverse is faster than two triangular solves.
         many = target.shape[-2] >= 1.5 * target.shape[-1]
         return target @ factor.inverse().to(target.dtype) if many else factor.solve(target)
 
     def _dual_conjugate(self, target: Tensor, options: ProxPropOptions) -> Tensor:
         """Coefficients c of the last conjugate gradient iterate cA, outputs × rows."""
-        kernel, shift = gram(self.a), options.shift
+        kernel, shift = gram(self.a), self._ridge(options)
 
         # A vector cA is stored as (c, cK) with K = AAᵀ. Its inner product with dA is ⟨c, dK⟩.
         def apply(v: Tensor) -> Tensor:
@@ -231,16 +281,16 @@ class RowAccumulator:
 
     def _step_metric(self, options: ProxPropOptions) -> _Metric:
         """The metric of this step: of its rows, or from the cache."""
-        rule, cache, metric = self._cached, self.cache, self.metric
+        rule, cache, metric, tau = self._cached, self.cache, self.metric, cast(Tau, options.tau_theta)
         if rule is None:
-            return metric if metric and metric.shift == options.shift else _Metric(self.gram, options.shift)
+            return metric if metric and metric.tau == tau else _Metric(self.gram, tau)
         metric, mean = cache.metric, cache.mean
         if self.gram is not None:
             fresh = self.gram / max(self.count, 1)
             metric, mean = None, fresh if mean is None else rule.decay * mean + (1 - rule.decay) * fresh
         assert mean is not None
-        if metric is None or cache.rows != self.count or metric.shift != options.shift:
-            metric = _Metric(mean * self.count, options.shift)
+        if metric is None or cache.rows != self.count or metric.tau != tau:
+            metric = _Metric(mean * self.count, tau, kept=True)
         self.renewed = {"mean": mean, "metric": metric, "rows": self.count}
         return metric
 

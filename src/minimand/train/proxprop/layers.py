@@ -1,125 +1,32 @@
 """The layers of a model under ProxProp: which they are, and their forward and backward passes.
 
-A call of a layer runs through an autograd function. Its backward pass records the input and the output's gradient. They
-count only once ``.grad`` was accumulated: ``torch.autograd.grad`` with respect to other tensors adds no rows.
+A call of a Linear or convolution runs through an autograd function whose backward pass records the input and the
+output's gradient. Other layers (attention, recurrent, transposed convolutions, a user's own) run unchanged; the
+products with their weights are found in the autograd graph. Rows count only once ``.grad`` was accumulated:
+``torch.autograd.grad`` with respect to other tensors adds none.
 """
 
-import fnmatch
+import contextlib
+import copy
 import threading
 import types
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
+from torch.utils._pytree import tree_leaves
 
-from ...errors import CapabilityError, NonFiniteError, OptionError, require_fitting, require_strided
-from ...network import read, role
-from ...nn.layers import SolverLayer
+from ...errors import CapabilityError, NonFiniteError, require_fitting, require_strided
+from ...network.uses import Use, uses
 from .directions import Attachment, GramCache, RowAccumulator, fingerprint, to_working_precision
-from .grams import WeightMap, weight_map
+from .maps import DirectMap, ProductMap, TransposedConvMap, WeightMap, is_dtensor
 from .options import ProxPropOptions
 
-__all__ = ["CallWatch", "Discovery", "LayerHooks", "discover", "is_trained"]
+__all__ = ["GraphHooks", "LayerHooks", "WeightUnit", "local"]
 
 
-class Discovery(NamedTuple):
-    """The layers to precondition, the last layer if it stays explicit, and the layers that the forward pass calls.
-
-    ``called`` is None if no made-up input runs. Then the first pass that is differentiated shows which one of
-    ``layers`` and ``others`` is last.
-    """
-
-    layers: dict[str, tuple[nn.Module, WeightMap]]
-    last: str | None
-    called: set[str] | None
-    others: dict[str, nn.Module]
-
-
-def discover(model: nn.Module, options: ProxPropOptions) -> Discovery:
-    """The layers to precondition; an error lists all unusable layers.
-
-    A layer whose weight is used by other code than its own forward, such as the output projection of
-    ``nn.MultiheadAttention``, keeps plain gradients: its inputs are not seen there.
-    """
-    maps = {path: (m, known) for path, m in model.named_modules() if (known := weight_map(m)) is not None}
-    order, elsewhere = _forward_pass(model, {path: module for path, (module, _) in maps.items()})
-    # A parametrisation computes weight or bias from other parameters.
-    own = [p for p, (m, _) in maps.items() if p not in elsewhere and {"weight", "bias"} <= m._parameters.keys()]
-    given = (["*"] if options.include is None else options.include, options.exclude or [])
-    include, exclude = ([some] if isinstance(some, str) else list(some) for some in given)
-    unknown = [pattern for pattern in include + exclude if own and not fnmatch.filter(own, pattern)]
-    if unknown:
-        raise OptionError(f"no layer matches {', '.join(unknown)}; available: {', '.join(map(repr, own))}")
-    kept, dropped = ({path for p in some for path in fnmatch.filter(own, p)} for some in (include, exclude))
-    last = order[-1] if options.skip_last and order and order[-1] in kept - dropped else None
-    found = {path: maps[path] for path in own if path in kept - dropped - {last}}
-    problems = [f"layer '{path}' {problem}" for path, (m, _) in found.items() for problem in _problems(model, m)]
-    if problems:
-        raise CapabilityError("ProxProp cannot take this model: " + "; ".join(problems))
-    others = {path: module for path, (module, _) in maps.items() if path not in found}
-    if not found or (options.skip_last and not order and len(found) == 1 and not others):
-        last = next(iter(found), last)
-        why = "there is none" if last is None else f"'{last}' is the only one and skip_last keeps it explicit"
-        solvers = [path for path, module in model.named_modules() if isinstance(module, SolverLayer)]
-        also = f" (of solver layers, here {', '.join(solvers)}, it takes none)" if solvers else ""
-        raise OptionError(f"ProxProp needs an nn.Linear or nn.Conv1d to nn.Conv3d layer in the model, but {why}{also}")
-    return Discovery(found, last, set(order) if order else None, others)
-
-
-def is_trained(module: nn.Module) -> bool:
-    """Whether a parameter of the module itself requires a gradient."""
-    return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-
-
-def _forward_pass(model: nn.Module, layers: dict[str, nn.Module]) -> tuple[list[str], set[str]]:
-    """The layers in the order of their last calls, and those whose weight other modules use as well or instead.
-
-    There is no order if the forward pass cannot be read.
-    """
-    # Running a layer that another ProxProp has replaced the forward of would count as a pass of that one.
-    attached = any(isinstance(module.__dict__.get("forward"), LayerHooks) for module in layers.values())
-    network = None if attached else read(model)
-    if network is None or not network.complete:
-        return [], set()
-    calls = [call.path for call in network.live if call.path in layers and role(call) in ("linear", "conv")]
-    tied = {name for shared in network.shared() if len(shared.names) > 1 for name in shared.names}
-    weights = {f"{path}.weight" if path else "weight": path for path in layers}
-    elsewhere = {
-        weights[value.name]
-        for value in network.values
-        if value.source == "parameter" and value.name in weights.keys() - tied
-        for call in network.readers(value)
-        if network.is_live(call) and layers.get(call.path) is not layers[weights[value.name]]
-    }
-    return list(dict.fromkeys(reversed(calls)))[::-1], elsewhere
-
-
-def _problems(model: nn.Module, module: nn.Module) -> list[str]:
-    """What keeps a layer from proximal steps: shared or missing parameters, several devices, another forward."""
-    problems = []
-    parameters = {name: p for name, p in module._parameters.items() if p is not None}
-    devices = {p.device.type for p in parameters.values()}
-    for name, parameter in parameters.items():
-        modules = model.named_modules()
-        holders = [f"{path}.{n}" for path, m in modules for n, p in m._parameters.items() if p is parameter]
-        if len(holders) > 1:
-            problems.append(f"shares its {name} ({', '.join(holders)}); give each layer its own parameters")
-    if "meta" in devices or any(isinstance(p, UninitializedParameter) for p in parameters.values()):
-        problems.append("has no data: it is lazy or on the meta device (initialise it first)")
-    elif len(devices) > 1:
-        problems.append(f"is spread over the devices {', '.join(sorted(devices))} (move it to one)")
-    elif any(p.is_inference() for p in parameters.values()):
-        problems.append("was made in inference mode (build it outside of torch.inference_mode())")
-    if "forward" in module.__dict__:
-        other, own = "is attached to another ProxProp (detach that first)", "has a forward of its own (remove it)"
-        problems.append(other if isinstance(module.__dict__["forward"], LayerHooks) else own)
-    return problems
-
-
-def _plain_forward(module: nn.Module) -> Callable[..., Tensor]:
+def _plain_forward(module: nn.Module) -> Callable[..., Any]:
     return types.MethodType(type(module).forward, module)
 
 
@@ -135,40 +42,51 @@ class _HookedLayer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        with ctx.hooks.without_autocast():
+        with ctx.hooks.unit.without_autocast():
             found = ctx.hooks.backward(x, weight, delta, tuple(ctx.needs_input_grad[:3]))
         return (*(None if g is None else g.to(t.dtype) for g, t in zip(found, (x, weight, weight), strict=True)), None)
 
 
-class CallWatch:
-    """A forward pre-hook that notes which layer was called last. In copies of the model it does nothing."""
+class WeightUnit:
+    """A weight with its bias, or some of their rows, that is one linear system; and the rows in their ``.grad``.
 
-    def __init__(self, shared: Attachment | None = None, path: str = "") -> None:
-        self.shared, self.path = shared, path
+    Args:
+        path: The path of the module that has the parameters.
+        module: That module.
+        map: The linear map; None: it is found at the first call.
+        shared: The state of the ProxProp.
+        cache: The kept Gram matrix.
+        names: The names of weight and bias in the module.
+        spans: The rows (start, stop) of weight and bias that belong to the unit; None: all.
+    """
 
-    def __call__(self, *_: Any) -> None:
-        """Note the call, if a gradient may follow."""
-        if self.shared is not None and torch.is_grad_enabled():
-            self.shared.latest = self.path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return CallWatch, ()
-
-
-class LayerHooks:
-    """The forward pass of an attached layer, and the rows in its ``.grad``. Copies of the model have the plain pass."""
-
-    def __init__(self, path: str, module: nn.Module, map: WeightMap, shared: Attachment, cache: GramCache) -> None:
-        self.path, self.map, self.shared, self.cache = path, map, shared, cache
+    def __init__(
+        self,
+        path: str,
+        module: nn.Module,
+        map: WeightMap | None,
+        shared: Attachment,
+        cache: GramCache,
+        names: tuple[str, str | None] = ("weight", "bias"),
+        spans: tuple[Any, Any] = (None, None),
+    ) -> None:
+        self.path, self.map, self.shared, self.cache, self.spans = path, map, shared, cache, spans
+        self.paths = [path]
         self.module: Any = module
+        self._names = {kind: name for kind, name in zip(("weight", "bias"), names, strict=True) if name is not None}
+        parameters = {kind: getattr(module, name) for kind, name in self._names.items()}
+        # FSDP replaces the parameters during a pass; the optimizer owns those that it found.
+        self.sharded = {
+            kind: p for kind, p in parameters.items() if p is not None and is_dtensor(p) and p.requires_grad
+        }
         self.called, self._handles = False, dict[int, Any]()
+        # By parameter: the stamp of a direction that its optimizer has not used yet.
+        self.unused: dict[int, tuple[int, int]] = {}
         self._lock = threading.Lock()  # the backward passes of several threads add to the same rows
         self.forget()
-        module.forward = self
 
     def remove(self) -> None:
-        """Restore the module's forward pass and remove all hooks."""
-        del self.module.__dict__["forward"]
+        """Remove all hooks."""
         for handle in self._handles.values():
             handle.remove()
         self.forget()
@@ -182,17 +100,23 @@ class LayerHooks:
 
     def without_autocast(self) -> torch.autocast:
         """A context without autocast, in which products keep their precision."""
-        return torch.autocast(self.module.weight.device.type, enabled=False)
+        return torch.autocast(self.module.get_parameter(self._names["weight"]).device.type, enabled=False)
 
     def new_rows(self) -> RowAccumulator:
         """An empty accumulator for the parameters that are trained now."""
+        assert self.map is not None
         return RowAccumulator(self.map, self.shared, self.cache, self.trained)
 
     @property
     def trained(self) -> dict[str, Tensor]:
         """The parameters that currently require a gradient."""
-        both = {name: getattr(self.module, name) for name in ("weight", "bias")}
-        return {name: p for name, p in both.items() if isinstance(p, Tensor) and p.requires_grad}
+        both = {kind: getattr(self.module, name) for kind, name in self._names.items()}
+        return {kind: p for kind, p in both.items() if isinstance(p, Tensor) and p.requires_grad}
+
+    @property
+    def held(self) -> dict[str, Tensor]:
+        """The trained parameters as the optimizer owns them."""
+        return self.sharded or self.trained
 
     @property
     def is_last(self) -> bool:
@@ -202,9 +126,129 @@ class LayerHooks:
     @property
     def options(self) -> ProxPropOptions:
         """The options for this layer; the ``tau_theta`` of its parameter group wins."""
-        mine, groups = next(iter(self.trained.values())), self.shared.optimizer.param_groups
+        mine = next(iter(self.held.values()))
+        groups = [group for optimizer in self.shared.optimizers for group in optimizer.param_groups]
         own = [g["tau_theta"] for g in groups if "tau_theta" in g and any(p is mine for p in g["params"])]
-        return replace(self.shared.options, tau_theta=own[0]) if own else self.shared.options
+        made = copy.copy(self.shared.options)  # not replace(): its checks take time in every step
+        object.__setattr__(made, "tau_theta", self.shared.taus())
+        object.__setattr__(made, "tau_theta", own[0] if own else made.tau_of(self.path))
+        return made
+
+    def watch(self) -> None:
+        """Register hooks for the accumulation of gradients; a parameter may be unfrozen or replaced after attaching."""
+        for parameter in (p for p in self.trained.values() if id(p) not in self._handles):
+            self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._accumulated)
+
+    def pending(self) -> list[Any]:
+        """The calls of the present backward pass; rows of gradients that are gone are dropped at its begin."""
+        if torch.is_inference_mode_enabled():
+            why = "where torch does not record changes of .grad; leave torch.inference_mode()"
+            raise CapabilityError(f"layer '{self.path}': the backward pass runs in inference mode, {why}")
+        run = torch._C._current_graph_task_id()
+        if run not in self._pending:
+            with self._lock:
+                self._require_used()
+                self.drop_stale()
+            self._pending[run] = []
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._pending.pop(run, None))  # type: ignore[arg-type]
+        return self._pending[run]
+
+    def _require_used(self) -> None:
+        """Raise if a gradient still holds a direction, because only one of the layer's optimizers made a step."""
+        stamps = {id(p): _stamp(p.grad) for p in self.held.values() if p.grad is not None}
+        left = [key for key, stamp in self.unused.items() if stamps.get(key) == stamp]
+        self.unused = {}
+        if left:
+            why = "another optimizer has used a part of its direction; step all of them, or call zero_grad()"
+            raise CapabilityError(f"layer '{self.path}': a backward pass would add a gradient to a direction: {why}")
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        """Add the rows, now that their gradient is in ``.grad``."""
+        with self._lock:
+            self._add(torch._C._current_graph_task_id())
+
+    def _add(self, run: int) -> None:
+        calls = self._pending.get(run, [])
+        if calls and isinstance(calls[0], RowAccumulator):
+            if self.rows is not None:
+                why = ".grad already holds a direction; call zero_grad() or step() in between, or use fused=False"
+                raise CapabilityError(f"layer '{self.path}': fused=True takes one backward pass per step: {why}")
+            self.rows = calls[0]
+        elif calls:
+            self.rows = self.rows or self.new_rows()
+            with self.without_autocast():
+                for x, delta, mark in self._stacked(calls):
+                    self.rows.add(x, delta, mark, self.options)
+            # The factor is computed again at the step.
+            self.rows.metric = None
+        calls.clear()
+        if run in self._pending:
+            self._stamps = self._seen()
+
+    def _stacked(self, calls: list[Any]) -> list[Any]:
+        """The calls; those of a recurrent layer, one per time step, as one."""
+        if len(calls) == 1 or not isinstance(self.map, ProductMap):
+            return calls
+        return [(torch.cat([x for x, _, _ in calls]), torch.cat([delta for _, delta, _ in calls]), None)]
+
+    def _seen(self) -> list[tuple[int, int]]:
+        return [_stamp(p.grad) for p in self.held.values() if p.grad is not None]
+
+    def drop_stale(self) -> None:
+        """Discard the rows if ``.grad`` was removed or zeroed since they contributed to it."""
+        grads = [local(p.grad) for p in self.held.values() if p.grad is not None]
+        # A gradient that was zero when it was accumulated has rows. A shard may be zero while others are not.
+        unseen = not self.sharded and self._seen() != self._stamps
+        if not grads or (unseen and not any(bool(grad.any()) for grad in grads)):
+            self.rows = None
+
+    def matrices(self, *parts: Tensor | None) -> list[Tensor]:
+        """The parts of weight and bias that are trained, as outputs × columns."""
+        assert self.map is not None
+        return [to_working_precision(self.map.matrix(part)) for part in parts if part is not None]
+
+    def precondition(self) -> None:
+        """Replace ``.grad`` by its direction. Raises NonFiniteError."""
+        held, map = self.held, self.map
+        spans = {kind: slice(*(self.spans[kind == "bias"] or (None,))) for kind in held}
+        grads = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in held.items()}
+        parts = {kind: local(grad)[spans[kind]] for kind, grad in grads.items()}
+        assert self.rows is not None
+        assert map is not None
+        if not len(next(iter(parts.values()))):  # an empty shard
+            return
+        with self.without_autocast():
+            made = self.rows.direction(self.matrices(*parts.values()), self.options)
+        for (kind, part), matrix in zip(parts.items(), made, strict=True):
+            if held[kind].grad is not None and matrix.data_ptr() != part.data_ptr():
+                part.copy_(map.shaped(matrix, part))
+        self.unused = {id(p): _stamp(p.grad) for p in held.values() if p.grad is not None}
+
+
+def local(grad: Tensor) -> Tensor:
+    """The part of a gradient on this process, which shares its memory."""
+    part: Any = grad
+    return part.to_local() if is_dtensor(grad) else grad
+
+
+def _stamp(grad: Tensor) -> tuple[int, int]:
+    return local(grad).data_ptr(), grad._version
+
+
+class LayerHooks:
+    """The forward pass of an attached Linear or convolution. Copies of the model have the plain pass."""
+
+    def __init__(self, path: str, module: nn.Module, unit: WeightUnit) -> None:
+        assert isinstance(unit.map, DirectMap)
+        self.path, self.unit, self.map, self.shared = path, unit, unit.map, unit.shared
+        self.module: Any = module
+        module.forward = self
+
+    of_proxprop = True
+
+    def remove(self) -> None:
+        """Restore the module's forward pass."""
+        del self.module.__dict__["forward"]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _plain_forward, (self.module,)
@@ -213,18 +257,18 @@ class LayerHooks:
     @torch.compiler.disable
     def __call__(self, input: Tensor) -> Tensor:
         """The layer's output, through the autograd function if a gradient may follow."""
-        trained, module = self.trained.values(), self.module
-        plain = not torch.is_grad_enabled() or not trained or any(not p.is_leaf for p in trained) or self.is_last
+        unit, module = self.unit, self.module
+        trained = unit.trained.values()
+        plain = not torch.is_grad_enabled() or not trained or any(not p.is_leaf for p in trained) or unit.is_last
         try:
             if plain or torch._C._functorch.is_functorch_wrapped_tensor(input):
-                return _plain_forward(module)(input)
-            self.called, self.shared.latest = True, self.path
-            for parameter in (p for p in trained if id(p) not in self._handles):
-                # A parameter may be unfrozen or replaced after attaching.
-                self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._accumulated)
+                out: Tensor = _plain_forward(module)(input)
+                return out
+            unit.called, self.shared.latest = True, self.path
+            unit.watch()
             require_strided(f"the input of layer '{self.path}'", input)
             x = self.map.prepare(input)
-            out: Tensor = _HookedLayer.apply(x, module.weight, module.bias, self)
+            out = _HookedLayer.apply(x, module.weight, module.bias, self)
             return out.squeeze(0) if self.map.geometry is not None and x.dim() > input.dim() else out
         except (RuntimeError, TypeError) as error:
             if isinstance(input, Tensor) and input.is_inference() and not torch.is_inference_mode_enabled():
@@ -237,86 +281,124 @@ class LayerHooks:
         self, x: Tensor, weight: Tensor, delta: Tensor, needed: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, ...]:
         """Gradients for input, weight and bias; in fused mode, directions for weight and bias."""
-        if torch.is_inference_mode_enabled():
-            why = "where torch does not record changes of .grad; leave torch.inference_mode()"
-            raise CapabilityError(f"layer '{self.path}': the backward pass runs in inference mode, {why}")
-        if self.shared.undecided:
-            self.shared.undecided, self.shared.last = False, self.shared.latest
-        if self.is_last:
+        unit, shared = self.unit, self.shared
+        if shared.undecided:
+            shared.undecided, shared.last = False, shared.latest
+        if unit.is_last:
             return self.map.gradients(x, weight, delta, needed)
-        run = torch._C._current_graph_task_id()
-        if run not in self._pending:
-            with self._lock:
-                self.drop_stale()
-            self._pending[run] = []
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._pending.pop(run, None))  # type: ignore[arg-type]
-        pending, rows = self._pending[run], self.new_rows()
-        few, call = rows.stores(delta.numel() // self.map.outputs), (x.detach(), delta.detach())
-        if not self.shared.options.fused or self.shared.optimizer is None:
+        pending, rows = unit.pending(), unit.new_rows()
+        few, call = rows.stores(self.map.count(delta)), (x.detach(), delta.detach())
+        if not shared.options.fused or not shared.optimizers:
             found = self.map.gradients(x, weight, delta, needed)
             given = [None if g is None else g.detach().to(weight.dtype) for g in found[1:]]
-            pending.append((*call, fingerprint(self._matrices(*given)) if few else None))
+            pending.append((*call, fingerprint(unit.matrices(*given)) if few else None))
             return found
         if torch.is_grad_enabled() or pending:
             why = "a second call of it" if pending else "a gradient that is differentiated again"
             raise CapabilityError(f"layer '{self.path}': fused=True does not take {why}; use fused=False")
         pending.append(rows)
         ahead, *own = self.map.gradients(x, weight, delta, (needed[0], False, False) if few else needed)
-        rows.add(x.detach(), delta.detach(), None, self.options)
+        rows.add(x.detach(), delta.detach(), None, unit.options)
         if rows.count == 0:
             return ahead, *own
         try:
-            made = rows.direction(None if few else self._matrices(*own), self.options)
+            made = rows.direction(None if few else unit.matrices(*own), unit.options)
         except NonFiniteError:
             made = [weight.new_full((self.map.outputs, size), torch.nan) for size in rows.sizes]
         rows.a = rows.delta = rows.gram = rows.metric = None
-        parts = {n: m.reshape(p.shape) for (n, p), m in zip(self.trained.items(), made, strict=True)}
+        parts = {n: m.reshape(p.shape) for (n, p), m in zip(unit.trained.items(), made, strict=True)}
         return ahead, parts.get("weight"), parts.get("bias")
 
-    def _matrices(self, *parts: Tensor | None) -> list[Tensor]:
-        """The parts of weight and bias that are trained, as outputs × columns."""
-        return [to_working_precision(part.reshape(self.map.outputs, -1)) for part in parts if part is not None]
 
-    def _accumulated(self, parameter: Tensor) -> None:
-        """Add the rows, now that their gradient is in ``.grad``."""
-        with self._lock:
-            self._add(torch._C._current_graph_task_id())
+class GraphHooks:
+    """The forward pass of an attached module whose products are found in the autograd graph.
 
-    def _add(self, run: int) -> None:
-        calls = self._pending.get(run, [])
-        if calls and self.shared.options.fused:
-            if self.rows is not None:
-                why = ".grad already holds a direction; call zero_grad() or step() in between, or use fused=False"
-                raise CapabilityError(f"layer '{self.path}': fused=True takes one backward pass per step: {why}")
-            self.rows = calls[0]
-        elif calls:
-            self.rows = self.rows or self.new_rows()
-            with self.without_autocast():
-                for x, delta, mark in calls:
-                    self.rows.add(x, delta, mark, self.options)
-            # The factor is computed again at the step.
-            self.rows.metric = None
-        calls.clear()
-        if run in self._pending:
-            self._stamps = self._seen()
+    ``strict``: a product that is not found raises an error. Otherwise the module keeps plain gradients from then on.
+    """
 
-    def _seen(self) -> list[tuple[int, int]]:
-        return [(p.grad.data_ptr(), p.grad._version) for p in self.trained.values() if p.grad is not None]
+    def __init__(self, path: str, module: nn.Module, units: list[WeightUnit], strict: bool) -> None:
+        self.path, self.units, self.shared, self._strict = path, units, units[0].shared, strict
+        self.module: Any = module
+        self.opaque = ""
+        module.forward = self
 
-    def drop_stale(self) -> None:
-        """Discard the rows if ``.grad`` was removed or zeroed since they contributed to it."""
-        grads = [p.grad for p in self.trained.values() if p.grad is not None]
-        # A gradient that was zero when it was accumulated has rows.
-        if not grads or (self._seen() != self._stamps and not any(bool(grad.any()) for grad in grads)):
-            self.rows = None
+    of_proxprop = True
 
-    def precondition(self) -> None:
-        """Replace ``.grad`` by its direction. Raises NonFiniteError."""
-        trained = self.trained.values()
-        grads = self._matrices(*(torch.zeros_like(p) if p.grad is None else p.grad for p in trained))
-        assert self.rows is not None
-        with self.without_autocast():
-            made = self.rows.direction(grads, self.options)
-        for parameter, part in zip(trained, made, strict=True):
-            if parameter.grad is not None and part.data_ptr() != parameter.grad.data_ptr():
-                parameter.grad.copy_(part.reshape(parameter.shape))
+    def remove(self) -> None:
+        """Restore the module's forward pass."""
+        del self.module.__dict__["forward"]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _plain_forward, (self.module,)
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output, unchanged; the products with its weights are watched if a gradient may follow."""
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        units = [unit for unit in self.units if unit.trained and not unit.is_last]
+        wrapped = any(torch._C._functorch.is_functorch_wrapped_tensor(leaf) for leaf in inputs)
+        if not torch.is_grad_enabled() or not units or wrapped or self.opaque:
+            return _plain_forward(self.module)(*args, **kwargs)
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            why = "activation checkpoints without reentry and other saved-tensor hooks hide its products from ProxProp"
+            raise CapabilityError(f"layer '{self.path}': {why}; pass use_reentrant=True, or exclude the layer")
+        with _decomposed(self.module):
+            out = _plain_forward(self.module)(*args, **kwargs)
+        found = list(uses([leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)], inputs))
+        watched = [(unit, use) for unit in units for use in _of(unit, found)]
+        hidden = [use for _, use in watched if use.kind not in ("product", "convolution")]
+        if hidden:
+            self.opaque = f"{hidden[0].kind.removesuffix('Backward0')} is no product of rows and a weight"
+            if self._strict:
+                raise CapabilityError(f"layer '{self.path}': {self.opaque}; leave its class out of maps")
+            return out
+        self.shared.latest = self.units[-1].path
+        for unit, use in watched:
+            unit.called = True
+            if unit.map is None:
+                weight = unit.trained["weight"]
+                rows = weight.shape[0] if unit.spans[0] is None else unit.spans[0][1] - unit.spans[0][0]
+                unit.map = ProductMap((rows, *weight.shape[1:]), use.transposed)
+            unit.watch()
+            use.node.register_prehook(_recording(unit, use, self.shared))
+        return out
+
+
+def _of(unit: WeightUnit, found: list[Use]) -> Iterator[Use]:
+    """The uses of a unit's weight."""
+    weight = unit.trained.get("weight")
+    for use in found if weight is not None else ():
+        assert weight is not None
+        low, high = unit.spans[0] or (0, len(weight))
+        if use.parameter is weight and use.start < high and low < use.stop:
+            whole = use.start <= low and high <= use.stop
+            yield use if whole else use._replace(kind="a part of the weight")
+
+
+def _recording(unit: WeightUnit, use: Use, shared: Attachment) -> Callable[[Any], None]:
+    """A hook that runs before the backward pass of a product and records its rows."""
+
+    def record(deltas: Any) -> None:
+        if shared.undecided:
+            shared.undecided, shared.last = False, shared.latest
+        if deltas[0] is None or unit.is_last or not shared.optimizers:
+            return
+        delta, x, map = deltas[0].detach(), use.saved().detach(), unit.map
+        if isinstance(map, TransposedConvMap):
+            x = map.spread(x, tuple(delta.shape[2:]))
+        elif unit.spans[0] is not None:
+            delta = delta[:, unit.spans[0][0] - use.start : unit.spans[0][1] - use.start]
+        unit.pending().append((x, delta, None))
+
+    return record
+
+
+@contextlib.contextmanager
+def _decomposed(module: nn.Module) -> Iterator[None]:
+    """An LSTM as single operations instead of oneDNN's fused one, which hides its products."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(enabled and not isinstance(module, nn.LSTM))
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)

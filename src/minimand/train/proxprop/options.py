@@ -1,16 +1,70 @@
-"""Options of ProxProp: the step size in the weights, the linear solver, and the Gram matrix of a convolution."""
+"""Options of ProxProp: the step size in the weights, the linear solver, and the Gram matrix."""
 
 import dataclasses
+import fnmatch
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ...arguments import checked
-from ...errors import OptionError, require_positive
+from ...errors import CapabilityError, OptionError, require_positive
 
-__all__ = ["CachedGram", "ExactGram", "GramRule", "ProxPropOptions", "SubsampledGram", "check_keys", "paper_tau_theta"]
+__all__ = [
+    "IN_BACKWARD",
+    "CachedGram",
+    "ExactGram",
+    "GramRule",
+    "ProxPropOptions",
+    "Relative",
+    "SubsampledGram",
+    "Tau",
+    "TauSchedule",
+    "check_keys",
+    "check_optimizers",
+    "match",
+    "paper_tau_theta",
+    "unwrapped",
+]
+
+
+@checked
+@dataclasses.dataclass(frozen=True)
+class Relative:
+    r"""A proximal step relative to the Gram matrix: :math:`\tau_\theta = \text{factor}\,/\,\bar d`.
+
+    :math:`\bar d = \operatorname{tr}(A^\top A)/n` is the mean diagonal of the summed Gram matrix of the step, with the
+    ones column of a trained bias. The damping :math:`1/\tau_\theta` is then the share 1/factor of :math:`\bar d`.
+
+    - Repeated rows (a larger batch of the same distribution) and the loss's reduction do not change this share. The
+      direction's length still scales as G does, and with the inverse of the number of rows.
+    - Without a bias, inputs times s change neither the share nor the step in function space: the direction is 1/s times
+      the former one. A ones column does not scale with the inputs, so that with a bias this holds only approximately.
+
+    >>> from torch import nn
+    >>> from minimand.train import ProxProp
+    >>> layer, A = nn.Linear(3, 2, bias=False), torch.randn(8, 3)
+    >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    >>> _ = ProxProp(layer, tau_theta=Relative(10.0), skip_last=False).attach(optimizer)
+    >>> layer(A).square().sum().backward()
+    >>> G, M = layer.weight.grad.clone(), A.T @ A
+    >>> optimizer.step()
+    >>> torch.allclose(layer.weight.grad @ (M + M.trace() / 3 / 10.0 * torch.eye(3)), G, rtol=1e-3)
+    True
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        require_positive("the factor of Relative", self.factor)
+
+
+# An optimizer's checkpoint may hold one in a parameter group; torch.load accepts only classes that it is told of.
+torch.serialization.add_safe_globals([Relative])
+
+Tau = float | Relative
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +92,10 @@ class SubsampledGram:
 @checked
 @dataclasses.dataclass(frozen=True)
 class CachedGram:
-    """A Gram matrix that is updated every ``every`` steps by an exponential average, and whose factor is kept.
+    """A Gram matrix that is updated every ``every`` steps by an exponential average, and whose inverse is kept.
 
     The average is per row and is multiplied by the number of rows of the step. ``decay`` is the weight of the old
-    average; 0 discards it. ``of`` is the rule for new Gram matrices.
+    average; 0 discards it. ``of`` is the rule for new Gram matrices of convolutions; other layers use all rows.
     """
 
     every: int = 10
@@ -60,11 +114,25 @@ GramRule = ExactGram | SubsampledGram | CachedGram
 _NAMED: dict[str, GramRule] = {"exact": ExactGram(), "subsampled": SubsampledGram(), "cached": CachedGram()}
 
 
+def match(patterns: Iterable[str], paths: Iterable[str]) -> set[str]:
+    """The paths that match a pattern; a pattern that matches none raises an error, unless there is no path."""
+    listed, asked = list(paths), list(patterns)
+    unknown = [pattern for pattern in asked if listed and not fnmatch.filter(listed, pattern)]
+    if unknown:
+        raise OptionError(f"no layer matches {', '.join(unknown)}; available: {', '.join(map(repr, listed))}")
+    return {path for pattern in asked for path in fnmatch.filter(listed, pattern)}
+
+
+def _require_tau(name: str, value: Any) -> None:
+    if not isinstance(value, Relative):
+        require_positive(name, value)
+
+
 @dataclasses.dataclass(frozen=True)
 class ProxPropOptions:
     """The checked arguments of :class:`~minimand.train.ProxProp`."""
 
-    tau_theta: float
+    tau_theta: Tau | Mapping[str, Tau]
     method: Literal["auto", "exact", "cg"]
     cg_iters: int
     cg_tol: float | None
@@ -73,9 +141,13 @@ class ProxPropOptions:
     include: str | Sequence[str] | None
     exclude: str | Sequence[str] | None
     fused: bool
+    maps: Any
 
     def __post_init__(self) -> None:
-        require_positive("tau_theta", self.tau_theta)
+        if isinstance(self.tau_theta, Mapping):
+            object.__setattr__(self, "tau_theta", dict(self.tau_theta))
+        for pattern, tau in self.tau_theta.items() if isinstance(self.tau_theta, dict) else [("", self.tau_theta)]:
+            _require_tau(f"tau_theta of {pattern!r}" if pattern else "tau_theta", tau)
         require_positive("cg_tol", 1.0 if self.cg_tol is None else self.cg_tol)
         if isinstance(self.gram, str):
             object.__setattr__(self, "gram", _NAMED.get(self.gram, self.gram))
@@ -87,34 +159,110 @@ class ProxPropOptions:
             "gram": (isinstance(self.gram, GramRule), f"one of {', '.join(_NAMED)} or a rule such as CachedGram()"),
             "skip_last": (isinstance(self.skip_last, bool), "True or False"),
             "fused": (isinstance(self.fused, bool), "True or False"),
+            "maps": (_are_maps(self.maps), "a dictionary of module classes such as {MyLinear: {'weight': 'bias'}}"),
         }
         for name, (good, kind) in checks.items():
             if not good:
                 raise OptionError(f"{name} must be {kind}, got {getattr(self, name)!r}")
 
-    @property
-    def shift(self) -> float:
-        """The ridge 1/τθ of the linear solves."""
-        return 1.0 / self.tau_theta
+    def taus(self) -> dict[str, Tau]:
+        """The values of τθ by pattern; one for all layers has the pattern ``""``."""
+        return dict(self.tau_theta) if isinstance(self.tau_theta, Mapping) else {"": self.tau_theta}
+
+    def tau_of(self, path: str) -> Tau:
+        """The τθ of a layer: the value of the last pattern that matches its path, 1.0 if none does."""
+        if not isinstance(self.tau_theta, Mapping):
+            return self.tau_theta
+        return next((t for p, t in reversed(list(self.tau_theta.items())) if fnmatch.fnmatchcase(path, p)), 1.0)
+
+
+class TauSchedule(Optimizer):
+    """An optimizer without parameters to update whose learning rates are values of τθ, for torch's schedulers."""
+
+    def __init__(self, taus: Mapping[str, Tau]) -> None:
+        groups = [
+            {"params": [torch.zeros(0)], "lr": tau.factor if isinstance(tau, Relative) else tau, "pattern": pattern}
+            for pattern, tau in taus.items()
+        ]
+        super().__init__(groups, {})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Do nothing; schedulers expect a step before theirs."""
+
+
+def _are_maps(value: Any) -> bool:
+    pairs = list(value.items()) if isinstance(value, Mapping) else [(None, None)]
+    return all(
+        isinstance(kind, type)
+        and isinstance(names, Mapping)
+        and all(isinstance(n, str) and isinstance(b, str | None) for n, b in names.items())
+        for kind, names in pairs
+    )
 
 
 def _are_patterns(value: Any) -> bool:
     return value is None or (isinstance(value, str | Sequence | Set) and all(isinstance(p, str) for p in value))
 
 
-def check_keys(optimizer: Optimizer, layers: Mapping[str, Iterable[Tensor | None]]) -> None:
+IN_BACKWARD = (
+    "an optimizer makes its steps inside of the backward pass, where ProxProp does not have all rows of a layer; call "
+    "optimizer.step() after loss.backward()"
+)
+
+
+def unwrapped(optimizer: Any) -> Optimizer:
+    """The torch optimizer inside those of accelerate and Lightning, which have it as their attribute ``optimizer``."""
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, Optimizer):
+        raise CapabilityError(f"attach takes torch.optim.Optimizers, got {type(optimizer).__name__}")
+    return optimizer
+
+
+def check_optimizers(owners: Sequence[Optimizer], units: Iterable[tuple[str, Any, tuple[str | None, ...]]]) -> None:
+    """Raise unless the optimizers own all parameters of the layers, each some of them, and step after backward."""
+    if not owners:
+        raise OptionError("attach needs the optimizer of the layers; pass one or several")
+    if len(set(map(id, owners))) < len(owners):
+        raise OptionError("attach got an optimizer twice")
+    named = {
+        f"{path}.{name}".lstrip("."): getattr(module, name)
+        for path, module, names in units
+        for name in names
+        if name is not None
+    }
+    trained = {name: p for name, p in named.items() if p is not None and p.requires_grad}
+    every = {id(p) for optimizer in owners for group in optimizer.param_groups for p in group["params"]}
+    for optimizer in owners:
+        if any(
+            hasattr(getattr(h, "__self__", None), "tau_schedule") for h in optimizer._optimizer_step_pre_hooks.values()
+        ):
+            raise OptionError("this optimizer has a ProxProp already; detach it, or give one ProxProp all layers")
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if trained and len(owners) > 1 and not any(id(p) in owned for p in trained.values()):
+            raise OptionError(f"the optimizer {type(optimizer).__name__} owns no parameter of a layer; leave it out")
+    if any(getattr(p, "_in_backward_optimizers", None) for p in trained.values()):
+        raise CapabilityError(IN_BACKWARD)
+    missing = [name for name, p in trained.items() if id(p) not in every]
+    if missing:
+        remedy = "build it from the model's parameters, or pass ProxProp the submodule that it trains"
+        who = "the optimizer does" if len(owners) == 1 else "the optimizers do"
+        raise OptionError(f"{who} not own {', '.join(missing)}; {remedy}")
+
+
+def check_keys(optimizers: Iterable[Optimizer], layers: Mapping[str, Iterable[Tensor | None]]) -> None:
     """Raise for keys of parameter groups that ProxProp would ignore; ``layers`` has the parameters of each layer."""
     owned = {id(p): path for path, parameters in layers.items() for p in parameters if p is not None}
-    options = {field.name for field in dataclasses.fields(ProxPropOptions)} - {"tau_theta", *optimizer.defaults}
+    options = {field.name for field in dataclasses.fields(ProxPropOptions)} - {"tau_theta"}
     found: dict[str, Any] = {}
-    for group in optimizer.param_groups:
+    for optimizer, group in [(o, group) for o in optimizers for group in o.param_groups]:
         for key in group:
-            if key in options or (key.startswith("tau") and key != "tau_theta"):
+            if key in options - optimizer.defaults.keys() or (key.startswith("tau") and key != "tau_theta"):
                 raise OptionError(f"ProxProp ignores the key {key!r} of a parameter group; it reads tau_theta only")
         tau: Any = group.get("tau_theta")
         paths = {owned[id(p)] for p in group["params"] if id(p) in owned}
         if "tau_theta" in group:
-            require_positive("tau_theta of a parameter group", tau)
+            _require_tau("tau_theta of a parameter group", tau)
             if not paths:
                 raise OptionError("tau_theta has no effect in a parameter group without a layer that ProxProp steps")
         for path in paths:
@@ -123,24 +271,36 @@ def check_keys(optimizer: Optimizer, layers: Mapping[str, Iterable[Tensor | None
 
 
 def paper_tau_theta(
-    tau_theta: float, *, paper_rows: int = 500, rows: int | None = None, reduction: Literal["mean", "sum"] = "mean"
+    tau_theta: float,
+    *,
+    paper_rows: int = 500,
+    rows: int | None = None,
+    reduction: Literal["mean", "sum"] = "mean",
+    input_scale: float = 1.0,
 ) -> tuple[float, float]:
-    r"""Convert the paper's :math:`\tau_\theta` for batches of ``paper_rows`` to batches of ``rows`` and a reduction.
+    r"""Convert the paper's :math:`\tau_\theta` for batches of ``paper_rows`` to other batches, reductions and inputs.
 
     Returns ``(tau_theta, factor)``: with this ``tau_theta``, ``factor`` times the paper's learning rate is the paper's
     step. The metric :math:`A^\top A + I/\tau_\theta` grows with the number of rows, for every reduction of the loss.
-    For convolutions the ratio is that of the numbers of images.
+    For convolutions the ratio is that of the numbers of images. ``input_scale`` is the scale s of the layer's inputs
+    relative to the paper's, pixels/255: inputs times s take the same step in function space at
+    :math:`\tau_\theta/s^2` and the same learning rate. This is exact without a bias, whose ones column does not scale.
 
     >>> paper_tau_theta(0.05, rows=1000)
     (0.025, 2.0)
     >>> paper_tau_theta(0.05, reduction="sum")
     (0.05, 0.002)
+    >>> paper_tau_theta(0.05, input_scale=2.0)
+    (0.0125, 1.0)
     """
     rows = paper_rows if rows is None else rows
-    for name, value in {"tau_theta": tau_theta, "paper_rows": paper_rows, "rows": rows}.items():
+    given = {"tau_theta": tau_theta, "paper_rows": paper_rows, "rows": rows, "input_scale": input_scale}
+    for name, value in given.items():
         require_positive(name, value)
     if reduction not in ("mean", "sum"):
         raise OptionError(f"reduction must be mean or sum, got {reduction!r}")
     ratio = paper_rows / rows
     require_positive("paper_rows / rows", ratio)
-    return tau_theta * ratio, (1 / ratio) / (rows if reduction == "sum" else 1)
+    made = tau_theta * ratio / input_scale**2
+    require_positive("the converted tau_theta", made)
+    return made, (1 / ratio) / (rows if reduction == "sum" else 1)

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 import torch
@@ -13,9 +13,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...errors import CapabilityError, NonFiniteError, OptionError, Sealed, ShapeError
-from .directions import Attachment, GramCache
-from .layers import CallWatch, LayerHooks, discover, is_trained
-from .options import GramRule, ProxPropOptions, check_keys
+from .directions import Attachment, CallWatch, GramCache
+from .layers import GraphHooks, LayerHooks, WeightUnit, local
+from .maps import discover, is_trained, unit_key, units_of
+from .options import (
+    IN_BACKWARD,
+    GramRule,
+    ProxPropOptions,
+    Tau,
+    TauSchedule,
+    check_keys,
+    check_optimizers,
+    match,
+    unwrapped,
+)
 
 __all__ = ["ProxProp"]
 
@@ -39,23 +50,31 @@ class ProxProp(Sealed):
     contributed to ``.grad`` since the last step or ``zero_grad``, over micro-batches and processes.
 
     Args:
-        model: A network with Linear or Conv1d to Conv3d layers. Other modules keep plain gradients; the log lists them.
-            A parameter shared between layers raises an error; a layer that is called several times stacks its rows.
-        tau_theta: :math:`\tau_\theta > 0`. Small values give nearly :math:`\tau_\theta` times the plain gradient.
-            The attribute ``tau_theta`` can be set while training. The key ``tau_theta`` of a parameter group wins.
+        model: A network. Linear, convolutions, transposed convolutions, ``nn.MultiheadAttention`` (its projections),
+            recurrent layers and cells, and the ``Conv1D`` of transformers are preconditioned. Other modules keep plain
+            gradients; the log lists them. A layer that is called several times stacks its rows, and so do layers of
+            the same kind that share weight and bias; other shared parameters raise an error.
+        tau_theta: :math:`\tau_\theta > 0`, absolute; or :class:`Relative`; or a dictionary of patterns of paths with
+            such values, of which the last that matches counts (1.0 if none does). Small values give nearly
+            :math:`\tau_\theta` times the plain gradient. The attribute ``tau_theta`` can be set while training, and
+            :meth:`tau_schedule` is for torch's schedulers. The key ``tau_theta`` of a parameter group wins.
         method: ``"exact"`` or ``"auto"``: a Cholesky factor of the Gram matrix of rows or columns, whichever are fewer.
             ``"cg"``: conjugate gradients from zero for every output unit; every iterate descends (Proposition 5).
         cg_iters: The largest number of iterations of ``"cg"``.
         cg_tol: ``"cg"`` stops early once every unit's residual is at most this fraction of its gradient.
-        gram: How a convolution's Gram matrix is computed: ``"exact"``, ``"subsampled"``, ``"cached"``, or a rule such
-            as ``CachedGram(every=20)``. Linear layers always use the exact one.
+        gram: How a Gram matrix is computed: ``"exact"``, ``"subsampled"``, ``"cached"``, or a rule such as
+            ``CachedGram(every=20)``. Subsampling concerns convolutions only; other layers use all rows.
         skip_last: Keep plain gradients for the last layer, as in the paper: the one that the forward pass calls last.
             It is found by a run on made-up inputs; if none runs, by the first pass that is differentiated.
         include: Patterns such as ``"blocks.*.fc"``: only layers whose path matches one are preconditioned.
         exclude: Patterns of layers that keep plain gradients.
         fused: Compute the direction in the backward pass, without the gradient if there are fewer rows than columns.
             ``.grad`` holds the direction right after ``backward``; clipping then clips the direction, and a penalty on
-            a weight is added to it. A second backward pass before the step raises an error.
+            a weight is added to it. A second backward pass before the step raises an error. Linear layers and
+            convolutions only: the others keep plain gradients.
+        maps: Your own linear maps: ``{MyLinear: {"weight": "bias"}}`` says that the forward pass of ``MyLinear``
+            multiplies rows by its parameter ``weight`` (outputs × inputs, or inputs × outputs) and adds ``bias``, or
+            nothing (None).
         process_group: The processes whose rows are summed. ``"auto"``: all; None: this process alone.
 
     Source: [Frerix2018], Algorithm 2, eqs. 7–16.
@@ -75,7 +94,7 @@ class ProxProp(Sealed):
         self,
         model: nn.Module,
         *,
-        tau_theta: float = 1.0,
+        tau_theta: Tau | Mapping[str, Tau] = 1.0,
         method: Literal["auto", "exact", "cg"] = "auto",
         cg_iters: int = 3,
         cg_tol: float | None = None,
@@ -84,45 +103,88 @@ class ProxProp(Sealed):
         include: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] | None = None,
         fused: bool = False,
+        maps: Mapping[type[nn.Module], Mapping[str, str | None]] | None = None,
         process_group: dist.ProcessGroup | Literal["auto"] | None = "auto",
     ) -> None:
-        options = ProxPropOptions(tau_theta, method, cg_iters, cg_tol, gram, skip_last, include, exclude, fused)
+        options = ProxPropOptions(
+            tau_theta, method, cg_iters, cg_tol, gram, skip_last, include, exclude, fused, {} if maps is None else maps
+        )
         if process_group not in ("auto", None) and not isinstance(process_group, dist.ProcessGroup):
             raise OptionError(f'process_group must be "auto", None or a process group, got {process_group!r}')
         if not isinstance(model, nn.Module):
             raise CapabilityError(f"ProxProp takes an nn.Module, got {type(model).__name__}")
         self._model, self._alone, self._shared = model, process_group is None, Attachment(options)
         self._group = None if isinstance(process_group, str) else process_group
-        self._discover()
-        self._caches = {path: GramCache() for path in self._layers}
-        self._hooked: dict[str, LayerHooks] = {}
+        self._caches: dict[str, GramCache] = {}
+        self._units: dict[str, WeightUnit] = {}
+        self._hooks: list[LayerHooks | GraphHooks] = []
         self._skipped_grads: list[tuple[Tensor, Tensor]] = []
         self._handles, self._warned = list[Any](), set[str]()
+        self._discover()
 
     def _discover(self) -> None:
-        self._layers, last, self._expected, self._others = discover(self._model, self._shared.options)
-        self._shared.last, self._shared.latest, self._stepped = last, None, False
-        self._shared.undecided = self._shared.options.skip_last and self._expected is None
+        self._found = found = discover(self._model, self._shared.options)
+        self._shared.last, self._shared.latest, self._stepped = found.last, None, False
+        self._shared.undecided = self._shared.options.skip_last and found.called is None
+        self._weights = units_of(self._model, found)
+        self._caches = {key: self._caches.get(key, GramCache()) for key in self._weights}
 
     @property
-    def tau_theta(self) -> float:
+    def tau_theta(self) -> Tau | dict[str, Tau]:
         r"""The present :math:`\tau_\theta`; a new value takes effect at the next step."""
-        return self._shared.options.tau_theta
+        return self._shared.taus()
 
     @tau_theta.setter
-    def tau_theta(self, value: float) -> None:
-        self._shared.options = dataclasses.replace(self._shared.options, tau_theta=value)
+    def tau_theta(self, value: Tau | Mapping[str, Tau]) -> None:
+        shared, options = self._shared, dataclasses.replace(self._shared.options, tau_theta=value)
+        if isinstance(value, Mapping):
+            match(value, self._paths())
+        if shared.schedule is not None:
+            new = TauSchedule(options.taus())
+            if [g["pattern"] for g in new.param_groups] != [g["pattern"] for g in shared.schedule.param_groups]:
+                raise OptionError("tau_theta follows a scheduler; a new value needs the same patterns as the old one")
+            for group, given in zip(shared.schedule.param_groups, new.param_groups, strict=True):
+                group["lr"] = given["lr"]
+        shared.options = options
+
+    def tau_schedule(self) -> TauSchedule:
+        r"""An optimizer whose learning rates are the values of :math:`\tau_\theta`, for torch's schedulers.
+
+        The learning rate of its group is :math:`\tau_\theta`, or the factor of a :class:`Relative`; a dictionary has
+        one group per pattern. Pass it to any scheduler, and call that scheduler's ``step`` after ``optimizer.step()``.
+
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+        >>> prox = ProxProp(model, tau_theta=0.8)
+        >>> scheduler = torch.optim.lr_scheduler.ExponentialLR(prox.tau_schedule(), gamma=0.5)
+        >>> prox.tau_schedule().step()  # in training, ProxProp does this at every step
+        >>> scheduler.step()
+        >>> prox.tau_theta
+        0.4
+        """
+        if self._shared.schedule is None:
+            self._shared.schedule = TauSchedule(self._shared.options.taus())
+        return self._shared.schedule
+
+    def _paths(self) -> list[str]:
+        """The paths of the layers that could have proximal steps, in the order of registration."""
+        inside = {candidate.path for some in self._found.graphs.values() for candidate in some}
+        return [path for path, _ in self._model.named_modules() if path in inside or path in self._found.layers]
 
     @property
     def layers(self) -> tuple[str, ...]:
         """The paths of the layers with proximal steps: trained ones that the forward pass calls.
 
-        Until the first step these are the calls of a run on made-up inputs, or all layers if none runs.
+        Until the first step these are the calls of a run on made-up inputs, or all layers if none runs. A module with
+        several weights, such as an LSTM, is listed once; the output projection of an attention has its own path.
         """
-        called = {path for path, hooks in self._hooked.items() if hooks.called}
-        called |= set() if self._stepped else set(self._layers) if self._expected is None else self._expected
-        paths = called & self._layers.keys() - {self._shared.last}
-        return tuple(path for path, (module, _) in self._layers.items() if path in paths and is_trained(module))
+        called = {path for unit in self._units.values() if unit.called for path in unit.paths}
+        opaque = {
+            unit.path for hook in self._hooks if isinstance(hook, GraphHooks) and hook.opaque for unit in hook.units
+        }
+        known = self._paths()
+        called |= set() if self._stepped else set(known) if self._found.called is None else self._found.called
+        trained = {path for path in known if is_trained(self._model.get_submodule(path))}
+        return tuple(path for path in known if path in (called & trained) - opaque - {self._shared.last})
 
     @property
     def plain(self) -> dict[str, str]:
@@ -133,136 +195,186 @@ class ProxProp(Sealed):
         return kinds | ({} if self._shared.last is None else {self._shared.last: "the last layer"})
 
     def __repr__(self) -> str:
-        state = "attached" if self._hooked else "not attached"
-        return f"ProxProp(tau_theta={self.tau_theta:g}, layers={list(self.layers)}, {state})"
+        tau = f"{self.tau_theta:g}" if isinstance(self.tau_theta, float | int) else f"{self.tau_theta}"
+        state = "attached" if self._units else "not attached"
+        return f"ProxProp(tau_theta={tau}, layers={list(self.layers)}, {state})"
 
-    def attach(self, optimizer: Optimizer) -> Self:
-        """Register hooks on the layers and the optimizer, and return ``self``."""
+    def attach(self, *optimizers: Optimizer) -> Self:
+        """Register hooks on the layers and the optimizers, and return ``self``.
+
+        Several optimizers, such as Muon for the weights and AdamW for the biases, together own all parameters of the
+        layers. The first step of one that owns a parameter of a layer replaces all gradients of that layer, so clip
+        before it. Optimizers that accelerate or Lightning have wrapped are unwrapped.
+        """
         shared = self._shared
-        if self._hooked:
+        if self._units:
             raise OptionError("this ProxProp is attached already; call detach() before attaching it again")
-        if not isinstance(optimizer, Optimizer):
-            raise CapabilityError(f"attach takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        hooks = optimizer._optimizer_step_pre_hooks.values()
-        if any(isinstance(getattr(hook, "__self__", None), ProxProp) for hook in hooks):
-            raise OptionError("this optimizer has a ProxProp already; detach it, or give one ProxProp all layers")
+        owners = tuple(map(unwrapped, optimizers))
         self._discover()
-        self._check_groups(optimizer)
-        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        named = [(f"{path}.{n}", p) for path, (m, _) in self._layers.items() for n, p in m._parameters.items()]
-        missing = [name.lstrip(".") for name, p in named if p is not None and p.requires_grad and id(p) not in owned]
-        if missing:
-            remedy = "build it from the model's parameters, or pass ProxProp the submodule that it trains"
-            raise OptionError(f"the optimizer does not own {', '.join(missing)}; {remedy}")
+        check_optimizers(owners, [unit[:3] for unit in self._weights.values()])
+        self._check_groups(owners)
         several = not self._alone and dist.is_available() and dist.is_initialized()
         shared.distributed = several and dist.get_world_size(self._group) > 1
         if shared.distributed and shared.options.fused:
             raise OptionError("fused=True works in one process only; use fused=False, which sums the Gram matrices")
-        shared.optimizer = optimizer
-        self._caches = {path: self._caches.get(path, GramCache()) for path in self._layers}
-        for path, (module, known) in self._layers.items():
-            self._hooked[path] = LayerHooks(path, module, known, shared, self._caches[path])
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_post_hook(lambda _, state: state | {_KEY: self.state_dict()}),
-            optimizer.register_load_state_dict_pre_hook(self._load_with),
+        shared.optimizers = owners
+        self._hook()
+        for optimizer in owners:
+            self._handles += [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            ]
+        self._handles += [
+            owners[0].register_state_dict_post_hook(lambda _, state: state | {_KEY: self.state_dict()}),
+            owners[0].register_load_state_dict_pre_hook(self._load_with),
         ]
-        for path, other in self._others.items() if shared.undecided else ():
+        for path, other in self._found.others.items() if shared.undecided else ():
             self._handles.append(other.register_forward_pre_hook(CallWatch(shared, path)))
         if not self.layers:
             _log.warning(
-                "ProxProp: no step is implicit until one is unfrozen: %s", ", ".join(map(_named, self._layers))
+                "ProxProp: no step is implicit until one is unfrozen: %s", ", ".join(map(_named, self._paths()))
             )
         plain = [f"{path or 'the model'} ({kind})" for path, kind in self.plain.items() if path != shared.last]
         if plain:
             _log.warning("ProxProp: plain gradients for %s", ", ".join(plain))
         return self
 
-    def _check_groups(self, optimizer: Optimizer) -> None:
-        check_keys(optimizer, {path: m._parameters.values() for path, (m, _) in self._layers.items()})
+    def _hook(self) -> None:
+        """Replace the layers' forward passes."""
+        found, shared, by_weight = self._found, self._shared, dict[int, WeightUnit]()
+        for key, (path, module, names, spans, map) in self._weights.items():
+            weight = getattr(module, names[0])
+            if path in found.layers and id(weight) in by_weight:
+                # Layers that share weight and bias stack their rows.
+                unit = by_weight[id(weight)]
+                unit.paths.append(path)
+            else:
+                unit = WeightUnit(path, module, map, shared, self._caches[key], names, spans)
+                by_weight[id(weight)] = self._units[key] = unit
+            if path in found.layers:
+                self._hooks.append(LayerHooks(path, module, unit))
+        for path, some in found.graphs.items():
+            module, units = self._model.get_submodule(path), [self._units[unit_key(c)] for c in some]
+            self._hooks.append(GraphHooks(path, module, units, type(module) in shared.options.maps))
+
+    def _check_groups(self, owners: tuple[Optimizer, ...]) -> None:
+        layers: dict[str, list[Tensor | None]] = {}
+        for path, module, names, _, _ in self._weights.values():
+            layers.setdefault(path, []).extend(getattr(module, name) for name in names if name is not None)
+        for unit in self._units.values():
+            layers[unit.path] += list(unit.sharded.values())
+        check_keys(owners, layers)
 
     def detach(self) -> None:
         """Remove all hooks. In fused mode ``.grad`` keeps a direction that it holds."""
-        for hook in (*self._hooked.values(), *self._handles):
+        for hook in (*self._hooks, *self._units.values(), *self._handles):
             hook.remove()
-        self._hooked, self._handles, self._skipped_grads, self._shared.optimizer = {}, [], [], None
-        self._stepped = False
+        self._units, self._hooks, self._handles, self._skipped_grads = {}, [], [], []
+        self._shared.optimizers, self._stepped = (), False
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch._C._current_graph_task_id() != -1:
+            raise CapabilityError(IN_BACKWARD)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._precondition(optimizer)
             return None
 
         def evaluate() -> Any:  # LBFGS evaluates several times per step.
-            self._after_step(evaluated=True)
+            self._after_step(optimizer, evaluated=True)
             loss = closure()
             self._precondition(optimizer)
             return loss
 
         return args[:1], {**kwargs, "closure": evaluate}
 
+    def _of(self, optimizer: Optimizer) -> list[WeightUnit]:
+        """The units of which the optimizer owns a parameter."""
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return [unit for unit in self._units.values() if any(id(p) in owned for p in unit.held.values())]
+
     @torch.no_grad()
     def _precondition(self, optimizer: Optimizer) -> None:
-        self._check_groups(optimizer)
-        hooked = [layer for layer in self._hooked.values() if not layer.is_last]
-        active = [layer for layer in hooked if any(p.grad is not None for p in layer.trained.values())]
-        for layer in active:
-            layer.drop_stale()
-            if self._shared.distributed:
-                layer.rows = layer.rows or layer.new_rows()
-                layer.rows.reduce(layer.module.weight.device, self._group)
-        unseen = {layer.path for layer in active if layer.rows is None and not layer.called} - self._warned
+        self._check_groups(self._shared.optimizers)
+        units = [unit for unit in self._of(optimizer) if not unit.is_last and not unit.unused]
+        active = [unit for unit in units if any(p.grad is not None for p in unit.held.values())]
+        for unit in active:
+            unit.drop_stale()
+            if self._shared.distributed and unit.map is not None:
+                unit.rows = unit.rows or unit.new_rows()
+                unit.rows.reduce(next(iter(unit.held.values())).device, self._group)
+        unseen = {unit.path for unit in active if unit.rows is None and not unit.called} - self._warned
         self._warned |= unseen
         if unseen:
             named = ", ".join(path or "the model" for path in sorted(unseen))
             _log.warning("ProxProp: plain gradients for %s, whose forward is never called", named)
-        # A sum is cheaper than a test of all entries, but it may overflow: then test the entries.
-        owned = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        doubtful = [p for p in owned if not torch.isfinite(p.grad.sum())]
-        bad = {id(p) for p in doubtful if not torch.isfinite(p.grad.to_dense()).all()}
-        origin = ""
-        if bad:
-            paths = [name.rpartition(".")[0] for name, p in self._model.named_parameters() if id(p) in bad]
-            entered = [layer.path for layer in active if layer.rows and not math.isfinite(layer.rows.inputs)]
-            origin = f"the gradient of {_named(paths[-1]) if paths else 'a parameter outside of the model'}"
-            origin = f"the input of {_named(entered[0])}" if entered else origin
-        for layer in active:
+        origin = self._bad_origin(active)
+        for unit in active:
             try:
-                if not origin and not self._shared.options.fused and layer.rows and layer.rows.count:
-                    layer.precondition()
+                if not origin and not self._shared.options.fused and unit.rows and unit.rows.count:
+                    unit.precondition()
             except NonFiniteError:
-                origin = f"the input of {_named(layer.path)}"
+                origin = f"the input of {_named(unit.path)}"
         if origin:
             why = f"{origin} holds NaN or Inf; lower the learning rate or clean the data"
             warnings.warn(f"ProxProp skips this step: {why}", RuntimeWarning, stacklevel=2)
             # Without gradients the optimizer changes neither parameters nor its state.
-            for parameter in owned:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
                 self._skipped_grads.append((parameter, parameter.grad))
                 parameter.grad = None
 
-    def _after_step(self, *_: Any, evaluated: bool = False) -> None:
-        """Put the gradients of a skipped step back, and discard all rows."""
+    def _bad_origin(self, active: list[WeightUnit]) -> str:
+        """Where the first NaN or Inf is, in words; empty if all gradients of all optimizers are finite."""
+        every = [
+            p for optimizer in self._shared.optimizers for group in optimizer.param_groups for p in group["params"]
+        ]
+        # A sum is cheaper than a test of all entries, but it may overflow: then test the entries.
+        grads = {id(p): local(p.grad) for p in every if p.grad is not None}
+        bad = {
+            key for key, g in grads.items() if not torch.isfinite(g.sum()) and not torch.isfinite(g.to_dense()).all()
+        }
+        origin = ""
+        if bad:
+            paths = [name.rpartition(".")[0] for name, p in self._model.named_parameters() if id(p) in bad]
+            entered = [unit.path for unit in active if unit.rows and not math.isfinite(unit.rows.inputs)]
+            origin = f"the gradient of {_named(paths[-1]) if paths else 'a parameter outside of the model'}"
+            origin = f"the input of {_named(entered[0])}" if entered else origin
+        if any(unit.sharded for unit in self._units.values()):
+            # Every process sees its own shard, and all have to skip.
+            device = next(iter(grads.values())).device if grads else torch.device("cpu")
+            flag = torch.tensor(float(bool(bad)), device=device)
+            dist.all_reduce(flag, group=self._group)
+            origin = origin or ("a gradient on another process" if float(flag) else "")
+        return origin
+
+    def _after_step(self, optimizer: Optimizer, *_: Any, evaluated: bool = False) -> None:
+        """Put the gradients of a skipped step back, and discard the rows."""
         taken = not self._skipped_grads and not evaluated
         for parameter, grad in self._skipped_grads:
             parameter.grad = grad if parameter.grad is None else parameter.grad
         self._skipped_grads = []
-        for layer in self._hooked.values():
-            if taken and layer.rows is not None:
-                vars(layer.cache).update(layer.rows.renewed)
-            layer.forget()
-        self._shared.steps, self._stepped = self._shared.steps + taken, self._stepped or taken
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for unit in self._of(optimizer):
+            # The unit's first step counts; its other optimizers find the direction in place.
+            if taken and unit.rows is not None:
+                vars(unit.cache).update(unit.rows.renewed)
+                unit.cache.steps += 1
+            unit.unused = {} if evaluated else {key: at for key, at in unit.unused.items() if key not in owned}
+            unit.forget()
+        self._stepped = self._stepped or taken
+        if taken and self._shared.schedule is not None:
+            self._shared.schedule.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Steps taken, τθ, cached Gram matrices, layers that need float64; without rows accumulated since the step."""
-        grams = {path: (cache.mean, cache.rows) for path, cache in self._caches.items() if cache.mean is not None}
-        kept = {"turn": self._shared.steps, "tau_theta": self.tau_theta, "layers": self._shapes(), "grams": grams}
-        return kept | {"wide": [path for path, cache in self._caches.items() if cache.wide]}
+        grams = {key: (cache.mean, cache.rows) for key, cache in self._caches.items() if cache.mean is not None}
+        turns = {key: cache.steps for key, cache in self._caches.items()}
+        kept = {"turn": turns, "tau_theta": self.tau_theta, "layers": self._shapes(), "grams": grams}
+        return kept | {"wide": [key for key, cache in self._caches.items() if cache.wide]}
 
     def _shapes(self) -> dict[str, list[int]]:
         """The shapes of the layers' weights, by which a saved state is matched to its network."""
-        return {path: list(module.get_parameter("weight").shape) for path, (module, _) in self._layers.items()}
+        return {key: list(getattr(module, names[0]).shape) for key, (_, module, names, _, _) in self._weights.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state from :meth:`state_dict`, including τθ."""
@@ -272,11 +384,14 @@ class ProxProp(Sealed):
         saved, own = state.get("layers", self._shapes()), self._shapes()
         if saved != own or not state["grams"].keys() <= own.keys():
             raise ShapeError(f"the saved state is from another network: its weights are {saved}, here they are {own}")
-        self.tau_theta, self._shared.steps = float(state["tau_theta"]), int(state["turn"])
-        for path, cache in self._caches.items():
-            mean, cache.rows = state["grams"].get(path, (None, 0))
-            cache.mean = None if mean is None else mean.clone().to(self._layers[path][0].get_parameter("weight").device)
-            cache.metric, cache.wide = None, path in state.get("wide", ())
+        self.tau_theta = state["tau_theta"]
+        for key, cache in self._caches.items():
+            # One number for all layers is the form of version 0.1.
+            cache.steps = int(state["turn"][key] if isinstance(state["turn"], dict) else state["turn"])
+            mean, cache.rows = state["grams"].get(key, (None, 0))
+            _, module, names, _, _ = self._weights[key]
+            cache.mean = None if mean is None else mean.clone().to(getattr(module, names[0]).device)
+            cache.metric, cache.wide = None, key in state.get("wide", ())
 
     def _load_with(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         if _KEY in state:

@@ -105,7 +105,7 @@ def _ends(problem: Problem) -> dict[str, Tensor]:
         bias=None if problem.bias is None else problem.bias.double(),
     )
     zero = torch.zeros(double.shape, dtype=torch.float64)
-    return {"best": solve(double, FISTA(iters=5000), tol=1e-9).objective, "start": double.objective(zero)}
+    return {"best": solve(double, FISTA(iters=5000), tol=1e-12).objective, "start": double.objective(zero)}
 
 
 def compare(results: Results[LayerConvergenceOptions]) -> list[Comparison]:

@@ -18,7 +18,7 @@ from ...drawing import COLORS, curves, figure, style
 from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...training import Loaders, train
 from ...zoo import VGG16, LeNet
-from .._solvers import ImageOptions, solved, trials
+from .._solvers import ImageOptions, Steps, solved, trials
 
 # Baseline and Prox-SG with VGG16 on CIFAR-100.
 PAPER = {0.0: (70.57, 70.87), 0.1: (70.56, 70.51), 0.5: (70.27, 70.95), 0.9: (68.34, 69.19), 0.95: (30.61, 67.42)}
@@ -48,6 +48,7 @@ class SolversDropoutRatesOptions(ImageOptions):
         finetune_iters: Iterations of the solver in VGG16.
         trials: Evaluations of a stochastic LeNet that are averaged.
         finetune_trials: Evaluations of a stochastic VGG16 that are averaged.
+        steps: "ours", or "source": 1/L, renewed once an epoch, with the source's λ.
     """
 
     p: tuple[float, ...] = (0.0, 0.1, 0.5, 0.9, 0.95)
@@ -61,6 +62,7 @@ class SolversDropoutRatesOptions(ImageOptions):
     finetune_iters: int = 30
     trials: int = 20
     finetune_trials: int = 5
+    steps: Steps = "ours"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,6 +95,7 @@ PROTOCOL = SolversDropoutRatesOptions(
     width=1.0,
     batch_norm=False,
     finetune_trials=20,
+    steps="source",
 )
 
 
@@ -123,7 +126,7 @@ def run(options: SolversDropoutRatesOptions, part: str, lab: Lab) -> Iterator[Me
         model.load_state_dict(lab.kept(f"{network} p = {rate} start", "model", model.state_dict()))
     if method == "Prox-SG":
         iters = options.finetune_iters if tuned else options.iters
-        model = solved(model, {BLOCK: ProxSG(iters, tau=1 - float(rate))})
+        model = solved(model, {BLOCK: ProxSG(iters, tau=1 - float(rate))}, options.steps)
     rates = (1e-3, 1e-4) if tuned else (1e-2, 1e-3, 1e-4)
     count = options.finetune_trials if tuned else options.trials
     count = count if method == "Prox-SG" and float(rate) > 0 else 1
@@ -257,7 +260,9 @@ experiment = Experiment(
         "inputs in each iteration. The paper fine-tunes VGG16 on CIFAR-100. Here the baseline of VGG16 is "
         "fine-tuned for the same epochs as the solver; the paper does not say whether its baseline is. LeNet, "
         "trained from scratch, is an addition of ours. The network with p = 0 is the control of every row. VGG16 "
-        "keeps dropout 0.5 before its first hidden layer at every p."
+        "keeps dropout 0.5 before its first hidden layer at every p. The source does not say whether its images are "
+        "augmented, nor its batch; the paper preset assumes crops and mirror images, and 128 images, and has the "
+        "source's step sizes."
     ),
     presets={
         "smoke": Preset(SMOKE, (0,), 0.2),

@@ -2,12 +2,11 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 from torch import nn
 
 from minimand.errors import OptionError
-from minimand.nn import SolverOptions, convert
+from minimand.nn import convert
 from minimand.solvers import ProxGD, ProxSG
 
 from ...claims import ACCURACY, combine, judge_gain, scale, signed, span
@@ -17,7 +16,7 @@ from ...drawing import bars, curves
 from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...training import train
 from ...zoo import LeNet
-from .._solvers import ImageOptions, from_zero, trials
+from .._solvers import ImageOptions, Steps, chosen, from_zero, trials
 
 VARIANTS = {"D-D": (1, 1), "D-ND": (1, 0), "ND-D": (0, 1)}
 PAPER = {"D-D": (64.39, 72.86), "D-ND": (71.72, 75.20), "ND-D": (68.54, 76.23)}
@@ -48,7 +47,7 @@ class SolversLeNetOptions(ImageOptions):
     p: float = 0.5
     iters: int = 10
     trials: int = 20
-    steps: Literal["ours", "source"] = "ours"
+    steps: Steps = "ours"
     both: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -58,7 +57,7 @@ class SolversLeNetOptions(ImageOptions):
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class LeNetRow:
     """A part of the experiment: where dropout is, at which rate, and what replaces it."""
 
     variant: str
@@ -67,7 +66,7 @@ class Row:
     steps: str
 
     @classmethod
-    def of(cls, options: SolversLeNetOptions, part: str) -> "Row":
+    def of(cls, options: SolversLeNetOptions, part: str) -> "LeNetRow":
         """The row of a part's name."""
         main, *others = part.split("; ")
         variant, _, method = main.rpartition(" ")
@@ -100,22 +99,22 @@ def run(options: SolversLeNetOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """Train one network from scratch."""
     data = options.loaders(lab)
     model = network(options, part, data.classes, data.shape)
-    count = options.trials if Row.of(options, part).method == "Prox-SG" else 1
+    count = options.trials if LeNetRow.of(options, part).method == "Prox-SG" else 1
     yield from train(lab, model, data, epochs=options.epochs, rates=options.rates, trials=count)
 
 
 def network(options: SolversLeNetOptions, part: str, classes: int, shape: tuple[int, ...]) -> nn.Module:
     """LeNet with the dropout of a part, or with solvers as its blocks."""
-    row = Row.of(options, part)
+    row = LeNetRow.of(options, part)
     first, second = VARIANTS.get(row.variant, (0, 0))
     model = LeNet(classes, shape[0], shape[-1], dropout=(first * row.p, second * row.p))
     if row.method == "Prox-SG":
         sampled = ProxSG(options.iters, tau=1 - row.p)
-        chosen = SolverOptions.paper(sampled) if row.steps == "source" else from_zero(sampled)
+        rule = chosen(sampled, "source" if row.steps == "source" else "ours")
     else:
-        chosen = from_zero(ProxGD(options.iters))
+        rule = from_zero(ProxGD(options.iters))
     replaced = {"Prox-SG": (first, second), "Prox-GD": (1, 1)}.get(row.method, (0, 0))
-    rules = {block: chosen for block, used in zip(BLOCKS, replaced, strict=True) if used}
+    rules = {block: rule for block, used in zip(BLOCKS, replaced, strict=True) if used}
     return convert(model, rules, inplace=True) if rules else model
 
 

@@ -14,7 +14,7 @@ from ...drawing import bars, curves
 from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...training import train
 from ...zoo import VGG16
-from .._solvers import ImageOptions, fine_tuning_claim, from_zero, trials
+from .._solvers import ImageOptions, Steps, chosen, fine_tuning_claim, trials
 
 START, CONTROL, PLAIN = "VGG16", "VGG16 fine-tuned", "VGG16 fine-tuned without dropout"
 BLOCKS = {"VGG16-Prox-SG-ND-D": (False, True), "VGG16-Prox-SG-D-D": (True, True), "VGG16-Prox-GD": (False, True)}
@@ -43,6 +43,7 @@ class SolversVGGOptions(ImageOptions):
         batch_norm: Whether batch normalisation follows the convolutions.
         iters: Iterations of the solvers.
         trials: Evaluations of a stochastic network that are averaged.
+        steps: "ours", or "source": 1/L, renewed once an epoch, with the source's λ.
     """
 
     augment: bool = True
@@ -52,6 +53,7 @@ class SolversVGGOptions(ImageOptions):
     batch_norm: bool = True
     iters: int = 30
     trials: int = 20
+    steps: Steps = "ours"
 
 
 def parts(options: SolversVGGOptions) -> list[Part]:
@@ -72,16 +74,16 @@ def run(options: SolversVGGOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     model.load_state_dict(lab.kept(START, "model", model.state_dict()))
     stochastic = "Prox-SG" in part
     if part in BLOCKS:
-        model = _converted(model, part, options.iters)
+        model = _converted(model, part, options)
     count = options.trials if stochastic else 1
     yield from train(lab, model, data, epochs=options.finetune, rates=(1e-3, 1e-4), trials=count)
 
 
-def _converted(model: VGG16, part: str, iters: int) -> VGG16:
+def _converted(model: VGG16, part: str, options: SolversVGGOptions) -> VGG16:
     """The blocks as solvers; with Prox-GD the dropout layers stay, as in the paper."""
-    solver: Solver = ProxSG(iters, tau=0.5) if "Prox-SG" in part else ProxGD(iters)
+    solver: Solver = ProxSG(options.iters, tau=0.5) if "Prox-SG" in part else ProxGD(options.iters)
     names = [name for name, used in zip(("classifier.1", "classifier.4"), BLOCKS[part], strict=True) if used]
-    rule = dict.fromkeys(names, from_zero(solver))
+    rule = dict.fromkeys(names, chosen(solver, options.steps))
     return convert(model, rule, inplace=True)
 
 
@@ -133,7 +135,9 @@ experiment = Experiment(
     about=(
         "VGG16 is trained with dropout ½ before its two hidden fully connected layers; the last (ND-D) or both (D-D) "
         "of these blocks are then replaced by Prox-SG with τ = n₁/2, or the last by Prox-GD, and the network is "
-        "fine-tuned. The controls are the same network fine-tuned for the same epochs, with and without its dropout."
+        "fine-tuned. The controls are the same network fine-tuned for the same epochs, with and without its dropout. "
+        "The source does not say whether its images are augmented, nor its batch; assumed are crops and mirror images, "
+        "and 128 images. The paper preset has the source's step sizes."
     ),
     presets={
         "smoke": Preset(
@@ -142,7 +146,9 @@ experiment = Experiment(
             0.1,
         ),
         "laptop": Preset(SolversVGGOptions(), (0,), 60),
-        "paper": Preset(SolversVGGOptions(epochs=300, finetune=200, width=1.0, batch_norm=False), (0, 1, 2), 50_000),
+        "paper": Preset(
+            SolversVGGOptions(epochs=300, finetune=200, width=1.0, batch_norm=False, steps="source"), (0, 1, 2), 50_000
+        ),
     },
     parts=parts,
     run=run,

@@ -10,6 +10,7 @@ from ...comparing import mean_std
 from ...context import Lab
 from ...drawing import figure
 from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ...sweeps import Sweep, range_plot, shares
 from ._proxprop import BACKPROP, ProxPropImageOptions, fitted, mlp, nesterov, precondition, scaled
 
 RATES = (50.0, 10.0, 5.0, 1.0, 0.5, 0.1, 0.05, 5e-3, 5e-4)
@@ -119,13 +120,26 @@ def _ranges(
     }
 
 
+def _classes(options: ProxPropStepSizesOptions) -> int:
+    return 100 if options.dataset == "cifar100" else 10
+
+
 def _guess(options: ProxPropStepSizesOptions) -> float:
     """The loss of equal probabilities for all classes."""
-    return math.log(100 if options.dataset == "cifar100" else 10)
+    return math.log(_classes(options))
+
+
+def _sweeps(results: Results[ProxPropStepSizesOptions]) -> dict[str, Sweep]:
+    """The test accuracies of every method over the step sizes; a run that diverged counts as a guess."""
+    chance, found = 100 / _classes(results.options), dict[str, Sweep]()
+    for method in VARIANTS:
+        runs = {rate: results.final(_name(method, rate), "test") for rate in sorted(results.options.rates)}
+        found[method] = {rate: [chance if x != x else x for x in values] for rate, values in runs.items() if values}
+    return found
 
 
 def plots(results: Results[ProxPropStepSizesOptions]) -> list[Plot]:
-    """The table in colours, the paper's below it."""
+    """The table in colours, the paper's below it; and the test accuracy over the step sizes."""
     options = results.options
     table = _measured(results)
     with_paper = options.dataset == "cifar10"
@@ -139,7 +153,8 @@ def plots(results: Results[ProxPropStepSizesOptions]) -> list[Plot]:
         for method, good in _ranges(table, options.rates, _guess(options)).items()
     ]
     alt = f"Full-batch loss by method and step size. Ended below the loss of a guess: {'; '.join(sentences)}"
-    return [Plot("Stable ranges of the step size", alt, drawn)]
+    ranges = range_plot("Range of step sizes that work", _sweeps(results), x="step size τ")
+    return [Plot("Stable ranges of the step size", alt, drawn), ranges]
 
 
 def findings(results: Results[ProxPropStepSizesOptions]) -> Sequence[str]:
@@ -163,6 +178,11 @@ def findings(results: Results[ProxPropStepSizesOptions]) -> Sequence[str]:
         sentences.append(
             f"{method} is best at τ = {best:g} with a loss of {loss:.4g}; it ended below the loss of a guess at "
             f"{len(good)} of {len(pairs)} step sizes, over {decades:.1f} decades, and {diverged}."
+        )
+    if words := shares(_sweeps(results)):
+        sentences.append(
+            f"Step sizes with a mean test accuracy within a point of the best, a run that diverged counted as a guess: "
+            f"{words}."
         )
     return sentences
 

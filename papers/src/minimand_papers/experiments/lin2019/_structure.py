@@ -11,7 +11,7 @@ from minimand.nn import NesterovUpdate, coefficient_parameters
 
 from ...context import Lab
 from ...experiment import Comparison, Metrics, Results
-from ...recipe import Recipe, augmentation, fast_train
+from ...recipe import FastRecipe, augmentation, fast_train
 from ...training import Loaders, loaders, train
 from ...zoo import AGDNet, DenseNet, DMRNet, HBNet, ResNet
 from .._solvers import ImageOptions
@@ -67,10 +67,12 @@ class StructureOptions(ImageOptions):
         return loaders(lab, self.dataset, self.batch, augment=augmentation(), limit=limit, enlarge=self.enlarge)
 
     @property
-    def recipe(self) -> Recipe:
+    def recipe(self) -> FastRecipe:
         """The fast recipe with these options; batch norms have scales here, and no decay."""
         same = self.peak, self.decay
-        return Recipe(self.epochs, convolutions=same, norms=(self.peak, 0.0), head=same, momentum=0.9, smoothing=0.1)
+        return FastRecipe(
+            self.epochs, convolutions=same, norms=(self.peak, 0.0), head=same, momentum=0.9, smoothing=0.1
+        )
 
 
 def network(family: str, size: tuple[int, ...], data: Loaders, width: float = 1.0, dropout: float = 0.0) -> nn.Module:

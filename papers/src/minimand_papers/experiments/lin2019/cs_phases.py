@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from minimand.errors import OptionError
 from minimand.nn import UnrolledNet
 
 from ...claims import combine, judge_gain, scale
@@ -60,6 +61,8 @@ def run(options: CSPhasesOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     images = training_images(options, lab)
     phi, start = measurement(options.ratio, images, lab)
     net = build(options.net, phi, options, start)
+    if not isinstance(net, UnrolledNet):
+        raise OptionError(f"this experiment compares phases of one transform each, which {options.net} does not have")
 
     def reconstruct(image: Tensor) -> Tensor:
         return assembled(lambda op, y: net(y), phi, image)

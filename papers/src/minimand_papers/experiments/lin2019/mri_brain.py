@@ -16,16 +16,14 @@ from ...context import Lab
 from ...data import load_images, unit_interval
 from ...drawing import bars, curves
 from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from .._crops import gallery, picture, reference
 from .._reconstruction import (
     ImageSplits,
     Scores,
     UnrolledOptions,
     build,
-    gallery,
     mean_scores,
     photographs,
-    picture,
-    reference,
     resolve,
     standing,
     train,
@@ -45,11 +43,13 @@ class MRIBrainOptions(UnrolledOptions):
         nets: The networks.
         weights: First candidates for the control's penalty, tuned on the validation slices.
         iters: Iterations of the control.
+        noise: The standard deviation for which RidgeNet weighs its data term; the measurements are exact.
         side: Side of the bundled photographs that replace the slices.
     """
 
     ratio: float = 0.2
     nets: tuple[str, ...] = (
+        "RidgeNet convergent",
         "ISTA-Net plus",
         "ISTA-Net plus constrained",
         "FISTA-Net constrained",
@@ -57,6 +57,7 @@ class MRIBrainOptions(UnrolledOptions):
     )
     weights: tuple[float, ...] = (0.001, 0.002, 0.004, 0.008)
     iters: int = 150
+    noise: float = 0.01
     side: int = 96
 
 
@@ -111,7 +112,7 @@ def run(options: MRIBrainOptions, part: str, lab: Lab) -> Iterator[Metrics]:
         tuning = {f"weight {weight:g}": round(value, 3) for weight, value in found.items()}
         yield {"epoch": 0, "chosen": best, "tuning": tuning, **tested(control(best))}
     else:
-        net = build(part, scanner, options)
+        net = build(part, scanner, options, noise=options.noise)
 
         def draw() -> tuple[Tensor, Tensor]:
             chosen = torch.randint(len(images.train), (options.batch,))
@@ -178,7 +179,20 @@ experiment = Experiment(
     ),
     presets={
         "smoke": Preset(
-            MRIBrainOptions("photographs", 2, 2, 6, 2, epochs=2, steps=3, batch=2, weights=(0.004,), iters=5, side=32),
+            MRIBrainOptions(
+                "photographs",
+                2,
+                2,
+                6,
+                2,
+                epochs=2,
+                steps=3,
+                batch=2,
+                weights=(0.004,),
+                iters=5,
+                side=32,
+                ridge=(2, 8, 3),
+            ),
             (0,),
             0.1,
         ),

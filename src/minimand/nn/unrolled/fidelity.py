@@ -1,0 +1,104 @@
+"""The data term of a reconstruction: exact measurements, or measurements with Gaussian noise."""
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from ...operators import LinearOperator
+from ...solvers.linear import conjugate_gradient
+
+__all__ = ["Fidelity", "tight_constant", "tightness"]
+
+# Conjugate gradient iterations of a proximal step if it has no closed form.
+_ROUNDS = 8
+# The largest relative error of ΦᵀΦΦᵀ = Φᵀ of an operator that is taken for a partial isometry.
+_TIGHT = 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Fidelity:
+    r"""The data term of measurements y and its proximal step, for one of two models.
+
+    Exact measurements (``weight`` None): the indicator of :math:`\Phi x = y`, whose prox is the projection
+    :math:`v + \tfrac1c\Phi^\top(y - \Phi v)` if :math:`\Phi^\top\Phi` is c times a projection. Gaussian noise:
+    :math:`\tfrac\mu2\|\Phi x - y\|^2`, whose prox at the step η is :math:`v + \kappa\Phi^\top(y - \Phi v)`,
+    :math:`\kappa = \eta\mu/(1 + \eta\mu c)`, under the same condition, and otherwise a linear system, solved by
+    conjugate gradients.
+
+    Attributes:
+        operator: Φ.
+        y: The measurements.
+        weight: μ, or None.
+        tight: c if :math:`\Phi^\top\Phi` is c times a projection, else None.
+        norm_sq: A bound on :math:`\|\Phi\|^2`.
+    """
+
+    operator: LinearOperator
+    y: Tensor
+    weight: Tensor | None
+    tight: float | None
+    norm_sq: float
+
+    def step(self, v: Tensor, size: float | Tensor) -> Tensor:
+        """The prox at this step."""
+        if self.tight is not None:
+            correction = self.operator.adjoint(self.y - self.operator.apply(v))
+            if self.weight is None:
+                return v + correction / self.tight
+            scaled = self.weight * size
+            return v + scaled / (1 + scaled * self.tight) * correction
+        assert self.weight is not None
+        scaled = self.weight * size
+
+        def system(x: Tensor) -> Tensor:
+            return x + scaled * self.operator.adjoint(self.operator.apply(x))
+
+        target = v + scaled * self.operator.adjoint(self.y)
+        return conjugate_gradient(system, target, _ROUNDS, x0=v, sample_dims=3)
+
+    def gradient_step(self, x: Tensor, slope: Tensor, smoothness: float) -> tuple[Tensor, float]:
+        """A step from x, given the gradient of the regulariser, that lowers the objective by at least the returned
+        factor times the squared distance."""
+        if self.tight is not None:
+            return self.step(x - slope / smoothness, 1 / smoothness), smoothness / 2
+        assert self.weight is not None
+        total = smoothness + float(self.weight.detach()) * self.norm_sq
+        residual = self.operator.apply(x) - self.y
+        return x - (slope + self.weight * self.operator.adjoint(residual)) / total, total / 2
+
+    def value(self, x: Tensor) -> Tensor:
+        """The data term of each sample in float64; zero for exact measurements, which every iterate satisfies."""
+        if self.weight is None:
+            return torch.zeros(len(x), dtype=torch.float64, device=x.device)
+        residual = (self.operator.apply(x) - self.y).flatten(1).double()
+        return 0.5 * self.weight.double() * residual.square().sum(1)
+
+    def rows(self, index: Tensor) -> "Fidelity":
+        """The data term of some samples."""
+        return dataclasses.replace(self, y=self.y[index])
+
+
+@torch.no_grad()
+def tightness(operator: LinearOperator) -> tuple[float, float]:
+    r"""The c for which :math:`\Phi^\top\Phi\Phi^\top w` is nearest to :math:`c\,\Phi^\top w` for a random w, and the
+    relative error, which is zero if :math:`\Phi^\top\Phi` is c times a projection: c = 1 for orthonormal rows and
+    masks."""
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(1, *operator.output_shape, generator=generator).to(operator.device, operator.dtype)
+    back = operator.adjoint(w).double()
+    size = float(back.norm())
+    if not 0 < size < math.inf:
+        return 0.0, math.inf
+    again = operator.adjoint(operator.apply(back.to(operator.dtype))).double()
+    factor = float((again * back).sum()) / size**2
+    if not factor > 0:
+        return 0.0, math.inf
+    return factor, float((again - factor * back).norm()) / (factor * size)
+
+
+def tight_constant(operator: LinearOperator) -> float | None:
+    """The c for which ΦᵀΦ is c times a projection up to rounding, or None."""
+    factor, error = tightness(operator)
+    return factor if error <= _TIGHT else None

@@ -1,0 +1,73 @@
+"""The options of RidgeNet: their checks, the theorems of its guarantees, and the initial filters."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ...errors import OptionError
+from ...operators import LinearOperator
+from ...solvers.base import require_count
+from .fidelity import tightness
+
+__all__ = ["RANGES", "THEOREMS", "check_sizes", "cosines", "exponent_range", "refuse_exact"]
+
+#: The range of exponents for which each guarantee is proved.
+RANGES = {"convex": (0.0, 0.5), "convergent": (0.0, 1.0), "descent": (0.0, 2.0)}
+THEOREMS = {
+    "convex": (
+        "the objective is convex, never rises, and tends to its global minimum from every start; the iterates converge"
+    ),
+    "convergent": (
+        "the objective never rises, and the iterates converge to a critical point (Kurdyka and Łojasiewicz)"
+    ),
+    "descent": "the objective never rises, and the steps and the gradient mapping tend to zero",
+}
+
+
+def check_sizes(phases: int, filters: int, size: int, channels: str) -> None:
+    """Raise for sizes that no network has."""
+    for name, value in (("phases", phases), ("filters", filters), ("size", size)):
+        require_count(name, value)
+    if size % 2 == 0 or size < 3:
+        raise OptionError(f"size, the side of the filters, must be odd and at least 3, got {size}")
+    if channels not in ("apart", "together"):
+        raise OptionError(f'channels must be "apart" or "together", got {channels!r}')
+
+
+def exponent_range(guarantee: str, exponents: tuple[float, float] | None) -> tuple[float, float]:
+    """The range of exponents of a guarantee, or the given one inside of it."""
+    if guarantee not in RANGES:
+        raise OptionError(f"guarantee must be one of {', '.join(map(repr, RANGES))}, got {guarantee!r}")
+    low, high = RANGES[guarantee]
+    if exponents is None:
+        return low, high
+    if not low <= exponents[0] < exponents[1] <= high:
+        raise OptionError(
+            f"the guarantee {guarantee!r} is proved for exponents in ({low:g}, {high:g}), but exponents="
+            f"{tuple(exponents)} is no range inside; narrow it, or choose another guarantee"
+        )
+    return float(exponents[0]), float(exponents[1])
+
+
+def refuse_exact(operator: LinearOperator) -> None:
+    """Raise for an operator without a projection onto exact measurements."""
+    raise OptionError(
+        f"exact measurements need orthonormal rows, up to one factor c, but ΦᵀΦΦᵀ differs from c Φᵀ by "
+        f"{tightness(operator)[1]:.2g} relative to it on a random vector; orthonormalise the rows, or give noise=σ"
+    )
+
+
+def cosines(filters: int, inputs: int, size: int) -> Tensor:
+    """Cosine filters without the constant one, in the order of their frequency; further ones are random."""
+    k = torch.arange(size)
+    basis = torch.cos(math.pi * (k[None] + 0.5) * k[:, None] / size)
+    basis = basis / basis.norm(dim=1, keepdim=True)
+    order = sorted(((i, j) for i in range(size) for j in range(size)), key=lambda f: (f[0] + f[1], f))[1:]
+    single = torch.stack([torch.outer(basis[i], basis[j]) for i, j in order])
+    mixes, _ = torch.linalg.qr(torch.ones(inputs, inputs) + torch.diag(torch.arange(inputs) + 1.0))
+    bank = torch.einsum("cd,fij->fcdij", mixes, single).flatten(0, 1)[:filters]
+    if len(bank) < filters:
+        more = torch.randn(filters - len(bank), inputs, size, size, generator=torch.Generator().manual_seed(0))
+        bank = torch.cat([bank, more / size])
+    return bank.contiguous()

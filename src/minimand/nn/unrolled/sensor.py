@@ -1,0 +1,178 @@
+"""The measurement of a reconstruction network: a matrix of blocks, an operator on images, or another library's
+physics."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import CapabilityError, OptionError, ShapeError, require_finite, require_real, require_values
+from ...operators import BlockSensing, Dense, LinearOperator, as_operator, check_operator
+from ...solvers.linear import conjugate_gradient
+from .base import _ENERGY_SLACK, _energy
+
+__all__ = ["Sensor"]
+
+# The start minimises ½‖Φx − y‖² + (ε/2)‖Φ‖²‖∇x‖² by this many conjugate gradient iterations.
+_SMOOTHNESS = 0.01
+_ROUNDS = 24
+
+
+class Sensor(nn.Module):
+    """Φ for measurements of any size, with checks, bounds and a linear start."""
+
+    matrix: Tensor | None
+    initial: Tensor | None
+
+    def __init__(self, phi: Any, initial: Tensor | None) -> None:
+        super().__init__()
+        matrix = phi if isinstance(phi, Tensor) else phi.weight if isinstance(phi, Dense | BlockSensing) else None
+        self._given: Any = None
+        self._known: dict[tuple[Any, ...], tuple[LinearOperator, float]] = {}
+        if matrix is not None:
+            require_real("phi", matrix)
+            require_values("phi", matrix)
+            require_finite("phi", matrix)
+            if matrix.dim() != 2:
+                raise ShapeError(
+                    f"phi must be a matrix m × b² of square blocks, got a tensor of shape {tuple(matrix.shape)}"
+                )
+            side = math.isqrt(matrix.shape[1])
+            BlockSensing(matrix, (side, side))
+        elif isinstance(phi, LinearOperator) or not (hasattr(phi, "A") and hasattr(phi, "A_adjoint")):
+            self._given = _on_images(phi if isinstance(phi, LinearOperator) else as_operator(phi))
+        else:
+            self._given = phi
+        self.register_buffer("matrix", None if matrix is None else matrix.detach().clone())
+        self.register_buffer("initial", None if initial is None else self._checked_initial(initial))
+
+    @property
+    def channels(self) -> int | None:
+        """The channels of the images; None if the first measurements decide."""
+        if self.matrix is not None:
+            return 1
+        return self._given.input_shape[0] if isinstance(self._given, LinearOperator) else None
+
+    @property
+    def fixed(self) -> LinearOperator | None:
+        """The operator if it does not depend on the size of the measurements."""
+        if self.matrix is not None:
+            side = math.isqrt(self.matrix.shape[1])
+            return BlockSensing(self.matrix, (side, side))
+        return self._given if isinstance(self._given, LinearOperator) else None
+
+    def operator(self, y: Tensor) -> LinearOperator:
+        """Φ for measurements of this size, as a batch."""
+        if self.matrix is not None:
+            side = math.isqrt(self.matrix.shape[1])
+            return BlockSensing(self.matrix, (side * y.shape[-2], side * y.shape[-1]))
+        if isinstance(self._given, LinearOperator):
+            if self._given.has_weight and self._given.device != y.device:
+                self._given = self._given.with_weight(self._given.weight.to(y.device))
+            return self._given
+        key = (tuple(y.shape[1:]), y.dtype)
+        if key not in self._known:
+            with torch.no_grad():
+                back = self._given.A_adjoint(y[:1])
+            found = _on_images(as_operator(self._given, back.shape[1:], y.shape[1:], dtype=y.dtype))
+            check_operator(found, trials=1)
+            self._known[key] = (found, float(found.norm_sq()))
+        return self._known[key][0]
+
+    def norm_sq(self, operator: LinearOperator) -> float:
+        """A bound on ‖Φ‖²; computed once for each size."""
+        for known, bound in self._known.values():
+            if known is operator:
+                return bound
+        if self.matrix is not None:
+            fixed = self.fixed
+            assert fixed is not None
+            return float(fixed.norm_sq())
+        self._known[("fixed",)] = (operator, float(operator.norm_sq()))
+        return self._known[("fixed",)][1]
+
+    def checked(self, y: Tensor) -> Tensor:
+        """The measurements as a batch of operator outputs; raises if they do not fit."""
+        if isinstance(y, Tensor) and y.is_complex():
+            raise CapabilityError(
+                "y is complex, but the network is real; pass real and imaginary parts as channels, for example "
+                "torch.view_as_real(y).movedim(-1, 1)"
+            )
+        require_real("y", y)
+        if self.matrix is not None:
+            rows = self.matrix.shape[0]
+            if y.dim() not in (2, 4) or y.shape[1] != rows:
+                raise ShapeError(
+                    f"phi has {rows} rows, so y needs shape (B, {rows}) for blocks or (B, {rows}, h, w) for whole "
+                    f"images; got {tuple(y.shape)}"
+                )
+            y = y if y.dim() == 4 else y[:, :, None, None]
+            if y.dtype != self.matrix.dtype:
+                raise OptionError(f"y is {y.dtype} and phi {self.matrix.dtype}; convert one of them")
+        elif isinstance(self._given, LinearOperator):
+            shape = self._given.output_shape
+            if y.dim() != len(shape) + 1 or tuple(y.shape[1:]) != shape:
+                raise ShapeError(
+                    f"this network takes measurements of shape (B, {', '.join(map(str, shape))}), got "
+                    f"{tuple(y.shape)}; for images of another size use net.using(operator)"
+                )
+            if self._given.has_weight and y.dtype != self._given.dtype:
+                raise OptionError(f"y is {y.dtype} and the operator {self._given.dtype}; convert one of them")
+        require_finite("y", y)
+        return y
+
+    def check_energy(self, operator: LinearOperator, y: Tensor) -> None:
+        """Raise for measurements of bytes."""
+        energy, most = _energy(y), _ENERGY_SLACK * math.prod(operator.input_shape) * self.norm_sq(operator)
+        if energy > most:
+            raise OptionError(
+                f"y has energy {energy:.3g}, too large for pixels in [0, 1]; divide the images by their largest "
+                f"value, 255 for bytes, before measuring"
+            )
+
+    @torch.no_grad()
+    def start(self, operator: LinearOperator, y: Tensor) -> Tensor:
+        r"""The linear start: :math:`Qy` with a matrix ``initial``, else the solution of
+        :math:`\min_x \tfrac12\|\Phi x - y\|^2 + \tfrac\varepsilon2\|\Phi\|^2\|\nabla x\|^2`, by conjugate gradients."""
+        if self.initial is not None:
+            height, width = operator.input_shape[-2:]
+            return BlockSensing(self.initial.mT, (height, width)).adjoint(y)
+        smooth = _SMOOTHNESS * self.norm_sq(operator)
+
+        def system(x: Tensor) -> Tensor:
+            return operator.adjoint(operator.apply(x)) + smooth * _laplacian(x)
+
+        return conjugate_gradient(system, operator.adjoint(y), _ROUNDS, sample_dims=3)
+
+    def _checked_initial(self, initial: Tensor) -> Tensor:
+        require_real("initial", initial)
+        require_finite("initial", initial)
+        if self.matrix is None:
+            raise OptionError("initial needs a phi that is a matrix; other operators have a start of their own")
+        rows, columns = self.matrix.shape
+        if initial.shape != (columns, rows):
+            raise ShapeError(
+                f"initial must be a matrix of {columns} × {rows}, from measurements to pixels, for a phi of "
+                f"{rows} × {columns}; got {tuple(initial.shape)}"
+            )
+        return initial.detach().clone().to(self.matrix)
+
+
+def _on_images(operator: LinearOperator) -> LinearOperator:
+    if len(operator.input_shape) != 3:
+        raise ShapeError(
+            f"phi must take images of shape (C, H, W), but this {type(operator).__name__} takes "
+            f"{operator.input_shape}; use as_operator(phi, input_shape=(C, H, W))"
+        )
+    return operator
+
+
+def _laplacian(x: Tensor) -> Tensor:
+    """DᵀDx for differences D of neighbours, with free borders."""
+    total = torch.zeros_like(x)
+    for dim in (-2, -1):
+        change = x.diff(dim=dim)
+        zero = torch.zeros_like(x.narrow(dim, 0, 1))
+        total = total - torch.cat([change, zero], dim) + torch.cat([zero, change], dim)
+    return total

@@ -1,0 +1,195 @@
+r"""Bounds on the distance of a point to the minimum, by duality and by strong convexity."""
+
+import dataclasses
+import functools
+
+import torch
+from torch import Tensor
+
+from ..errors import CapabilityError
+from ..functions.base import Function
+from ..operators.base import Selected
+from .problem import Problem
+
+__all__ = ["GapBound"]
+
+_HALVINGS = 40
+# Up to this many outputs the smallest eigenvalue of A Aᵀ is worth its price.
+_SMALL = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class GapBound:
+    r"""Bounds on :math:`F(x) - \min F` for each sample, in double precision.
+
+    With :math:`G = g + \tfrac\lambda2\|\cdot\|^2` every u gives the lower bound
+
+    .. math:: \min F \ge -f^*(u; y) - G^*(b - Au) .
+
+    At :math:`u = f'(A^\top x; y)`, which is the dual solution where x is the primal one, :math:`f^*(u) = ut - f(t)`.
+    With a ridge, :math:`G^*(s) = \langle s, p\rangle - G(p)` at :math:`p = \operatorname{prox}_{g/\lambda}(s/\lambda)`.
+    Without one :math:`G^* = g^*` may be infinite; u is then multiplied by the largest number up to one for which it is
+    finite, which exists for norms. For squares and an A with independent rows, F is :math:`\mu`-strongly convex with
+    :math:`\mu = \lambda_{\min}(AA^\top) + \lambda`, and with the gradient mapping :math:`\ell d` at the step
+    :math:`1/\ell` and :math:`p = x - d`
+
+    .. math:: \min F \ge f(x) - \langle\nabla f(x), d\rangle + g(p) + \ell\|d\|^2 - \frac{\ell^2}{2\mu}\|d\|^2 .
+
+    The better of the bounds that exist is taken; it is infinite where none does.
+    """
+
+    problem: Problem
+
+    @functools.cached_property
+    def known(self) -> bool:
+        """Whether there is a finite bound near the solution."""
+        return self._conjugate is not None or self.problem.ridge > 0 or self._convexity > 0
+
+    @functools.cached_property
+    def _wide(self) -> Problem:
+        problem = self.problem
+        if problem.y.dtype == torch.float64 or problem.y.device.type == "mps":
+            return problem
+        operator = problem.operator
+        weighted = operator.has_weight
+        operator = (
+            operator.with_weight(operator.weight.double()) if weighted else Selected(operator, dtype=operator.dtype)
+        )
+        bias = None if problem.bias is None else problem.bias.double()
+        return dataclasses.replace(problem, operator=operator, y=problem.y.double(), bias=bias, affine=None)
+
+    @functools.cached_property
+    def _conjugate(self) -> Function | None:
+        """g* where its domain contains the multiples of its points: the functions are norms, or finite everywhere."""
+        try:
+            conjugate = self.problem.function.conjugate()
+        except CapabilityError:
+            return None
+        # A cone's polar contains no multiple of a point outside of it.
+        zeros = self._wide.y.new_zeros(self.problem.operator.output_shape)
+        near = torch.full_like(zeros, 1e-6)
+        finite = all(bool(torch.isfinite(conjugate.value(near * sign))) for sign in (1, -1))
+        return conjugate if finite else None
+
+    @functools.cached_property
+    def _convexity(self) -> float:
+        """μ, less its rounding error; the ridge where nothing more is known."""
+        problem = self.problem
+        matrix = problem.operator.matrix
+        if not problem.is_quadratic or matrix is None or not matrix.shape[-2] <= min(matrix.shape[-1], _SMALL):
+            return float(problem.ridge)
+        A = matrix.detach().double()
+        values = torch.linalg.eigvalsh(A @ A.mT)
+        margin = 4 * A.shape[-2] * torch.finfo(torch.float64).eps * float(values[..., -1].max())
+        return max(float(values[..., 0].min()) - margin, 0.0) + problem.ridge
+
+    def of_samples(self, keep: Tensor) -> "GapBound":
+        """The bound of some samples, with what is known already."""
+        from .rows import some_samples
+
+        other = GapBound(some_samples(self.problem, keep))
+        for name in ("known", "_conjugate", "_convexity"):
+            if name in vars(self):
+                vars(other)[name] = vars(self)[name]
+        if "_wide" in vars(self):
+            vars(other)["_wide"] = self._wide if self._wide is self.problem else some_samples(self._wide, keep)
+            if self._wide is self.problem:
+                vars(other)["_wide"] = other.problem
+        return other
+
+    @torch.no_grad()
+    def objectives(self, x: Tensor) -> Tensor:
+        """The objective of each sample."""
+        problem, x = self._wide, x.detach().to(self._wide.y.dtype)
+        total = self._samples(problem.datafit.values(problem.operator.adjoint(x), problem.y))
+        total = total + self._outputs(0.5 * problem.ridge * x * x)
+        if problem.bias is not None:
+            total = total - self._outputs(problem.full_bias() * x)
+        return total + problem.function.sums(x, len(problem.operator.output_shape))
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The objective and the bound, for each sample."""
+        problem, dims = self._wide, -self.problem.operator.output_dim
+        x = x.detach().to(problem.y.dtype)
+        t = problem.operator.adjoint(x)
+        u = problem.datafit.gradient(t, problem.y)
+        data = problem.datafit.values(t, problem.y)
+        pull = problem.operator.apply(u)
+        smooth = self._samples(data) + self._outputs(0.5 * problem.ridge * x * x)
+        if problem.bias is not None:
+            smooth = smooth - self._outputs(problem.full_bias() * x)
+        objective = smooth + problem.function.sums(x, dims)
+        gap = objective.new_full(objective.shape, torch.inf)
+        if problem.ridge > 0:
+            dual = self._samples(data - t * u) - self._ridged(self._slope(pull))
+            gap = torch.minimum(gap, self._rounded(objective, dual))
+        elif self._conjugate is not None:
+            gap = torch.minimum(gap, self._rounded(objective, self._scaled(t, u, data, pull)))
+        if problem.ridge == 0 and not bool(gap.isfinite().all()) and self._convexity > 0:
+            gap = torch.minimum(gap, self._strong(x, pull, smooth, objective))
+        return objective, torch.where(gap.isnan(), torch.inf, gap)
+
+    def _slope(self, pull: Tensor) -> Tensor:
+        """b − Au."""
+        return -pull if self._wide.bias is None else self._wide.full_bias() - pull
+
+    def _ridged(self, s: Tensor) -> Tensor:
+        """G*(s)."""
+        problem = self._wide
+        p = problem.function.prox(s / problem.ridge, 1 / problem.ridge)
+        return self._outputs(p * (s - 0.5 * problem.ridge * p)) - problem.function.sums(p, -problem.operator.output_dim)
+
+    def _scaled(self, t: Tensor, u: Tensor, data: Tensor, pull: Tensor) -> Tensor:
+        """The dual value at the largest multiple of u that is feasible."""
+        problem, conjugate = self._wide, self._conjugate
+        assert conjugate is not None
+        dims = -problem.operator.output_dim
+        charge = lambda c: conjugate.sums(self._slope(self._spread(c, pull) * pull), dims)  # noqa: E731
+        one = torch.ones_like(self._samples(u))
+        whole = charge(one)
+        if bool(whole.isfinite().all()):
+            return self._samples(data - t * u) - whole
+        low, high = torch.zeros_like(one), one
+        for _ in range(_HALVINGS):
+            middle = 0.5 * (low + high)
+            fits = charge(middle).isfinite()
+            low, high = torch.where(fits, middle, low), torch.where(fits, high, middle)
+        c = torch.where(whole.isfinite(), one, low)
+        if problem.is_quadratic and problem.bias is None:
+            # The best multiple is not the largest where x is far from the solution.
+            c = torch.minimum(c, (-self._samples(u * problem.y) / self._samples(u * u).clamp_min(1e-300)).clamp_min(0))
+        try:
+            scaled = problem.datafit.conjugate(self._spread(c, u, inputs=True) * u, problem.y)
+        except CapabilityError:
+            return torch.where(whole.isfinite(), self._samples(data - t * u) - whole, -torch.inf)
+        return -self._samples(scaled) - charge(c)
+
+    def _strong(self, x: Tensor, pull: Tensor, smooth: Tensor, objective: Tensor) -> Tensor:
+        """The bound by strong convexity, at the best of a few steps."""
+        problem, dims, mu = self._wide, -self._wide.operator.output_dim, self._convexity
+        gradient = -self._slope(pull) + problem.ridge * x
+        scale = float(problem.operator.output_norms_sq().amax()) + problem.ridge
+        best = objective.new_full(objective.shape, torch.inf)
+        for ell in (scale, 4 * scale, mu):
+            d = x - problem.function.prox(x - gradient / ell, 1 / ell)
+            values = problem.function.sums(x - d, dims)
+            lower = smooth - self._outputs(gradient * d) + values + (ell - ell**2 / (2 * mu)) * self._outputs(d * d)
+            best = torch.minimum(best, self._rounded(objective, lower))
+        return best
+
+    def _rounded(self, objective: Tensor, dual: Tensor) -> Tensor:
+        """The difference, never below zero, with room for its rounding error."""
+        eps = torch.finfo(objective.dtype).eps
+        return (objective - dual).clamp_min(0) + 8 * eps * (objective.abs() + dual.abs())
+
+    def _samples(self, values: Tensor) -> Tensor:
+        return values.flatten(self.problem.operator.feature_dim).sum(-1)
+
+    def _outputs(self, values: Tensor) -> Tensor:
+        values = values.expand(self.problem.shape)
+        return values.flatten(self.problem.operator.output_dim).sum(-1)
+
+    def _spread(self, c: Tensor, like: Tensor, inputs: bool = False) -> Tensor:
+        dims = len(self.problem.operator.input_shape if inputs else self.problem.operator.output_shape)
+        return c.reshape(*c.shape, *(1,) * dims)

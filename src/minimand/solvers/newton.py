@@ -1,0 +1,120 @@
+r"""Semismooth Newton steps and implicit derivatives on the active set."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .implicit import pullback
+from .problem import Problem
+
+if TYPE_CHECKING:
+    from .spectral import SpectralState
+
+__all__ = ["ActiveSystem", "active_step", "active_system"]
+
+# Up to this many entries, the batch of Hessians on the active sets is worth its memory.
+_ENTRIES = 1 << 24
+
+
+class ActiveSystem(NamedTuple):
+    r"""The systems :math:`(H_{SS} + \operatorname{diag}(e_S))u_S = v_S` on the active sets S of all samples, factored.
+
+    ``active`` holds the active outputs, padded to the same number for each sample; ``valid`` is false for padding.
+    """
+
+    active: Tensor
+    valid: Tensor
+    factor: Tensor
+    solved: Tensor
+
+    def solve(self, v: Tensor) -> Tensor:
+        """u on the active sets, zero elsewhere."""
+        part = torch.where(self.valid, v.gather(-1, self.active), 0.0)
+        u = torch.cholesky_solve(part.unsqueeze(-1), self.factor).squeeze(-1)
+        u = torch.where(self.valid & self.solved.unsqueeze(-1), u, 0.0)
+        return torch.zeros_like(v).scatter_add(-1, self.active, u)
+
+
+def active_system(problem: Problem, active: Tensor, extra: Tensor, bend: Tensor | None) -> ActiveSystem | None:
+    """The systems of active sets, or None where they are too large; ``bend`` is f″ for datafits other than squares."""
+    matrix = problem.operator.matrix
+    if matrix is None or matrix.dim() != 2 or active.dim() != 2:
+        return None
+    size = int(active.sum(-1).amax()) if active.numel() else 0
+    rows, inputs = active.shape[0], matrix.shape[1]
+    if not 0 < size <= 2 * inputs or rows * size * max(size, 1) > _ENTRIES:
+        return None
+    order = active.to(torch.uint8).topk(size, dim=-1)
+    index, valid = order.indices, order.values > 0
+    hessian = _hessians(matrix.detach(), index, bend)
+    if hessian is None:
+        return None
+    both = valid.unsqueeze(-1) & valid.unsqueeze(-2)
+    diagonal = torch.where(valid, extra.gather(-1, index) + problem.ridge, 1.0)
+    hessian = torch.where(both, hessian, 0.0) + torch.diag_embed(diagonal)
+    # Equal columns make the Hessian singular.
+    scale = hessian.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+    hessian.diagonal(dim1=-2, dim2=-1).add_(8 * size * torch.finfo(hessian.dtype).eps * scale)
+    factor, info = torch.linalg.cholesky_ex(hessian)
+    return ActiveSystem(index, valid, torch.where(info[:, None, None] == 0, factor, 1.0), info == 0)
+
+
+def _hessians(matrix: Tensor, index: Tensor, bend: Tensor | None) -> Tensor | None:
+    """A_S diag(f″) A_Sᵀ of each sample."""
+    rows, size = index.shape
+    if rows > 1 and bend is None:
+        # All samples share the Gram matrix of the outputs that are active anywhere.
+        used, where = index.unique(return_inverse=True)
+        gram = matrix[used] @ matrix[used].mT
+        return gram[where.unsqueeze(-1), where.unsqueeze(-2)]
+    if rows * size * matrix.shape[1] > 4 * _ENTRIES:
+        return None
+    part = matrix[index]
+    return (part if bend is None else part * bend.unsqueeze(-2)) @ part.mT
+
+
+def prox_slope(problem: Problem, v: Tensor, step: Tensor | float) -> Tensor:
+    """The derivative of a separable prox, entry by entry."""
+    (slope,) = pullback(lambda v: problem.function.prox(v, step), v)(torch.ones_like(v))
+    return torch.zeros_like(v) if slope is None else slope.detach()
+
+
+@torch.no_grad()
+def active_step(problem: Problem, state: "SpectralState", aim: Tensor) -> Tensor:
+    r"""A proximal gradient step from the Newton point of the fixed-point equation, or ``aim`` where there is none.
+
+    With the slopes D of the prox at :math:`x - s\nabla f(x)` and the residual :math:`q = \mathrm{aim} - x`, the Newton
+    step solves :math:`(I - D(I - sH))\Delta = q`: it is q where D = 0, and elsewhere
+
+    .. math:: \bigl(H_{SS} + \operatorname{diag}\tfrac{1 - D}{sD}\bigr)\Delta_S = \tfrac{q_S}{sD_S} - (Hq_{\bar S})_S .
+    """
+    from .spectral import _curved, spread
+
+    x = torch.zeros_like(aim) if state.x is None else state.x
+    if not problem.function.separable or problem.operator.matrix is None or x.dim() != 2:
+        return aim
+    step = spread(problem, state.step)
+    slope = prox_slope(problem, x + step * state.descent, step)
+    active = slope > 1e-6
+    safe = torch.where(active, step * slope, 1.0)
+    extra = torch.where(active, (1 - slope) / safe, 0.0)
+    bend = None if problem.is_quadratic else problem.datafit.second(_image(problem, state), problem.y)
+    system = active_system(problem, active, extra, bend)
+    if system is None:
+        return aim
+    q = aim - x
+    rest = torch.where(active, 0.0, q)
+    target = torch.where(active, q / safe, 0.0)
+    if bool(rest.any()):
+        target = target - _curved(problem, state.image, rest, state.gram)
+    move = torch.where(active, system.solve(target), rest)
+    point = x + move
+    descent = state.descent - _curved(problem, state.image, move, state.gram)
+    found = problem.function.prox(point + step * descent, step)
+    usable = system.solved & found.isfinite().all(-1)
+    return torch.where(usable.unsqueeze(-1), found, aim)
+
+
+def _image(problem: Problem, state: "SpectralState") -> Tensor:
+    return torch.zeros_like(problem.y) if state.image is None else state.image

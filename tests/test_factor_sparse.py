@@ -1,0 +1,101 @@
+"""Law: a sparse matrix gives the factors and certificates of its dense copy, and is never made dense."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+
+from minimand.factor import NMF, LowRank, SparseDictionary, certify, matrices
+from minimand.factor.residual import DenseDual
+from minimand.factor.sparse import SparseData
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*stopped before its certificate")
+
+Y = sp.random_array((60, 40), density=0.15, random_state=0, format="csr")
+MODELS = [
+    NMF(0.7, random_state=0),
+    NMF(0.5, n_components=4, random_state=0),
+    LowRank(1.0, random_state=0),
+    SparseDictionary(1.0, 0.1, n_components=3, random_state=0),
+]
+
+
+@pytest.mark.parametrize("form", ["csr", "csc", "tensor"])
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_sparse_data_are_their_dense_copy(model, form):
+    given = torch.from_numpy(Y.toarray()).to_sparse() if form == "tensor" else Y.asformat(form)
+    U = model.fit_transform(given)
+    found = (model.objective_, model.certificate_, model.transform(given), model.lambda_max(given))
+    W = model.fit_transform(Y.toarray())
+    assert found[1].status == model.certificate_.status
+    if getattr(model, "n_components", 0) is None:  # growth magnifies rounding errors
+        assert found[0] == pytest.approx(model.objective_, rel=1e-2)
+    else:
+        np.testing.assert_allclose(U, W, atol=1e-9)
+        np.testing.assert_allclose(found[2], model.transform(Y.toarray()), atol=1e-9)
+        assert found[0] == pytest.approx(model.objective_, rel=1e-12)
+        assert found[1].relative_gap == pytest.approx(model.certificate_.relative_gap, rel=1e-6, abs=1e-8)
+    assert found[3] == pytest.approx(model.lambda_max(Y.toarray()), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["l2", "nonnegative"])
+@pytest.mark.parametrize("compact", [False, True])
+def test_certificates_of_sparse_data_are_those_of_their_dense_copy(monkeypatch, name, compact):
+    """Also where no dense block of the data's size may be formed; the rounding errors of thin products are charged."""
+    U, V = LowRank(1.0).fit_transform(Y.toarray()), LowRank(1.0).fit(Y.toarray()).components_.T
+    U, V = (np.abs(U), np.abs(V)) if name == "nonnegative" else (U, V)
+    dense = certify(Y.toarray(), U, V, lam=1.0, regularizer=name)
+    if compact:
+        monkeypatch.setattr(matrices, "BLOCK", 500)
+        monkeypatch.setattr(DenseDual, "dense", lambda self: pytest.fail("the whole matrix was formed"))
+    sparse = certify(Y, U, V, lam=1.0, regularizer=name)
+    assert sparse.status is dense.status
+    if not compact:
+        assert sparse.gap == pytest.approx(dense.gap, rel=1e-6, abs=1e-9)
+    with pytest.raises(ValueError, match="zeros of a sparse Y are data"):
+        certify(Y, U, V, lam=1.0, mask=np.ones(Y.shape, dtype=bool))
+
+
+def test_thin_products_are_the_moments_of_the_dense_residual():
+    rng = np.random.default_rng(0)
+    U, V = torch.from_numpy(rng.random((60, 3))), torch.from_numpy(rng.random((40, 3)))
+    found = DenseDual(SparseData(Y), U, V).moments()
+    dense = DenseDual(torch.from_numpy(Y.toarray()), U, V).moments()
+    for one, other in zip(found[:3], dense[:3], strict=True):
+        assert abs(one - other) <= max(found.slack, 1e-13 * abs(other))
+
+
+def test_sparse_input_that_cannot_be_used():
+    with pytest.raises(ValueError, match="Negative values"):
+        NMF(0.5).fit(-Y)
+    bad = Y.copy()
+    bad.data[0] = np.nan
+    with pytest.raises(ValueError, match="NaN"):
+        LowRank(0.5).fit(bad)
+    zeros = sp.csr_array((np.append(Y.data, 0.0), (*(np.append(i, 0) for i in Y.tocoo().coords),)), shape=Y.shape)
+    assert LowRank(1.0).fit(zeros).objective_ == pytest.approx(LowRank(1.0).fit(Y).objective_)
+
+
+def test_memory_is_that_of_the_entries_and_the_factors():
+    """A matrix of 10⁴ × 10⁴ with 10⁶ entries, like TF-IDF: at most three times its memory, and the factors."""
+    code = """if True:
+        import numpy as np, scipy.sparse as sp, torch
+        from minimand.factor import NMF
+        torch.set_num_threads(1)
+        rng = np.random.default_rng(0); n, e = 10000, 1000000
+        row, column = rng.integers(n, size=e), (n * rng.random(e) ** 3).astype(int)
+        Y = sp.coo_array((rng.random(e), (row, column)), (n, n)).tocsr()
+        del row, column
+        model = NMF(2.0, n_components=5, max_iter=3)
+        model.fit(Y[:300, :300])
+        peak = lambda: next(int(x.split()[1]) for x in open('/proc/self/status') if x.startswith('VmHWM'))
+        with open('/proc/self/clear_refs', 'w') as file: file.write('5')
+        before = peak()
+        model.fit(Y)
+        size = Y.data.nbytes + Y.indices.nbytes + Y.indptr.nbytes
+        print((peak() - before) * 1024 / (3 * size + 20 * 8 * 2 * n * 5))"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, capture_output=True, text=True)
+    assert float(done.stdout) <= 1.0

@@ -1,0 +1,229 @@
+"""Law: the gap bounds the distance to the minimum, the tolerance is relative, and the chosen solver reaches it."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import Lasso
+
+from minimand import solve
+from minimand.adjoints import Implicit
+from minimand.errors import CapabilityError, OptionError
+from minimand.functions import L1, Box, GroupL2, NonNegative, Simplex, Zero, from_activation
+from minimand.operators import Conv2d, Dense
+from minimand.solvers import ADMM, FISTA, Choice, Problem, ProxGD, Quadratic, Spectral, WorkingSet, trace
+from minimand.solvers.gap import GapBound
+
+from .cases import datafits, problems, solvers
+
+FUNCTIONS = {**problems.SEPARABLE, **problems.COUPLED}
+every = pytest.mark.parametrize("case", datafits.ALL, ids=datafits.IDS)
+
+
+def _lasso(rows=5, inputs=20, outputs=40, share=0.1, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    A = torch.randn(outputs, inputs, generator=g, dtype=torch.float64)
+    x = torch.randn(rows, outputs, generator=g, dtype=torch.float64) * (torch.rand(rows, outputs, generator=g) < 0.1)
+    y = x @ A + 0.1 * torch.randn(rows, inputs, generator=g, dtype=torch.float64)
+    return Problem(Dense(A), L1(share * float((y @ A.mT).abs().max())), y)
+
+
+@every
+@pytest.mark.parametrize("ridge", [0.0, 0.3])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_gap_is_a_true_bound(case, name, ridge, generator):
+    """At far, random, near and infeasible points; where it is known, it vanishes at the solution."""
+    problem = case.problem(FUNCTIONS[name], ridge=ridge, bias=ridge > 0)
+    best = solve(problem, FISTA(300))
+    bound, least = GapBound(problem), problem.objective(best.x)
+    points = [torch.randn(problem.shape, generator=generator, dtype=torch.float64) * s for s in (0.01, 0.3, 3.0)]
+    points += [problem.function.prox(points[1]), best.x + 1e-3 * points[1], problem.function.prox(0 * best.x)]
+    for x in points:
+        objective, gap = bound(x)
+        assert not bool(gap.isnan().any())
+        # The reference is feasible, so its objective is never below the minimum.
+        assert float(gap.sum()) >= float(objective.sum() - least) - 1e-9
+    if ridge > 0:
+        assert bound.known
+        assert float(best.gap) <= 1e-3 * (1 + abs(float(least)))
+
+
+@pytest.mark.parametrize(
+    "function", [L1(0.3), NonNegative(), Zero(), Box(-0.4, 0.6), Simplex(), GroupL2(0.5)], ids=repr
+)
+def test_gaps_vanish_without_a_ridge(function):
+    """Norms and bounded domains by duality, cones by strong convexity."""
+    g = torch.Generator().manual_seed(0)
+    A = torch.randn(5, 9, generator=g, dtype=torch.float64)
+    problem = Problem(Dense(A), function, torch.randn(4, 9, generator=g, dtype=torch.float64))
+    solution = solve(problem, FISTA(3000))
+    assert float(solution.gap) < 1e-9
+
+
+def test_without_any_bound_the_optimality_decides():
+    problem = problems.dense(from_activation("tanh"), ridge=0.0, outputs=10, inputs=6)
+    solution = solve(problem, FISTA(5000), tol=1e-6)
+    start = problem.optimality(torch.zeros(problem.shape, dtype=torch.float64))
+    assert solution.gap.isinf()
+    assert solution.converged
+    assert solution.optimality <= 1e-6 * start
+
+
+@pytest.mark.parametrize("case", solvers.DETERMINISTIC, ids=solvers.ids(solvers.DETERMINISTIC))
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+def test_the_tolerance_is_relative(case, scale):
+    problem = problems.dense(NonNegative())
+    problem = dataclasses.replace(problem, y=scale * problem.y, bias=scale * problem.bias)
+    found = solve(problem, case.long, tol=1e-4)
+    start = problem.objective(torch.zeros(problem.shape, dtype=torch.float64)).abs()
+    assert found.converged
+    assert found.gap <= 1e-4 * start
+    assert found.iterations < case.long.iterations
+    assert not solve(problem, case.of(1), tol=1e-9).converged
+
+
+@pytest.mark.parametrize("solver", [FISTA(2000), ProxGD(5000), ADMM(2000), Spectral(500), Spectral(500, 5)], ids=repr)
+def test_samples_that_have_converged_stop(solver):
+    """The result is that of each sample alone, to the tolerance; and the callback sees the others leave."""
+    problem, seen = _lasso(rows=12), []
+    together = solve(problem, solver, tol=1e-8, callback=lambda progress: seen.append(progress))
+    assert together.converged
+    assert [each.samples for each in seen] == sorted((each.samples for each in seen), reverse=True)
+    assert seen[0].samples == 12
+    assert seen[-1].samples < 12 or len(seen) == 1
+    for k in range(0, 12, 5):
+        alone = solve(dataclasses.replace(problem, y=problem.y[k : k + 1]), FISTA(3000))
+        torch.testing.assert_close(together.x[k : k + 1], alone.x, atol=2e-3, rtol=0)
+
+
+def test_a_callback_stops_the_run_and_a_line_is_printed(capsys):
+    problem = _lasso()
+    stopped = solve(problem, FISTA(1000), callback=lambda progress: progress.iterations >= 20, verbose=True)
+    assert stopped.iterations == 20
+    assert stopped.converged is None
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert len(lines) == 4
+    assert all("objective" in line and "gap" in line for line in lines)
+
+
+def test_without_a_solver_one_is_chosen_and_named():
+    cases = [
+        (_lasso(), Spectral, "matrix"),
+        (_lasso(rows=1, outputs=600, inputs=40), WorkingSet, "sparse"),
+        (problems.conv(NonNegative()), Spectral, "no matrix"),
+        (problems.dense(Simplex()), Spectral, "couples"),
+    ]
+    for problem, kind, reason in cases:
+        found = solve(problem)
+        assert isinstance(found.solver, Choice)
+        assert isinstance(found.solver.solver, kind)
+        assert reason in str(found.solver)
+        assert found.converged
+        assert found.gap <= 1e-6 * problem.objective(problem.function.prox(torch.zeros_like(found.x))).abs()
+    assert solve(_lasso(), FISTA(5)).solver == FISTA(5)
+
+
+@every
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_chosen_solver_reaches_the_optimum_of_every_problem(case, name):
+    problem = case.problem(FUNCTIONS[name])
+    found, best = solve(problem, tol=1e-9), solve(problem, FISTA(300))
+    assert found.converged
+    assert float(found.objective - best.objective) <= 1e-8 * (1 + abs(float(best.objective)))
+
+
+@every
+@pytest.mark.parametrize("polish", [None, 3])
+def test_spectral_steps_never_raise_the_objective(case, polish):
+    for function in (L1(0.1), NonNegative(), GroupL2(0.3)):
+        steps = trace(case.problem(function, ridge=0.0), Spectral(30, polish)).objective
+        assert bool((steps.diff() <= 1e-12 * (1 + steps[:-1].abs())).all())
+
+
+def test_the_chosen_solver_is_differentiated():
+    problem = problems.dense(L1(0.1))
+    leaves = [problem.operator.weight.clone().requires_grad_(), problem.bias.clone().requires_grad_()]
+    exact = Problem(Dense(leaves[0]), L1(0.1), problem.y, leaves[1], 0.1)
+    found = [solve(exact, tol=1e-14, adjoint=Implicit()).x, solve(exact, tol=1e-14).x]
+    reference = torch.autograd.grad(solve(exact, FISTA(1000), adjoint=Implicit()).x.square().sum(), leaves)
+    for x in found:
+        for mine, theirs in zip(torch.autograd.grad(x.square().sum(), leaves), reference, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+    with pytest.raises(CapabilityError, match="Implicit"):
+        solve(exact, Spectral(10))
+
+
+@pytest.mark.parametrize("share", [0.3, 0.05])
+def test_scikit_learn_agrees_on_one_lasso(share):
+    problem = _lasso(rows=1, inputs=60, outputs=700, share=share)
+    A, y = problem.operator.weight.numpy(), problem.y[0].numpy()
+    theirs = Lasso(problem.function.weight / len(y), fit_intercept=False, tol=1e-12, max_iter=100000).fit(A.T, y)
+    for solver in (None, WorkingSet(), Spectral(2000, 10)):
+        found = solve(problem, solver, tol=1e-12)
+        assert found.converged
+        np.testing.assert_allclose(found.x[0].numpy(), theirs.coef_, atol=1e-5)
+
+
+def test_a_working_set_takes_other_datafits_and_a_bias():
+    case = datafits.ALL[1]
+    g = torch.Generator().manual_seed(0)
+    A = torch.randn(300, 40, generator=g, dtype=torch.float64)
+    bias = 0.1 * torch.randn(300, generator=g, dtype=torch.float64)
+    problem = Problem(Dense(A), L1(2.0), case.data(1, 40), bias, 0.01, case.datafit)
+    torch.testing.assert_close(
+        solve(problem, WorkingSet(), tol=1e-12).x, solve(problem, FISTA(3000)).x, atol=1e-6, rtol=0
+    )
+
+
+def test_a_warm_start_saves_iterations():
+    problem = _lasso()
+    found = solve(problem, FISTA(3000), tol=1e-10)
+    assert solve(problem, FISTA(3000), x0=found.x, tol=1e-8).iterations < found.iterations
+
+
+def test_an_unbounded_problem_is_said_to_be_one():
+    A = Dense(torch.tensor([[1.0], [0.0]], dtype=torch.float64))
+    y = torch.ones(1, 1, dtype=torch.float64)
+    with pytest.raises(OptionError, match=r"unbounded.*norm 1 outside of the range"):
+        solve(Problem(A, Zero(), y, torch.tensor([0.0, 1.0], dtype=torch.float64)), FISTA(5))
+    assert solve(Problem(A, Zero(), y, torch.tensor([1.0, 0.0], dtype=torch.float64)), FISTA(50)).x[
+        0, 0
+    ] == pytest.approx(2)
+    assert solve(Problem(A, Zero(), y, torch.tensor([0.0, 1.0], dtype=torch.float64), 0.1), FISTA(5)).x.isfinite().all()
+
+
+def test_solvers_without_steps_need_no_norm(monkeypatch):
+    """Short solves are short: neither the run nor the measures compute a certified norm."""
+
+    def forbidden(self):
+        raise AssertionError("a certified norm was computed")
+
+    monkeypatch.setattr(Dense, "bound", forbidden)
+    problem = _lasso()
+    for solver in (None, Spectral(20), Spectral(20, 5), ADMM(20)):
+        assert solve(problem, solver, tol=1e-6).optimality >= 0
+
+
+def test_single_precision_reaches_its_tolerance():
+    problem = _lasso()
+    single = Problem(Dense(problem.operator.weight.float()), problem.function, problem.y.float())
+    found = solve(single)
+    assert found.converged
+    assert found.x.dtype == torch.float32
+    assert float(found.gap) >= float(found.objective) - float(solve(problem, tol=1e-12).objective) - 1e-3
+
+
+def test_convolutions_and_several_leading_dimensions():
+    g = torch.Generator().manual_seed(0)
+    weight = torch.randn(3, 2, 3, 3, generator=g, dtype=torch.float64) / 4
+    y = torch.randn(2, 3, 2, 5, 5, generator=g, dtype=torch.float64)
+    problem = Problem(Conv2d(weight, (5, 5), padding=1), L1(0.1), y.flatten(0, 1), ridge=0.1, datafit=Quadratic())
+    found = solve(problem, tol=1e-10)
+    assert found.converged
+    assert found.gap < 1e-7
+    A = torch.randn(4, 6, generator=g, dtype=torch.float64)
+    rows = torch.randn(2, 3, 6, generator=g, dtype=torch.float64)
+    nested = solve(Problem(Dense(A), NonNegative(), rows), tol=1e-10).x
+    flat = solve(Problem(Dense(A), NonNegative(), rows.flatten(0, 1)), tol=1e-10).x
+    torch.testing.assert_close(nested.flatten(0, 1), flat, atol=1e-4, rtol=0)
