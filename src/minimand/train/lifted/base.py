@@ -78,6 +78,7 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
         self.chain = self._read(model)
         self._given_mu = None if mu is None else weights_per_layer(mu, self._count())
         self._mu = self._first_mu()
+        self._damping()
         self._variables: V | None = None
         self._batch: tuple[tuple[weakref.ref[Tensor], int | Tensor], ...] | None = None
         self._weights: list[tuple[int, int]] = []
