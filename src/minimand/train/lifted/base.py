@@ -27,7 +27,7 @@ from .losses import LOSSES, Loss, encode_targets
 from .maps import AffineMap, update_running_statistics
 from .options import NO_BATCH, Epoch, Recipe, batches, check_loader, weights_per_layer
 from .runs import MiniBatchRun, MonotoneRun, OptimizerRun, Run, check_optimizer
-from .variables import Variables, plain_tensor, stamp
+from .variables import Variables, batch_size, plain_tensor, stamp
 from .weights import Direction, weight_directions
 
 __all__ = ["REDUCTIONS", "Lifted", "Variables", "plain_tensor"]
@@ -295,7 +295,7 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
             begin, total, loss, samples = time.perf_counter(), 0.0, 0.0, 0
             for x, y, share in batches(loader, number, epochs):
                 energy, value = run.batch(x, y, share)
-                total, loss, samples = total + energy, loss + value, samples + x.shape[0]
+                total, loss, samples = total + energy, loss + value, samples + batch_size(x)
             if samples == 0:
                 raise OptionError(NO_BATCH)
             run.check(x, y)

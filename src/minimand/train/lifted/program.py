@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...errors import ChainError, MinimandError
+from ...errors import ChainError, MinimandError, ShapeError
 from ...functions.activations import is_activation
 from ...network import Network, read, role
-from ...network.nested import replace
+from ...network.nested import replace, tensors
 from ...network.record import Call, Value
 from ...network.sequence import activation_of
 from . import pooling
@@ -129,9 +129,13 @@ def compile_network(model: nn.Module, example: Any = None) -> Program:
 
     Raises:
         ChainError: If a call is neither linear nor a monotone activation; the message names it.
+        ShapeError: If the example does not run through the network.
         NotProximal: If an activation is not monotone.
     """
     network = read(model, example)
+    if not network.complete and example is not None:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors(example))
+        raise ShapeError(f"{type(model).__name__} does not take x of shape {shapes}: {network.reasons[0]}")
     if not network.complete:
         raise ChainError(f"{type(model).__name__} cannot be read: {network.reasons[0]}")
     for part in network.opaque():

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import MinimandError, NonFiniteError, OptionError, require_finite
+from ...network.nested import tensors
 from .maps import update_running_statistics
+from .variables import batch_size
 from .weights import MomentumUpdate
 
 if TYPE_CHECKING:
@@ -91,7 +93,8 @@ class OptimizerRun:
             torch._foreach_copy_(self.kept, self.parameters)
         self.optimizer.step()
         self.updated = True
-        return mean * x.shape[0], mean * x.shape[0]
+        total = mean * batch_size(x)
+        return total, total
 
     def check(self, x: Tensor, y: Tensor) -> None:
         """Check that the weights are finite after the last update."""
@@ -102,7 +105,8 @@ class OptimizerRun:
         try:
             return self.method.backward(x, y)
         except NonFiniteError as error:
-            require_finite("the input x", x)
+            for tensor in tensors(x):
+                require_finite("the input x", tensor)
             self._restore(error)
 
     def _restore(self, error: Exception) -> NoReturn:
