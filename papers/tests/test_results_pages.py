@@ -22,6 +22,7 @@ OURS = {
     "solvers-uncertainty",
     "conversion-digits",
     "lifted-conv",
+    "lifted-deep-sigmoid",
     "lifted-resnet",
     "proxprop-peers",
 }
