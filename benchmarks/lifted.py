@@ -1,4 +1,4 @@
-"""LPOM against SGD: time of an epoch at batch 128 on 784-300-100-10, and memory, on one thread."""
+"""LPOM against SGD: time of an epoch and of a step with LPOM's gradient, and memory, on one thread."""
 
 import math
 import time
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks import Ratio, Row, at_most, ratios, reported, training_step
 from minimand.train.lifted import LPOM, Recipe
-from minimand.train.lifted.base import _MiniBatchRun
+from minimand.train.lifted.runs import MiniBatchRun
 
 __all__ = ["run"]
 
@@ -26,7 +26,7 @@ def _net() -> nn.Sequential:
 def _ratio(data: list[tuple[Tensor, Tensor]], loss: str) -> Ratio:
     net = _net()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
-    fast = _MiniBatchRun(LPOM(_net(), loss=loss))
+    fast = MiniBatchRun(LPOM(_net(), loss=loss))
 
     def sgd() -> None:
         for x, y in data:
@@ -37,6 +37,55 @@ def _ratio(data: list[tuple[Tensor, Tensor]], loss: str) -> Ratio:
             fast.batch(x, y, 0.5)
 
     return ratios(sgd, [lpom], ROUNDS)[0]
+
+
+def _images() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 5, stride=2, padding=2), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU(),
+        nn.Flatten(), nn.Linear(2048, 10),
+    )  # fmt: skip
+
+
+def _normalized() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1),
+        nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(2048, 10),
+    )  # fmt: skip
+
+
+def _gradient_ratio(make: Callable[[], nn.Module], x: Tensor, y: Tensor, rounds: int) -> Ratio:
+    """A step of SGD with the gradient of ``LPOM.backward`` over one with backpropagation's."""
+    plain, net = make(), make()
+    ours, theirs = (torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9) for model in (net, plain))
+    lpom = LPOM(net, loss="cross_entropy", example=x)
+
+    def step() -> None:
+        ours.zero_grad()
+        lpom.backward(x, y)
+        ours.step()
+
+    return ratios(training_step(plain, theirs, x, y), [step], rounds)[0]
+
+
+def _gradient_memory(make: Callable[[], nn.Module], x: Tensor, y: Tensor) -> float:
+    """Bytes that a backward sweep of LPOM reads over those that backpropagation saves, weights left out."""
+    net = make()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in (*net.parameters(), *net.buffers())}
+    saved: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = net(x)
+    saved[output.untyped_storage().data_ptr()] = output.untyped_storage().nbytes()
+    lpom = LPOM(net, loss="cross_entropy", example=x)
+    with torch.no_grad():
+        tape = lpom.graph.forward(x, y).tape
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (x, *tape.values.values())}
+    ours = sum(size for place, size in held.items() if place not in weights)
+    return ours / sum(size for place, size in saved.items() if place not in weights)
 
 
 def _to_accuracy() -> list[Row]:
@@ -68,7 +117,7 @@ def _trainer(kind: Callable[..., Any], net: nn.Module, **options: float) -> Call
 
 
 def _lifted(rate: float, net: nn.Module) -> Callable[[Tensor, Tensor], None]:
-    fast = _MiniBatchRun(LPOM(net, loss="cross_entropy", recipe=Recipe(rate=rate)))
+    fast = MiniBatchRun(LPOM(net, loss="cross_entropy", recipe=Recipe(rate=rate)))
     # No decay: the rate is constant, like those of the other methods.
     return lambda x, y: fast.batch(x, y, 0.0)
 
@@ -117,7 +166,13 @@ def run() -> list[Row]:
     """Ratios of time and memory, with their targets."""
     torch.manual_seed(0)
     data = [(torch.randn(128, 784), torch.randint(10, (128,))) for _ in range(BATCHES)]
+    images = torch.randn(128, 3, 32, 32), torch.randint(10, (128,))
     return [
+        at_most("SGD with LPOM.backward / SGD, a step of 300-100", _gradient_ratio(_net, *data[0], 200), 1.5),
+        at_most("… two convolutions with stride", _gradient_ratio(_images, *images, 30), 2.0),
+        at_most("… two convolutions, normalisation, max pooling", _gradient_ratio(_normalized, *images, 15), 2.0),
+        at_most("bytes for LPOM.backward / SGD's activations, 300-100", _gradient_memory(_net, *data[0]), 1.2),
+        at_most("… two convolutions with stride", _gradient_memory(_images, *images), 1.2),
         at_most("LPOM epoch / SGD epoch, 300-100, batch 128, squared", _ratio(data, "squared"), 1.5),
         at_most("… cross-entropy", _ratio(data, "cross_entropy"), 1.5),
         *_to_accuracy(),

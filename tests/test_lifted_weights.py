@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minimand.errors import NonFiniteError
-from minimand.train.lifted import LPOM
+from minimand.errors import NonFiniteError, OptionError
+from minimand.train.lifted import LPOM, Recipe
 from minimand.train.lifted.weights import ridge_shift, weight_direction, weight_directions
 
 
@@ -76,3 +76,34 @@ def test_patches_are_regressed_together_however_short_the_blocks():
     system = rows.mT @ rows + 0.3 * rows.square().sum() / 19 * torch.eye(19, dtype=torch.float64)
     expected = torch.linalg.solve(system, rows.mT @ residual.flatten(2).mT.flatten(0, 1)).mT
     torch.testing.assert_close(weight_direction(affine, x, residual, 0.3, block=4).dense(), expected)
+
+
+@pytest.mark.parametrize("block", [None, 4])
+def test_damping_is_free_of_scale(block):
+    """Inputs that are c times as large change the weights 1/c times as much, and z as much as before."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(9, 5, bias=False)).double()
+    x, residual = torch.randn(12, 9, dtype=torch.float64), torch.randn(12, 5, dtype=torch.float64)
+    affine = LPOM(net).chain.forward(x)[2][0]
+    plain = weight_direction(affine, x, residual, 0.3, block=block).dense()
+    for scale in (1e-6, 1e4):
+        found = weight_direction(affine, scale * x, residual, 0.3, block=block).dense()
+        torch.testing.assert_close(scale * found, plain)
+
+
+def test_dampings_of_layers_are_their_own():
+    """A layer with a huge damping hardly moves, the others move as before; a wrong number of dampings is refused."""
+    x, y = torch.randn(16, 4), torch.randint(0, 3, (16,))
+    moved = []
+    for damping in (0.5, (1e9, 0.5, 0.5)):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+        start = [layer.weight.detach().clone() for layer in net[::2]]
+        LPOM(net, recipe=Recipe(damping=damping)).fit([(x, y)], 1)
+        moved.append([layer.weight.detach() - old for layer, old in zip(net[::2], start, strict=True)])
+    assert float(moved[1][0].abs().max()) < 1e-6 < float(moved[0][0].abs().max())
+    torch.testing.assert_close(moved[0][1:], moved[1][1:])
+    with pytest.raises(OptionError, match="2 entries, but the network has 3 layers"):
+        LPOM(net, recipe=Recipe(damping=(1.0, 2.0))).fit([(x, y)], 1)
+    with pytest.raises(OptionError, match=r"Recipe\.damping must be"):
+        Recipe(damping=(1.0, -2.0))

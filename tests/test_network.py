@@ -122,3 +122,18 @@ def test_a_forward_that_ends_the_program_is_recorded_as_one_that_raises(ending: 
     network = read(Ending(), torch.ones(2, 3))
     assert not network.complete
     assert type(ending).__name__ in " ".join(network.reasons)
+
+
+class _TwoWidths(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 4), nn.Linear(3, 4)
+
+    def forward(self, a, b):
+        return self.one(a) + self.two(b)
+
+
+def test_inputs_of_different_widths_are_made_up():
+    network = read(_TwoWidths())
+    assert network.complete
+    assert [value.shape[-1] for value in network.inputs] == [6, 3]

@@ -22,6 +22,8 @@ OURS = {
     "solvers-uncertainty",
     "conversion-digits",
     "lifted-conv",
+    "lifted-deep-sigmoid",
+    "lifted-resnet",
     "proxprop-peers",
     "lifted-resnet",
     "deblur",

@@ -70,7 +70,7 @@ def _several(model: nn.Module, count: int) -> Search:
     if count > 1:
         first = [found[0] for found in distinct]
         plain = [("normal", (2, kind[1], *(32,) * kind[2])) if kind[0] == "maps" else kind for kind in first]
-        yield from itertools.product([*plain, ("index", (2,), 2)], repeat=count)
+        yield from (row for row in itertools.product([*plain, ("index", (2,), 2)], repeat=count))  # it is sent errors
 
 
 def _excess(error: str) -> int | None:

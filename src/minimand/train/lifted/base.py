@@ -26,8 +26,8 @@ from .chain import LayerChain, parse
 from .losses import LOSSES, Loss, encode_targets
 from .maps import AffineMap, update_running_statistics
 from .options import NO_BATCH, Epoch, Recipe, batches, check_loader, weights_per_layer
-from .runs import MiniBatchRun, OptimizerRun, check_optimizer
-from .variables import Variables, plain_tensor, stamp
+from .runs import MiniBatchRun, MonotoneRun, OptimizerRun, Run, check_optimizer
+from .variables import Variables, batch_size, plain_tensor, stamp
 from .weights import Direction, weight_directions
 
 __all__ = ["REDUCTIONS", "Lifted", "Variables", "plain_tensor"]
@@ -38,8 +38,6 @@ GRADIENT_RATIO = 0.1
 MODES = ("fast", "monotone")
 #: The ridge of a full weight step, relative to the mean eigenvalue of the Gram matrix.
 RELATIVE_RIDGE = 1e-6
-#: Steps that are tried with growing μ before a batch is left as it is.
-_TRIES = 40
 
 
 V = TypeVar("V", bound=Variables)
@@ -80,6 +78,7 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
         self.chain = self._read(model)
         self._given_mu = None if mu is None else weights_per_layer(mu, self._count())
         self._mu = self._first_mu()
+        self._damping()
         self._variables: V | None = None
         self._batch: tuple[tuple[weakref.ref[Tensor], int | Tensor], ...] | None = None
         self._weights: list[tuple[int, int]] = []
@@ -295,43 +294,26 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
         for number in range(1, epochs + 1):
             begin, total, loss, samples = time.perf_counter(), 0.0, 0.0, 0
             for x, y, share in batches(loader, number, epochs):
-                if run is None:
-                    energy, value = self._continued_step(x, y)
-                else:
-                    energy = value = run.batch(x, y, share)
-                total, loss, samples = total + energy, loss + value, samples + x.shape[0]
+                energy, value = run.batch(x, y, share)
+                total, loss, samples = total + energy, loss + value, samples + batch_size(x)
             if samples == 0:
                 raise OptionError(NO_BATCH)
-            if run is not None:
-                run.check(x, y)
+            run.check(x, y)
             self._after_epoch()
             yield Epoch(number, total / samples, time.perf_counter() - begin, loss / samples)
 
-    def _run(self, mode: str, optimizer: torch.optim.Optimizer | None) -> MiniBatchRun | OptimizerRun | None:
-        """What updates the weights on a batch; None: :meth:`step`."""
+    def _run(self, mode: str, optimizer: torch.optim.Optimizer | None) -> Run:
+        """What updates the weights on a batch."""
         if optimizer is not None:
             check_optimizer(optimizer, self.model, mode)
             return OptimizerRun(self, optimizer)
         self.chain.require_trained()
-        return MiniBatchRun(self) if mode == "fast" else None
+        return MiniBatchRun(self) if mode == "fast" else MonotoneRun(self)
 
-    def _continued_step(self, x: Tensor, y: Tensor) -> tuple[float, float]:
-        """The energy and the network's loss after a step that does not raise the loss; μ grows until there is one."""
-        growth = self.recipe.continuation
-        if growth == 1:
-            return self.step(x, y), self._network_loss(x, y)
-        before = self._network_loss(x, y)
-        for _ in range(_TRIES):
-            kept = [parameter.detach().clone() for parameter in self.model.parameters()]
-            energy = self.step(x, y)
-            loss = self._network_loss(x, y)
-            if loss <= before:
-                return energy, loss
-            for parameter, old in zip(self.model.parameters(), kept, strict=True):
-                parameter.data.copy_(old)
-            self._batch = None
-            self._mu = tuple(growth * mu for mu in self._mu)
-        return before, before
+    def _multiply_mu(self, factor: float) -> None:
+        """Multiply all μ; the variables start anew."""
+        self._batch = None
+        self._mu = tuple(factor * mu for mu in self._mu)
 
     @torch.inference_mode(False)
     @torch.no_grad()

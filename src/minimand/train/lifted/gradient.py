@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...errors import CapabilityError, NonFiniteError, OptionError, ShapeError, require_finite
 from ...network.nested import tensors
 from ...network.record import Value
-from ...network.running import bound, unwrapped
+from ...network.running import bound
 from .losses import LOSSES, Loss, encode_targets
 from .options import weights_per_layer
 from .program import Head, LinearCall, Program, UnitCall, compile_network
@@ -74,7 +74,7 @@ class LiftedGraph:
 
     def forward(self, x: Any, y: Any) -> GraphPass:
         """The forward pass of a batch; running statistics do not change here."""
-        parameters: dict[str, nn.Parameter] = dict(unwrapped(self.model).named_parameters(remove_duplicate=False))
+        parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters(remove_duplicate=False))
         inputs = list(tensors(bound(x)))
         _check(inputs, parameters)
         program = self.program(x)
@@ -241,7 +241,7 @@ def _is_finite(number: float) -> bool:
 
 def _sources(program: Program, parameters: dict[str, nn.Parameter]) -> dict[int, Tensor]:
     """The present parameters and buffers, and the constants, by the index of their value."""
-    buffers = dict(unwrapped(program.network.model).named_buffers(remove_duplicate=False))
+    buffers = dict(program.network.model.named_buffers(remove_duplicate=False))
     found: dict[int, Tensor] = {}
     for value in program.network.values:
         if value.source == "parameter":

@@ -16,7 +16,7 @@ from .gradient import LiftedGraph, update_statistics
 from .losses import Loss
 from .maps import AffineMap
 from .options import Recipe
-from .runs import MiniBatchRun, OptimizerRun
+from .runs import MonotoneRun, OptimizerRun, Run
 from .sweeps import DualSweep, LPOMVariables
 from .weights import Direction, weight_direction
 
@@ -229,11 +229,11 @@ class LPOM(Lifted[LPOMVariables]):
         batch = self.graph.forward(x, y)
         return GraphBlocks(batch, self.graph.weights(batch.program, self._mu))
 
-    def _run(self, mode: str, optimizer: torch.optim.Optimizer | None) -> MiniBatchRun | OptimizerRun | None:
+    def _run(self, mode: str, optimizer: torch.optim.Optimizer | None) -> Run:
         if self.chain.layers or optimizer is not None:
             return super()._run(mode, optimizer)
         if mode != "fast":
-            return None
+            return MonotoneRun(self)
         rate = GRAPH_RATE * self.recipe.rate
         made = torch.optim.SGD(self.model.parameters(), lr=rate, momentum=GRAPH_MOMENTUM, nesterov=True)
         return OptimizerRun(self, made, decay=True)

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .rules import RULES, Applied, fixed, rearranged
+from .normalization import RULES
+from .rules import Applied, fixed, rearranged
 
 __all__ = ["RULES"]
 

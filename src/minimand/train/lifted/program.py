@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...errors import ChainError, MinimandError
+from ...errors import ChainError, MinimandError, ShapeError
 from ...functions.activations import is_activation
 from ...network import Network, read, role
-from ...network.nested import replace
+from ...network.nested import replace, tensors
 from ...network.record import Call, Value
 from ...network.sequence import activation_of
 from . import pooling
@@ -129,9 +129,13 @@ def compile_network(model: nn.Module, example: Any = None) -> Program:
 
     Raises:
         ChainError: If a call is neither linear nor a monotone activation; the message names it.
+        ShapeError: If the example does not run through the network.
         NotProximal: If an activation is not monotone.
     """
     network = read(model, example)
+    if not network.complete and example is not None:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors(example))
+        raise ShapeError(f"{type(model).__name__} does not take x of shape {shapes}: {network.reasons[0]}")
     if not network.complete:
         raise ChainError(f"{type(model).__name__} cannot be read: {network.reasons[0]}")
     for part in network.opaque():
@@ -240,7 +244,12 @@ class _Compiler:
 
     def _refusal(self, call: Call) -> ChainError:
         name = call.name.strip("_")
-        if name in ("softmax", "log_softmax"):
+        if not any(map(self.network.depends, call.inputs)):
+            return ChainError(
+                f"{_where(call)} ({name}) computes a weight from parameters, which lifted training cannot follow; "
+                f"apply torch.nn.utils.parametrize.remove_parametrizations, or what undoes it, first"
+            )
+        if name in ("softmax", "log_softmax") and call.outputs[0] in self.network.outputs:
             return ChainError(
                 f"{_where(call)} ({name}) does not act entry by entry; return the scores before it and use "
                 f"loss='cross_entropy', which applies it"

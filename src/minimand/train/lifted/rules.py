@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...operators.batchnorm import BatchStatistics
 
-__all__ = ["RULES", "Applied", "Rule", "fixed", "rearranged"]
+__all__ = ["RULES", "Applied", "Cotangents", "Rule", "fixed", "rearranged", "rule", "unbroadcast"]
 
 aten = torch.ops.aten
 
@@ -46,15 +46,17 @@ Rule = Callable[..., Applied]
 RULES: dict[str, Rule] = {}
 
 
-def _rule(*names: str) -> Callable[[Rule], Rule]:
-    def add(rule: Rule) -> Rule:
-        RULES.update(dict.fromkeys(names, rule))
-        return rule
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register a rule for functions of these names."""
+
+    def add(made: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, made))
+        return made
 
     return add
 
 
-def _like(g: Tensor, tensor: Tensor) -> Tensor:
+def unbroadcast(g: Tensor, tensor: Tensor) -> Tensor:
     """The cotangent of an argument that was broadcast."""
     if g.shape == tensor.shape:
         return g
@@ -67,7 +69,7 @@ def _like(g: Tensor, tensor: Tensor) -> Tensor:
 # -- weights ------------------------------------------------------------------------------------------------------
 
 
-@_rule("linear")
+@rule("linear")
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Applied:
     def pull(g: Tensor, wanted: Collection[str], given: Mapping[str, Any]) -> Cotangents:
         found: dict[str, Any] = {}
@@ -82,7 +84,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Applie
     return Applied(F.linear(input, weight, bias), pull)
 
 
-@_rule("matmul", "mm", "bmm")
+@rule("matmul", "mm", "bmm")
 def _matmul(input: Tensor, other: Tensor) -> Applied:
     def pull(g: Tensor, wanted: Collection[str], given: Mapping[str, Any]) -> Cotangents:
         one, two = given["input"], given["other"]
@@ -90,21 +92,21 @@ def _matmul(input: Tensor, other: Tensor) -> Applied:
             g, two = g.unsqueeze(-1), two.unsqueeze(-1)
         found: dict[str, Any] = {}
         if "input" in wanted:
-            found["input"] = _like(g @ two.mT, one)
+            found["input"] = unbroadcast(g @ two.mT, one)
         if "other" in wanted:
             shared = two.dim() == 2 and one.dim() > 2
             change = g.flatten(0, -2).mT @ one.flatten(0, -2) if shared else g.mT @ one
-            found["other"] = _like(change.mT, two).reshape(given["other"].shape)
+            found["other"] = unbroadcast(change.mT, two).reshape(given["other"].shape)
         return found
 
     return Applied(torch.matmul(input, other), pull)
 
 
-@_rule("addmm")
+@rule("addmm")
 def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Applied:
     def pull(g: Tensor, wanted: Collection[str], given: Mapping[str, Any]) -> Cotangents:
         whole = {
-            "input": lambda: beta * _like(g, given["input"]),
+            "input": lambda: beta * unbroadcast(g, given["input"]),
             "mat1": lambda: alpha * g @ given["mat2"].mT,
             "mat2": lambda: alpha * given["mat1"].mT @ g,
         }
@@ -130,7 +132,7 @@ def _convolved(input: Tensor, weight: Tensor, bias: Tensor | None, options: tupl
     return Applied(aten.convolution(input, weight, bias, *options), pull)
 
 
-@_rule("conv1d", "conv2d", "conv3d")
+@rule("conv1d", "conv2d", "conv3d")
 def _conv(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
     groups: int = 1,
@@ -159,7 +161,7 @@ def _conv(
     return Applied(inner.out, pull)
 
 
-@_rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def _transposed(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
     output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
@@ -170,106 +172,16 @@ def _transposed(
     return _convolved(input, weight, bias, options)
 
 
-# -- normalisations ---------------------------------------------------------------------------------------------------
-
-
-def _features(dims: int) -> Callable[[Tensor], Tensor]:
-    """The shape of one number per feature, for features in dimension 1 of ``dims``."""
-    return lambda tensor: tensor.reshape(-1, *(1,) * (dims - 2))
-
-
-def _frozen(mean: Tensor, rate: Tensor, per_feature: Callable[[Tensor], Tensor]) -> Rule:
-    """A normalisation at fixed statistics: an affine map of the input, and linear in scale and shift."""
-
-    def apply(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, **options: Any) -> Applied:
-        out = (input - mean) * rate
-        out = out if weight is None else out * per_feature(weight)
-        out = out if bias is None else out + per_feature(bias)
-
-        def pull(g: Tensor, wanted: Collection[str], given: Mapping[str, Any]) -> Cotangents:
-            scale, found = given["weight"] if weight is not None else None, {}
-            if "input" in wanted:
-                found["input"] = g * rate if scale is None else g * rate * per_feature(scale)
-            if "weight" in wanted and scale is not None:
-                change = g * (given["input"] - mean) * rate
-                found["weight"] = _like(change, per_feature(scale)).reshape(scale.shape)
-            if "bias" in wanted:
-                found["bias"] = _like(g, per_feature(given["bias"])).reshape(given["bias"].shape)
-            return found
-
-        return Applied(out, pull, apply)
-
-    return apply
-
-
-@_rule("batch_norm")
-def _batch_norm(
-    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
-    bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+@rule("embedding")
+def _embedding(
+    input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: None = None, norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> Applied:  # fmt: skip
-    per_feature = _features(input.dim())
-    if not training and running_mean is not None and running_var is not None:
-        rate = torch.rsqrt(running_var + eps)
-        return _frozen(per_feature(running_mean), per_feature(rate), per_feature)(input, weight, bias)
-    out, mean, rate = torch.native_batch_norm(input, weight, bias, None, None, True, momentum, eps)
-
     def pull(g: Tensor, wanted: Collection[str], given: Mapping[str, Any]) -> Cotangents:
-        names = ("input", "weight", "bias")
-        found = aten.native_batch_norm_backward(
-            g,
-            given["input"],
-            given.get("weight"),
-            None,
-            None,
-            mean,
-            rate,
-            True,
-            eps,
-            [name in wanted for name in names],
-        )
-        return {name: part for name, part in zip(names, found, strict=True) if name in wanted}
+        index = -1 if padding_idx is None else padding_idx
+        return {"weight": aten.embedding_dense_backward(g.contiguous(), input, weight.shape[0], index, False)}
 
-    again = _frozen(per_feature(mean), per_feature(rate), per_feature)
-    statistics = BatchStatistics(mean, rate.double().pow(-2).sub(eps).to(mean), input.numel() // input.shape[1])
-    return Applied(out, pull, again, statistics)
-
-
-@_rule("layer_norm")
-def _layer_norm(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Applied:  # fmt: skip
-    shape = list(normalized_shape)
-    out, mean, rate = torch.native_layer_norm(input, shape, weight, bias, eps)
-
-    def pull(g: Tensor, wanted: Collection[str], given: Mapping[str, Any]) -> Cotangents:
-        names = ("input", "weight", "bias")
-        asked = [name in wanted for name in names]
-        parts = (given.get("weight"), given.get("bias"), asked)
-        found = aten.native_layer_norm_backward(g.contiguous(), given["input"], shape, mean, rate, *parts)
-        return {name: part for name, part in zip(names, found, strict=True) if name in wanted}
-
-    return Applied(out, pull, _frozen(mean, rate, lambda tensor: tensor))
-
-
-@_rule("group_norm")
-def _group_norm(
-    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Applied:
-    sizes = (input.shape[0], input.shape[1], math.prod(input.shape[2:]), num_groups)
-    out, mean, rate = torch.native_group_norm(input.contiguous(), weight, bias, *sizes, eps)
-
-    def pull(g: Tensor, wanted: Collection[str], given: Mapping[str, Any]) -> Cotangents:
-        names = ("input", "weight", "bias")
-        parts = (mean, rate, given.get("weight"), *sizes, [name in wanted for name in names])
-        found = aten.native_group_norm_backward(g.contiguous(), given["input"].contiguous(), *parts)
-        return {name: part for name, part in zip(names, found, strict=True) if name in wanted}
-
-    def spread(tensor: Tensor) -> Tensor:
-        wide = tensor.repeat_interleave(sizes[1] // num_groups, 1)
-        return wide.reshape(*wide.shape, *(1,) * (out.dim() - 2))
-
-    return Applied(out, pull, _frozen(spread(mean), spread(rate), _features(input.dim())))
+    return Applied(F.embedding(input, weight, padding_idx), pull)
 
 
 # -- maps without weights -----------------------------------------------------------------------------------------
@@ -305,23 +217,23 @@ def rearranged(call: Callable[[Tensor], Any], input: Tensor) -> Applied:
     return fixed(out, adjoint)
 
 
-@_rule("flatten", "view", "reshape", "unflatten", "squeeze", "unsqueeze", "ravel")
+@rule("flatten", "view", "reshape", "unflatten", "squeeze", "unsqueeze", "ravel")
 def _reshape(input: Tensor, *sizes: Any, call: Callable[..., Any], **options: Any) -> Applied:
     shape = input.shape
     return fixed(call(input, *sizes, **options), lambda g: g.reshape(shape))
 
 
-@_rule("contiguous", "clone", "alias", "to", "type_as", "float", "double")
+@rule("contiguous", "clone", "alias", "to", "type_as", "float", "double")
 def _copy(input: Tensor, *args: Any, **options: Any) -> Applied:
     return fixed(input, lambda g: g)
 
 
-@_rule("detach")
+@rule("detach")
 def _detach(input: Tensor) -> Applied:
     return Applied(input, lambda g, wanted, given: {})
 
 
-@_rule("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout")
+@rule("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout")
 def _dropout(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, call: Callable[..., Tensor]
 ) -> Applied:
@@ -335,57 +247,57 @@ def masked(mask: Tensor, input: Tensor) -> Applied:
     return fixed(input * mask, lambda g: g * mask, lambda input, **options: masked(mask, input))
 
 
-@_rule("cat", "concat", "concatenate")
+@rule("cat", "concat", "concatenate")
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Applied:
     sizes = [tensor.shape[dim] for tensor in tensors]
     return Applied(torch.cat(list(tensors), dim), lambda g, wanted, given: {"tensors": list(g.split(sizes, dim))})
 
 
-@_rule("stack")
+@rule("stack")
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Applied:
     return Applied(torch.stack(list(tensors), dim), lambda g, wanted, given: {"tensors": list(g.unbind(dim))})
 
 
-@_rule("add", "radd", "iadd")
+@rule("add", "radd", "iadd")
 def _add(input: Any, other: Any, *, alpha: float = 1) -> Applied:
     def pull(g: Tensor, wanted: Collection[str], given: Mapping[str, Any]) -> Cotangents:
-        return {name: _like(g if name == "input" else alpha * g, given[name]) for name in wanted}
+        return {name: unbroadcast(g if name == "input" else alpha * g, given[name]) for name in wanted}
 
     return Applied(torch.add(input, other, alpha=alpha), pull)
 
 
-@_rule("sub", "subtract")
+@rule("sub", "subtract")
 def _sub(input: Any, other: Any, *, alpha: float = 1) -> Applied:
     return _add(input, other, alpha=-alpha)
 
 
-@_rule("rsub")
+@rule("rsub")
 def _rsub(input: Any, other: Any) -> Applied:
     def pull(g: Tensor, wanted: Collection[str], given: Mapping[str, Any]) -> Cotangents:
-        return {name: _like(-g if name == "input" else g, given[name]) for name in wanted}
+        return {name: unbroadcast(-g if name == "input" else g, given[name]) for name in wanted}
 
     return Applied(other - input, pull)
 
 
-@_rule("mul", "multiply", "rmul")
+@rule("mul", "multiply", "rmul")
 def _mul(input: Any, other: Any) -> Applied:
     def pull(g: Tensor, wanted: Collection[str], given: Mapping[str, Any]) -> Cotangents:
-        return {name: _like(g * given["other" if name == "input" else "input"], given[name]) for name in wanted}
+        return {name: unbroadcast(g * given["other" if name == "input" else "input"], given[name]) for name in wanted}
 
     return Applied(input * other, pull)
 
 
-@_rule("div", "divide", "true_divide")
+@rule("div", "divide", "true_divide")
 def _div(input: Tensor, other: Any) -> Applied:
-    return Applied(input / other, lambda g, wanted, given: {"input": _like(g / given["other"], given["input"])})
+    return Applied(input / other, lambda g, wanted, given: {"input": unbroadcast(g / given["other"], given["input"])})
 
 
-@_rule("neg", "negative")
+@rule("neg", "negative")
 def _neg(input: Tensor) -> Applied:
     return fixed(-input, lambda g: -g)
 
 
-@_rule("sum", "mean")
+@rule("sum", "mean")
 def _sum(input: Tensor, dim: Any = None, keepdim: bool = False, *, call: Callable[..., Tensor]) -> Applied:
     dims = tuple(range(input.dim())) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
     out, shape = call(input, dims, keepdim), input.shape

@@ -7,13 +7,18 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import MinimandError, NonFiniteError, OptionError, require_finite
+from ...network.nested import tensors
 from .maps import update_running_statistics
+from .variables import batch_size
 from .weights import MomentumUpdate
 
 if TYPE_CHECKING:
     from .base import Lifted
 
-__all__ = ["MiniBatchRun", "OptimizerRun", "check_optimizer"]
+__all__ = ["MiniBatchRun", "MonotoneRun", "OptimizerRun", "Run", "check_optimizer"]
+
+#: Steps that are tried with growing μ before a batch is left as it is.
+_TRIES = 40
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, mode: str) -> None:
@@ -29,6 +34,33 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, mode: st
             "the optimizer owns no trained parameter of the model, so nothing would move; build it on "
             "model.parameters() after the model is on its device"
         )
+
+
+class MonotoneRun:
+    """Steps on batches; one that raises the network's loss is taken back and tried again with larger μ."""
+
+    def __init__(self, method: "Lifted[Any]") -> None:
+        self.method = method
+
+    def batch(self, x: Tensor, y: Tensor, share: float) -> tuple[float, float]:
+        """Step, and return the energy and the network's loss afterwards; μ grows until the loss has not risen."""
+        method, growth = self.method, self.method.recipe.continuation
+        if growth == 1:
+            return method.step(x, y), method._network_loss(x, y)
+        before = method._network_loss(x, y)
+        for _ in range(_TRIES):
+            kept = [parameter.detach().clone() for parameter in method.model.parameters()]
+            energy = method.step(x, y)
+            loss = method._network_loss(x, y)
+            if loss <= before:
+                return energy, loss
+            for parameter, old in zip(method.model.parameters(), kept, strict=True):
+                parameter.data.copy_(old)
+            method._multiply_mu(growth)
+        return before, before
+
+    def check(self, x: Tensor, y: Tensor) -> None:
+        """Steps check themselves."""
 
 
 class OptimizerRun:
@@ -50,8 +82,8 @@ class OptimizerRun:
         self.kept = [parameter.clone() for parameter in self.parameters]
         self.updated = False
 
-    def batch(self, x: Tensor, y: Tensor, share: float) -> float:
-        """Take a step on one batch and return the loss before it, summed over the batch."""
+    def batch(self, x: Tensor, y: Tensor, share: float) -> tuple[float, float]:
+        """Take a step on one batch and return the loss before it, summed over the batch, as energy and loss."""
         self.optimizer.zero_grad()
         mean = self._guarded(x, y)
         if self.rates is not None:
@@ -61,7 +93,8 @@ class OptimizerRun:
             torch._foreach_copy_(self.kept, self.parameters)
         self.optimizer.step()
         self.updated = True
-        return mean * x.shape[0]
+        total = mean * batch_size(x)
+        return total, total
 
     def check(self, x: Tensor, y: Tensor) -> None:
         """Check that the weights are finite after the last update."""
@@ -72,7 +105,8 @@ class OptimizerRun:
         try:
             return self.method.backward(x, y)
         except NonFiniteError as error:
-            require_finite("the input x", x)
+            for tensor in tensors(x):
+                require_finite("the input x", tensor)
             self._restore(error)
 
     def _restore(self, error: Exception) -> NoReturn:
@@ -95,12 +129,13 @@ class MiniBatchRun:
         self.momentum = MomentumUpdate(self.layers, method.recipe.momentum)
         self.updated = False
 
-    def batch(self, x: Tensor, y: Tensor, share: float) -> float:
-        """Update the weights from one batch and return the loss before the update."""
+    def batch(self, x: Tensor, y: Tensor, share: float) -> tuple[float, float]:
+        """Update the weights from one batch and return the loss before the update, as energy and loss."""
         method = self.method
         kept, method._mu = method.mu, method._minibatch_mu()
         try:
-            return self._update(x, y, method.recipe.rate_at(share))
+            value = self._update(x, y, method.recipe.rate_at(share))
+            return value, value
         finally:
             method._mu = kept
 
@@ -152,3 +187,6 @@ class MiniBatchRun:
         raise NonFiniteError(
             f"fit stopped and kept the last good weights: {reason}; lower Recipe.rate or raise Recipe.damping"
         ) from None
+
+
+Run = MonotoneRun | OptimizerRun | MiniBatchRun

@@ -1,13 +1,15 @@
 """The auxiliary variables of a batch, and what tells whether a tensor has changed."""
 
 import dataclasses
+from typing import Any
 
 from torch import Tensor
 
+from ...network.nested import tensors
 from .losses import Loss
 from .maps import AffineMap
 
-__all__ = ["Variables", "plain_tensor", "stamp"]
+__all__ = ["Variables", "batch_size", "plain_tensor", "stamp"]
 
 
 @dataclasses.dataclass
@@ -22,6 +24,11 @@ class Variables:
     def output(self) -> Tensor:
         """The last activation: the network's output as an auxiliary variable."""
         return self.xs[-1]
+
+
+def batch_size(x: Any) -> int:
+    """The number of samples of a tensor, or of the first tensor in a tuple."""
+    return next(iter(tensors(x))).shape[0]
 
 
 def plain_tensor(tensor: Tensor) -> Tensor:

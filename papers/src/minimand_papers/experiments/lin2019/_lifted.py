@@ -36,6 +36,7 @@ __all__ = [
     "lifted",
     "network",
     "relative_time",
+    "trained",
     "tuned",
 ]
 

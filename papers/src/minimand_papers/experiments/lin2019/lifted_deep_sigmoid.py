@@ -3,11 +3,9 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from ...claims import ACCURACY, combine, judge_gain, scale, span
-from ...comparing import Difference, difference, mean_std
+from ...comparing import Difference, difference
 from ...context import Lab
-from ...data import registry
-from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ._lifted import CONTROL, LiftedOptions, error_dots, network, tuned
 
 METHODS = ("LPOM", "LPOM-Adam", "SGD", "Adam", CONTROL)
@@ -69,23 +67,6 @@ def findings(results: Results[LiftedDeepSigmoidOptions]) -> Sequence[str | Diffe
     return [difference(results, f"{r} LPOM", f"{r} {m}") for r in rows(results.options) for m in METHODS[1:]]
 
 
-def claims(results: Results[LiftedDeepSigmoidOptions]) -> list[Claim]:
-    """LPOM trains deep networks of saturating activations, where backpropagation stalls."""
-    names = rows(results.options)
-    ours = [mean_std(values)[0] for name in names if (values := results.final(f"{name} LPOM", "test"))]
-    gains = [results.paired(f"{name} LPOM", f"{name} Adam", "test") for name in names]
-    above = span([mean_std(values)[0] for values in gains if values], " points", plus=True)
-    return [
-        Claim(
-            "Advantages of LPOM: no vanishing gradient of saturating activations",
-            "–",
-            f"{span(ours, ' %')}, {above} over Adam",
-            scale(results, registry[results.options.dataset].title, f"{results.options.epochs} epochs"),
-            combine([judge_gain(values, single=ACCURACY) for values in gains]),
-        )
-    ]
-
-
 experiment = Experiment(
     name="lifted-deep-sigmoid",
     title="Deep networks of saturating activations",
@@ -114,5 +95,4 @@ experiment = Experiment(
     compare=compare,
     plots=plots,
     findings=findings,
-    claims=claims,
 )  # fmt: skip

@@ -27,7 +27,7 @@ from ._lifted import (
     relative_time,
 )
 
-OTHERS = ("SGD", "Adam", CONTROL)
+OTHERS = ("LPOM-SGD", "SGD", "Adam", CONTROL)
 
 
 @dataclasses.dataclass(frozen=True)

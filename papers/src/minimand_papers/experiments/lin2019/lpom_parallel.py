@@ -17,9 +17,12 @@ from ...comparing import Difference, difference
 from ...context import Lab
 from ...drawing import bars, curves
 from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
-from ._lifted import LiftedOptions, RowBatches, correct, network, relative_time
+from ._lifted import LiftedOptions, RowBatches, correct, network, relative_time, trained
 
 SEIDEL, JACOBI = "one process, Gauss–Seidel", "one process, Jacobi"
+THREADS, SGD = "one process, Gauss–Seidel, all threads", "SGD"
+#: What layers on several processes are compared with.
+CONTROLS = (SEIDEL, JACOBI, THREADS, SGD)
 MODES = ("synchronous", "asynchronous")
 
 
@@ -31,13 +34,13 @@ class LPOMParallelOptions(LiftedOptions):
         dataset: A name from ``minimand_papers.data.registry``.
         net: Hidden widths.
         processes: Numbers of processes that share the layers.
-        staleness: The largest number of batches in flight in asynchronous mode.
+        staleness: The largest number of batches in flight in asynchronous mode; 0: twice the processes above.
     """
 
     dataset: str = "mnist"
     net: str = "1500-1500-1500-1500"
     processes: tuple[int, ...] = (2,)
-    staleness: int = 2
+    staleness: int = 0
     epochs: int = 3
 
 
@@ -47,9 +50,13 @@ def name(mode: str, processes: int) -> str:
 
 
 def parts(options: LPOMParallelOptions) -> list[Part]:
-    """One process with both sweeps, then several in both modes."""
-    several = [Part(name(mode, count)) for count in options.processes for mode in MODES]
-    return [Part(SEIDEL), Part(JACOBI), *several]
+    """The controls, then several processes in both modes."""
+    return [*map(Part, CONTROLS), *map(Part, several(options))]
+
+
+def several(options: LPOMParallelOptions) -> list[str]:
+    """The parts with several processes."""
+    return [name(mode, count) for count in options.processes for mode in MODES]
 
 
 def run(options: LPOMParallelOptions, part: str, lab: Lab) -> Iterator[Metrics]:
@@ -58,11 +65,17 @@ def run(options: LPOMParallelOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     model = network(options.net, data.train.x.shape[1], data.classes)
     batches = data.restarted(lab)
     history: list[Epoch] = []
-    if part in (SEIDEL, JACOBI):
-        sweep = "jacobi" if part == JACOBI else "gauss_seidel"
-        for epoch in LPOM(model, sweep=sweep).training(batches, options.epochs):
-            history.append(epoch)
-            lab.notify(epoch.number, options.epochs)
+    if part == SGD:
+        history = list(trained("SGD", options.sgd_rates[0], model, batches, options.epochs))
+    elif part in CONTROLS:
+        sweep, threads = "jacobi" if part == JACOBI else "gauss_seidel", torch.get_num_threads()
+        torch.set_num_threads(max(options.processes) if part == THREADS else 1)
+        try:
+            for epoch in LPOM(model, sweep=sweep).training(batches, options.epochs):
+                history.append(epoch)
+                lab.notify(epoch.number, options.epochs)
+        finally:
+            torch.set_num_threads(threads)
     else:
         history = _spread(options, part, model, batches)
     for epoch in history:
@@ -101,7 +114,7 @@ def _work(
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=count)
     batches = RowBatches(x, y, batch, torch.Generator().manual_seed(seed))
     method = LPOM(model, sweep="jacobi")
-    parallel = LayerParallel(method, asynchronous=asynchronous, staleness=options.staleness)
+    parallel = LayerParallel(method, asynchronous=asynchronous, staleness=options.staleness or None)
     history = parallel.fit(batches, options.epochs)
     if rank == 0:
         numbers = [dataclasses.astuple(epoch) for epoch in history]
@@ -113,7 +126,10 @@ def compare(results: Results[LPOMParallelOptions]) -> list[Comparison]:
     """Accuracies, and times relative to one process."""
     names = [part.name for part in parts(results.options)]
     rows = [Comparison(part, None, results.final(part, "test"), "%") for part in names]
-    rows += [relative_time(results, part, JACOBI, f"{part}: an epoch in Jacobi's time") for part in names[2:]]
+    ours = several(results.options)
+    rows += [relative_time(results, part, JACOBI, f"{part}: an epoch in Jacobi's time") for part in ours]
+    for other in (THREADS, SGD):
+        rows += [relative_time(results, part, other, f"{part}: an epoch in the time of {other}") for part in ours]
     return [*rows, relative_time(results, JACOBI, SEIDEL, "Jacobi: an epoch in Gauss–Seidel's time")]
 
 
@@ -130,11 +146,11 @@ def plots(results: Results[LPOMParallelOptions]) -> list[Plot]:
 
 def findings(results: Results[LPOMParallelOptions]) -> Sequence[str | Difference]:
     """Each mode against one process, in accuracy and in time."""
-    several = [part.name for part in parts(results.options)[2:]]
-    pairs = [*((part, JACOBI) for part in several), (JACOBI, SEIDEL)]
+    ours = several(results.options)
+    pairs = [*((part, JACOBI) for part in ours), (JACOBI, SEIDEL), *((part, SGD) for part in ours)]
     sentences: list[str | Difference] = [difference(results, *pair) for pair in pairs]
-    for other in (JACOBI, SEIDEL):
-        sentences += [_speed_up(results, part, other) for part in several]
+    for other in CONTROLS:
+        sentences += [_speed_up(results, part, other) for part in ours if other != part]
     return sentences
 
 
@@ -174,8 +190,9 @@ experiment = Experiment(
         "The layers of one network are distributed over processes that exchange only the activations at their "
         "boundaries. In synchronous mode they compute the Jacobi sweeps of one process. In asynchronous mode they "
         "continue with the next batch while messages are in flight. The controls are one process with Jacobi "
-        "sweeps and one process with Gauss–Seidel sweeps, which cannot be distributed. Times are the purpose: run "
-        "it with --jobs 1 on an otherwise idle machine. Each process has one thread."
+        "sweeps, one with Gauss–Seidel sweeps, which cannot be distributed, the same with as many threads as there "
+        "are processes, and SGD. Times are the purpose: run "
+        "it with --jobs 1 on an otherwise idle machine. Each process has one thread, but for that control."
     ),
     presets={
         "smoke": Preset(LPOMParallelOptions(batch=50, limit=200, epochs=1, dataset="digits", net="20-15"), (0,), 0.3),
