@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from .certificate import Certificate, Status, certify
     from .completion import MatrixCompletion
     from .cp import certify_tensor
+    from .cross_validation import NMFCV, LowRankCV, MatrixCompletionCV
     from .dictionary import SparseDictionary
     from .dropout import dropout_optimum, equalize, nuclear_squared
     from .dropout_factorization import DropoutFactorization
     from .entrywise import Entrywise, Logistic
     from .generic import factorize
     from .losses import Huber, Loss, Squared
+    from .inputs import Share
     from .lowrank import LowRank
     from .nmf import NMF
     from .regularizers import L2, NonNegativeL2, Regularizer, SparseL2
@@ -35,6 +37,8 @@ _HOMES = {
     ".dropout": ("dropout_optimum", "equalize", "nuclear_squared"),
     ".dropout_factorization": ("DropoutFactorization",),
     ".generic": ("factorize",),
+    ".cross_validation": ("LowRankCV", "MatrixCompletionCV", "NMFCV"),
+    ".inputs": ("Share",),
     ".entrywise": ("Entrywise", "Logistic"),
     ".losses": ("Huber", "Loss", "Squared"),
     ".lowrank": ("LowRank",),
@@ -49,6 +53,7 @@ _HOMES = {
 __all__ = [
     "L2",
     "NMF",
+    "NMFCV",
     "CPTensor",
     "Certificate",
     "DropoutFactorization",
@@ -58,12 +63,15 @@ __all__ = [
     "Logistic",
     "Loss",
     "LowRank",
+    "LowRankCV",
     "MatrixCompletion",
+    "MatrixCompletionCV",
     "NonNegativeL2",
     "ParallelNetwork",
     "ParallelReLU",
     "Regularizer",
     "RobustPCA",
+    "Share",
     "SparseDictionary",
     "SparseL2",
     "Squared",

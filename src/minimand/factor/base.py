@@ -22,7 +22,9 @@ from .certificate import FactorProblem, Factors, Stop
 from .growth import grow
 from .inputs import (
     APART,
+    Share,
     Units,
+    as_share,
     as_tensor,
     leveled,
     middle,
@@ -39,7 +41,7 @@ from .inputs import (
     working,
 )
 from .losses import Loss, Squared
-from .matrices import RowSharding
+from .matrices import RowSharding, leading_singular
 from .options import GrowthOptions, Report, no_report
 from .regularizers import L2, Regularizer
 from .sparse import SparseData, sparse_from_tensor
@@ -47,6 +49,7 @@ from .sparse import SparseData, sparse_from_tensor
 __all__ = ["Factorization", "GrownFactorization", "Path"]
 
 FLOATS = [np.float64, np.float32]
+EXACT = 1_000_000  # entries up to which a share is of the exact lambda_max
 _MISSING = "fill them, or complete them with MatrixCompletion"
 _REMEDIES = {
     Stop.MAX_ITER: "all max_iter={max_iter} iterations are made; raise max_iter, or use a larger lam or tol",
@@ -62,7 +65,7 @@ class Path(tuple[Any, ...]):
     @property
     def lams(self) -> np.ndarray:
         """λ of each estimator."""
-        return np.array([model.lam for model in self])
+        return np.array([model.lam_ for model in self])
 
     @property
     def ranks(self) -> np.ndarray:
@@ -90,7 +93,7 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     precision in which the factors are certified.
     """
 
-    lam: float
+    lam: float | Share | str
     _: KW_ONLY
     tol: float = 1e-3
     max_iter: int = 500
@@ -125,6 +128,23 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     def _largest_polar(self, loss: Any) -> float:
         """The polar of the loss's negative gradient at zero."""
         return largest_singular(loss.zero(), self._generator())
+
+    def _rough_polar(self, loss: Any) -> float:
+        """As :meth:`_largest_polar`; of large data a lower bound, tight to several digits."""
+        if loss.entries() <= EXACT:
+            return self._largest_polar(loss)
+        return float(leading_singular(loss.start(), 2, generator=self._generator(), sweeps=12)[1][0])
+
+    def _weight(self, data: Any, rows: RowSharding) -> float:
+        """λ for checked data."""
+        share = as_share(self.lam)
+        if share is None:
+            return float(self.lam)  # type: ignore[arg-type]
+        loss, units = self._loss(data, rows).normalized()
+        top = raised(self._rough_polar(loss), units.polar)
+        if not top > 0:
+            raise OptionError("lam is a share of lambda_max, but lambda_max(Y) is zero: pass lam as a number")
+        return share.value * top
 
     def lambda_max(self, Y: Any) -> float:
         """The polar of the loss's gradient at zero: from it on the solution is zero. SparseDictionary and CPTensor give
@@ -162,9 +182,9 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         """Warn if the solution is zero or not certified; ``level`` is the caller's on the stack."""
         warn_if_out_of_range(type(self).__name__, self.objective_, level)
         zero = self.objective_ > 0 and not self.components_.any()
-        if zero and self.certificate_.finds_nothing_above(self.lam):
+        if zero and self.certificate_.finds_nothing_above(self.lam_):
             warnings.warn(
-                f"{type(self).__name__} has no component: at lam={self.lam:g} the solution is zero, as for every lam "
+                f"{type(self).__name__} has no component: at lam={self.lam_:g} the solution is zero, as for every lam "
                 f"≥ lambda_max(Y); use a smaller lam, or see path(Y)",
                 stacklevel=level,
             )
@@ -177,7 +197,9 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         """Check, solve and store; returns U and the reason for the end of the fit."""
         self._check_options()
         like, data = self._checked(Y, reset=True)
-        problem, units = self._problem(data, RowSharding(group)).normalized()
+        rows = RowSharding(group)
+        self.lam_ = self._weight(data, rows)
+        problem, units = self._problem(data, rows).normalized()
         begin = None if start is None else self._checked_start(start, data, units)
         with self._progress(units) as report:
             found = self._solve(problem, begin, report).in_units(units)
@@ -185,7 +207,7 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         return same_kind(found.U, like), found.stop
 
     def _problem(self, data: Any, rows: RowSharding) -> FactorProblem:
-        return FactorProblem(self._loss(data, rows), self._regularizer(), float(self.lam))
+        return FactorProblem(self._loss(data, rows), self._regularizer(), self.lam_)
 
     def _store(self, found: Factors, data: Any, like: Any) -> None:
         """Set the fitted attributes; arrays and tensors are of the kind of ``like``."""
@@ -200,15 +222,31 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         """The codes of the rows of Y for the fitted components: a convex problem for each row."""
         check_is_fitted(self)
         like, data = self._checked(Y, reset=False)
-        V = self._right(data)
-        if not V.shape[1]:
-            return same_kind(V.new_zeros(data.shape[0], 0), like)
-        problem, units = self._problem(data, RowSharding()).normalized(V, V)
-        codes, converged = self._code(problem, units.lowered(V))
+        codes, converged = self._encoded(data, self._right(data))
         if not converged:
             text = f"{type(self).__name__}.transform used all its iterations before the codes converged: they are rough"
             warnings.warn(text, ConvergenceWarning, stacklevel=3)
-        return same_kind(units.factor(codes), like)
+        return same_kind(codes, like)
+
+    def _encoded(self, data: Any, V: Tensor) -> tuple[Tensor, bool]:
+        """The codes of checked data for V, and whether they converged."""
+        if not V.shape[1]:
+            return V.new_zeros(data.shape[0], 0), True
+        problem, units = self._problem(data, RowSharding()).normalized(V, V)
+        codes, converged = self._code(problem, units.lowered(V))
+        return units.factor(codes), converged
+
+    def score(self, Y: Any, y: Any = None) -> float:
+        r"""The share of the variance of Y that ``inverse_transform(transform(Y))`` explains,
+        :math:`1 - \|Y - UV^\top\|^2 / \|Y - \bar Y\|^2` with the columns' means :math:`\bar Y`.
+
+        The codes are fitted to the same rows, so the score falls with λ. To choose λ by entries that no fit has seen,
+        use ``NMFCV``, ``LowRankCV`` or ``MatrixCompletionCV``.
+        """
+        check_is_fitted(self)
+        data = self._checked(Y, reset=False)[1]
+        V = self._right(data)
+        return explained_variance(data, self._encoded(data, V)[0], V)
 
     def inverse_transform(self, U: Any) -> Any:
         """The matrix UVᵀ of codes U."""
@@ -360,6 +398,16 @@ def require_2d(Y: Tensor) -> None:
     """Raise :class:`ShapeError` unless Y has two dimensions."""
     if Y.dim() != 2:
         raise ShapeError(f"Expected 2D tensor, got shape {tuple(Y.shape)}; reshape one feature with Y.reshape(-1, 1)")
+
+
+def explained_variance(data: Any, U: Tensor, V: Tensor) -> float:
+    """1 − ‖Y − UVᵀ‖² / ‖Y − Ȳ‖² for dense or sparse data; constant data are explained if there is no error."""
+    flat = data if isinstance(data, SparseData) else data.flatten(1)
+    error = 2 * Squared(flat).value(U, V)
+    ones = torch.ones(flat.shape[0], 1, dtype=flat.dtype, device=flat.device)
+    means = (flat.mT @ ones) / flat.shape[0]
+    spread = 2 * Squared(flat).value(ones, means)
+    return 1 - error / spread if spread > 0 else float(error == 0)
 
 
 def in_range(factors: tuple[Tensor, ...], units: Units, shares: Sequence[int] = (2, 2)) -> tuple[Tensor, ...]:

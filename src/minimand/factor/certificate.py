@@ -234,8 +234,8 @@ def certify_factors(
 ) -> Finding:
     """The certificate of factors (vectors as columns) for a problem; the rows may be sharded."""
     theta, lam = problem.regularizer, problem.lam
-    precise = U.detach(), V.detach()
-    U, V = (x.to(torch.float64) for x in precise)
+    precise = U.detach().contiguous(), V.detach().contiguous()
+    U, V = (x.to(torch.float64).contiguous() for x in precise)
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     penalty = problem.penalty(U, V)
     if not penalty < float("inf"):

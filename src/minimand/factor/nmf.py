@@ -85,7 +85,7 @@ def proximal_codes(Y: Any, V: Tensor, function: Function, lam: float) -> tuple[T
 
     With V = QR the rows are those of YQ and R: as short as there are components, and Y is only multiplied.
     """
-    if V.shape[0] > V.shape[1]:
+    if V.shape[0] > V.shape[1] or isinstance(Y, SparseData):
         basis, V = torch.linalg.qr(V)
         Y = Y @ basis
     size = max(float((Y @ V).norm(dim=-1).max()), float(torch.finfo(Y.dtype).tiny))

@@ -91,5 +91,8 @@ class CPTensor(GrownFactorization):
         check_is_fitted(self)
         return super().inverse_transform(U).reshape(-1, *self.mode_shape_)
 
+    def _rough_polar(self, loss: Any) -> float:
+        return self._largest_polar(loss)
+
     def _largest_polar(self, loss: Any) -> float:
         return float(ascend(loss.Y, self._generator())[0].max())
