@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from .dropout_factorization import DropoutFactorization
     from .entrywise import Entrywise, Logistic
     from .generic import factorize
-    from .losses import Huber, Loss, Squared
     from .inputs import Share
+    from .losses import Huber, Loss, Squared
     from .lowrank import LowRank
     from .nmf import NMF
     from .regularizers import L2, NonNegativeL2, Regularizer, SparseL2
