@@ -4,7 +4,7 @@ import abc
 import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -18,16 +18,15 @@ from torch import Tensor
 from ..errors import MissingExtra, OptionError, ShapeError, require_finite, require_values
 from ..solvers.linear import ridge_factor
 from .bounds import largest_singular
-from .certificate import FactorProblem, Factors, Stop
+from .certificate import NOT_CERTIFIED, Certificate, FactorProblem, Factors, Stop, certify_factors
+from .checking import Path, explained_variance, in_range, require_2d, validated
 from .growth import grow
 from .inputs import (
-    APART,
     Share,
     Units,
     as_share,
     as_tensor,
     leveled,
-    middle,
     raised,
     real,
     refuse_masked,
@@ -48,7 +47,6 @@ from .sparse import SparseData, sparse_from_tensor
 
 __all__ = ["Factorization", "GrownFactorization", "Path"]
 
-FLOATS = [np.float64, np.float32]
 EXACT = 1_000_000  # entries up to which a share is of the exact lambda_max
 _MISSING = "fill them, or complete them with MatrixCompletion"
 _REMEDIES = {
@@ -57,30 +55,6 @@ _REMEDIES = {
     Stop.SEARCH_ENDED: "its search ended too early; continue from its factors with start=…, or try another "
     "random_state",
 }
-
-
-class Path(tuple[Any, ...]):
-    """Fitted estimators along a grid of λ, with their λ, ranks, objectives and gaps as arrays."""
-
-    @property
-    def lams(self) -> np.ndarray:
-        """λ of each estimator."""
-        return np.array([model.lam_ for model in self])
-
-    @property
-    def ranks(self) -> np.ndarray:
-        """The number of components at each λ."""
-        return np.array([model.n_components_ for model in self])
-
-    @property
-    def objectives(self) -> np.ndarray:
-        """The objective at each λ."""
-        return np.array([model.objective_ for model in self])
-
-    @property
-    def gaps(self) -> np.ndarray:
-        """The relative gap at each λ."""
-        return np.array([model.certificate_.relative_gap for model in self])
 
 
 @dataclass(eq=False, repr=False)
@@ -197,6 +171,9 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         """Check, solve and store; returns U and the reason for the end of the fit."""
         self._check_options()
         like, data = self._checked(Y, reset=True)
+        for name in ("sums_", "n_samples_seen_"):  # of mini-batches
+            if hasattr(self, name):
+                delattr(self, name)
         rows = RowSharding(group)
         self.lam_ = self._weight(data, rows)
         problem, units = self._problem(data, rows).normalized()
@@ -204,6 +181,9 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         with self._progress(units) as report:
             found = self._solve(problem, begin, report).in_units(units)
         self._store(found, data, like)
+        self.interrupted_ = found.stop is Stop.INTERRUPTED
+        if self.interrupted_:
+            raise KeyboardInterrupt(f"{type(self).__name__} holds the factors of the last sweep; interrupted_ is True")
         return same_kind(found.U, like), found.stop
 
     def _problem(self, data: Any, rows: RowSharding) -> FactorProblem:
@@ -235,6 +215,16 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         problem, units = self._problem(data, RowSharding()).normalized(V, V)
         codes, converged = self._code(problem, units.lowered(V))
         return units.factor(codes), converged
+
+    def certify(self, Y: Any) -> Certificate:
+        """The certificate of the fitted components with the codes of the rows of Y, also after ``partial_fit``."""
+        check_is_fitted(self)
+        data = self._checked(Y, reset=False)[1]
+        V = self._right(data)
+        U = self._encoded(data, V)[0]
+        problem, units = self._problem(data, RowSharding()).normalized(U, V)
+        found = certify_factors(problem, units.lowered(U), units.lowered(V), tol=self.tol, generator=self._generator())
+        return found.certificate.in_units(units)
 
     def score(self, Y: Any, y: Any = None) -> float:
         r"""The share of the variance of Y that ``inverse_transform(transform(Y))`` explains,
@@ -295,10 +285,11 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         if isinstance(Y, Tensor) and Y.layout != torch.strided and self._takes_sparse:
             require_2d(Y)
             Y = sparse_from_tensor(Y)
-        data = self._matrix(Y, reset=reset, accept_sparse=("csr", "csc") if self._takes_sparse else False)
+        data: Any = self._matrix(Y, reset=reset, accept_sparse=("csr", "csc") if self._takes_sparse else False)
         if sp.issparse(data):
-            require_entries("Y", data.data, name, _MISSING)
-            return data.data[:0], SparseData(data)
+            sparse = SparseData(data)
+            require_entries("Y", sparse.values, name, _MISSING)
+            return sparse.values.numpy()[:0], sparse
         require_entries("Y", data, name, _MISSING)
         return (Y, data) if isinstance(Y, Tensor) else (data, as_tensor(data))
 
@@ -366,6 +357,19 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 class GrownFactorization(Factorization):
     """Base of the estimators that grow by local descent and the polar; see :mod:`minimand.factor.growth`."""
 
+    def _fit_first(self, Y: Any) -> tuple[Any, Tensor]:
+        """The fit of the first mini-batch; returns U twice, as the caller's kind and as a tensor."""
+        codes = self._fit(Y, None, None)[0]
+        return codes, codes if isinstance(codes, Tensor) else as_tensor(codes)
+
+    def _update(self, V: Tensor, objective: float) -> None:
+        """Store the components of a mini-batch."""
+        self.components_ = same_kind(V.mT.contiguous(), self.components_)
+        self.n_components_, self.objective_ = int(V.shape[1]), objective
+        self.history_.append(objective)
+        method = "fitted to mini-batches: certify(Y) computes a certificate"
+        self.certificate_ = replace(NOT_CERTIFIED, method=method)
+
     _: KW_ONLY
     n_components: int | None = None
     r_max: int | None = None
@@ -380,39 +384,3 @@ class GrownFactorization(Factorization):
     def _solve(self, problem: Any, start: Any, report: Report) -> Factors:
         options = self._options(problem.loss.entries())
         return grow(problem, options, like=problem.loss.Y[:0], generator=self._generator(), start=start, report=report)
-
-
-def validated(estimator: BaseEstimator, *data: Any, **options: Any) -> Any:
-    """scikit-learn's checks, for tensors of every precision and whole numbers of every size, but not for NaN."""
-    for x in data:
-        if isinstance(x, Tensor):
-            require_values("the data", x)
-    arrays = (working(x.detach().cpu()).numpy() if isinstance(x, Tensor) else x for x in data)
-    try:
-        return validate_data(estimator, *arrays, **{"dtype": FLOATS, "ensure_all_finite": False, **options})
-    except OverflowError as error:
-        raise OptionError("the data hold whole numbers above the range of float64: scale them") from error
-
-
-def require_2d(Y: Tensor) -> None:
-    """Raise :class:`ShapeError` unless Y has two dimensions."""
-    if Y.dim() != 2:
-        raise ShapeError(f"Expected 2D tensor, got shape {tuple(Y.shape)}; reshape one feature with Y.reshape(-1, 1)")
-
-
-def explained_variance(data: Any, U: Tensor, V: Tensor) -> float:
-    """1 − ‖Y − UVᵀ‖² / ‖Y − Ȳ‖² for dense or sparse data; constant data are explained if there is no error."""
-    flat = data if isinstance(data, SparseData) else data.flatten(1)
-    error = 2 * Squared(flat).value(U, V)
-    ones = torch.ones(flat.shape[0], 1, dtype=flat.dtype, device=flat.device)
-    means = (flat.mT @ ones) / flat.shape[0]
-    spread = 2 * Squared(flat).value(ones, means)
-    return 1 - error / spread if spread > 0 else float(error == 0)
-
-
-def in_range(factors: tuple[Tensor, ...], units: Units, shares: Sequence[int] = (2, 2)) -> tuple[Tensor, ...]:
-    """A start in the middle of the range; a start far larger than the data is refused."""
-    lowered = tuple(units.lowered(x, share) for x, share in zip(factors, shares, strict=True))
-    if middle(0.0, *lowered, limit=APART) > 0:
-        raise OptionError("start is larger than Y by a factor above 1e19: scale it to the size of Y")
-    return lowered

@@ -1,7 +1,7 @@
 """The estimator MatrixCompletion: a low-rank matrix from some of its entries."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import scipy.sparse as sp
@@ -17,6 +17,7 @@ from .inputs import as_tensor, same_kind, working
 from .matrices import RowSharding
 from .observed import Observed, RowGroups
 from .options import Report
+from .streaming import ObservedSums
 
 __all__ = ["MatrixCompletion"]
 
@@ -115,6 +116,26 @@ class MatrixCompletion(GrownFactorization):
         Y = problem.loss
         options = self._options(min(Y.rows.count(Y.shape[0]), Y.shape[1]))
         return grow(problem, options, like=Y.values, generator=self._generator(), start=start, report=report)
+
+    def partial_fit(self, Y: Any, y: Any = None) -> Self:
+        """Update the components with the observed entries of more rows; each row should be given once.
+
+        The first batch is fitted as by :meth:`fit` and fixes the number of components. ``certificate_`` is then
+        ``UNDECIDED``: ``certify(Y)`` computes the certificate for any rows. ``codes_`` are those of the last batch.
+        """
+        if not hasattr(self, "sums_"):
+            _, U = self._fit_first(Y)
+            loss: Observed = self._checked(Y, reset=False)[1]
+        else:
+            loss = self._checked(Y, reset=False)[1]
+            U = self._encoded(loss, self._right(loss))[0]
+        before: ObservedSums = getattr(self, "sums_", None) or ObservedSums.empty(loss.shape[1], U.shape[1], U)
+        sums, V, objective = before.plus(loss, U).solved(self.lam_)
+        self.sums_ = sums
+        self.n_samples_seen_ = getattr(self, "n_samples_seen_", 0) + loss.shape[0]
+        self._update(V, objective)
+        self.codes_ = same_kind(self._encoded(loss, V)[0], self.components_)
+        return self
 
     def score(self, Y: Any, y: Any = None) -> float:
         r"""The share of the variance of the observed entries of Y that the fitted matrix explains,

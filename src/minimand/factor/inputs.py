@@ -11,7 +11,7 @@ import scipy.sparse as sp
 import torch
 from torch import Tensor
 
-from ..errors import NonFiniteError, OptionError, ShapeError, require_positive, require_values
+from ..errors import NonFiniteError, OptionError, ShapeError, require_finite, require_positive, require_values
 
 __all__ = ["Share", "Units", "as_share", "as_tensor", "real", "same_kind", "seeded_generator", "working"]
 
@@ -117,6 +117,24 @@ def same_kind(tensor: Tensor, like: Any) -> Any:
         dtype = working(like[:0]).dtype if like.is_floating_point() else tensor.dtype
         return tensor.to(dtype=dtype, device=like.device)
     return tensor.cpu().numpy()
+
+
+def given_matrix(name: str, value: Any, *, finite: bool = True) -> Tensor:
+    """A matrix of float64 from a tensor, an array or a frame."""
+    tensor = real(name, value).to(torch.float64).contiguous()
+    if tensor.dim() != 2:
+        raise ShapeError(f"{name} must be a real matrix, got shape {tuple(tensor.shape)}")
+    if finite:
+        require_finite(name, tensor)
+    return tensor
+
+
+def unmasked(Y: Any, mask: Any) -> tuple[Any, Any]:
+    """The data of a masked array, and the mask of the observed entries."""
+    if not np.ma.is_masked(Y):
+        return Y, mask
+    seen = ~np.ma.getmaskarray(Y)
+    return np.ma.getdata(Y), seen if mask is None else seen & np.asarray(mask, dtype=bool)
 
 
 def refuse_masked(name: str, value: Any, remedy: str) -> None:
