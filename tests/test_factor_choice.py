@@ -146,6 +146,22 @@ def test_plots_and_progress(capsys):
     assert len(axes.get_lines()) >= 2
 
 
+def test_zero_solutions_and_sizes_above_both_sides_are_sentences():
+    with pytest.warns(UserWarning, match="lambda_max.Y., which is at most") as caught:
+        NMF(1e3, random_state=0).fit(Y)
+    stated = float(str(caught[0].message).split("at most ")[1].split(";")[0])
+    assert stated == pytest.approx(NMF(1.0).lambda_max(Y), rel=1e-3)
+    with pytest.raises(ValueError, match="n_components=51 exceeds both sides"):
+        NMF(0.5, n_components=51).fit(Y)
+    for whole in ((Y > 1).astype(bool), (10 * Y).astype(int)):
+        assert NMF(0.5, n_components=2, random_state=0).fit(whole).components_.dtype == np.float64
+    holes = Y.copy()
+    holes[3], holes[:, 4] = 0, 0
+    model = NMF(0.5, n_components=2, random_state=0)
+    assert np.abs(model.fit_transform(holes)[3]).max() == 0
+    assert np.abs(model.components_[:, 4]).max() == 0
+
+
 BAD = [
     (LowRankCV(cv=1), Y, "cv must be a whole number ≥ 2"),
     (LowRankCV(cv=2.5), Y, "cv must be a whole number"),

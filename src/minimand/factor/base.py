@@ -2,6 +2,7 @@
 
 import abc
 import contextlib
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
@@ -159,7 +160,8 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         if zero and self.certificate_.finds_nothing_above(self.lam_):
             warnings.warn(
                 f"{type(self).__name__} has no component: at lam={self.lam_:g} the solution is zero, as for every lam "
-                f"≥ lambda_max(Y); use a smaller lam, or see path(Y)",
+                f"≥ lambda_max(Y), which is at most {self.certificate_.polar_upper:.6g}; use a smaller lam, such as "
+                f"lam='10%' of it, or see path(Y)",
                 stacklevel=level,
             )
         elif stop in _REMEDIES:
@@ -374,6 +376,15 @@ class GrownFactorization(Factorization):
     n_components: int | None = None
     r_max: int | None = None
     effort: float | str | None = "auto"
+
+    def _weight(self, data: Any, rows: RowSharding) -> float:
+        n, m = rows.count(data.shape[0]), math.prod(data.shape[1:])
+        if self.n_components is not None and self.n_components > max(n, m):
+            raise OptionError(
+                f"n_components={self.n_components} exceeds both sides of Y, n_samples={n} and n_features={m}: use at "
+                f"most {max(n, m)}, or None to let the penalty choose"
+            )
+        return super()._weight(data, rows)
 
     def _options(self, bound: int) -> GrowthOptions:
         """Options of the growth; ``bound`` is the theory's bound on the size of a minimiser."""
