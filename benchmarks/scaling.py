@@ -40,7 +40,7 @@ def _matrices() -> Iterator[Row]:
             lambda Y=Y, k=low.n_components_: randomized_svd(Y, k, random_state=0), [lambda Y=Y, low=low: low.fit(Y)], 5
         )
         yield along("matrix n × n/2: LowRank, certified, over randomized_svd with the rank known", n, found)
-        against = race(Y, 20, "random", 3)
+        against = race(Y, 20, 0.01, 3)
         yield along("matrix n × n/2: NMF over scikit-learn's, equal objective", n, against.bare)
         yield along("matrix n × n/2: the same with the certificate", n, against.proved)
 

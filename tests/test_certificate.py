@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from minimand.errors import OptionError, ShapeError
 from minimand.factor import L2, NonNegativeL2, SparseL2, Status, certify
-from minimand.factor.bounds import cholesky_bound, lanczos_bound, sparse_bound
+from minimand.factor.bounds import cholesky_bound, lanczos_bound, sparse_bound, split_matrix
 from minimand.factor.certificate import judge
 from minimand.factor.cp import unfolding_bound
 from minimand.factor.matrices import RowSharding
+from minimand.factor.nonnegative import perron_bound
 from minimand.factor.regularizers import BoundOptions, Euclidean, Gauge, Regularizer
 from minimand.factor.residual import DenseDual
 
@@ -283,3 +284,45 @@ def test_bad_shapes_and_values():
         certify(np.array([[1.0, np.nan]]), np.ones((1, 1)), np.ones((2, 1)), lam=1.0)
     with pytest.raises(ShapeError, match="real matrix"):
         certify(np.ones(3), np.ones((3, 1)), np.ones((3, 1)), lam=1.0)
+
+
+@given(seed=st.integers(0, 10**6), rows=st.integers(1, 5), columns=st.integers(1, 5), gamma=st.floats(0.05, 3.0))
+def test_bounds_by_splittings_are_never_below_the_polar(seed, rows, columns, gamma):
+    """Against brute force: for u, v ≥ 0 the maximum over all supports, for sparse codes the best of many ascents."""
+    generator = torch.Generator().manual_seed(seed)
+    Z = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    options = BoundOptions(effort=1e-3)
+    best = 0.0
+    for left in range(1, 2**rows):
+        for right in range(1, 2**columns):
+            some = Z[[i for i in range(rows) if left >> i & 1]][:, [j for j in range(columns) if right >> j & 1]]
+            u, s, vt = torch.linalg.svd(some)
+            if bool((u[:, 0] * u[0, 0].sign() >= 0).all()) and bool((vt[0] * u[0, 0].sign() >= 0).all()):
+                best = max(best, float(s[0]))
+    for level in (0.5 * best + 1e-3, best + 1e-3, 2 * best + 1e-3):
+        found = split_matrix(DenseDual(Z), level, options, torch.maximum)
+        assert found is not None
+        assert bool((found[0] >= Z).all())
+        assert found[1] >= float(torch.linalg.matrix_norm(found[0], 2)) * (1 - 1e-14) >= best * (1 - 1e-12)
+        assert sparse_bound(DenseDual(Z), level, gamma, options).value >= polar_by_search(
+            Z, SparseL2(gamma), generator
+        ) * (1 - 1e-12)
+
+
+def test_the_rectangular_bound_decides_where_the_norm_does_not(generator):
+    """Blocks of two signs: the norm is twice the polar, and the bound exceeds it by at most 1e-3."""
+    Z = torch.kron(
+        torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=torch.float64), torch.ones(30, 20, dtype=torch.float64)
+    )
+    polar = 600**0.5
+    found = NonNegativeL2().upper(DenseDual(Z), polar, BoundOptions(effort=0.01, generator=generator))
+    assert polar * (1 - 1e-12) <= found.value <= polar * (1 + 1e-3)
+    assert float(torch.linalg.matrix_norm(Z, 2)) > 1.9 * polar
+
+
+@pytest.mark.parametrize("shape", [(30, 20), (20, 30)])
+def test_the_perron_bound_is_the_norm_of_the_positive_part(shape, generator):
+    Z = torch.randn(shape, generator=generator, dtype=torch.float64)
+    sigma = float(torch.linalg.matrix_norm(Z.relu(), 2))
+    assert sigma <= perron_bound(DenseDual(Z)).value <= 1.05 * sigma
+    assert perron_bound(DenseDual(-Z.abs())).value == 0

@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from .certificate import Certificate, Status, certify
     from .completion import MatrixCompletion
     from .cp import certify_tensor
+    from .cross_validation import NMFCV, LowRankCV, MatrixCompletionCV
     from .dictionary import SparseDictionary
     from .dropout import dropout_optimum, equalize, nuclear_squared
     from .dropout_factorization import DropoutFactorization
     from .entrywise import Entrywise
     from .generic import factorize
+    from .inputs import Share
     from .losses import HuberLoss, Loss, Squared
     from .lowrank import LowRank
     from .nmf import NMF
@@ -35,6 +37,8 @@ _HOMES = {
     ".dropout": ("dropout_optimum", "equalize", "nuclear_squared"),
     ".dropout_factorization": ("DropoutFactorization",),
     ".generic": ("factorize",),
+    ".cross_validation": ("LowRankCV", "MatrixCompletionCV", "NMFCV"),
+    ".inputs": ("Share",),
     ".entrywise": ("Entrywise",),
     ".losses": ("HuberLoss", "Loss", "Squared"),
     ".lowrank": ("LowRank",),
@@ -49,6 +53,7 @@ _HOMES = {
 __all__ = [
     "L2",
     "NMF",
+    "NMFCV",
     "CPTensor",
     "Certificate",
     "DropoutFactorization",
@@ -57,12 +62,15 @@ __all__ = [
     "HuberLoss",
     "Loss",
     "LowRank",
+    "LowRankCV",
     "MatrixCompletion",
+    "MatrixCompletionCV",
     "NonNegativeL2",
     "ParallelNetwork",
     "ParallelReLU",
     "Regularizer",
     "RobustPCA",
+    "Share",
     "SparseDictionary",
     "SparseL2",
     "Squared",

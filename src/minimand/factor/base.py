@@ -2,9 +2,10 @@
 
 import abc
 import contextlib
+import math
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -18,14 +19,15 @@ from torch import Tensor
 from ..errors import MissingExtra, OptionError, ShapeError, require_finite, require_values
 from ..solvers.linear import ridge_factor
 from .bounds import largest_singular
-from .certificate import FactorProblem, Factors, Stop
+from .certificate import NOT_CERTIFIED, Certificate, FactorProblem, Factors, Stop, certify_factors
+from .checking import Path, explained_variance, in_range, require_2d, validated
 from .growth import grow
 from .inputs import (
-    APART,
+    Share,
     Units,
+    as_share,
     as_tensor,
     leveled,
-    middle,
     raised,
     real,
     refuse_masked,
@@ -39,14 +41,14 @@ from .inputs import (
     working,
 )
 from .losses import Loss, Squared
-from .matrices import RowSharding
+from .matrices import RowSharding, leading_singular
 from .options import GrowthOptions, Report, no_report
 from .regularizers import L2, Regularizer
 from .sparse import SparseData, sparse_from_tensor
 
 __all__ = ["Factorization", "GrownFactorization", "Path"]
 
-FLOATS = [np.float64, np.float32]
+EXACT = 1_000_000  # entries up to which a share is of the exact lambda_max
 _MISSING = "fill them, or complete them with MatrixCompletion"
 _REMEDIES = {
     Stop.MAX_ITER: "all max_iter={max_iter} iterations are made; raise max_iter, or use a larger lam or tol",
@@ -54,30 +56,6 @@ _REMEDIES = {
     Stop.SEARCH_ENDED: "its search ended too early; continue from its factors with start=…, or try another "
     "random_state",
 }
-
-
-class Path(tuple[Any, ...]):
-    """Fitted estimators along a grid of λ, with their λ, ranks, objectives and gaps as arrays."""
-
-    @property
-    def lams(self) -> np.ndarray:
-        """λ of each estimator."""
-        return np.array([model.lam for model in self])
-
-    @property
-    def ranks(self) -> np.ndarray:
-        """The number of components at each λ."""
-        return np.array([model.n_components_ for model in self])
-
-    @property
-    def objectives(self) -> np.ndarray:
-        """The objective at each λ."""
-        return np.array([model.objective_ for model in self])
-
-    @property
-    def gaps(self) -> np.ndarray:
-        """The relative gap at each λ."""
-        return np.array([model.certificate_.relative_gap for model in self])
 
 
 @dataclass(eq=False, repr=False)
@@ -90,7 +68,7 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     precision in which the factors are certified.
     """
 
-    lam: float
+    lam: float | Share | str
     _: KW_ONLY
     tol: float = 1e-3
     max_iter: int = 500
@@ -125,6 +103,23 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     def _largest_polar(self, loss: Any) -> float:
         """The polar of the loss's negative gradient at zero."""
         return largest_singular(loss.zero(), self._generator())
+
+    def _rough_polar(self, loss: Any) -> float:
+        """As :meth:`_largest_polar`; of large data a lower bound, tight to several digits."""
+        if loss.entries() <= EXACT:
+            return self._largest_polar(loss)
+        return float(leading_singular(loss.start(), 2, generator=self._generator(), sweeps=12)[1][0])
+
+    def _weight(self, data: Any, rows: RowSharding) -> float:
+        """λ for checked data."""
+        share = as_share(self.lam)
+        if share is None:
+            return float(self.lam)  # type: ignore[arg-type]
+        loss, units = self._loss(data, rows).normalized()
+        top = raised(self._rough_polar(loss), units.polar)
+        if not top > 0:
+            raise OptionError("lam is a share of lambda_max, but lambda_max(Y) is zero: pass lam as a number")
+        return share.value * top
 
     def lambda_max(self, Y: Any) -> float:
         """The polar of the loss's gradient at zero: from it on the solution is zero. SparseDictionary and CPTensor give
@@ -162,10 +157,11 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         """Warn if the solution is zero or not certified; ``level`` is the caller's on the stack."""
         warn_if_out_of_range(type(self).__name__, self.objective_, level)
         zero = self.objective_ > 0 and not self.components_.any()
-        if zero and self.certificate_.finds_nothing_above(self.lam):
+        if zero and self.certificate_.finds_nothing_above(self.lam_):
             warnings.warn(
-                f"{type(self).__name__} has no component: at lam={self.lam:g} the solution is zero, as for every lam "
-                f"≥ lambda_max(Y); use a smaller lam, or see path(Y)",
+                f"{type(self).__name__} has no component: at lam={self.lam_:g} the solution is zero, as for every lam "
+                f"≥ lambda_max(Y), which is at most {self.certificate_.polar_upper:.6g}; use a smaller lam, such as "
+                f"lam='10%' of it, or see path(Y)",
                 stacklevel=level,
             )
         elif stop in _REMEDIES:
@@ -177,15 +173,23 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         """Check, solve and store; returns U and the reason for the end of the fit."""
         self._check_options()
         like, data = self._checked(Y, reset=True)
-        problem, units = self._problem(data, RowSharding(group)).normalized()
+        for name in ("sums_", "n_samples_seen_"):  # of mini-batches
+            if hasattr(self, name):
+                delattr(self, name)
+        rows = RowSharding(group)
+        self.lam_ = self._weight(data, rows)
+        problem, units = self._problem(data, rows).normalized()
         begin = None if start is None else self._checked_start(start, data, units)
         with self._progress(units) as report:
             found = self._solve(problem, begin, report).in_units(units)
         self._store(found, data, like)
+        self.interrupted_ = found.stop is Stop.INTERRUPTED
+        if self.interrupted_:
+            raise KeyboardInterrupt(f"{type(self).__name__} holds the factors of the last sweep; interrupted_ is True")
         return same_kind(found.U, like), found.stop
 
     def _problem(self, data: Any, rows: RowSharding) -> FactorProblem:
-        return FactorProblem(self._loss(data, rows), self._regularizer(), float(self.lam))
+        return FactorProblem(self._loss(data, rows), self._regularizer(), self.lam_)
 
     def _store(self, found: Factors, data: Any, like: Any) -> None:
         """Set the fitted attributes; arrays and tensors are of the kind of ``like``."""
@@ -200,15 +204,41 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         """The codes of the rows of Y for the fitted components: a convex problem for each row."""
         check_is_fitted(self)
         like, data = self._checked(Y, reset=False)
-        V = self._right(data)
-        if not V.shape[1]:
-            return same_kind(V.new_zeros(data.shape[0], 0), like)
-        problem, units = self._problem(data, RowSharding()).normalized(V, V)
-        codes, converged = self._code(problem, units.lowered(V))
+        codes, converged = self._encoded(data, self._right(data))
         if not converged:
             text = f"{type(self).__name__}.transform used all its iterations before the codes converged: they are rough"
             warnings.warn(text, ConvergenceWarning, stacklevel=3)
-        return same_kind(units.factor(codes), like)
+        return same_kind(codes, like)
+
+    def _encoded(self, data: Any, V: Tensor) -> tuple[Tensor, bool]:
+        """The codes of checked data for V, and whether they converged."""
+        if not V.shape[1]:
+            return V.new_zeros(data.shape[0], 0), True
+        problem, units = self._problem(data, RowSharding()).normalized(V, V)
+        codes, converged = self._code(problem, units.lowered(V))
+        return units.factor(codes), converged
+
+    def certify(self, Y: Any) -> Certificate:
+        """The certificate of the fitted components with the codes of the rows of Y, also after ``partial_fit``."""
+        check_is_fitted(self)
+        data = self._checked(Y, reset=False)[1]
+        V = self._right(data)
+        U = self._encoded(data, V)[0]
+        problem, units = self._problem(data, RowSharding()).normalized(U, V)
+        found = certify_factors(problem, units.lowered(U), units.lowered(V), tol=self.tol, generator=self._generator())
+        return found.certificate.in_units(units)
+
+    def score(self, Y: Any, y: Any = None) -> float:
+        r"""The share of the variance of Y that ``inverse_transform(transform(Y))`` explains,
+        :math:`1 - \|Y - UV^\top\|^2 / \|Y - \bar Y\|^2` with the columns' means :math:`\bar Y`.
+
+        The codes are fitted to the same rows, so the score falls with λ. To choose λ by entries that no fit has seen,
+        use ``NMFCV``, ``LowRankCV`` or ``MatrixCompletionCV``.
+        """
+        check_is_fitted(self)
+        data = self._checked(Y, reset=False)[1]
+        V = self._right(data)
+        return explained_variance(data, self._encoded(data, V)[0], V)
 
     def inverse_transform(self, U: Any) -> Any:
         """The matrix UVᵀ of codes U."""
@@ -257,10 +287,11 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         if isinstance(Y, Tensor) and Y.layout != torch.strided and self._takes_sparse:
             require_2d(Y)
             Y = sparse_from_tensor(Y)
-        data = self._matrix(Y, reset=reset, accept_sparse=("csr", "csc") if self._takes_sparse else False)
+        data: Any = self._matrix(Y, reset=reset, accept_sparse=("csr", "csc") if self._takes_sparse else False)
         if sp.issparse(data):
-            require_entries("Y", data.data, name, _MISSING)
-            return data.data[:0], SparseData(data)
+            sparse = SparseData(data)
+            require_entries("Y", sparse.values, name, _MISSING)
+            return sparse.values.numpy()[:0], sparse
         require_entries("Y", data, name, _MISSING)
         return (Y, data) if isinstance(Y, Tensor) else (data, as_tensor(data))
 
@@ -328,10 +359,32 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 class GrownFactorization(Factorization):
     """Base of the estimators that grow by local descent and the polar; see :mod:`minimand.factor.growth`."""
 
+    def _fit_first(self, Y: Any) -> tuple[Any, Tensor]:
+        """The fit of the first mini-batch; returns U twice, as the caller's kind and as a tensor."""
+        codes = self._fit(Y, None, None)[0]
+        return codes, codes if isinstance(codes, Tensor) else as_tensor(codes)
+
+    def _update(self, V: Tensor, objective: float) -> None:
+        """Store the components of a mini-batch."""
+        self.components_ = same_kind(V.mT.contiguous(), self.components_)
+        self.n_components_, self.objective_ = int(V.shape[1]), objective
+        self.history_.append(objective)
+        method = "fitted to mini-batches: certify(Y) computes a certificate"
+        self.certificate_ = replace(NOT_CERTIFIED, method=method)
+
     _: KW_ONLY
     n_components: int | None = None
     r_max: int | None = None
     effort: float | str | None = "auto"
+
+    def _weight(self, data: Any, rows: RowSharding) -> float:
+        n, m = rows.count(data.shape[0]), math.prod(data.shape[1:])
+        if self.n_components is not None and self.n_components > max(n, m):
+            raise OptionError(
+                f"n_components={self.n_components} exceeds both sides of Y, n_samples={n} and n_features={m}: use at "
+                f"most {max(n, m)}, or None to let the penalty choose"
+            )
+        return super()._weight(data, rows)
 
     def _options(self, bound: int) -> GrowthOptions:
         """Options of the growth; ``bound`` is the theory's bound on the size of a minimiser."""
@@ -342,29 +395,3 @@ class GrownFactorization(Factorization):
     def _solve(self, problem: Any, start: Any, report: Report) -> Factors:
         options = self._options(problem.loss.entries())
         return grow(problem, options, like=problem.loss.Y[:0], generator=self._generator(), start=start, report=report)
-
-
-def validated(estimator: BaseEstimator, *data: Any, **options: Any) -> Any:
-    """scikit-learn's checks, for tensors of every precision and whole numbers of every size, but not for NaN."""
-    for x in data:
-        if isinstance(x, Tensor):
-            require_values("the data", x)
-    arrays = (working(x.detach().cpu()).numpy() if isinstance(x, Tensor) else x for x in data)
-    try:
-        return validate_data(estimator, *arrays, **{"dtype": FLOATS, "ensure_all_finite": False, **options})
-    except OverflowError as error:
-        raise OptionError("the data hold whole numbers above the range of float64: scale them") from error
-
-
-def require_2d(Y: Tensor) -> None:
-    """Raise :class:`ShapeError` unless Y has two dimensions."""
-    if Y.dim() != 2:
-        raise ShapeError(f"Expected 2D tensor, got shape {tuple(Y.shape)}; reshape one feature with Y.reshape(-1, 1)")
-
-
-def in_range(factors: tuple[Tensor, ...], units: Units, shares: Sequence[int] = (2, 2)) -> tuple[Tensor, ...]:
-    """A start in the middle of the range; a start far larger than the data is refused."""
-    lowered = tuple(units.lowered(x, share) for x, share in zip(factors, shares, strict=True))
-    if middle(0.0, *lowered, limit=APART) > 0:
-        raise OptionError("start is larger than Y by a factor above 1e19: scale it to the size of Y")
-    return lowered

@@ -10,12 +10,15 @@ bound for each regularizer: :func:`spectral_bound` (L2), :func:`sparse_bound`, a
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..functions import L1
+from ..linalg import gram
 from ..norms.spectral import EPS, certified_lambda_max, lanczos, start_vector
+from ..solvers.iterate import iterate
 from .matrices import DualMatrix, leading_singular
 
 __all__ = ["Bound", "BoundOptions", "affordable_bound", "quick_bound", "sparse_bound", "spectral_bound"]
@@ -29,6 +32,8 @@ BASIS = 64_000_000
 BUDGET, LEAST = 6e10, 3e7
 # Products with vectors are bound by memory: they cost several operations of a product of matrices.
 VECTOR = 8.0
+# Splittings: vectors of the subspace iteration, products a step, steps, and steps between two looks at the progress.
+WIDTH, SPLIT_WORK, MAX_SPLIT, CHECKS = 24, 5.0, 400, 20
 THRESHOLDS = 24
 GRID = 2000
 
@@ -220,6 +225,63 @@ def _lanczos_steps(n: int, accuracy: float) -> int:
     return math.ceil((math.log(1.648 * math.sqrt(n) / FAILURE) / math.sqrt(1 - (1 + accuracy) ** -2) + 1) / 2)
 
 
+# -- splittings --------------------------------------------------------------------------------------------------------
+
+
+def split_matrix(
+    matrix: DualMatrix, level: float, options: BoundOptions, feasible: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, float] | None:
+    r"""A matrix A whose norm bounds the polar of Z, and a bound on its norm: None if the budget does not suffice.
+
+    ``feasible(Z, P)`` is the projection of P to the matrices A for which :math:`\sigma_{\max}(A) \le t` proves that the
+    polar is at most t, for every t ≥ ``level``. For non-negative factors these are the :math:`A = Z + N` with
+    :math:`N \ge 0`, because :math:`u^\top Zv \le u^\top Av` for :math:`u, v \ge 0`. The projected gradient method with
+    momentum lowers the squared distance of A to the matrices of norm at most the level: it clips the singular values
+    of A, of which a warm subspace iteration finds those above the level, and projects. Every A gives a valid bound: the
+    result is that of a Cholesky factorisation for the last A, in floating point.
+    """
+    if matrix.compact or matrix.rows.ranks > 1 or not has_gram(matrix):
+        return None
+    price = spectral_work(matrix, options.accuracy)
+    steps = int((options.effort * BUDGET - price) / (SPLIT_WORK * WIDTH * matrix.work()))
+    if steps < 3 or not options.relax:
+        return None
+    Z = matrix.dense()
+    noise = matrix.noise(min(WIDTH, *Z.shape), options.generator)
+    start = _SplitState(Z, Z, noise, 1.0, math.inf, math.inf)
+
+    def step(state: _SplitState, k: int) -> _SplitState:
+        A, ahead, right, momentum, _, _ = state
+        basis = torch.linalg.qr(ahead.mT @ (ahead @ right)).Q
+        left, values, mix = torch.linalg.svd(ahead @ basis, full_matrices=False)
+        right = basis @ mix.mT
+        over = (values - level).clamp_min(0.0)
+        count = int((over > 0).sum())
+        new = feasible(Z, ahead - (left[:, :count] * over[:count]) @ right[:, :count].mT)
+        after = (1 + math.sqrt(1 + 4 * momentum * momentum)) / 2
+        ahead = new + (momentum - 1) / after * (new - A)
+        # The distance to the matrices of norm at most the level, here and CHECKS steps before.
+        distance = float(over.norm())
+        marked = distance if k % CHECKS == 0 else state.marked
+        quiet = k % CHECKS == CHECKS - 1 and distance > 0.97 * state.marked
+        return _SplitState(new, ahead, right, after, marked, 0.0 if quiet else distance)
+
+    state, _ = iterate(
+        step, start, min(steps, MAX_SPLIT), until=lambda s, k: s.distance <= 0.1 * options.accuracy * level
+    )
+    product = gram(state.A if matrix.flat else state.A.mT)
+    return state.A, math.sqrt(gram_bound(product, level, rtol=min(5e-5, options.accuracy)))
+
+
+class _SplitState(NamedTuple):
+    A: Tensor
+    ahead: Tensor
+    right: Tensor
+    momentum: float
+    marked: float
+    distance: float
+
+
 # -- sparse codes ------------------------------------------------------------------------------------------------------
 
 
@@ -247,6 +309,9 @@ def sparse_bound(matrix: DualMatrix, level: float, gamma: float, options: BoundO
     if gamma == 0 or n > LARGEST_GRAM or n == 0 or not options.relax or matrix.compact:
         norm = affordable_bound(matrix, level * (1 + gamma), options)
         return Bound(norm.value / (1 + gamma), f"{norm.method}, norm")
+    split = _row_split(matrix, level, gamma, options)
+    if split is not None and split.value <= level * (1 + options.accuracy):
+        return split
     product = matrix.outer()
     largest = float(product.abs().max())
     if largest == 0:
@@ -265,4 +330,27 @@ def sparse_bound(matrix: DualMatrix, level: float, gamma: float, options: BoundO
     edges = torch.linspace(1.0, math.sqrt(n) * (1 + 1e-12), GRID + 1, dtype=torch.float64)
     above = (tops.unsqueeze(1) + thresholds.unsqueeze(1) * edges[1:].square()).amin(0)
     bound = float((above.clamp_min(0).sqrt() / (1 + gamma * edges[:-1])).max()) * (1 + 1e-14)
-    return Bound(bound, "Cholesky, thresholded Gram")
+    known = Bound(bound, "Cholesky, thresholded Gram")
+    return known if split is None or split.value >= known.value else split
+
+
+def _row_split(matrix: DualMatrix, level: float, gamma: float, options: BoundOptions) -> Bound | None:
+    r"""The larger of :math:`\sigma_{\max}(Z - N)` and :math:`\max_i\|N_i\|/\gamma` over the rows of N, for the best N
+    that :func:`split_matrix` finds.
+
+    It is a bound, because :math:`u^\top Zv \le \|v\|(\sigma_{\max}(Z - N)\|u\|_2 + \max_i\|N_i\|\|u\|_1)`.
+    """
+
+    def feasible(Z: Tensor, P: Tensor) -> Tensor:
+        N = Z - P
+        norms = N.norm(dim=1, keepdim=True)
+        return Z - N * (level * gamma / norms.clamp_min(level * gamma))
+
+    found = split_matrix(matrix, level, options, feasible)
+    if found is None:
+        return None
+    A, norm = found
+    Z = matrix.dense()
+    # The subtraction rounds each entry of N by at most a unit in its last place.
+    slack = 1 + 8 * (Z.shape[1] + 8) * EPS
+    return Bound(max(norm, float((Z - A).norm(dim=1).max()) * slack / gamma), "Cholesky, split into norm and rows")

@@ -13,21 +13,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..arguments import checked
-from ..errors import NonFiniteError, OptionError, ShapeError, require_finite, require_positive
+from ..errors import NonFiniteError, OptionError, ShapeError, require_positive
 from .bounds import BUDGET, Bound
 from .entrywise import LossMaker, loss_from
-from .inputs import Units, leveled, raised, real
+from .inputs import Units, given_matrix, leveled, raised, unmasked
 from .losses import Loss, Squared, rounding
 from .matrices import DualMatrix, summation_error
 from .observed import masked
 from .problem import FactorProblem
 from .regularizers import BoundOptions, Directions, Regularizer, named_regularizer
-from .sparse import SparseData, is_sparse, sparse_data
+from .sparse import SparseData, is_sparse, sparse_given
 
 __all__ = ["Certificate", "FactorProblem", "Factors", "Status", "Stop", "certify"]
 
@@ -103,6 +102,7 @@ class Stop(enum.Enum):
     MAX_ITER = "max_iter iterations are made"
     R_MAX = "the number of components is r_max"
     SEARCH_ENDED = "a direction above lam is known, but its use did not lead to a certificate"
+    INTERRUPTED = "the user interrupted it"
 
 
 @dataclass(frozen=True)
@@ -202,9 +202,13 @@ def certify(
     require_positive("lam", lam)
     require_positive("tol", tol)
     require_positive("effort", effort, zero=True)
-    Y, mask = _unmasked(Y, mask)
-    left, right = _matrix("U", U), _matrix("V", V)
-    data = _sparse(Y, mask, loss) if is_sparse(Y) else _matrix("Y", Y, finite=mask is None)
+    Y, mask = unmasked(Y, mask)
+    left, right = given_matrix("U", U), given_matrix("V", V)
+    data = (
+        sparse_given(Y, plain=mask is None and loss is Squared)
+        if is_sparse(Y)
+        else given_matrix("Y", Y, finite=mask is None)
+    )
     if not data.numel():
         raise ShapeError(f"Y has no entries, only the shape {tuple(data.shape)}: there is nothing to certify")
     if (data.shape[0], left.shape[1]) != (left.shape[0], right.shape[1]) or data.shape[1] != right.shape[0]:
@@ -235,8 +239,8 @@ def certify_factors(
 ) -> Finding:
     """The certificate of factors (vectors as columns) for a problem; the rows may be sharded."""
     theta, lam = problem.regularizer, problem.lam
-    precise = U.detach(), V.detach()
-    U, V = (x.to(torch.float64) for x in precise)
+    precise = U.detach().contiguous(), V.detach().contiguous()
+    U, V = (x.to(torch.float64).contiguous() for x in precise)
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     penalty = problem.penalty(U, V)
     if not penalty < float("inf"):
@@ -386,31 +390,3 @@ def noted_if_zero(certificate: Certificate, rank: int, lam: float) -> Certificat
     unknown = "the answer is zero as far as is known: no direction found attains more than lam"
     note = "lam ≥ lambda_max, so the answer is zero" if known else unknown
     return replace(certificate, method=f"{certificate.method}; {note}")
-
-
-def _sparse(Y: Any, mask: Any, loss: Any) -> SparseData:
-    if mask is not None or loss is not Squared:
-        raise OptionError(
-            "the zeros of a sparse Y are data, and its loss is the squared one: for mask=… or another loss pass "
-            "Y.toarray() (of a tensor Y.to_dense())"
-        )
-    data = sparse_data(Y, torch.float64)
-    require_finite("Y", data.values)
-    return data
-
-
-def _matrix(name: str, value: Any, *, finite: bool = True) -> Tensor:
-    tensor = real(name, value).to(torch.float64).contiguous()
-    if tensor.dim() != 2:
-        raise ShapeError(f"{name} must be a real matrix, got shape {tuple(tensor.shape)}")
-    if finite:
-        require_finite(name, tensor)
-    return tensor
-
-
-def _unmasked(Y: Any, mask: Any) -> tuple[Any, Any]:
-    """The data of a masked array, and the mask of the observed entries."""
-    if not np.ma.is_masked(Y):
-        return Y, mask
-    seen = ~np.ma.getmaskarray(Y)
-    return np.ma.getdata(Y), seen if mask is None else seen & np.asarray(mask, dtype=bool)

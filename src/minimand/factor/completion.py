@@ -1,22 +1,23 @@
 """The estimator MatrixCompletion: a low-rank matrix from some of its entries."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import scipy.sparse as sp
 import torch
-from sklearn.utils.validation import validate_data
+from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
 from ..errors import NonFiniteError, OptionError, ShapeError, require_finite
 from .base import GrownFactorization
 from .certificate import Factors, Stop
 from .growth import grow
-from .inputs import as_tensor, working
+from .inputs import as_tensor, same_kind, working
 from .matrices import RowSharding
 from .observed import Observed, RowGroups
 from .options import Report
+from .streaming import ObservedSums
 
 __all__ = ["MatrixCompletion"]
 
@@ -46,6 +47,9 @@ class MatrixCompletion(GrownFactorization):
             fixed size; 0 computes only cheap bounds; None computes no certificate (for a fixed size only).
         random_state: Seed of the starts.
         verbose: Show a progress bar.
+
+    Attributes:
+        codes_: U of the training data.
 
     Source: [Vidal2018], matrix completion; Hastie, Mazumder, Lee & Zadeh, 2015, for the alternating ridge regressions.
 
@@ -112,6 +116,51 @@ class MatrixCompletion(GrownFactorization):
         Y = problem.loss
         options = self._options(min(Y.rows.count(Y.shape[0]), Y.shape[1]))
         return grow(problem, options, like=Y.values, generator=self._generator(), start=start, report=report)
+
+    def partial_fit(self, Y: Any, y: Any = None) -> Self:
+        """Update the components with the observed entries of more rows; each row should be given once.
+
+        The first batch is fitted as by :meth:`fit` and fixes the number of components. ``certificate_`` is then
+        ``UNDECIDED``: ``certify(Y)`` computes the certificate for any rows. ``codes_`` are those of the last batch.
+        """
+        if not hasattr(self, "sums_"):
+            _, U = self._fit_first(Y)
+            loss: Observed = self._checked(Y, reset=False)[1]
+        else:
+            loss = self._checked(Y, reset=False)[1]
+            U = self._encoded(loss, self._right(loss))[0]
+        before: ObservedSums = getattr(self, "sums_", None) or ObservedSums.empty(loss.shape[1], U.shape[1], U)
+        sums, V, objective = before.plus(loss, U).solved(self.lam_)
+        self.sums_ = sums
+        self.n_samples_seen_ = getattr(self, "n_samples_seen_", 0) + loss.shape[0]
+        self._update(V, objective)
+        self.codes_ = same_kind(self._encoded(loss, V)[0], self.components_)
+        return self
+
+    def score(self, Y: Any, y: Any = None) -> float:
+        r"""The share of the variance of the observed entries of Y that the fitted matrix explains,
+        :math:`1 - \sum_\Omega(Y - UV^\top)^2 / \sum_\Omega(Y - \bar Y)^2`.
+
+        The codes are those of the rows of Y; where Y has the shape of the training data they are the fitted ones, so
+        that Y may hold entries that were held out.
+        """
+        check_is_fitted(self)
+        loss: Observed = self._checked(Y, reset=False)[1]
+        V = self._right(loss)
+        fitted = self._fitted_codes(loss)
+        U = self._encoded(loss, V)[0] if fitted is None else fitted
+        centred = loss.values.to(torch.float64) - loss.values.to(torch.float64).mean()
+        spread, error = float(centred.square().sum()), 2 * loss.value(U, V)
+        return 1 - error / spread if spread > 0 else float(error == 0)
+
+    def _fitted_codes(self, loss: Observed) -> Tensor | None:
+        """The codes of the training rows, if the rows are as many."""
+        codes = self.codes_ if isinstance(self.codes_, Tensor) else as_tensor(self.codes_)
+        return codes.to(loss.values) if len(codes) == loss.shape[0] else None
+
+    def _store(self, found: Factors, data: Any, like: Any) -> None:
+        super()._store(found, data, like)
+        self.codes_ = same_kind(found.U, like)
 
     def _code(self, problem: Any, V: Tensor) -> tuple[Tensor, bool]:
         """The ridge regression of each row on its observed entries."""

@@ -24,6 +24,7 @@ Vectors are rows in this module, so that a column update reads contiguous memory
 import abc
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -192,17 +193,27 @@ class LocalDescent(abc.ABC):
         """The result of a run in the form in which pairs are counted and appended."""
         return pairs
 
-    def run(self, start: Components, sweeps: int, tol: float, violation: float = 0.0) -> tuple[Components, float, int]:
+    def run(
+        self,
+        start: Components,
+        sweeps: int,
+        tol: float,
+        violation: float = 0.0,
+        keep: Callable[[Components], None] | None = None,
+    ) -> tuple[Components, float, int]:
         """The factors after at most ``sweeps`` sweeps, their objective, and the number of sweeps made.
 
         The descent stops when three sweeps in a row lower the objective by less than a share ``tol``, or when the
-        violation of a sweep is at most a share ``violation`` of its scale.
+        violation of a sweep is at most a share ``violation`` of its scale. ``keep`` is called with the pairs of each
+        sweep.
         """
         if start.rank == 0:
             return start, self.right(start)[1], 0
         first = _DescentState(start, start, float("inf"), 0.5, 1.0, 0, math.inf)
 
         def done(state: _DescentState, k: int) -> bool:
+            if keep is not None:
+                keep(state.now)
             return state.quiet >= 3 or state.violation <= violation
 
         state, made = iterate(lambda s, k: self._sweep(s, tol), first, sweeps, until=done)

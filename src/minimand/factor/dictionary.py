@@ -64,6 +64,9 @@ class SparseDictionary(GrownFactorization):
         weights = problem.lam * float(self.gamma) * V.norm(dim=0)
         return proximal_codes(problem.loss.Y, V, WeightedL1(weights), problem.lam)
 
+    def _rough_polar(self, loss: Any) -> float:
+        return self._largest_polar(loss)
+
     def _largest_polar(self, loss: Any) -> float:
         return self._regularizer().directions(loss.zero(), 8, self._generator(), sweeps=200).best
 

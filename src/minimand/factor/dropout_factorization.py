@@ -18,7 +18,7 @@ from ..solvers.base import require_count
 from ..solvers.iterate import iterate
 from ..solvers.linear import ridge_factor
 from ..solvers.steps import Schedule, check_step_size
-from .base import validated
+from .checking import validated
 from .dropout import (
     block_smoothness,
     closed_form,

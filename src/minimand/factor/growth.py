@@ -14,7 +14,7 @@ The descents inside are solves and use the library's loop.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from .certificate import (
     Factors,
     Finding,
     Status,
+    Stop,
     certify_factors,
     noted_if_zero,
 )
@@ -85,7 +86,10 @@ def grow(
     descent = _local_descent(problem)
     pairs = _first_pairs(problem, options, like, generator) if start is None else _given(start, like, problem, options)
     growth = _FactorGrowth(problem, descent, options, generator, report, pairs)
-    certificate, objective = _run(growth)
+    try:
+        certificate, objective = _run(growth)
+    except KeyboardInterrupt:
+        certificate, objective = growth.interrupted()
     pairs = padded(growth.pairs, options.n_components or 0)
     iterations = max(growth.used, 1)
     return Factors(
@@ -95,7 +99,7 @@ def grow(
         noted_if_zero(certificate, int(pairs.V.ne(0).any(1).sum()), problem.lam),
         (*growth.history[:-1], objective),
         iterations,
-        options.stopped(certificate, problem.lam, iterations, pairs.rank),
+        Stop.INTERRUPTED if growth.halted else options.stopped(certificate, problem.lam, iterations, pairs.rank),
     )
 
 
@@ -165,6 +169,8 @@ class _FactorGrowth:
     history: list[float] = field(default_factory=list)
     used: int = 0
     work: float = 0.0  # floating point operations
+    latest: Components | None = None  # within a descent
+    halted: bool = False
 
     @property
     def exhausted(self) -> bool:
@@ -181,11 +187,24 @@ class _FactorGrowth:
         self.used += sweeps
         self.work += (sweeps + 1) * self.descent.work(self.pairs.rank)
 
+    def keep(self, pairs: Components) -> None:
+        """Remember the pairs of a sweep, for an interruption."""
+        self.latest = pairs
+
+    def interrupted(self) -> tuple[Certificate, float]:
+        """The pairs of the last sweep, balanced, without a certificate."""
+        self.halted = True
+        self.pairs = balanced(self.latest or self.pairs, self.problem.rows)
+        objective = self.problem.objective(self.pairs.U.mT, self.pairs.V.mT)
+        self.history.append(objective)
+        return replace(NOT_CERTIFIED, method="interrupted before the certificate"), objective
+
     def descend(self, tol: float, sweeps: int) -> float:
         """Local descent, then prune and merge; returns the objective."""
         allowed = max(1, min(sweeps, self.options.max_iter - self.used))
         rule = VIOLATION * self.options.tol if self.options.fixed else 0.0
-        pairs, objective, made = self.descent.run(self.pairs, allowed, tol, rule)
+        pairs, objective, made = self.descent.run(self.pairs, allowed, tol, rule, self.keep)
+        self.latest = None
         self.count(made)
         self.pairs = merged(pruned(pairs, self.problem.rows), self.problem.rows)
         self.history.append(objective)

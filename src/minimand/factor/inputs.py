@@ -11,9 +11,9 @@ import scipy.sparse as sp
 import torch
 from torch import Tensor
 
-from ..errors import NonFiniteError, OptionError, ShapeError, require_positive, require_values
+from ..errors import NonFiniteError, OptionError, ShapeError, require_finite, require_positive, require_values
 
-__all__ = ["Units", "as_tensor", "real", "same_kind", "seeded_generator", "working"]
+__all__ = ["Share", "Units", "as_share", "as_tensor", "real", "same_kind", "seeded_generator", "working"]
 
 # Binary exponents: of data that are left as they are; between the factors of a component that are left as they are; and
 # between data and λ, beyond which float64 cannot relate them.
@@ -33,14 +33,47 @@ def require_whole(name: str, value: Any) -> None:
         raise OptionError(f"{name} must be a whole number ≥ 1, got {value!r}")
 
 
+@dataclass(frozen=True)
+class Share:
+    """λ as a share of λmax, the smallest λ whose solution is zero; the estimators also take the string ``"5%"``.
+
+    >>> Share(0.05) == as_share("5%")
+    True
+    """
+
+    value: float
+
+    def __post_init__(self) -> None:
+        require_number("a share of lambda_max", self.value)
+        if self.value > 1:
+            raise OptionError(
+                f"a share of lambda_max must lie in (0, 1], got {self.value:g}: from lambda_max on the solution is zero"
+            )
+
+
+def as_share(lam: Any) -> Share | None:
+    """The share that ``lam`` is; None for a number."""
+    if isinstance(lam, Share):
+        return lam
+    if isinstance(lam, str):
+        try:
+            return Share(float(lam.strip().removesuffix("%")) / 100) if lam.strip().endswith("%") else None
+        except ValueError as error:
+            if isinstance(error, OptionError):
+                raise
+            return None
+    return None
+
+
 def require_lam(lam: Any) -> None:
-    """Raise :class:`OptionError` unless ``lam`` is a finite number above zero; the message suggests a value."""
+    """Raise :class:`OptionError` unless ``lam`` is a finite number above zero or a share; the message suggests one."""
+    if as_share(lam) is not None:
+        return
     try:
         require_number("lam", lam)
     except OptionError as error:
         raise OptionError(
-            f"{error}; try 0.1 * lambda_max(Y), where lambda_max, a method of the estimators, is the smallest lam "
-            f"whose solution is zero"
+            f"{error}; try Share(0.1) or '10%', a share of lambda_max(Y), the smallest lam whose solution is zero"
         ) from None
 
 
@@ -84,6 +117,24 @@ def same_kind(tensor: Tensor, like: Any) -> Any:
         dtype = working(like[:0]).dtype if like.is_floating_point() else tensor.dtype
         return tensor.to(dtype=dtype, device=like.device)
     return tensor.cpu().numpy()
+
+
+def given_matrix(name: str, value: Any, *, finite: bool = True) -> Tensor:
+    """A matrix of float64 from a tensor, an array or a frame."""
+    tensor = real(name, value).to(torch.float64).contiguous()
+    if tensor.dim() != 2:
+        raise ShapeError(f"{name} must be a real matrix, got shape {tuple(tensor.shape)}")
+    if finite:
+        require_finite(name, tensor)
+    return tensor
+
+
+def unmasked(Y: Any, mask: Any) -> tuple[Any, Any]:
+    """The data of a masked array, and the mask of the observed entries."""
+    if not np.ma.is_masked(Y):
+        return Y, mask
+    seen = ~np.ma.getmaskarray(Y)
+    return np.ma.getdata(Y), seen if mask is None else seen & np.asarray(mask, dtype=bool)
 
 
 def refuse_masked(name: str, value: Any, remedy: str) -> None:

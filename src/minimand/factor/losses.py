@@ -148,7 +148,7 @@ class DenseLoss(Loss):
 
     def scaled(self, exponent: int) -> Self:
         """The loss of Y times 2^exponent."""
-        return replace(self, Y=shifted(self.Y, exponent))  # type: ignore[type-var, arg-type]
+        return replace(self, Y=shifted(self.Y, exponent))  # type: ignore[type-var]
 
     def size(self) -> float:
         """‖Y‖."""
@@ -182,7 +182,7 @@ class Squared(DenseLoss):
     1.0
     """
 
-    Y: Tensor | SparseData
+    Y: Any
     rows: RowSharding = RowSharding()  # noqa: RUF009 -- frozen
     curvature = 1.0
     degree = 2

@@ -1,7 +1,7 @@
 """The estimator NMF: non-negative matrix factorisation."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -12,8 +12,10 @@ from ..operators import Dense
 from ..solvers import FISTA, Problem, solve
 from .base import GrownFactorization
 from .inputs import Units
+from .losses import Squared
 from .regularizers import NonNegativeL2
 from .sparse import SparseData
+from .streaming import RowSums
 
 __all__ = ["NMF", "proximal_codes"]
 
@@ -72,6 +74,30 @@ class NMF(GrownFactorization):
             raise OptionError("Negative values in start: clip the factors at zero")
         return U, V
 
+    def partial_fit(self, Y: Any, y: Any = None) -> Self:
+        """Update the components with a mini-batch of rows; each row should be given once.
+
+        The first batch is fitted as by :meth:`fit` and fixes the number of components. ``certificate_`` is then
+        ``UNDECIDED``: ``certify(Y)`` computes the certificate for any rows, also for all that were seen.
+        """
+        if not hasattr(self, "sums_"):
+            _, U = self._fit_first(Y)
+            V, data = self._right(U), self._checked(Y, reset=False)[1]
+        else:
+            data = self._checked(Y, reset=False)[1]
+            V = self._right(data)
+            U = self._encoded(data, V)[0]
+        loss = Squared(data)
+        before: RowSums = getattr(self, "sums_", None) or RowSums(
+            V.new_zeros(V.shape[1], V.shape[1]), torch.zeros_like(V), 0.0
+        )
+        sums = before.plus(loss.adjoint(U.mT.contiguous()).mT, U, 0.5 * loss.size() ** 2)
+        sums, V, objective = sums.improved(V, self.lam_, self._regularizer())
+        self.sums_ = sums
+        self.n_samples_seen_ = getattr(self, "n_samples_seen_", 0) + data.shape[0]
+        self._update(V, objective)
+        return self
+
     def _regularizer(self) -> NonNegativeL2:
         return NonNegativeL2()
 
@@ -85,7 +111,7 @@ def proximal_codes(Y: Any, V: Tensor, function: Function, lam: float) -> tuple[T
 
     With V = QR the rows are those of YQ and R: as short as there are components, and Y is only multiplied.
     """
-    if V.shape[0] > V.shape[1]:
+    if V.shape[0] > V.shape[1] or isinstance(Y, SparseData):
         basis, V = torch.linalg.qr(V)
         Y = Y @ basis
     size = max(float((Y @ V).norm(dim=-1).max()), float(torch.finfo(Y.dtype).tiny))

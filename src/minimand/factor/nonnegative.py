@@ -9,7 +9,7 @@ from torch import Tensor
 from ..functions import PositiveSemidefinite
 from ..norms.spectral import EPS, certified_lambda_max
 from ..solvers.iterate import iterate
-from .bounds import BUDGET, DEFAULT, VECTOR, Bound, BoundOptions, affordable_bound
+from .bounds import BUDGET, DEFAULT, VECTOR, Bound, BoundOptions, affordable_bound, split_matrix
 from .matrices import DualMatrix
 
 __all__ = ["doubly_nonnegative_bound", "perron_bound"]
@@ -34,9 +34,10 @@ def doubly_nonnegative_bound(matrix: DualMatrix, level: float, options: BoundOpt
     matrices W that are positive semidefinite and non-negative. ADMM approximates it. Every N gives a valid bound,
     because the largest eigenvalue is then bounded by a Cholesky factorisation.
 
-    The norms of Z and of its positive part, one factorisation each, are tried first. If neither is at most ``level``,
-    the relaxation is solved to within the accuracy, for as many iterations as the effort allows, from the W of the
-    current factors.
+    The norms of Z and of its positive part are tried first. If neither is at most ``level``, the norm of
+    :math:`Z + N` with a rectangular :math:`N \ge 0` follows, which is M + N without its diagonal blocks and costs far
+    less (:func:`split_matrix`), and then the relaxation, to within the accuracy, for as many iterations as the effort
+    allows, from the W of the current factors.
 
     >>> from .residual import DenseDual
     >>> Z = torch.tensor([[1.0, -1.0], [-1.0, 1.0]])          # norm 2; the polar over u, v ≥ 0 is 1
@@ -45,6 +46,10 @@ def doubly_nonnegative_bound(matrix: DualMatrix, level: float, options: BoundOpt
     """
     accuracy, pairs = options.accuracy, options.pairs
     bound = _norm_bound(matrix, level, options)
+    if bound.value > level * (1 + accuracy):
+        found = split_matrix(matrix, level, options, torch.maximum)
+        if found is not None and found[1] < bound.value:
+            bound = Bound(found[1], "Cholesky, norm of Z + N with N ≥ 0")
     size = matrix.full_rows() + matrix.shape[1]
     iterations = min(MAX_ADMM, int(options.effort * BUDGET / (12.0 * max(size, 1) ** 3)))
     if not options.relax or matrix.compact or bound.value <= level * (1 + accuracy) or iterations < 2 * CHECK_EVERY:

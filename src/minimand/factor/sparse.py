@@ -10,9 +10,10 @@ import scipy.sparse as sp
 import torch
 from torch import Tensor
 
+from ..errors import OptionError, require_finite
 from .inputs import as_tensor
 
-__all__ = ["SparseData", "is_sparse", "sparse_data", "sparse_from_tensor"]
+__all__ = ["SparseData", "is_sparse", "sparse_from_tensor", "sparse_given"]
 
 DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
@@ -86,11 +87,18 @@ def is_sparse(Y: Any) -> bool:
     return bool(sp.issparse(Y)) or (isinstance(Y, Tensor) and Y.layout != torch.strided)
 
 
-def sparse_data(Y: Any, dtype: torch.dtype) -> SparseData:
-    """A sparse matrix or tensor as data."""
+def sparse_given(Y: Any, *, plain: bool) -> SparseData:
+    """A sparse matrix or tensor as data of float64; ``plain``: the loss is squared, and there is no mask."""
+    if not plain:
+        raise OptionError(
+            "the zeros of a sparse Y are data, and its loss is the squared one: for mask=… or another loss pass "
+            "Y.toarray() (of a tensor Y.to_dense())"
+        )
     matrix = sparse_from_tensor(Y) if isinstance(Y, Tensor) else Y
     matrix = matrix if matrix.format in ("csr", "csc") else matrix.tocsr()
-    return SparseData(matrix.astype(DTYPES[dtype], copy=False))
+    data = SparseData(matrix.astype(np.float64, copy=False))
+    require_finite("Y", data.values)
+    return data
 
 
 def sparse_from_tensor(Y: Tensor) -> Any:
@@ -99,4 +107,4 @@ def sparse_from_tensor(Y: Tensor) -> Any:
     row, column = entries.indices().numpy()
     values = entries.values()
     values = values if values.dtype in DTYPES else values.to(torch.float64)
-    return sp.csr_array((values.numpy(), (row, column)), shape=tuple(Y.shape))
+    return sp.csr_array((values.numpy(), (row, column)), shape=(Y.shape[0], Y.shape[1]))

@@ -8,8 +8,9 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from ..errors import OptionError, ShapeError
-from .base import GrownFactorization, in_range
+from .base import GrownFactorization
 from .certificate import Factors
+from .checking import in_range
 from .cp import Modes, ascend, balanced_modes, grow_tensor, is_cp, modes_from, modes_from_codes, require_tensor
 from .inputs import Units, same_kind
 from .options import Report
@@ -90,6 +91,9 @@ class CPTensor(GrownFactorization):
         """The tensor of codes U."""
         check_is_fitted(self)
         return super().inverse_transform(U).reshape(-1, *self.mode_shape_)
+
+    def _rough_polar(self, loss: Any) -> float:
+        return self._largest_polar(loss)
 
     def _largest_polar(self, loss: Any) -> float:
         return float(ascend(loss.Y, self._generator())[0].max())

@@ -12,8 +12,8 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from ..errors import require_positive
-from ..factor.base import validated
 from ..factor.certificate import Certificate, Status
+from ..factor.checking import validated
 from ..factor.inputs import Units, raised, require_entries, seeded_generator, warn_if_out_of_range
 from ..solvers.base import require_count
 from ..solvers.iterate import iterate

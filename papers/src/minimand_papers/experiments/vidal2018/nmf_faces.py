@@ -142,7 +142,7 @@ def _path(options: NMFFacesOptions, Y: np.ndarray, source: str, lab: Lab) -> Ite
             **certified(model.certificate_),
         }
     V = model.components_.T
-    answer = {"lam": model.lam, "size": max(1, model.n_components_), "objective": model.objective_}
+    answer = {"lam": model.lam_, "size": max(1, model.n_components_), "objective": model.objective_}
     lab.keep("answer", {key: torch.tensor(float(value), dtype=torch.float64) for key, value in answer.items()})
     shape = (-1, options.height, options.width)
     yield {

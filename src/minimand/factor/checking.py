@@ -1,0 +1,79 @@
+"""Helpers of the estimators: scikit-learn's checks of data, starts in range, scores, and paths over λ."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator
+from sklearn.utils.validation import validate_data
+from torch import Tensor
+
+from ..errors import OptionError, ShapeError, require_values
+from .inputs import APART, Units, middle, working
+from .losses import Squared
+from .sparse import SparseData
+
+__all__ = ["Path", "explained_variance", "in_range", "require_2d", "validated"]
+
+FLOATS = [np.float64, np.float32]
+
+
+class Path(tuple[Any, ...]):
+    """Fitted estimators along a grid of λ, with their λ, ranks, objectives and gaps as arrays."""
+
+    @property
+    def lams(self) -> np.ndarray:
+        """λ of each estimator."""
+        return np.array([model.lam_ for model in self])
+
+    @property
+    def ranks(self) -> np.ndarray:
+        """The number of components at each λ."""
+        return np.array([model.n_components_ for model in self])
+
+    @property
+    def objectives(self) -> np.ndarray:
+        """The objective at each λ."""
+        return np.array([model.objective_ for model in self])
+
+    @property
+    def gaps(self) -> np.ndarray:
+        """The relative gap at each λ."""
+        return np.array([model.certificate_.relative_gap for model in self])
+
+
+def validated(estimator: BaseEstimator, *data: Any, **options: Any) -> Any:
+    """scikit-learn's checks, for tensors of every precision and whole numbers of every size, but not for NaN."""
+    for x in data:
+        if isinstance(x, Tensor):
+            require_values("the data", x)
+    arrays = (working(x.detach().cpu()).numpy() if isinstance(x, Tensor) else x for x in data)
+    try:
+        return validate_data(estimator, *arrays, **{"dtype": FLOATS, "ensure_all_finite": False, **options})
+    except OverflowError as error:
+        raise OptionError("the data hold whole numbers above the range of float64: scale them") from error
+
+
+def require_2d(Y: Tensor) -> None:
+    """Raise :class:`ShapeError` unless Y has two dimensions."""
+    if Y.dim() != 2:
+        raise ShapeError(f"Expected 2D tensor, got shape {tuple(Y.shape)}; reshape one feature with Y.reshape(-1, 1)")
+
+
+def explained_variance(data: Any, U: Tensor, V: Tensor) -> float:
+    """1 − ‖Y − UVᵀ‖² / ‖Y − Ȳ‖² for dense or sparse data; constant data are explained if there is no error."""
+    flat = data if isinstance(data, SparseData) else data.flatten(1)
+    error = 2 * Squared(flat).value(U, V)
+    ones = torch.ones(flat.shape[0], 1, dtype=flat.dtype, device=flat.device)
+    means = (flat.mT @ ones) / flat.shape[0]
+    spread = 2 * Squared(flat).value(ones, means)
+    return 1 - error / spread if spread > 0 else float(error == 0)
+
+
+def in_range(factors: tuple[Tensor, ...], units: Units, shares: Sequence[int] = (2, 2)) -> tuple[Tensor, ...]:
+    """A start in the middle of the range; a start far larger than the data is refused."""
+    lowered = tuple(units.lowered(x, share) for x, share in zip(factors, shares, strict=True))
+    if middle(0.0, *lowered, limit=APART) > 0:
+        raise OptionError("start is larger than Y by a factor above 1e19: scale it to the size of Y")
+    return lowered

@@ -1,0 +1,86 @@
+"""Law: mini-batches approach the fit of all rows, and an interrupted fit leaves the factors of its last sweep."""
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+from minimand.factor import NMF, LowRank, MatrixCompletion, Status, descent
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*stopped before its certificate")
+
+
+def rows(n=400, m=30, k=3, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.random((n, k)) @ rng.random((k, m)) + 0.05 * rng.random((n, m))
+
+
+def objective(model, Y):
+    """Of the components with the codes of all rows."""
+    U = model.transform(Y)
+    penalty = np.linalg.norm(U, axis=0) * np.linalg.norm(model.components_, axis=1)
+    error = np.nansum(np.square(Y - model.inverse_transform(U)))
+    return 0.5 * error + model.lam_ * penalty.sum()
+
+
+@pytest.mark.parametrize("form", [np.asarray, sp.csr_array], ids=["dense", "sparse"])
+def test_mini_batches_of_rows_approach_the_fit(form):
+    Y = rows()
+    whole = NMF(2.0, n_components=3, random_state=0).fit(Y)
+    stream = NMF(2.0, n_components=3, random_state=0)
+    for part in np.split(Y, 8):
+        stream.partial_fit(form(part))
+    assert stream.n_samples_seen_ == 400
+    assert stream.components_.min() >= 0
+    assert objective(stream, Y) <= 1.05 * objective(whole, Y)
+    assert stream.certificate_.status is Status.UNDECIDED
+    assert "certify" in stream.certificate_.method
+    found = stream.certify(form(Y))
+    assert found.gap >= objective(stream, Y) - whole.objective_ - 1e-6
+    assert found.relative_gap < 1
+    assert not hasattr(stream.fit(Y), "sums_")
+
+
+def test_one_batch_is_the_fit():
+    Y = rows(60)
+    whole, stream = NMF(0.5, n_components=2, random_state=0).fit(Y), NMF(0.5, n_components=2, random_state=0)
+    assert stream.partial_fit(Y).objective_ <= whole.objective_ * (1 + 1e-9)
+    hidden = np.where(np.random.default_rng(0).random(Y.shape) < 0.3, np.nan, Y)
+    whole = MatrixCompletion(0.5, n_components=2, random_state=0).fit(hidden)
+    stream = MatrixCompletion(0.5, n_components=2, random_state=0).partial_fit(hidden)
+    assert stream.objective_ == pytest.approx(whole.objective_, rel=1e-3)
+
+
+def test_mini_batches_of_observed_entries_approach_the_fit():
+    Y = rows()
+    hidden = np.where(np.random.default_rng(1).random(Y.shape) < 0.3, np.nan, Y)
+    whole, stream = (MatrixCompletion(2.0, n_components=3, random_state=0) for _ in range(2))
+    whole.fit(hidden)
+    for part in np.split(hidden, 8):
+        stream.partial_fit(part)
+    errors = [np.square(Y - m.inverse_transform(m.transform(hidden))).sum() for m in (whole, stream)]
+    assert errors[1] <= 1.1 * errors[0]
+    assert stream.certify(hidden).relative_gap < 1
+
+
+@pytest.mark.parametrize("model", [NMF(0.5, n_components=3), NMF(0.5), MatrixCompletion(0.5)], ids=str)
+def test_an_interrupted_fit_leaves_the_factors_of_its_last_sweep(model, monkeypatch):
+    sweep, calls = descent.LocalDescent._sweep, []
+
+    def interrupted(self, state, tol):
+        calls.append(state.objective)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return sweep(self, state, tol)
+
+    monkeypatch.setattr(descent.LocalDescent, "_sweep", interrupted)
+    Y = rows(60)
+    with pytest.raises(KeyboardInterrupt, match="interrupted_"):
+        model.fit(Y)
+    assert model.interrupted_
+    assert model.certificate_.status is Status.UNDECIDED
+    assert "interrupted" in model.certificate_.method
+    assert model.objective_ <= calls[-1] * (1 + 1e-6)
+    assert model.transform(Y).shape == (60, model.n_components_)
+    monkeypatch.undo()
+    assert not model.fit(Y).interrupted_
+    assert not LowRank(0.5).fit(Y).interrupted_
