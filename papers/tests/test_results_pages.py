@@ -25,7 +25,6 @@ OURS = {
     "lifted-deep-sigmoid",
     "lifted-resnet",
     "proxprop-peers",
-    "lifted-resnet",
     "deblur",
     "superres",
     "prior-transfer",
