@@ -22,6 +22,7 @@ OURS = {
     "solvers-uncertainty",
     "conversion-digits",
     "lifted-conv",
+    "proxprop-autoencoder",
     "proxprop-peers",
 }
 
