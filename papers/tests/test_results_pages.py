@@ -24,6 +24,7 @@ OURS = {
     "lifted-conv",
     "lifted-deep-sigmoid",
     "lifted-resnet",
+    "proxprop-autoencoder",
     "proxprop-peers",
     "deblur",
     "superres",
