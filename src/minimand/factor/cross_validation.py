@@ -249,8 +249,8 @@ class NMFCV(_CrossValidated):
     def _require_complete(self, data: Any) -> None:
         if isinstance(data, Observed):
             raise NonFiniteError(
-                "Input Y contains NaN, and NMFCV holds out blocks of complete rows and columns: fill them, or choose lam "
-                "by MatrixCompletionCV"
+                "Input Y contains NaN, and NMFCV holds out blocks of complete rows and columns: fill them, or choose "
+                "lam by MatrixCompletionCV"
             )
 
     def _model(self, lam: float) -> NMF:
