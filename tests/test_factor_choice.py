@@ -162,6 +162,14 @@ def test_zero_solutions_and_sizes_above_both_sides_are_sentences():
     assert np.abs(model.components_[:, 4]).max() == 0
 
 
+def test_no_certificate_is_computed_without_effort():
+    for make, data in ((NMF, Y), (MatrixCompletion, Y), (SparseDictionary, Y), (CPTensor, Y.reshape(50, 5, 8))):
+        model = make("20%", n_components=2, random_state=0, effort=None, max_iter=20).fit(data)
+        assert model.certificate_.method == "no certificate was requested"
+        with pytest.raises(ValueError, match="effort=None computes no certificate"):
+            make("20%", effort=None).fit(data)
+
+
 BAD = [
     (LowRankCV(cv=1), Y, "cv must be a whole number ≥ 2"),
     (LowRankCV(cv=2.5), Y, "cv must be a whole number"),

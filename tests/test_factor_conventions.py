@@ -143,7 +143,7 @@ def nan(position=(0, 0)):
 
 
 BAD = [
-    (NMF(0.5), nan(), "NaN"),
+    (NMF(0.5), np.full((4, 3), np.nan), "every entry is NaN"),
     (LowRank(0.5), torch.from_numpy(nan()), "Y contains NaN, 1 of"),
     (LowRank(0.5), np.where(Y > 1, np.inf, Y), "infinity"),
     (NMF(0.5), -Y, "Negative values"),

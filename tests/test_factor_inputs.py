@@ -32,7 +32,7 @@ def test_completion_takes_what_a_masked_array_masks_for_missing():
     assert both == certify(Y, U, plain.components_.T, lam=0.1, mask=some & ~HIDDEN)
 
 
-@pytest.mark.parametrize("model", ESTIMATORS, ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("model", [m for m in ESTIMATORS if not isinstance(m, NMF)], ids=lambda m: type(m).__name__)
 def test_who_needs_every_entry_refuses_masked_arrays(model):
     data = MASKED.reshape(12, 4, 2) if isinstance(model, CPTensor) else MASKED
     with pytest.raises(ValueError, match=r"masked array with 4 masked entries; .* fill"):

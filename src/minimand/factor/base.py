@@ -20,7 +20,7 @@ from ..errors import MissingExtra, OptionError, ShapeError, require_finite, requ
 from ..solvers.linear import ridge_factor
 from .bounds import largest_singular
 from .certificate import NOT_CERTIFIED, Certificate, FactorProblem, Factors, Stop, certify_factors
-from .checking import Path, explained_variance, in_range, require_2d, validated
+from .checking import REMEDIES, Path, explained_variance, in_range, require_2d, validated
 from .growth import grow
 from .inputs import (
     Share,
@@ -42,6 +42,7 @@ from .inputs import (
 )
 from .losses import Loss, Squared
 from .matrices import RowSharding, leading_singular
+from .observed import Observed
 from .options import GrowthOptions, Report, no_report
 from .regularizers import L2, Regularizer
 from .sparse import SparseData, sparse_from_tensor
@@ -50,12 +51,6 @@ __all__ = ["Factorization", "GrownFactorization", "Path"]
 
 EXACT = 1_000_000  # entries up to which a share is of the exact lambda_max
 _MISSING = "fill them, or complete them with MatrixCompletion"
-_REMEDIES = {
-    Stop.MAX_ITER: "all max_iter={max_iter} iterations are made; raise max_iter, or use a larger lam or tol",
-    Stop.R_MAX: "it has {rank} components, as many as r_max allows; raise r_max, or use a larger lam",
-    Stop.SEARCH_ENDED: "its search ended too early; continue from its factors with start=…, or try another "
-    "random_state",
-}
 
 
 @dataclass(eq=False, repr=False)
@@ -164,8 +159,8 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
                 f"lam='10%' of it, or see path(Y)",
                 stacklevel=level,
             )
-        elif stop in _REMEDIES:
-            remedy = _REMEDIES[stop].format(max_iter=self.max_iter, rank=self.n_components_)
+        elif stop in REMEDIES:
+            remedy = REMEDIES[stop].format(max_iter=self.max_iter, rank=self.n_components_)
             text = self.certificate_.shortfall(type(self).__name__, self.tol, remedy)
             warnings.warn(text, ConvergenceWarning, stacklevel=level)
 
@@ -238,7 +233,8 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         check_is_fitted(self)
         data = self._checked(Y, reset=False)[1]
         V = self._right(data)
-        return explained_variance(data, self._encoded(data, V)[0], V)
+        U = self._encoded(data, V)[0]
+        return data.explained(U, V) if isinstance(data, Observed) else explained_variance(data, U, V)
 
     def inverse_transform(self, U: Any) -> Any:
         """The matrix UVᵀ of codes U."""
@@ -328,7 +324,8 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         require_finite("start", V)
         return in_range(leveled(U, V), units)
 
-    def _right(self, like: Tensor) -> Tensor:
+    def _right(self, like: Any) -> Tensor:
+        like = like.values if isinstance(like, Observed) else like
         components = self.components_ if isinstance(self.components_, Tensor) else as_tensor(self.components_)
         return components.to(dtype=like.dtype, device=like.device).mT
 
@@ -394,4 +391,6 @@ class GrownFactorization(Factorization):
 
     def _solve(self, problem: Any, start: Any, report: Report) -> Factors:
         options = self._options(problem.loss.entries())
-        return grow(problem, options, like=problem.loss.Y[:0], generator=self._generator(), start=start, report=report)
+        loss = problem.loss
+        like = loss.values if isinstance(loss, Observed) else loss.Y[:0]
+        return grow(problem, options, like=like, generator=self._generator(), start=start, report=report)

@@ -10,13 +10,21 @@ from sklearn.utils.validation import validate_data
 from torch import Tensor
 
 from ..errors import OptionError, ShapeError, require_values
+from .certificate import Stop
 from .inputs import APART, Units, middle, working
 from .losses import Squared
 from .sparse import SparseData
 
-__all__ = ["Path", "explained_variance", "in_range", "require_2d", "validated"]
+__all__ = ["REMEDIES", "Path", "explained_variance", "in_range", "require_2d", "validated"]
 
 FLOATS = [np.float64, np.float32]
+#: What to do if a fit stopped before its certificate.
+REMEDIES = {
+    Stop.MAX_ITER: "all max_iter={max_iter} iterations are made; raise max_iter, or use a larger lam or tol",
+    Stop.R_MAX: "it has {rank} components, as many as r_max allows; raise r_max, or use a larger lam",
+    Stop.SEARCH_ENDED: "its search ended too early; continue from its factors with start=…, or try another "
+    "random_state",
+}
 
 
 class Path(tuple[Any, ...]):

@@ -12,10 +12,11 @@ from torch import Tensor
 from ..errors import NonFiniteError, OptionError, ShapeError, require_finite
 from .base import GrownFactorization
 from .certificate import Factors, Stop
+from .groups import RowGroups
 from .growth import grow
 from .inputs import as_tensor, same_kind, working
 from .matrices import RowSharding
-from .observed import Observed, RowGroups
+from .observed import Observed, not_nan
 from .options import Report
 from .streaming import ObservedSums
 
@@ -83,7 +84,7 @@ class MatrixCompletion(GrownFactorization):
         like, data = (Y, data) if isinstance(Y, Tensor) else (data, as_tensor(data))
         if bool(torch.isinf(data).any()):
             raise NonFiniteError("Input Y contains infinity; mark missing entries by NaN")
-        return like, _from_dense(data)
+        return like, not_nan(data)
 
     def _fit(self, Y: Any, start: Any, group: Any) -> tuple[Any, Stop]:
         if group is None:
@@ -149,9 +150,7 @@ class MatrixCompletion(GrownFactorization):
         V = self._right(loss)
         fitted = self._fitted_codes(loss)
         U = self._encoded(loss, V)[0] if fitted is None else fitted
-        centred = loss.values.to(torch.float64) - loss.values.to(torch.float64).mean()
-        spread, error = float(centred.square().sum()), 2 * loss.value(U, V)
-        return 1 - error / spread if spread > 0 else float(error == 0)
+        return loss.explained(U, V)
 
     def _fitted_codes(self, loss: Observed) -> Tensor | None:
         """The codes of the training rows, if the rows are as many."""
@@ -166,14 +165,6 @@ class MatrixCompletion(GrownFactorization):
         """The ridge regression of each row on its observed entries."""
         Y: Observed = problem.loss
         return RowGroups.of(*Y.index, Y.shape, V.shape[1]).ridge(Y.values, V.contiguous(), problem.lam)[0], True
-
-    def _right(self, like: Any) -> Tensor:
-        return super()._right(like.values if isinstance(like, Observed) else like)
-
-
-def _from_dense(Y: Tensor) -> Observed:
-    row, column = torch.nonzero(~torch.isnan(Y), as_tuple=True)
-    return Observed(Y[row, column], (row, column), (Y.shape[0], Y.shape[1]))
 
 
 def _from_sparse(Y: Any) -> Observed:

@@ -13,7 +13,7 @@ from ..errors import OptionError, ShapeError, require_finite
 from ..linalg import gram
 from ..solvers.iterate import iterate
 from .bounds import Bound, gram_bound
-from .certificate import Certificate, FactorProblem, Factors, conclude, noted_if_zero
+from .certificate import NOT_CERTIFIED, Certificate, FactorProblem, Factors, conclude, noted_if_zero
 from .inputs import leveled, real, refuse_masked, require_number, working
 from .losses import Squared
 from .options import GrowthOptions, Report
@@ -235,7 +235,10 @@ def grow_tensor(
             break
         factors = _appended(factors, values[above][:room], [x[above][:room] for x in found], lam)
     factors = balanced_modes(factors)
-    certificate, objective = tensor_certificate(Y, factors, lam, options.tol, generator)
+    if options.effort is None:
+        certificate, objective = NOT_CERTIFIED, _objective(Y, factors, lam)
+    else:
+        certificate, objective = tensor_certificate(Y, factors, lam, options.tol, generator)
     iterations, history[-1] = max(used, 1), objective
     missing = max((options.n_components or 0) - len(factors[0]), 0)
     a, b, c = (torch.cat([x, x.new_zeros(missing, x.shape[1])]) for x in factors)

@@ -27,13 +27,14 @@ from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, Transfo
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted
 
-from ..errors import MissingExtra, OptionError, ShapeError
+from ..errors import MissingExtra, NonFiniteError, OptionError, ShapeError
 from .base import Factorization
 from .completion import MatrixCompletion
 from .folds import Fold, block_fold, entry_fold
 from .inputs import require_number, require_whole, seeded_generator
 from .lowrank import LowRank
 from .nmf import NMF
+from .observed import Observed
 
 __all__ = ["NMFCV", "LowRankCV", "MatrixCompletionCV"]
 
@@ -82,6 +83,7 @@ class _CrossValidated(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         require_number("tol", self.tol)
         probe = self._model(1.0)
         _, data = probe._checked(Y, reset=True)
+        self._require_complete(data)
         self._copy_input(probe)
         top = probe.lambda_max(Y)
         if not top > 0:
@@ -101,6 +103,7 @@ class _CrossValidated(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
     def transform(self, Y: Any) -> Any:
         """The codes of the rows of Y at the chosen λ."""
         check_is_fitted(self)
+        self._require_complete(self.model_._checked(Y, reset=False)[1])
         return self.model_.transform(Y)
 
     def inverse_transform(self, U: Any) -> Any:
@@ -135,6 +138,9 @@ class _CrossValidated(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         return self.n_components_
 
     # -- the choice ------------------------------------------------------------------------------------------------
+
+    def _require_complete(self, data: Any) -> None:
+        """Raise for missing entries; completion has them."""
 
     def _copy_input(self, model: Any) -> None:
         for name in ("n_features_in_", "feature_names_in_"):
@@ -234,6 +240,18 @@ class NMFCV(_CrossValidated):
 
     _: KW_ONLY
     r_max: int | None = None
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = False
+        return tags
+
+    def _require_complete(self, data: Any) -> None:
+        if isinstance(data, Observed):
+            raise NonFiniteError(
+                "Input Y contains NaN, and NMFCV holds out blocks of complete rows and columns: fill them, or choose "
+                "lam by MatrixCompletionCV"
+            )
 
     def _model(self, lam: float) -> NMF:
         return NMF(

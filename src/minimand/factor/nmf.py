@@ -1,20 +1,24 @@
 """The estimator NMF: non-negative matrix factorisation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import OptionError
+from ..errors import NonFiniteError, OptionError
 from ..functions import Function, NonNegative
 from ..operators import Dense
 from ..solvers import FISTA, Problem, solve
 from .base import GrownFactorization
-from .inputs import Units
-from .losses import Squared
+from .groups import RowGroups
+from .inputs import Units, as_tensor
+from .losses import Loss, Squared
+from .matrices import RowSharding
+from .observed import Observed, not_nan
 from .regularizers import NonNegativeL2
-from .sparse import SparseData
+from .sparse import SparseData, is_sparse
 from .streaming import RowSums
 
 __all__ = ["NMF", "proximal_codes"]
@@ -28,7 +32,8 @@ class NMF(GrownFactorization):
 
     .. math:: \min_{r,\,U \ge 0,\,V \ge 0} \tfrac12\|Y - UV^\top\|_F^2 + \lambda\sum_{i=1}^r \|U_i\|_2\|V_i\|_2 .
 
-    The penalty limits the number of columns. With ``n_components=None`` components are added until the polar allows no
+    The entries that are NaN, or masked in a masked array, are missing, and the sum is over the others. The penalty
+    limits the number of columns. With ``n_components=None`` components are added until the polar allows no
     more, and ``certificate_`` bounds the distance to the *global* minimum over all sizes. At balance the objective is
     that of scikit-learn's NMF with ``alpha_W = lam / n_features``, ``alpha_H = lam / n_samples``, ``l1_ratio = 0``.
 
@@ -60,13 +65,33 @@ class NMF(GrownFactorization):
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.input_tags.positive_only = True
+        tags.input_tags.allow_nan = True
         return tags
 
     def _checked(self, Y: Any, *, reset: bool) -> tuple[Any, Any]:
-        like, data = super()._checked(Y, reset=reset)
-        if bool(((data.values if isinstance(data, SparseData) else data) < 0).any()):
+        if np.ma.isMaskedArray(Y):
+            Y = np.ma.filled(Y if Y.dtype.kind == "f" else Y.astype(np.float64), np.nan)
+        like, data = self._complete(Y, reset=reset)
+        if isinstance(data, Tensor) and bool(torch.isnan(data).any()):
+            data = not_nan(data, compact=False)
+            if not len(data.values):
+                raise OptionError("Y has no observed entry at all: every entry is NaN")
+        if bool(((data if isinstance(data, Tensor) else data.values) < 0).any()):
             raise OptionError("Negative values in data passed to NMF: clip or shift them")
         return like, data
+
+    def _complete(self, Y: Any, *, reset: bool) -> tuple[Any, Any]:
+        """As for every estimator, but NaN is allowed in dense data."""
+        if is_sparse(Y):
+            return super()._checked(Y, reset=reset)
+        data = self._matrix(Y, reset=reset)
+        like, data = (Y, data) if isinstance(Y, Tensor) else (data, as_tensor(data))
+        if bool(torch.isinf(data).any()):
+            raise NonFiniteError("Input Y contains infinity; mark missing entries by NaN")
+        return like, data
+
+    def _loss(self, Y: Any, rows: RowSharding) -> Loss:
+        return replace(Y, rows=rows) if isinstance(Y, Observed) else super()._loss(Y, rows)
 
     def _checked_start(self, start: Any, data: Any, units: Units) -> tuple[Tensor, ...]:
         U, V = super()._checked_start(start, data, units)
@@ -87,6 +112,8 @@ class NMF(GrownFactorization):
             data = self._checked(Y, reset=False)[1]
             V = self._right(data)
             U = self._encoded(data, V)[0]
+        if isinstance(data, Observed):
+            raise OptionError("partial_fit of NMF takes no missing entries: fill them, or use MatrixCompletion")
         loss = Squared(data)
         before: RowSums = getattr(self, "sums_", None) or RowSums(
             V.new_zeros(V.shape[1], V.shape[1]), torch.zeros_like(V), 0.0
@@ -102,7 +129,11 @@ class NMF(GrownFactorization):
         return NonNegativeL2()
 
     def _code(self, problem: Any, V: Tensor) -> tuple[Tensor, bool]:
-        """Each row solves min ½‖y − uVᵀ‖² + (λ/2)‖u‖², u ≥ 0."""
+        """Each row solves min ½‖y − uVᵀ‖² + (λ/2)‖u‖², u ≥ 0, on its observed entries."""
+        Y = problem.loss
+        if isinstance(Y, Observed):
+            groups = RowGroups.of(*Y.index, Y.shape, V.shape[1])
+            return groups.nonnegative(Y.values, V.contiguous(), problem.lam)
         return proximal_codes(problem.loss.Y, V, NonNegative(), problem.lam)
 
 

@@ -24,18 +24,15 @@ from ..functions import NonNegative
 from ..linalg import gram
 from ..operators import Dense
 from ..solvers import FISTA, Problem, solve
-from ..solvers.iterate import iterate
-from ..solvers.linear import ridge_factor
 from .columns import Updated
 from .descent import Components, LocalDescent
+from .groups import RowGroups
 from .inputs import shifted
 from .losses import DualValue, Loss, best_multiple
 from .matrices import DualMatrix, DualMoments, RowSharding, row_blocks
 
 __all__ = ["Observed", "ObservedDescent", "RowGroups", "SparseDual", "masked", "rotated"]
 
-# Entries of a batch of ridge regressions.
-BATCH = 2_000_000
 # Entries that a block of a sparse matrix may have, however small the result is.
 SMALL_BLOCK = 2**18
 NEGLIGIBLE = 1e-6
@@ -202,6 +199,18 @@ class Observed(Loss):
         """The number of observed entries."""
         return self.rows.count(len(self.values))
 
+    def explained(self, U: Tensor, V: Tensor) -> float:
+        """The share of the variance of the observed entries that UVᵀ explains."""
+        centred = self.values.to(torch.float64) - self.values.to(torch.float64).mean()
+        spread, error = float(centred.square().sum()), 2 * self.value(U, V)
+        return 1 - error / spread if spread > 0 else float(error == 0)
+
+
+def not_nan(Y: Tensor, *, compact: bool = True) -> Observed:
+    """The loss on the entries of a matrix that are not NaN."""
+    row, column = torch.nonzero(~torch.isnan(Y), as_tuple=True)
+    return Observed(Y[row, column], (row, column), (Y.shape[0], Y.shape[1]), compact=compact)
+
 
 def masked(Y: Tensor, mask: Any) -> Observed:
     """The loss on the entries of a matrix with a True ``mask``."""
@@ -221,70 +230,6 @@ def _products(U: Tensor, V: Tensor, index: tuple[Tensor, Tensor]) -> Tensor:
     for part in row_blocks(len(row), max(U.shape[1], 1)):
         out[part] = (U[row[part]] * V[column[part]]).sum(-1)
     return out
-
-
-@dataclass(frozen=True)
-class RowGroups:
-    """The observed entries row by row, in batches of rows with similar numbers of entries, padded to the longest.
-
-    Each batch holds the rows' indices, the columns of their entries (one past the last column: padding), and the
-    entries' positions in the list of values.
-    """
-
-    batches: tuple[tuple[Tensor, Tensor, Tensor], ...]
-    rows: int
-
-    @classmethod
-    def of(cls, row: Tensor, column: Tensor, shape: tuple[int, int], rank: int = 32) -> "RowGroups":
-        """Batches for the entries at (row, column) of a matrix, in any order."""
-        rows, columns = shape
-        order = torch.argsort(row, stable=True)
-        counts = torch.bincount(row, minlength=rows)
-        starts = counts.cumsum(0) - counts
-        by_length = torch.argsort(counts, stable=True)
-        batches: list[tuple[Tensor, Tensor, Tensor]] = []
-
-        def next_batch(done: int, k: int) -> int:
-            some = by_length[done:]
-            lengths = counts[some]
-            # The rows that fit if all are as long as the longest of them, and are not much longer than the first.
-            fits = lengths * torch.arange(1, len(some) + 1, device=row.device) * rank <= BATCH
-            fits &= lengths <= 1.25 * lengths[0] + 8
-            take = max(1, int(fits.int().cumprod(0).sum()))
-            some, lengths = some[:take], lengths[:take]
-            offsets = torch.arange(int(lengths[-1]), device=row.device)
-            seen = offsets < lengths.unsqueeze(1)
-            places = order[(starts[some].unsqueeze(1) + offsets).clamp_max(len(row) - 1)]
-            batches.append((some, torch.where(seen, column[places], columns), places))
-            return done + take
-
-        empty = int((counts == 0).sum())  # the regression of a row without entries is zero
-        iterate(next_batch, empty, rows - empty, until=lambda done, k: done >= rows)
-        return cls(tuple(batches), rows)
-
-    def ridge(self, values: Tensor, other: Tensor, lam: float) -> tuple[Tensor, Tensor]:
-        """The ridge solutions of all rows and the right-hand sides of their systems: rows × r."""
-        out, sides = other.new_zeros(2, self.rows, other.shape[1])
-        for rows, design, target in self._systems(values, other):
-            out[rows] = ridge_factor(design.mT, lam).solve(target).squeeze(1)
-            sides[rows] = target.squeeze(1)
-        return out, sides
-
-    def normal(self, values: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-        """The Gram matrices and right-hand sides of all rows, to be summed over processes."""
-        grams = other.new_zeros(self.rows, other.shape[1], other.shape[1])
-        sides = other.new_zeros(self.rows, other.shape[1])
-        for rows, design, target in self._systems(values, other):
-            grams[rows] = design.mT @ design
-            sides[rows] = target.squeeze(1)
-        return grams, sides
-
-    def _systems(self, values: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Rows, their designs (rows × entries × r) and their right-hand sides (rows × 1 × r)."""
-        padded = torch.cat([other, other.new_zeros(1, other.shape[1])])
-        for rows, columns, places in self.batches:
-            design = padded.index_select(0, columns.flatten()).unflatten(0, columns.shape)
-            yield rows, design, values[places].to(other.dtype).unsqueeze(1) @ design
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from .columns import updated
+from .groups import RowGroups
 from .matrices import RowSharding
-from .observed import Observed, RowGroups
+from .observed import Observed
 from .regularizers import Regularizer
 
 __all__ = ["ObservedSums", "RowSums"]

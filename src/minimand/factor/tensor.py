@@ -36,8 +36,7 @@ class CPTensor(GrownFactorization):
         r_max: The largest number of components; None: 100.
         tol: The relative gap to certify.
         max_iter: The total number of sweeps.
-        effort: The certificate's budget as a share of the fit's work: "auto" is 1 for a fit that grows and 0.25 at a
-            fixed size; 0 computes only cheap bounds; None computes no certificate (for a fixed size only).
+        effort: None computes no certificate (for a fixed size only); the bound is cheap, so every number is the same.
         random_state: Seed of the starts.
         verbose: Show a progress bar.
 

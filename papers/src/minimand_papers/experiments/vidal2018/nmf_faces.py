@@ -33,7 +33,7 @@ class NMFFacesOptions:
         width: Width after shrinking.
         fractions: Values of λ/λmax in decreasing order; the last is compared with scikit-learn.
         sizes: Sizes of scikit-learn's factorisations, in multiples of the size found.
-        effort: Effort for the bound on the polar; 1 is about five seconds per certificate.
+        effort: Effort of the certificates: of our fits as a share of their work, of other factors 1 is five seconds.
         tol: The relative gap to certify.
     """
 
