@@ -23,6 +23,7 @@ OURS = {
     "conversion-digits",
     "lifted-conv",
     "proxprop-peers",
+    "proxprop-autoencoder",
     "lifted-resnet",
     "deblur",
     "superres",
