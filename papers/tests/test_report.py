@@ -148,10 +148,10 @@ def test_markdown_has_the_same_rows(runs: Path, tmp_path: Path) -> None:
     assert options.epochs != usual.epochs
     assert re.search(rf"## dropout-digits-digits\n\n.* Scale: laptop, .*epochs = {options.epochs}", text)
     assert re.search(rf"minimand run dropout-digits --preset laptop .*--epochs {options.epochs}", text)
-    assert "Incomplete: some parts or seeds have not been run." in text
+    assert "Incomplete. Not run, or not with every seed: " in text
     assert re.search(r"\| no dropout \| – \| [\d.]+% ± [\d.]+ \| 2 \| control \|", text)
     # A smoke run supports no verdict.
-    assert re.search(r"\| \[§3: .* \| no result yet \| not run \|", text)
+    assert re.search(r"\| \[§3: .* \| no result yet \(.*\) \| not run \|", text)
 
 
 def test_a_damaged_result_is_named_and_the_rest_shown(runs: Path, tmp_path: Path) -> None:

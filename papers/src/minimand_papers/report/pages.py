@@ -67,7 +67,7 @@ def _unmeasured(experiment: Experiment[Any]) -> list[Claim]:
     """The claims of an experiment that has no result."""
     empty = Results(experiment.preset("laptop").options, "laptop", {})
     hours = experiment.preset("laptop").minutes / 60
-    why = f"no {experiment.needs_data} data" if experiment.needs_data else f"no processor time: {hours:.1f} hours"
+    why = f"no {experiment.needs_data} data" if experiment.needs_data else f"no result yet ({hours:.1f} hours)"
     return [
         dataclasses.replace(claim, measured="–", scale=why, verdict="not run") for claim in experiment.claims(empty)
     ]
