@@ -99,6 +99,9 @@ def active_step(problem: Problem, state: "SpectralState", aim: Tensor) -> Tensor
     step = spread(problem, state.step)
     slope = prox_slope(problem, x + step * state.descent, step)
     active = slope > 1e-6
+    # In a batch, small factorisations cost more than the iterations that they save.
+    if len(x) > 1 and int(active.sum(-1).amax()) ** 3 > 2 * x.shape[-1] ** 2:
+        return aim
     safe = torch.where(active, step * slope, 1.0)
     extra = torch.where(active, (1 - slope) / safe, 0.0)
     bend = None if problem.is_quadratic else problem.datafit.second(_image(problem, state), problem.y)
