@@ -53,6 +53,11 @@ class Function(abc.ABC):
         except RuntimeError:  # a value that branches on its data
             return torch.stack([self.value(sample) for sample in flat]).reshape(lead)
 
+    def reach(self, x: Tensor, dims: int) -> Tensor | None:
+        """The largest number by which each sample can be multiplied and stay in the domain, which contains zero; None
+        where it has no closed form."""
+        return None
+
     def check_shape(self, shape: tuple[int, ...]) -> None:  # noqa: B027 -- most functions take every shape
         """Raise for points of a shape that options with one number per entry or row do not fit."""
 

@@ -218,6 +218,13 @@ class Box(Separable):
         low, high = self.low, self.high
         return indicator((x >= low - _room(x, low)) & (x <= high + _room(x, high)), x)
 
+    def reach(self, x: Tensor, dims: int) -> Tensor:
+        """The smallest quotient of an end and an entry on its side."""
+        low, high = (torch.as_tensor(end, dtype=x.dtype, device=x.device) for end in (self.low, self.high))
+        end = torch.where(x > 0, high, low)
+        quotient = torch.where(x == 0, torch.inf, end / torch.where(x == 0, 1.0, x))
+        return quotient.flatten(x.dim() - dims).amin(-1)
+
     def check_shape(self, shape: tuple[int, ...]) -> None:
         """Raise unless both ends broadcast to ``shape``."""
         require_broadcast("low", self.low, shape)
@@ -235,7 +242,7 @@ class Box(Separable):
         """``x`` clipped to the box."""
         check_step(step, x)
         if isinstance(self.low, Tensor) or isinstance(self.high, Tensor):
-            ends = (torch.as_tensor(end, device=x.device).to(x.dtype) for end in (self.low, self.high))
+            ends = (torch.as_tensor(end, dtype=x.dtype, device=x.device) for end in (self.low, self.high))
             low, high = (end.reshape(()) if end.numel() == 1 else end for end in ends)
             return torch.minimum(torch.maximum(x, low), high)
         return F.hardtanh(x, self.low, self.high)

@@ -101,7 +101,7 @@ class GapBound:
     def objectives(self, x: Tensor) -> Tensor:
         """The objective of each sample."""
         problem, x = self._wide, x.detach().to(self._wide.y.dtype)
-        total = self._samples(problem.datafit.values(problem.operator.adjoint(x), problem.y))
+        total = self._samples(problem.datafit.values(self._image(x), problem.y))
         total = total + self._outputs(0.5 * problem.ridge * x * x)
         if problem.bias is not None:
             total = total - self._outputs(problem.full_bias() * x)
@@ -112,7 +112,7 @@ class GapBound:
         """The objective and the bound, for each sample."""
         problem, dims = self._wide, -self.problem.operator.output_dim
         x = x.detach().to(problem.y.dtype)
-        t = problem.operator.adjoint(x)
+        t = self._image(x)
         u = problem.datafit.gradient(t, problem.y)
         data = problem.datafit.values(t, problem.y)
         pull = problem.operator.apply(u)
@@ -129,6 +129,10 @@ class GapBound:
         if problem.ridge == 0 and not bool(gap.isfinite().all()) and self._convexity > 0:
             gap = torch.minimum(gap, self._strong(x, pull, smooth, objective))
         return objective, torch.where(gap.isnan(), torch.inf, gap)
+
+    def _image(self, x: Tensor) -> Tensor:
+        """Aᵀx; at zero it takes no product."""
+        return self._wide.operator.adjoint(x) if bool(x.any()) else torch.zeros_like(self._wide.y)
 
     def _slope(self, pull: Tensor) -> Tensor:
         """b − Au."""
@@ -150,11 +154,15 @@ class GapBound:
         whole = charge(one)
         if bool(whole.isfinite().all()):
             return self._samples(data - t * u) - whole
-        low, high = torch.zeros_like(one), one
-        for _ in range(_HALVINGS):
-            middle = 0.5 * (low + high)
-            fits = charge(middle).isfinite()
-            low, high = torch.where(fits, middle, low), torch.where(fits, high, middle)
+        reach = conjugate.reach(-pull, dims) if problem.bias is None else None
+        if reach is not None:
+            low = torch.minimum(one, reach)
+        else:
+            low, high = torch.zeros_like(one), one
+            for _ in range(_HALVINGS):
+                middle = 0.5 * (low + high)
+                fits = charge(middle).isfinite()
+                low, high = torch.where(fits, middle, low), torch.where(fits, high, middle)
         c = torch.where(whole.isfinite(), one, low)
         if problem.is_quadratic and problem.bias is None:
             # The best multiple is not the largest where x is far from the solution.

@@ -83,8 +83,9 @@ def prox_slope(problem: Problem, v: Tensor, step: Tensor | float) -> Tensor:
 
 
 @torch.no_grad()
-def active_step(problem: Problem, state: "SpectralState", aim: Tensor) -> Tensor:
-    r"""A proximal gradient step from the Newton point of the fixed-point equation, or ``aim`` where there is none.
+def active_step(problem: Problem, state: "SpectralState", aim: Tensor, *, cheap: bool = False) -> Tensor:
+    r"""A proximal gradient step from the Newton point of the fixed-point equation, or ``aim`` where there is none, or
+    where it is not to be taken unless it is ``cheap``.
 
     With the slopes D of the prox at :math:`x - s\nabla f(x)` and the residual :math:`q = \mathrm{aim} - x`, the Newton
     step solves :math:`(I - D(I - sH))\Delta = q`: it is q where D = 0, and elsewhere
@@ -99,6 +100,9 @@ def active_step(problem: Problem, state: "SpectralState", aim: Tensor) -> Tensor
     step = spread(problem, state.step)
     slope = prox_slope(problem, x + step * state.descent, step)
     active = slope > 1e-6
+    # In a batch, small factorisations cost more than a few iterations.
+    if cheap and len(x) > 1 and int(active.sum(-1).amax()) ** 3 > 2 * x.shape[-1] ** 2:
+        return aim
     safe = torch.where(active, step * slope, 1.0)
     extra = torch.where(active, (1 - slope) / safe, 0.0)
     bend = None if problem.is_quadratic else problem.datafit.second(_image(problem, state), problem.y)

@@ -115,9 +115,8 @@ class Problem:
         operator = self.operator
         if not isinstance(operator, Dense) or operator._bounds is not None or is_traced(operator.weight):
             return self.smoothness()
-        A = operator.weight.detach().double().abs()
-        loose = torch.minimum(A.square().sum((-2, -1)), A.sum(-1).amax(-1) * A.sum(-2).amax(-1)).amax()
-        return self.curved(loose) + self.ridge
+        loose = torch.linalg.vector_norm(operator.weight.detach(), dim=(-2, -1)).amax().double().square()
+        return self.curved(1.001 * loose) + self.ridge
 
     def curved(self, bound: Tensor) -> Tensor:
         r""":math:`\kappa` times a bound on a squared norm of A: a bound on the curvature along the same directions."""

@@ -15,6 +15,7 @@ from .problem import Problem
 __all__ = ["Spectral"]
 
 _SEARCHES = 8
+_EARLY = 60  # iterations in which only cheap Newton steps are taken
 
 
 class SpectralState(NamedTuple):
@@ -110,7 +111,8 @@ class Spectral(Solver):
         step = spread(problem, state.step)
         aim = problem.function.prox(_moved(state.x, step * state.descent), step)
         if self.polish is not None and k % self.polish == self.polish - 1:
-            return _towards(problem, state, active_step(problem, state, aim), sure=False)
+            aim = active_step(problem, state, aim, cheap=k < _EARLY)
+            return _towards(problem, state, aim, sure=False)
         return _towards(problem, state, aim)
 
 
