@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("part", ["compiled", "distributed", "threads"])
+@pytest.mark.parametrize("part", ["compiled", "distributed", "sharded", "threads"])
 def test_wrapped_networks_are_read(part):
     root = Path(__file__).parent.parent
     command = [sys.executable, "-W", "ignore", "-m", "tests.cases.wrapped", part]

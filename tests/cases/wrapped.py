@@ -4,11 +4,15 @@ import os
 import sys
 import threading
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from minimand.errors import ConversionError
 from minimand.network import read, role
+from minimand.nn import convert, plan
+from minimand.solvers import ProxGD
 
 from .forwards.architectures import GPT, ResNet
 
@@ -60,6 +64,24 @@ def distributed() -> None:
     dist.destroy_process_group()
 
 
+def sharded() -> None:
+    """A network sharded by FSDP, whose gathered weights have no memory after a forward, in a group of one."""
+    from torch.distributed.fsdp import fully_shard
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(3, 4)
+    expected, answer = found(read(model, x)), model(x)
+    for layer in (model[0], model[2], model):
+        fully_shard(layer)
+    assert found(read(model, x)) == expected
+    assert torch.equal(model(x), answer)
+    for call in (convert, plan):
+        with pytest.raises(ConversionError, match="0 is sharded; convert the model first"):
+            call(model, ProxGD(3), example=x)
+    dist.destroy_process_group()
+
+
 def threads() -> None:
     """Several threads read one network while another one runs it."""
     model, x = GPT().eval(), torch.randint(0, 11, (2, 5))
@@ -87,5 +109,5 @@ def threads() -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    {"compiled": compiled, "distributed": distributed, "threads": threads}[sys.argv[1]]()
+    {"compiled": compiled, "distributed": distributed, "sharded": sharded, "threads": threads}[sys.argv[1]]()
     os._exit(0)  # torch may abort a process that ends the ordinary way after closing a process group

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Saved", "preserved", "snapshot", "version"]
+__all__ = ["Saved", "is_dtensor", "preserved", "snapshot", "version"]
 
 #: One run at a time: a run changes training flags and hooks of the modules.
 _LOCK = threading.RLock()
@@ -35,7 +35,7 @@ class Saved:
 
     def add(self, tensor: Tensor) -> None:
         """Save a tensor's contents, unless that has been done before."""
-        if id(tensor) not in self._tensors and not tensor.is_meta:
+        if id(tensor) not in self._tensors and not tensor.is_meta and not _freed(tensor):
             with torch.no_grad():
                 self._tensors[id(tensor)] = tensor, tensor.detach().clone(), version(tensor)
 
@@ -44,12 +44,29 @@ class Saved:
         for generator, state in self._generators.items():
             generator.set_state(state)
         for tensor, content, count in self._tensors.values():
+            if _freed(tensor):
+                continue
             comparable = tensor.layout is torch.strided
             if count == version(tensor) and (not comparable or torch.equal(tensor.detach(), content)):
                 continue
             tensor.data.copy_(content)
             if count is not None:
                 torch._C._autograd._unsafe_set_version_counter((tensor,), (count,))
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether it is a DTensor. The module that defines them is slow to import and loaded only where there are some."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _freed(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor is gone, as that of weights which FSDP has gathered; reading it would end the
+    process."""
+    try:
+        return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+    except (NotImplementedError, RuntimeError):  # layouts without a storage
+        return False
 
 
 def version(tensor: Tensor) -> int | None:

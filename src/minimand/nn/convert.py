@@ -8,6 +8,7 @@ from torch import nn
 
 from ..arguments import checked
 from ..errors import ConversionError, OptionError
+from ..network.state import is_dtensor
 from .conversion.block import BLOCKS
 from .conversion.change import apply, is_converted, undo
 from .conversion.clone import clone
@@ -195,3 +196,5 @@ def check_unwrapped(model: nn.Module, caller: str) -> None:
             raise ConversionError(f"{where} is compiled; convert the original (._orig_mod), then compile the result")
         if module._compiled_call_impl is not None:
             raise ConversionError(f"{where} is compiled in place; convert it first, then call compile() of the result")
+        if any(map(is_dtensor, module.parameters(recurse=False))):
+            raise ConversionError(f"{where} is sharded; convert the model first, then shard the result")

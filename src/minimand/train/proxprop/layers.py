@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ...errors import CapabilityError, NonFiniteError, require_fitting, require_strided
+from ...network.state import is_dtensor
 from ...network.uses import Use, uses
 from .directions import Attachment, GramCache, RowAccumulator, fingerprint, to_working_precision
-from .maps import DirectMap, ProductMap, TransposedConvMap, WeightMap, is_dtensor
+from .maps import DirectMap, ProductMap, TransposedConvMap, WeightMap
 from .options import ProxPropOptions
 
 __all__ = ["GraphHooks", "LayerHooks", "WeightUnit", "local"]

@@ -1,7 +1,6 @@
 """Layers as linear maps of their weight and bias: which layers of a model they are, and how they are found."""
 
 import math
-import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from ...errors import CapabilityError, OptionError
 from ...geometry import ConvGeometry
 from ...network import read, role
+from ...network.state import is_dtensor
 from ...nn.layers import SolverLayer
 from ...operators.patch_grams import patch_gram, row_gram
 from ...operators.patches import patches, positions_as_rows
@@ -27,7 +27,6 @@ __all__ = [
     "WeightMap",
     "direct_map",
     "discover",
-    "is_dtensor",
     "is_hooked",
     "is_trained",
     "unit_key",
@@ -310,12 +309,6 @@ def _forward_pass(
         if network.is_live(call) and layers.get(call.path) is not layers[weights[value.name]]
     }
     return list(dict.fromkeys(reversed(calls)))[::-1], elsewhere
-
-
-def is_dtensor(tensor: Tensor) -> bool:
-    """Whether it is a DTensor. The module that defines them is slow to import and loaded only where there are some."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_hooked(module: nn.Module) -> bool:
