@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..functions.base import widened
 from .base import State
 from .gap import GapBound
 from .problem import Problem
@@ -76,7 +77,7 @@ class Watch:
     def measured(self, problem: Problem, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Objective, optimality and gap at the solution."""
         objective, gap = self.bound(x)
-        return objective.sum().to(x.dtype), problem.optimality(x), gap.sum()
+        return objective.sum().to(widened(x).dtype), problem.optimality(x), gap.sum()
 
     def report(self, done: int, objective: float, gap: float, samples: int) -> bool:
         """Tell the user; whether to stop."""
