@@ -6,6 +6,7 @@ the scalar function (Löwner's form). For thresholding and clipping these have c
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,10 +34,16 @@ class NuclearNorm(Function):
                 [0., 0.]])
     """
 
+    coupled: ClassVar[int] = 2
+
     weight: float
 
     def __post_init__(self) -> None:
         require_positive("weight", self.weight, zero=True)
+
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        """Raise unless points are matrices."""
+        _require_matrix(shape)
 
     def value(self, x: Tensor) -> Tensor:
         """The weighted nuclear norms, summed over the batch."""
@@ -65,10 +72,16 @@ class SpectralBall(Function):
                 [0.0000, 0.5000]])
     """
 
+    coupled: ClassVar[int] = 2
+
     radius: float
 
     def __post_init__(self) -> None:
         require_positive("radius", self.radius, zero=True)
+
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        """Raise unless points are matrices."""
+        _require_matrix(shape)
 
     def value(self, x: Tensor) -> Tensor:
         """Zero where every matrix lies in the ball, +inf otherwise."""
@@ -105,6 +118,12 @@ class PositiveSemidefinite(Function):
                 [0., 0.]])
     """
 
+    coupled: ClassVar[int] = 2
+
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        """Raise unless points are square matrices."""
+        _require_square(shape)
+
     def value(self, x: Tensor) -> Tensor:
         """Zero where every matrix is symmetric and has no negative eigenvalue, +inf otherwise."""
         return _semidefinite(x, _square(x), symmetric=True)
@@ -134,6 +153,12 @@ class NegativeSemidefinite(Function):
                 [-1., -3.]])
     """
 
+    coupled: ClassVar[int] = 2
+
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        """Raise unless points are square matrices."""
+        _require_square(shape)
+
     def value(self, x: Tensor) -> Tensor:
         """Zero where every symmetric part is negative semidefinite, +inf otherwise."""
         return _semidefinite(x, -_square(x), symmetric=False)
@@ -149,17 +174,25 @@ class NegativeSemidefinite(Function):
         return PositiveSemidefinite()
 
 
+def _require_matrix(shape: tuple[int, ...]) -> None:
+    if len(shape) < 2:
+        raise ShapeError(f"a function of matrices needs two dimensions or more, got shape {tuple(shape)}")
+
+
+def _require_square(shape: tuple[int, ...]) -> None:
+    if len(shape) < 2 or shape[-1] != shape[-2]:
+        raise ShapeError(f"a semidefinite cone needs square matrices, got shape {tuple(shape)}")
+
+
 def _matrix(x: Tensor) -> Tensor:
     wide = widened(x)
-    if x.dim() < 2:
-        raise ShapeError(f"a function of matrices needs two dimensions or more, got shape {tuple(x.shape)}")
+    _require_matrix(x.shape)
     return wide
 
 
 def _square(x: Tensor) -> Tensor:
     wide = widened(x)
-    if x.dim() < 2 or x.shape[-1] != x.shape[-2]:
-        raise ShapeError(f"a semidefinite cone needs square matrices, got shape {tuple(x.shape)}")
+    _require_square(x.shape)
     return wide
 
 

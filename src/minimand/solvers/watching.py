@@ -45,7 +45,7 @@ class Watch:
     def drops(self) -> bool:
         """Whether samples can stop one by one: there is a tolerance, and one dimension of samples."""
         problem = self.bound.problem
-        return self.tol is not None and problem.y.dim() == 1 - problem.operator.feature_dim and problem.rows > 1
+        return self.tol is not None and problem.y.dim() == 1 + problem.input_dims and problem.rows > 1
 
     @functools.cached_property
     def first(self) -> Tensor:
