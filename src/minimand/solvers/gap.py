@@ -6,7 +6,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ..errors import CapabilityError
+from ..errors import CapabilityError, holds, is_traced, unwrapped
 from ..functions.base import Function
 from ..operators.base import Selected
 from .problem import Problem
@@ -68,7 +68,7 @@ class GapBound:
         # A cone's polar contains no multiple of a point outside of it.
         zeros = self._wide.y.new_zeros(self.problem.shape[-self.problem.output_dims :])
         near = torch.full_like(zeros, 1e-6)
-        finite = all(bool(torch.isfinite(conjugate.value(near * sign))) for sign in (1, -1))
+        finite = all(holds(torch.isfinite(conjugate.value(near * sign))) for sign in (1, -1))
         return conjugate if finite else None
 
     @functools.cached_property
@@ -78,7 +78,9 @@ class GapBound:
         matrix = problem.operator.matrix
         if not problem.is_quadratic or matrix is None or not matrix.shape[-2] <= min(matrix.shape[-1], _SMALL):
             return float(problem.ridge)
-        A = matrix.detach().double()
+        A = unwrapped(matrix.detach()).double()
+        if is_traced(A):
+            return float(problem.ridge)
         values = torch.linalg.eigvalsh(A @ A.mT)
         margin = 4 * A.shape[-2] * torch.finfo(torch.float64).eps * float(values[..., -1].max())
         return max(float(values[..., 0].min()) - margin, 0.0) + problem.ridge
@@ -126,13 +128,13 @@ class GapBound:
             gap = torch.minimum(gap, self._rounded(objective, dual))
         elif self._conjugate is not None:
             gap = torch.minimum(gap, self._rounded(objective, self._scaled(t, u, data, pull)))
-        if problem.ridge == 0 and not bool(gap.isfinite().all()) and self._convexity > 0:
+        if problem.ridge == 0 and not holds(gap.isfinite()) and self._convexity > 0:
             gap = torch.minimum(gap, self._strong(x, pull, smooth, objective))
         return objective, torch.where(gap.isnan(), torch.inf, gap)
 
     def _image(self, x: Tensor) -> Tensor:
         """Aᵀx; at zero it takes no product."""
-        return self._wide.operator.adjoint(x) if bool(x.any()) else torch.zeros_like(self._wide.y)
+        return torch.zeros_like(self._wide.y) if holds(x == 0) else self._wide.operator.adjoint(x)
 
     def _slope(self, pull: Tensor) -> Tensor:
         """b − Au."""
@@ -152,7 +154,7 @@ class GapBound:
         charge = lambda c: conjugate.sums(self._slope(self._spread(c, pull) * pull), dims)  # noqa: E731
         one = torch.ones_like(self._samples(u))
         whole = charge(one)
-        if bool(whole.isfinite().all()):
+        if holds(whole.isfinite()):
             return self._samples(data - t * u) - whole
         reach = conjugate.reach(-pull, dims) if problem.bias is None else None
         if reach is not None:
