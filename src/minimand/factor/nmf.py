@@ -24,6 +24,7 @@ from .streaming import RowSums
 __all__ = ["NMF", "proximal_codes"]
 
 ROUGH = 1e-4  # the relative error of codes above which they count as not converged
+GAPS = {torch.float32: 1e-10, torch.float64: 1e-14}  # relative gaps of codes at which they stop
 
 
 @dataclass(eq=False, repr=False)
@@ -138,7 +139,7 @@ class NMF(GrownFactorization):
 
 
 def proximal_codes(Y: Any, V: Tensor, function: Function, lam: float) -> tuple[Tensor, bool]:
-    """Each row solves min ½‖y − uVᵀ‖² + (λ/2)‖u‖² + g(u), until the gradient's norm is small relative to YV.
+    """Each row solves min ½‖y − uVᵀ‖² + (λ/2)‖u‖² + g(u), until the gap is small relative to ½‖y‖².
 
     With V = QR the rows are those of YQ and R: as short as there are components, and Y is only multiplied.
     """
@@ -146,6 +147,5 @@ def proximal_codes(Y: Any, V: Tensor, function: Function, lam: float) -> tuple[T
         basis, V = torch.linalg.qr(V)
         Y = Y @ basis
     size = max(float((Y @ V).norm(dim=-1).max()), float(torch.finfo(Y.dtype).tiny))
-    tol = size * float(torch.finfo(Y.dtype).eps) ** 0.5 * 0.1
-    found = solve(Problem(Dense(V.mT.contiguous()), function, Y, ridge=lam), FISTA(iters=5000), tol=tol)
+    found = solve(Problem(Dense(V.mT.contiguous()), function, Y, ridge=lam), FISTA(iters=5000), tol=GAPS[Y.dtype])
     return found.x, float(found.optimality) <= ROUGH * size
