@@ -270,6 +270,7 @@ def test_cvxpy_agrees(step: float) -> None:
         lambda: mf.Box(1.0, 0.0),
         lambda: mf.Box(float("nan"), 0.0),
         lambda: mf.GroupL2(-1.0),
+        lambda: mf.GroupL2(torch.tensor([1.0, -1.0]), [0, 1]),
         lambda: mf.NuclearNorm(-1.0),
         lambda: mf.L1(1.0).prox(torch.ones(2), torch.tensor([1.0, float("inf")])),
         lambda: mf.NonNegative().prox(torch.ones(2), torch.tensor(float("inf"))),
@@ -298,6 +299,29 @@ def test_no_weight_is_no_function(make: type[mf.Function], step: float | torch.T
     assert torch.equal(torch.autograd.grad(out.sum(), x)[0], torch.ones_like(x))
     assert (nothing.conjugate().prox(x, step) == 0).all()
     assert nothing.conjugate().value(torch.zeros_like(x)) == 0
+
+
+def test_weights_of_groups_and_rows_are_those_of_each() -> None:
+    x = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weight = torch.tensor([[0.2, 1.0], [0.0, 0.4], [3.0, 0.1]], dtype=torch.float64)
+    both = mf.GroupL2(weight, [1, 0, 0, 1, 1])
+    parts, total = torch.empty_like(x), 0.0
+    for row in range(3):
+        for group, index in enumerate(([1, 2], [0, 3, 4])):
+            alone = mf.GroupL2(float(weight[row, group]))
+            parts[row, index] = alone.prox(x[row, index], 0.7)
+            total += float(alone.value(x[row, index]))
+    assert torch.allclose(both.prox(x, 0.7), parts, atol=1e-14)
+    assert float(both.value(x)) == pytest.approx(total)
+    kept = torch.tensor([True, False, True])
+    assert torch.allclose(both.of_samples(kept, 3).prox(x[kept], 0.7), parts[kept], atol=1e-14)
+    positive = weight + 0.05
+    assert torch.autograd.gradcheck(lambda w: mf.GroupL2(w, both.groups).prox(x, 0.7), (positive.requires_grad_(),))
+    for wrong in (torch.ones(3), torch.ones(4, 1), torch.ones(2, 2)):
+        with pytest.raises(ShapeError, match=r"2 group"):
+            mf.GroupL2(wrong, both.groups).prox(x)
+    with pytest.raises(ShapeError, match=r"one per row as \(rows, 1\)"):
+        mf.Ball(torch.ones(5)).check_shape((3, 5))
 
 
 @pytest.mark.parametrize("function", [mf.Zero(), mf.L1(1.0), mf.from_activation("tanh"), mf.LogBox(1.0)], ids=repr)

@@ -8,12 +8,13 @@ from .barriers import LogBarrier, LogBox, LogUnit
 from .base import Function, Separable
 from .charbonnier import Charbonnier
 from .checking import check_function
+from .groups import Ball, GroupL2
 from .intervals import L1, Box, ElasticNet
 from .monotone import Monotone
 from .objective import LayerObjective
 from .separable import LeakyHinge, NonNegative, SquaredHinge, Zero
 from .spectral import NuclearNorm, PositiveSemidefinite, SpectralBall
-from .structured import Ball, GroupL2, Isotonic, L1Ball, Maximum, MaxNorm, Simplex
+from .structured import Isotonic, L1Ball, Maximum, MaxNorm, Simplex
 from .variation import TotalVariation
 
 __all__ = [
