@@ -257,6 +257,25 @@ def test_cvxpy_agrees(step: float) -> None:
         np.testing.assert_allclose(got, variable.value, atol=2e-4)
 
 
+def test_softmax_is_a_prox() -> None:
+    a = 3 * torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    function = mf.SimplexEntropy()
+    assert torch.equal(function.prox(a), torch.softmax(a, -1))
+    assert torch.allclose(function.prox(a, torch.tensor(1.0)), torch.softmax(a, -1), atol=1e-14)
+    assert torch.allclose(function.prox(a, 1e-9), mf.Simplex().prox(a), atol=1e-7)
+    z = cp.Variable(6)
+    for step in (0.05, 0.6):
+        # For steps below 1 cvxpy accepts the sum of the two squares as convex.
+        cost = -step * cp.sum(cp.entr(z)) + 0.5 * (1 - step) * cp.sum_squares(z) - a[0].numpy() @ z
+        cp.Problem(cp.Minimize(cost), [cp.sum(z) == 1]).solve(solver=cp.CLARABEL)
+        np.testing.assert_allclose(function.prox(a[0], step).numpy(), z.value, atol=2e-6)
+    for step in (1e-4, 0.3, 40.0, 1e4):
+        p = function.prox(a, step)
+        multiplier = a - (1 - step) * p - step * p.clamp_min(1e-300).log()
+        spread = torch.where(p > 1e-6, multiplier - multiplier.gather(-1, p.argmax(-1, keepdim=True)), 0.0)
+        assert bool((spread.abs() <= 1e-13 * (10 + step)).all())
+
+
 @pytest.mark.parametrize(
     "make",
     [

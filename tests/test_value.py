@@ -112,6 +112,8 @@ def test_dilogarithm() -> None:
         (mf.LogUnit(1.0), [1.0]),
         (mf.Simplex(), [0.5, 0.4]),
         (mf.Simplex(), [1.1, -0.1]),
+        (mf.SimplexEntropy(), [0.5, 0.4]),
+        (mf.SimplexEntropy(), [1.1, -0.1]),
         (mf.Ball(1.0), [1.0, 0.1]),
         (mf.Ball(torch.tensor([2.0, 1.0]), [0, 1, 1]), [0.0, 1.0, 0.1]),
         (mf.SpectralBall(1.0), [[1.001, 0.0], [0.0, 1.0]]),

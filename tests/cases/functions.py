@@ -61,6 +61,7 @@ ALL: tuple[FunctionCase, ...] = (
     FunctionCase("charbonnier_square", mf.Charbonnier(0.3, 0.0), smooth=True, conjugate=False),
     FunctionCase("charbonnier_channels", mf.Charbonnier(torch.tensor([[0.2], [3.0]]), 0.3), (2, 4), True, False),
     FunctionCase("simplex", mf.Simplex(), (3, 5)),
+    FunctionCase("simplex_entropy", mf.SimplexEntropy(), (3, 5), smooth=True, conjugate=False),
     FunctionCase("maximum", mf.Maximum(), (3, 5)),
     FunctionCase("simplex_wide", mf.Simplex(2.5), (3, 5)),
     FunctionCase("maximum_weighted", mf.Maximum(0.4), (3, 5)),

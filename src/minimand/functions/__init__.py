@@ -8,6 +8,7 @@ from .barriers import LogBarrier, LogBox, LogUnit
 from .base import Function, Separable
 from .charbonnier import Charbonnier
 from .checking import check_function
+from .entropy import SimplexEntropy
 from .groups import Ball, GroupL2
 from .intervals import L1, Box, ElasticNet
 from .monotone import Monotone
@@ -40,6 +41,7 @@ __all__ = [
     "PositiveSemidefinite",
     "Separable",
     "Simplex",
+    "SimplexEntropy",
     "SpectralBall",
     "SquaredHinge",
     "TotalVariation",
