@@ -241,6 +241,7 @@ def test_cvxpy_agrees(step: float) -> None:
     v = np.random.default_rng(3).normal(size=6)
     problems = [
         (mf.NuclearNorm(0.5), z, 0.5 * cp.normNuc(z), [], a),
+        (mf.NuclearNorm(torch.tensor([0.5, 0.2, 0.2])), z, 0.2 * cp.normNuc(z) + 0.3 * cp.sigma_max(z), [], a),
         (mf.PositiveSemidefinite(), s, 0, [s >> 0], square),
         (mf.SpectralBall(0.9), z, 0, [cp.sigma_max(z) <= 0.9], a),
         (mf.Maximum(), vector, cp.max(vector), [], v),
@@ -291,6 +292,8 @@ def test_softmax_is_a_prox() -> None:
         lambda: mf.GroupL2(-1.0),
         lambda: mf.GroupL2(torch.tensor([1.0, -1.0]), [0, 1]),
         lambda: mf.NuclearNorm(-1.0),
+        lambda: mf.NuclearNorm(torch.tensor([0.1, 0.2])),
+        lambda: mf.NuclearNorm(torch.ones(2, 2)),
         lambda: mf.L1(1.0).prox(torch.ones(2), torch.tensor([1.0, float("inf")])),
         lambda: mf.NonNegative().prox(torch.ones(2), torch.tensor(float("inf"))),
         lambda: mf.Zero().prox(torch.ones(2), "fast"),
@@ -371,6 +374,8 @@ def test_bad_shapes_are_refused() -> None:
                 call(torch.tensor(1.0))
     with pytest.raises(ShapeError, match=r"\(3,\)"):
         mf.NuclearNorm(1.0).prox(torch.ones(3))
+    with pytest.raises(ShapeError, match=r"weight has 3 numbers, .* 2 singular values"):
+        mf.NuclearNorm(torch.ones(3)).prox(torch.ones(3, 2))
     with pytest.raises(ShapeError, match=r"\(3, 2\)"):
         mf.PositiveSemidefinite().prox(torch.ones(3, 2))
     with pytest.raises(ShapeError, match=r"\(2, 3\)"):
