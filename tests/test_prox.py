@@ -258,6 +258,42 @@ def test_cvxpy_agrees(step: float) -> None:
         np.testing.assert_allclose(got, variable.value, atol=2e-4)
 
 
+def test_total_variation_of_images() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(2, 5, 4, dtype=torch.float64, generator=generator)
+    function, z = mf.TotalVariation2d(0.3), cp.Variable((5, 4))
+    for step in (0.2, 1.5):
+        images = function.prox(a, step)
+        for image, got in zip(a.numpy(), images.numpy(), strict=True):
+            jumps = cp.sum(cp.abs(cp.diff(z, axis=0))) + cp.sum(cp.abs(cp.diff(z, axis=1)))
+            cp.Problem(cp.Minimize(0.3 * step * jumps + 0.5 * cp.sum_squares(z - image))).solve(solver=cp.CLARABEL)
+            np.testing.assert_allclose(got, z.value, atol=1e-5)
+    line = torch.randn(1, 30, dtype=torch.float64, generator=generator)
+    for point in (line, line.mT):
+        expected = mf.TotalVariation(0.3).prox(line.flatten(), 2.0)
+        assert torch.allclose(function.prox(point, 2.0).flatten(), expected, atol=1e-13)
+    # A large image: flat regions to the last digit, the mean for a large step, constants and offsets without end.
+    large = torch.zeros(24, 20, dtype=torch.float64)
+    large[5:15, 8:] = 3.0
+    noisy = large + 0.2 * torch.randn(24, 20, dtype=torch.float64, generator=generator)
+    assert len(function.prox(noisy, 3.0).unique()) < 20
+    assert torch.allclose(function.prox(noisy + 1e9, 3.0) - 1e9, function.prox(noisy, 3.0), atol=1e-5)
+    assert torch.allclose(function.prox(noisy, 1e3), noisy.mean(), atol=1e-13)
+    assert torch.allclose(function.prox(large + 0.1, 1e-3), large + 0.1, atol=1e-3)
+    assert torch.allclose(function.prox(torch.full((6, 5), 0.1)), torch.tensor(0.1), rtol=1e-6)
+    assert bool(function.prox(torch.full((3, 3), torch.nan)).isnan().all())
+    with pytest.raises(ShapeError, match=r"images, .* \(3,\)"):
+        function.prox(torch.ones(3))
+
+
+def test_total_variation_of_images_says_how_far_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mf.variation, "PER_SIDE", 1)
+    x = torch.randn(30, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with pytest.warns(UserWarning, match="certified to a distance of"):
+        early = mf.TotalVariation2d(1.0).prox(x, 5.0)
+    assert early.shape == x.shape
+
+
 def test_softmax_is_a_prox() -> None:
     a = 3 * torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     function = mf.SimplexEntropy()

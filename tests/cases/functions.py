@@ -68,6 +68,7 @@ ALL: tuple[FunctionCase, ...] = (
     FunctionCase("l1_ball", mf.L1Ball(1.2), (3, 5)),
     FunctionCase("max_norm", mf.MaxNorm(0.7), (3, 5)),
     FunctionCase("total_variation", mf.TotalVariation(0.5), (3, 6), conjugate=False),
+    FunctionCase("total_variation_2d", mf.TotalVariation2d(0.5), (2, 4, 3), conjugate=False),
     FunctionCase("isotonic", mf.Isotonic(), (3, 6), conjugate=False),
     FunctionCase("grouped_l2", mf.GroupL2(0.8, [0, 1, 0, 2, 1]), (4, 5)),
     FunctionCase("grouped_ball", mf.Ball(0.8, [0, 1, 0, 2, 1]), (4, 5)),

@@ -16,7 +16,7 @@ from .objective import LayerObjective
 from .separable import LeakyHinge, NonNegative, SquaredHinge, Zero
 from .spectral import NuclearNorm, PositiveSemidefinite, SpectralBall
 from .structured import Isotonic, L1Ball, Maximum, MaxNorm, Simplex
-from .variation import TotalVariation
+from .variation import TotalVariation, TotalVariation2d
 
 __all__ = [
     "L1",
@@ -45,6 +45,7 @@ __all__ = [
     "SpectralBall",
     "SquaredHinge",
     "TotalVariation",
+    "TotalVariation2d",
     "Zero",
     "check_function",
     "from_activation",
