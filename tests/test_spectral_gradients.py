@@ -71,6 +71,7 @@ def test_weights_for_each_singular_value(
     x = rectangle(shape, spectrum)
     check(function, x, 1.0)
     check(function, x, 0.5)
+    check(function, torch.diag(torch.tensor(spectrum)).double(), 0.5)  # with exact zeros
     assert isinstance(function.weight, Tensor)
     weight = function.weight + torch.tensor([0.3, 0.2, 0.1]).double()
     assert torch.autograd.gradcheck(lambda w: mf.NuclearNorm(w).prox(x, 0.5), (weight.requires_grad_(),), atol=2e-6)
