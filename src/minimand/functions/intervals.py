@@ -164,7 +164,10 @@ class ElasticNet(Separable):
 class DeadZone(Separable):
     r"""The function :math:`g(s) = \tfrac{c}{2}\max(|s| - w, 0)^2`, conjugate of :class:`ElasticNet`.
 
-    .. math:: \operatorname{prox}_{\eta g}(a) = \operatorname{clip}(a, -w, w) + \frac{\operatorname{sign}(a)\max(|a| - w, 0)}{1 + \eta c}
+    .. math::
+
+        \operatorname{prox}_{\eta g}(a) = \operatorname{clip}(a, -w, w)
+        + \frac{\operatorname{sign}(a)\max(|a| - w, 0)}{1 + \eta c}
 
     Example:
         >>> DeadZone(1.0, 1.0).prox(torch.tensor([0.5, 3.0]))
