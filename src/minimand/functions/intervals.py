@@ -184,8 +184,13 @@ class DeadZone(Separable):
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The excess over the weight is shrunk."""
         # Unlike x less a share of the excess, the sum has no cancellation at long steps.
-        excess, bound = L1(self.weight).prox(x), scaled(1.0, self.weight, x)
-        return torch.clamp(x, -bound, bound) + excess / (1 + scaled(step, self.curvature, x))
+        excess, weight = L1(self.weight).prox(x), self.weight
+        if isinstance(weight, Tensor):
+            weight = weight.to(x.dtype)
+            inside = torch.clamp(x, -weight, weight)
+        else:
+            inside = torch.clamp(x, -weight, weight)
+        return inside + excess / (1 + scaled(step, self.curvature, x))
 
     def conjugate(self) -> ElasticNet:
         """The elastic net."""
