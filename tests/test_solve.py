@@ -9,8 +9,20 @@ from sklearn.linear_model import Lasso
 
 from minimand import solve
 from minimand.adjoints import Implicit
-from minimand.errors import CapabilityError, OptionError
-from minimand.functions import L1, Box, GroupL2, NonNegative, Simplex, Zero, from_activation
+from minimand.errors import CapabilityError, OptionError, ShapeError
+from minimand.functions import (
+    L1,
+    Box,
+    GroupL2,
+    NonNegative,
+    NuclearNorm,
+    PositiveSemidefinite,
+    Simplex,
+    SpectralBall,
+    Zero,
+    from_activation,
+)
+from minimand.nn import SolverLinear
 from minimand.operators import Conv2d, Dense
 from minimand.solvers import ADMM, FISTA, Choice, Problem, ProxGD, Quadratic, Spectral, WorkingSet, trace
 from minimand.solvers.gap import GapBound
@@ -238,3 +250,49 @@ def test_convolutions_and_several_leading_dimensions():
     nested = solve(Problem(Dense(A), NonNegative(), rows), tol=1e-10).x
     flat = solve(Problem(Dense(A), NonNegative(), rows.flatten(0, 1)), tol=1e-10).x
     torch.testing.assert_close(nested.flatten(0, 1), flat, atol=1e-4, rtol=0)
+
+
+MATRICES = pytest.mark.parametrize("function", [NuclearNorm(2.0), SpectralBall(0.3), PositiveSemidefinite()], ids=repr)
+
+
+def _matrix_problem(function, ridge=0.5):
+    g = torch.Generator().manual_seed(0)
+    A, y = (torch.randn(5, 7, generator=g, dtype=torch.float64) for _ in range(2))
+    return Problem(Dense(A.requires_grad_()), function, y, ridge=ridge)
+
+
+@MATRICES
+@pytest.mark.parametrize("ridge", [0.0, 0.5])
+def test_a_function_of_matrices_joins_the_vectors_of_a_batch(function, ridge):
+    """The batch is one problem: one gap, one step, and a tolerance that is reached together."""
+    problem = _matrix_problem(function, ridge)
+    with torch.no_grad():
+        best = solve(problem, ProxGD(3000))
+        for solver in (None, FISTA(2000)):
+            found = solve(problem, solver, tol=1e-9)
+            assert found.converged
+            assert found.objective - best.objective <= found.gap <= 1e-9 * 0.5 * problem.y.square().sum()
+        torch.testing.assert_close(best.objective, problem.objective(best.x))
+    with pytest.raises(ShapeError, match="matrices"):
+        solve(dataclasses.replace(problem, y=problem.y[0]), FISTA(5))
+
+
+@MATRICES
+def test_implicit_gradients_of_a_function_of_matrices_are_those_of_the_iterations(function):
+    problem = _matrix_problem(function)
+    weight, direction = problem.operator.weight, torch.arange(25.0, dtype=torch.float64).reshape(5, 5)
+    exact, found = (
+        torch.autograd.grad((solve(problem, ProxGD(400), **options).x * direction).sum(), weight)[0]
+        for options in ({}, {"adjoint": Implicit()})
+    )
+    torch.testing.assert_close(found, exact, rtol=1e-8, atol=1e-8 * float(exact.abs().max()))
+
+
+def test_a_layer_with_a_function_of_matrices_does_not_drop_rows():
+    """Rows that have converged stay in the matrix."""
+    torch.manual_seed(0)
+    layer = SolverLinear(7, 5, activation=NuclearNorm(0.5), solver=FISTA(300), ridge=0.5).double().eval()
+    y = torch.randn(5, 7, dtype=torch.float64) * torch.logspace(-4, 0, 5, dtype=torch.float64)[:, None]
+    with torch.no_grad():
+        exact, layer.tol = layer(y), 1e-3
+        torch.testing.assert_close(layer(y), exact, rtol=0, atol=1e-2 * float(exact.abs().max()))

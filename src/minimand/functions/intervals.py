@@ -164,7 +164,10 @@ class ElasticNet(Separable):
 class DeadZone(Separable):
     r"""The function :math:`g(s) = \tfrac{c}{2}\max(|s| - w, 0)^2`, conjugate of :class:`ElasticNet`.
 
-    .. math:: \operatorname{prox}_{\eta g}(a) = \operatorname{clip}(a, -w, w) + \frac{\operatorname{sign}(a)\max(|a| - w, 0)}{1 + \eta c}
+    .. math::
+
+        \operatorname{prox}_{\eta g}(a) = \operatorname{clip}(a, -w, w)
+        + \frac{\operatorname{sign}(a)\max(|a| - w, 0)}{1 + \eta c}
 
     Example:
         >>> DeadZone(1.0, 1.0).prox(torch.tensor([0.5, 3.0]))
@@ -181,8 +184,13 @@ class DeadZone(Separable):
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The excess over the weight is shrunk."""
         # Unlike x less a share of the excess, the sum has no cancellation at long steps.
-        excess, bound = L1(self.weight).prox(x), scaled(1.0, self.weight, x)
-        return torch.clamp(x, -bound, bound) + excess / (1 + scaled(step, self.curvature, x))
+        excess, weight = L1(self.weight).prox(x), self.weight
+        if isinstance(weight, Tensor):
+            weight = weight.to(x.dtype)
+            inside = torch.clamp(x, -weight, weight)
+        else:
+            inside = torch.clamp(x, -weight, weight)
+        return inside + excess / (1 + scaled(step, self.curvature, x))
 
     def conjugate(self) -> ElasticNet:
         """The elastic net."""
