@@ -39,9 +39,9 @@ class Broken(mf.Separable):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("value", "minimiser|conjugate"),
-        ("couples", "minimiser|couples"),
-        ("hard", "convex|Moreau"),
+        ("value", "prox at step .* is not the minimiser"),
+        ("couples", "prox couples entries"),
+        ("hard", "prox at step .* is not the minimiser"),
         ("conjugate", "conjugate"),
     ],
 )

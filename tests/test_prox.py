@@ -241,6 +241,7 @@ def test_cvxpy_agrees(step: float) -> None:
     v = np.random.default_rng(3).normal(size=6)
     problems = [
         (mf.NuclearNorm(0.5), z, 0.5 * cp.normNuc(z), [], a),
+        (mf.NuclearNorm(torch.tensor([0.5, 0.2, 0.2])), z, 0.2 * cp.normNuc(z) + 0.3 * cp.sigma_max(z), [], a),
         (mf.PositiveSemidefinite(), s, 0, [s >> 0], square),
         (mf.SpectralBall(0.9), z, 0, [cp.sigma_max(z) <= 0.9], a),
         (mf.Maximum(), vector, cp.max(vector), [], v),
@@ -257,6 +258,61 @@ def test_cvxpy_agrees(step: float) -> None:
         np.testing.assert_allclose(got, variable.value, atol=2e-4)
 
 
+def test_total_variation_of_images() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(2, 5, 4, dtype=torch.float64, generator=generator)
+    function, z = mf.TotalVariation2d(0.3), cp.Variable((5, 4))
+    for step in (0.2, 1.5):
+        images = function.prox(a, step)
+        for image, got in zip(a.numpy(), images.numpy(), strict=True):
+            jumps = cp.sum(cp.abs(cp.diff(z, axis=0))) + cp.sum(cp.abs(cp.diff(z, axis=1)))
+            cp.Problem(cp.Minimize(0.3 * step * jumps + 0.5 * cp.sum_squares(z - image))).solve(solver=cp.CLARABEL)
+            np.testing.assert_allclose(got, z.value, atol=1e-5)
+    line = torch.randn(1, 30, dtype=torch.float64, generator=generator)
+    for point in (line, line.mT):
+        expected = mf.TotalVariation(0.3).prox(line.flatten(), 2.0)
+        assert torch.allclose(function.prox(point, 2.0).flatten(), expected, atol=1e-13)
+    # A large image: flat regions to the last digit, the mean for a large step, constants and offsets without end.
+    large = torch.zeros(24, 20, dtype=torch.float64)
+    large[5:15, 8:] = 3.0
+    noisy = large + 0.2 * torch.randn(24, 20, dtype=torch.float64, generator=generator)
+    assert len(function.prox(noisy, 3.0).unique()) < 20
+    assert torch.allclose(function.prox(noisy + 1e9, 3.0) - 1e9, function.prox(noisy, 3.0), atol=1e-5)
+    assert torch.allclose(function.prox(noisy, 1e3), noisy.mean(), atol=1e-13)
+    assert torch.allclose(function.prox(large + 0.1, 1e-3), large + 0.1, atol=1e-3)
+    assert torch.allclose(function.prox(torch.full((6, 5), 0.1)), torch.tensor(0.1), rtol=1e-6)
+    assert bool(function.prox(torch.full((3, 3), torch.nan)).isnan().all())
+    with pytest.raises(ShapeError, match=r"images, .* \(3,\)"):
+        function.prox(torch.ones(3))
+
+
+def test_total_variation_of_images_says_how_far_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mf.variation, "PER_SIDE", 1)
+    x = torch.randn(30, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with pytest.warns(UserWarning, match="certified to a distance of"):
+        early = mf.TotalVariation2d(1.0).prox(x, 5.0)
+    assert early.shape == x.shape
+
+
+def test_softmax_is_a_prox() -> None:
+    a = 3 * torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    function = mf.SimplexEntropy()
+    assert torch.equal(function.prox(a), torch.softmax(a, -1))
+    assert torch.allclose(function.prox(a, torch.tensor(1.0)), torch.softmax(a, -1), atol=1e-14)
+    assert torch.allclose(function.prox(a, 1e-9), mf.Simplex().prox(a), atol=1e-7)
+    z = cp.Variable(6)
+    for step in (0.05, 0.6):
+        # For steps below 1 cvxpy accepts the sum of the two squares as convex.
+        cost = -step * cp.sum(cp.entr(z)) + 0.5 * (1 - step) * cp.sum_squares(z) - a[0].numpy() @ z
+        cp.Problem(cp.Minimize(cost), [cp.sum(z) == 1]).solve(solver=cp.CLARABEL)
+        np.testing.assert_allclose(function.prox(a[0], step).numpy(), z.value, atol=2e-6)
+    for step in (1e-4, 0.3, 40.0, 1e4):
+        p = function.prox(a, step)
+        multiplier = a - (1 - step) * p - step * p.clamp_min(1e-300).log()
+        spread = torch.where(p > 1e-6, multiplier - multiplier.gather(-1, p.argmax(-1, keepdim=True)), 0.0)
+        assert bool((spread.abs() <= 1e-13 * (10 + step)).all())
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -270,7 +326,10 @@ def test_cvxpy_agrees(step: float) -> None:
         lambda: mf.Box(1.0, 0.0),
         lambda: mf.Box(float("nan"), 0.0),
         lambda: mf.GroupL2(-1.0),
+        lambda: mf.GroupL2(torch.tensor([1.0, -1.0]), [0, 1]),
         lambda: mf.NuclearNorm(-1.0),
+        lambda: mf.NuclearNorm(torch.tensor([0.1, 0.2])),
+        lambda: mf.NuclearNorm(torch.ones(2, 2)),
         lambda: mf.L1(1.0).prox(torch.ones(2), torch.tensor([1.0, float("inf")])),
         lambda: mf.NonNegative().prox(torch.ones(2), torch.tensor(float("inf"))),
         lambda: mf.Zero().prox(torch.ones(2), "fast"),
@@ -298,6 +357,29 @@ def test_no_weight_is_no_function(make: type[mf.Function], step: float | torch.T
     assert torch.equal(torch.autograd.grad(out.sum(), x)[0], torch.ones_like(x))
     assert (nothing.conjugate().prox(x, step) == 0).all()
     assert nothing.conjugate().value(torch.zeros_like(x)) == 0
+
+
+def test_weights_of_groups_and_rows_are_those_of_each() -> None:
+    x = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weight = torch.tensor([[0.2, 1.0], [0.0, 0.4], [3.0, 0.1]], dtype=torch.float64)
+    both = mf.GroupL2(weight, [1, 0, 0, 1, 1])
+    parts, total = torch.empty_like(x), 0.0
+    for row in range(3):
+        for group, index in enumerate(([1, 2], [0, 3, 4])):
+            alone = mf.GroupL2(float(weight[row, group]))
+            parts[row, index] = alone.prox(x[row, index], 0.7)
+            total += float(alone.value(x[row, index]))
+    assert torch.allclose(both.prox(x, 0.7), parts, atol=1e-14)
+    assert float(both.value(x)) == pytest.approx(total)
+    kept = torch.tensor([True, False, True])
+    assert torch.allclose(both.of_samples(kept, 3).prox(x[kept], 0.7), parts[kept], atol=1e-14)
+    positive = weight + 0.05
+    assert torch.autograd.gradcheck(lambda w: mf.GroupL2(w, both.groups).prox(x, 0.7), (positive.requires_grad_(),))
+    for wrong in (torch.ones(3), torch.ones(4, 1), torch.ones(2, 2)):
+        with pytest.raises(ShapeError, match=r"2 group"):
+            mf.GroupL2(wrong, both.groups).prox(x)
+    with pytest.raises(ShapeError, match=r"one per row as \(rows, 1\)"):
+        mf.Ball(torch.ones(5)).check_shape((3, 5))
 
 
 @pytest.mark.parametrize("function", [mf.Zero(), mf.L1(1.0), mf.from_activation("tanh"), mf.LogBox(1.0)], ids=repr)
@@ -328,6 +410,8 @@ def test_bad_shapes_are_refused() -> None:
                 call(torch.tensor(1.0))
     with pytest.raises(ShapeError, match=r"\(3,\)"):
         mf.NuclearNorm(1.0).prox(torch.ones(3))
+    with pytest.raises(ShapeError, match=r"weight has 3 numbers, .* 2 singular values"):
+        mf.NuclearNorm(torch.ones(3)).prox(torch.ones(3, 2))
     with pytest.raises(ShapeError, match=r"\(3, 2\)"):
         mf.PositiveSemidefinite().prox(torch.ones(3, 2))
     with pytest.raises(ShapeError, match=r"\(2, 3\)"):

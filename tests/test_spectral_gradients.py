@@ -8,6 +8,10 @@ from minimand import functions as mf
 from minimand.errors import CapabilityError
 
 SINGULAR = [mf.NuclearNorm(0.7), mf.SpectralBall(0.7)]
+#: One weight for each singular value: three different ones, a Ky Fan norm, and the spectral norm.
+WEIGHTED = [
+    mf.NuclearNorm(torch.tensor(each).double()) for each in ([1.0, 0.6, 0.25], [0.7, 0.7, 0.0], [0.7, 0.0, 0.0])
+]
 SYMMETRIC = [mf.PositiveSemidefinite(), mf.spectral.NegativeSemidefinite()]
 SPECTRA = {
     "repeated": [2.0, 2.0, 0.3],
@@ -58,6 +62,21 @@ def test_singular_values(function: mf.Function, shape: tuple[int, int], spectrum
     check(function, rectangle(shape, spectrum), 0.5)
 
 
+@pytest.mark.parametrize("function", WEIGHTED, ids=["distinct", "ky_fan", "spectral"])
+@pytest.mark.parametrize("shape", [(3, 3), (6, 3), (3, 5)])
+@pytest.mark.parametrize("spectrum", SPECTRA.values(), ids=SPECTRA.keys())
+def test_weights_for_each_singular_value(
+    function: mf.NuclearNorm, shape: tuple[int, int], spectrum: list[float]
+) -> None:
+    x = rectangle(shape, spectrum)
+    check(function, x, 1.0)
+    check(function, x, 0.5)
+    check(function, torch.diag(torch.tensor(spectrum)).double(), 0.5)  # with exact zeros
+    assert isinstance(function.weight, Tensor)
+    weight = function.weight + torch.tensor([0.3, 0.2, 0.1]).double()
+    assert torch.autograd.gradcheck(lambda w: mf.NuclearNorm(w).prox(x, 0.5), (weight.requires_grad_(),), atol=2e-6)
+
+
 @pytest.mark.parametrize("function", SYMMETRIC, ids=repr)
 @pytest.mark.parametrize(
     "spectrum",
@@ -71,7 +90,7 @@ def test_eigenvalues(function: mf.Function, spectrum: list[float]) -> None:
     check(function, x + skew - skew.mT, 1.0)
 
 
-@pytest.mark.parametrize("function", [*SINGULAR, *SYMMETRIC], ids=repr)
+@pytest.mark.parametrize("function", [*SINGULAR, *WEIGHTED, *SYMMETRIC], ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_finite_at_the_zero_matrix_and_in_batches(function: mf.Function, dtype: torch.dtype) -> None:
     x = torch.stack([torch.zeros(3, 3), torch.eye(3), 1e4 * torch.eye(3), torch.ones(3, 3)]).to(dtype).requires_grad_()
@@ -79,7 +98,7 @@ def test_finite_at_the_zero_matrix_and_in_batches(function: mf.Function, dtype: 
     assert bool(grad.isfinite().all())
 
 
-@pytest.mark.parametrize("function", [*SINGULAR, *SYMMETRIC], ids=repr)
+@pytest.mark.parametrize("function", [*SINGULAR, *WEIGHTED, *SYMMETRIC], ids=repr)
 def test_autocast_changes_nothing(function: mf.Function) -> None:
     a = torch.randn(2, 3, 3, requires_grad=True)
     b = a.detach().clone().requires_grad_()

@@ -8,13 +8,15 @@ from .barriers import LogBarrier, LogBox, LogUnit
 from .base import Function, Separable
 from .charbonnier import Charbonnier
 from .checking import check_function
+from .entropy import SimplexEntropy
+from .groups import Ball, GroupL2
 from .intervals import L1, Box, ElasticNet
 from .monotone import Monotone
 from .objective import LayerObjective
 from .separable import LeakyHinge, NonNegative, SquaredHinge, Zero
 from .spectral import NuclearNorm, PositiveSemidefinite, SpectralBall
-from .structured import Ball, GroupL2, Isotonic, L1Ball, Maximum, MaxNorm, Simplex
-from .variation import TotalVariation
+from .structured import Isotonic, L1Ball, Maximum, MaxNorm, Simplex
+from .variation import TotalVariation, TotalVariation2d
 
 __all__ = [
     "L1",
@@ -39,9 +41,11 @@ __all__ = [
     "PositiveSemidefinite",
     "Separable",
     "Simplex",
+    "SimplexEntropy",
     "SpectralBall",
     "SquaredHinge",
     "TotalVariation",
+    "TotalVariation2d",
     "Zero",
     "check_function",
     "from_activation",

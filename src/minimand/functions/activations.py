@@ -276,8 +276,8 @@ _REFUSED: Mapping[str, tuple[type[nn.Module], str, str]] = {
     "rrelu": (nn.RReLU, "draws its slope at random in training", "use leaky_relu with a fixed slope"),
     "prelu": (nn.PReLU, "learns its slope", "use an nn.PReLU module with slopes in [0, 1]"),
     "glu": (nn.GLU, "gates one half of its input by the other and halves it", "use sigmoid or relu"),
-    "softmax": (nn.Softmax, _VECTOR, "use functions.Simplex(), whose prox is sparsemax"),
-    "softmin": (nn.Softmin, _VECTOR, "use functions.Simplex(), whose prox is sparsemax"),
+    "softmax": (nn.Softmax, _VECTOR, "use functions.SimplexEntropy(), whose prox at step 1 is softmax"),
+    "softmin": (nn.Softmin, _VECTOR, "use functions.SimplexEntropy(), whose prox at step 1 is softmax"),
     "log_softmax": (nn.LogSoftmax, _VECTOR, "leave it to the loss"),
 }
 _REFUSED_MODULES: Mapping[type, str] = {

@@ -54,15 +54,6 @@ def _check_at(function: Function, x: Tensor, other: Tensor, step: float) -> None
             )
     room = 1e-8 * (1 + float(x.square().sum() + other.square().sum()))
     _require(function, "value at the prox is not finite", 0.0 if bool(function.value(p).isfinite()) else torch.inf)
-    best = step * function.value(p) + 0.5 * (p - x).square().sum()
-    for z in (q, p + 0.1 * other, function.prox(p + 0.1 * other, step)):
-        cost = step * function.value(z) + 0.5 * (z - x).square().sum()
-        least = best + 0.5 * (z - p).square().sum()
-        _require(
-            function, f"prox at step {step:g} is not the minimiser of a convex function", float(least - cost) - room
-        )
-    excess = (p - q).square().sum() - ((p - q) * (x - other)).sum()
-    _require(function, "prox is not firmly nonexpansive, so value is not convex", float(excess) - room)
     if function.separable:
         changed = x.clone().flatten()
         changed[0] += 1.0
@@ -70,6 +61,17 @@ def _check_at(function: Function, x: Tensor, other: Tensor, step: float) -> None
         _require(
             function, "prox couples entries, but separable is True", float(apart.max()) - room if len(apart) else 0.0
         )
+    best = step * function.value(p) + 0.5 * (p - x).square().sum()
+    # Far and near points, of which the segment to q lies in the domain.
+    near = [p + 0.1 * (q - p), p - 0.1 * (q - p), p + 0.1 * other, function.prox(p + 0.1 * other, step)]
+    for z in (q, *near):
+        cost = step * function.value(z) + 0.5 * (z - x).square().sum()
+        least = best + 0.5 * (z - p).square().sum()
+        _require(
+            function, f"prox at step {step:g} is not the minimiser of a convex function", float(least - cost) - room
+        )
+    excess = (p - q).square().sum() - ((p - q) * (x - other)).sum()
+    _require(function, "prox is not firmly nonexpansive, so value is not convex", float(excess) - room)
     try:
         dual = function.conjugate()
     except CapabilityError:

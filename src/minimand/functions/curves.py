@@ -27,7 +27,7 @@ def _within(low: float, high: float, x: Tensor, value: Tensor) -> Tensor:
     return torch.where(inside, value, math.inf)
 
 
-def _xlogx(x: Tensor) -> Tensor:
+def xlogx(x: Tensor) -> Tensor:
     """x log x, zero at zero, with a finite derivative there."""
     x = x.clamp_min(torch.finfo(x.dtype).tiny)
     return x * torch.log(x)
@@ -60,7 +60,7 @@ def tanh_integral(z: Tensor) -> Tensor:
 
 def tanh_inverse_integral(x: Tensor) -> Tensor:
     """The integral of the inverse of tanh from its value at 0."""
-    return _within(-1.0, 1.0, x, 0.5 * (_xlogx(1 + x) + _xlogx(1 - x)))
+    return _within(-1.0, 1.0, x, 0.5 * (xlogx(1 + x) + xlogx(1 - x)))
 
 
 def sigmoid_slope(z: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def sigmoid_integral(z: Tensor) -> Tensor:
 
 def sigmoid_inverse_integral(x: Tensor) -> Tensor:
     """The integral of the inverse of the sigmoid from its value at 0."""
-    return _within(0.0, 1.0, x, _xlogx(x) + _xlogx(1 - x) + _LOG2)
+    return _within(0.0, 1.0, x, xlogx(x) + xlogx(1 - x) + _LOG2)
 
 
 def softplus_slope(z: Tensor, beta: float = 1.0) -> Tensor:
@@ -132,7 +132,7 @@ def elu_integral(z: Tensor, alpha: float = 1.0) -> Tensor:
 def elu_inverse_integral(x: Tensor, alpha: float = 1.0) -> Tensor:
     """The integral of the inverse of ELU from its value at 0."""
     negative = x.clamp(max=0)
-    value = 0.5 * torch.relu(x).square() + alpha * _xlogx(1 + negative / alpha) - negative
+    value = 0.5 * torch.relu(x).square() + alpha * xlogx(1 + negative / alpha) - negative
     return _within(-alpha, math.inf, x, value)
 
 
@@ -150,7 +150,7 @@ def celu_integral(z: Tensor, alpha: float = 1.0) -> Tensor:
 def celu_inverse_integral(x: Tensor, alpha: float = 1.0) -> Tensor:
     """The integral of the inverse of CELU from its value at 0."""
     negative = x.clamp(max=0) / alpha
-    value = 0.5 * torch.relu(x).square() + alpha**2 * (_xlogx(1 + negative) - negative)
+    value = 0.5 * torch.relu(x).square() + alpha**2 * (xlogx(1 + negative) - negative)
     return _within(-alpha, math.inf, x, value)
 
 

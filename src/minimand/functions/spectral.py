@@ -6,50 +6,96 @@ the scalar function (Löwner's form). For thresholding and clipping these have c
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from ..errors import CapabilityError, ShapeError, require_positive
-from .base import Function, Step, check_step, indicator_of_all, scaled, widened
-from .structured import require_common_step
+from ..errors import CapabilityError, OptionError, ShapeError, is_traced, require_positive
+from .base import Function, Step, check_step, indicator_of_all, require_weight, scaled, widened
+from .structured import Isotonic, require_common_step
 
 __all__ = ["NegativeSemidefinite", "NuclearNorm", "PositiveSemidefinite", "SpectralBall"]
 
 
 @dataclass(frozen=True)
 class NuclearNorm(Function):
-    r"""The weighted sum of singular values, :math:`g(X) = w\|X\|_*`.
+    r"""The weighted sum of singular values, :math:`g(X) = w\|X\|_*`, or :math:`\sum_i w_i\sigma_i(X)` with
+    :math:`w_1 \ge w_2 \ge \dots \ge 0` and the largest singular value first.
 
-    .. math:: \operatorname{prox}_{\eta g}(X) = U \max(\Sigma - \eta w, 0) V^\top, \qquad X = U \Sigma V^\top
+    .. math:: \operatorname{prox}_{\eta g}(X) = U \max(P(\Sigma - \eta w), 0) V^\top, \qquad X = U \Sigma V^\top
+
+    with the projection :math:`P` onto decreasing sequences, which changes nothing where all weights are equal. The
+    weights 1, …, 1, 0, …, 0 give the Ky Fan norms, 1, 0, …, 0 the spectral norm. With weights that increase somewhere,
+    as those of reweighted methods, g is not convex; they are refused.
 
     The prox gives activations of low rank ([Bibi2019], section 3.2). The gradient is finite and correct
-    at repeated and at zero singular values.
+    at repeated and at zero singular values, and reaches the weights.
+
+    Args:
+        weight: A number ≥ 0, or a tensor with one for each singular value.
 
     Example:
         >>> NuclearNorm(1.0).prox(torch.diag(torch.tensor([3.0, 0.5])))
         tensor([[2., 0.],
                 [0., 0.]])
+        >>> NuclearNorm(torch.tensor([2.0, 0.0])).prox(torch.diag(torch.tensor([3.0, 2.0])))
+        tensor([[1.5000, 0.0000],
+                [0.0000, 1.5000]])
     """
 
-    weight: float
+    coupled: ClassVar[int] = 2
+
+    weight: float | Tensor
 
     def __post_init__(self) -> None:
-        require_positive("weight", self.weight, zero=True)
+        require_weight("weight", self.weight)
+        if isinstance(self.weight, Tensor) and not is_traced(self.weight):
+            if self.weight.dim() != 1:
+                raise OptionError(
+                    f"weight must be a number or a tensor with one number for each singular value, got shape "
+                    f"{tuple(self.weight.shape)}"
+                )
+            if bool((self.weight.detach().diff() > 0).any()):
+                raise OptionError(
+                    "weight must not increase from one singular value to the next, the largest being the first: the "
+                    "sum would not be convex; sort the weights in descending order"
+                )
+
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        """Raise unless points are matrices, with a weight for each singular value."""
+        _require_matrix(shape)
+        if isinstance(self.weight, Tensor) and len(self.weight) != min(shape[-2:]):
+            raise ShapeError(
+                f"weight has {len(self.weight)} numbers, but matrices of shape {tuple(shape[-2:])} have "
+                f"{min(shape[-2:])} singular values"
+            )
 
     def value(self, x: Tensor) -> Tensor:
         """The weighted nuclear norms, summed over the batch."""
-        return self.weight * torch.linalg.svdvals(_matrix(x)).sum()
+        wide = _matrix(x)
+        self.check_shape(x.shape)
+        weight = self.weight.to(wide.dtype) if isinstance(self.weight, Tensor) else self.weight
+        return (weight * torch.linalg.svdvals(wide)).sum()
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The singular values soft-thresholded."""
         wide = _matrix(x)
-        threshold = scaled(step, self.weight, wide)
-        return x if self.weight == 0 else _singular(wide, threshold, clip=False).to(x.dtype)
+        self.check_shape(x.shape)
+        if isinstance(self.weight, Tensor):
+            require_common_step(step, 2, "NuclearNorm")
+            eta = scaled(step, 1.0, wide)
+            each = eta.squeeze(-1) if isinstance(eta, Tensor) and eta.dim() > 1 else eta
+            threshold = (each * self.weight.to(wide.dtype)).expand(*x.shape[:-2], len(self.weight))
+            return _Ordered.apply(wide, threshold).to(x.dtype)
+        limit = scaled(step, self.weight, wide)
+        return x if self.weight == 0 else _singular(wide, limit, clip=False).to(x.dtype)
 
     def conjugate(self) -> "SpectralBall":
-        """The indicator of the dual ball."""
+        """The indicator of the dual ball, for one weight."""
+        if isinstance(self.weight, Tensor):
+            raise CapabilityError(f"{self!r} has no conjugate in closed form; with one number for all it has")
         return SpectralBall(self.weight)
 
 
@@ -65,10 +111,16 @@ class SpectralBall(Function):
                 [0.0000, 0.5000]])
     """
 
+    coupled: ClassVar[int] = 2
+
     radius: float
 
     def __post_init__(self) -> None:
         require_positive("radius", self.radius, zero=True)
+
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        """Raise unless points are matrices."""
+        _require_matrix(shape)
 
     def value(self, x: Tensor) -> Tensor:
         """Zero where every matrix lies in the ball, +inf otherwise."""
@@ -105,6 +157,12 @@ class PositiveSemidefinite(Function):
                 [0., 0.]])
     """
 
+    coupled: ClassVar[int] = 2
+
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        """Raise unless points are square matrices."""
+        _require_square(shape)
+
     def value(self, x: Tensor) -> Tensor:
         """Zero where every matrix is symmetric and has no negative eigenvalue, +inf otherwise."""
         return _semidefinite(x, _square(x), symmetric=True)
@@ -134,6 +192,12 @@ class NegativeSemidefinite(Function):
                 [-1., -3.]])
     """
 
+    coupled: ClassVar[int] = 2
+
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        """Raise unless points are square matrices."""
+        _require_square(shape)
+
     def value(self, x: Tensor) -> Tensor:
         """Zero where every symmetric part is negative semidefinite, +inf otherwise."""
         return _semidefinite(x, -_square(x), symmetric=False)
@@ -149,17 +213,25 @@ class NegativeSemidefinite(Function):
         return PositiveSemidefinite()
 
 
+def _require_matrix(shape: tuple[int, ...]) -> None:
+    if len(shape) < 2:
+        raise ShapeError(f"a function of matrices needs two dimensions or more, got shape {tuple(shape)}")
+
+
+def _require_square(shape: tuple[int, ...]) -> None:
+    if len(shape) < 2 or shape[-1] != shape[-2]:
+        raise ShapeError(f"a semidefinite cone needs square matrices, got shape {tuple(shape)}")
+
+
 def _matrix(x: Tensor) -> Tensor:
     wide = widened(x)
-    if x.dim() < 2:
-        raise ShapeError(f"a function of matrices needs two dimensions or more, got shape {tuple(x.shape)}")
+    _require_matrix(x.shape)
     return wide
 
 
 def _square(x: Tensor) -> Tensor:
     wide = widened(x)
-    if x.dim() < 2 or x.shape[-1] != x.shape[-2]:
-        raise ShapeError(f"a semidefinite cone needs square matrices, got shape {tuple(x.shape)}")
+    _require_square(x.shape)
     return wide
 
 
@@ -273,6 +345,58 @@ class _Singular(torch.autograd.Function):
             # f(σ)/σ tends to one at zero where f clips, and to zero where it shrinks.
             passed = _spectral_gradient(u, sigma, vt, kept, _loewner(sign * over), 0.5 - 0.5 * sign, grad, core)
             return passed, sign * fall, None
+
+
+def _pooled(over: Tensor) -> tuple[Tensor, Tensor]:
+    """The projection of vectors onto decreasing ones, and the matrix that averages its blocks of equal entries."""
+    fitted = Isotonic().prox(over.flip(-1)).flip(-1)
+    # The residuals add up to zero at the end of a block and nowhere inside it.
+    size = over.abs().amax(-1, keepdim=True) if over.shape[-1] else over
+    room = 16 * over.shape[-1] * torch.finfo(over.dtype).eps * size
+    ends = ((over - fitted).cumsum(-1).abs() <= room)[..., :-1]
+    label = torch.nn.functional.pad(ends.to(torch.int64).cumsum(-1), (1, 0))
+    same = (label.unsqueeze(-1) == label.unsqueeze(-2)).to(over.dtype)
+    average = same / same.sum(-1, keepdim=True)
+    return (average @ over.unsqueeze(-1)).squeeze(-1), average
+
+
+class _Ordered(torch.autograd.Function):
+    r"""A threshold for each singular value, the largest for the largest, with the form of :class:`_Singular`.
+
+    On the diagonal of the core the derivative averages the blocks of the projection; between two entries of a block
+    the divided difference is zero.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, threshold: Tensor) -> Tensor:
+        with _full_precision(x):
+            x, lost = _decomposable(x)
+            u, sigma, vt = torch.linalg.svd(x, full_matrices=False)
+            level, average = _pooled(sigma - threshold)
+            # A value without a threshold passes unchanged, and its quotients are one, also where it is zero.
+            free = (threshold == 0) & (average.diagonal(dim1=-2, dim2=-1) == 1)
+            sigma = torch.where(free, sigma.clamp_min(torch.finfo(sigma.dtype).tiny), sigma)
+            level = torch.where(free, sigma, level)
+            ctx.save_for_backward(u, sigma, vt, threshold, level, average)
+            return (u * torch.relu(level).unsqueeze(-2)) @ vt + lost
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        _require_first_derivative()
+        u, sigma, vt, threshold, level, average = ctx.saved_tensors  # type: ignore[attr-defined]
+        with _full_precision(u):
+            core, kept = u.mT @ grad @ vt.mT, torch.relu(level)
+            active = core.diagonal(dim1=-2, dim2=-1) * (level > 0)
+            along = (average @ active.unsqueeze(-1)).squeeze(-1)
+            apart = (sigma.unsqueeze(-1) - sigma.unsqueeze(-2)).abs()
+            quotient = _ratio((kept.unsqueeze(-1) - kept.unsqueeze(-2)).abs(), apart).clamp(max=1.0)
+            # Two values that are thresholded alike and not averaged have a quotient without cancellation.
+            alone = average.diagonal(dim1=-2, dim2=-1) == 1
+            alike = (threshold.unsqueeze(-1) == threshold.unsqueeze(-2)) & alone.unsqueeze(-1) & alone.unsqueeze(-2)
+            slopes = torch.where(alike, _loewner(level), torch.where(average > 0, 0.0, quotient))
+            slopes = slopes - torch.diag_embed(slopes.diagonal(dim1=-2, dim2=-1))
+            passed = _spectral_gradient(u, sigma, vt, kept, slopes, 0.0, grad, core)
+            return passed + (u * along.unsqueeze(-2)) @ vt, -along
 
 
 def _spectral_gradient(

@@ -1,15 +1,14 @@
-"""Functions of vectors, which act on the last dimension: the simplex, groups, and their conjugates."""
+"""Functions of vectors, which act on the last dimension: the simplex, norms, order, and their conjugates."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, ShapeError, require_positive
+from ..errors import ShapeError, require_positive
 from .base import Function, Step, check_step, indicator_of_all, scaled, widened
 
-__all__ = ["Ball", "GroupL2", "Isotonic", "L1Ball", "MaxNorm", "Maximum", "Simplex"]
+__all__ = ["Isotonic", "L1Ball", "MaxNorm", "Maximum", "Simplex"]
 
 
 def require_common_step(step: Step, dims: int, kind: str) -> None:
@@ -214,127 +213,3 @@ class Isotonic(Function):
         low = torch.where(later, means, torch.inf).flip(-1).cummin(-1).values.flip(-1)
         high = torch.where(later, low, -torch.inf).cummax(-2).values
         return high.diagonal(dim1=-2, dim2=-1).to(x.dtype)
-
-
-@dataclass(frozen=True)
-class GroupL2(Function):
-    r"""The weighted Euclidean norm :math:`g(x) = w\|x\|_2` of the last dimension, or the sum of those of its groups.
-
-    .. math:: \operatorname{prox}_{\eta g}(a) = \max\Bigl(1 - \frac{\eta w}{\|a\|}, 0\Bigr)\, a
-
-    Args:
-        weight: :math:`w \ge 0`.
-        groups: The number of the group of each entry, counted from zero; None: one group.
-
-    Example:
-        >>> GroupL2(1.0).prox(torch.tensor([[3.0, 4.0], [0.1, 0.2]]))
-        tensor([[2.4000, 3.2000],
-                [0.0000, 0.0000]])
-    """
-
-    weight: float
-    groups: Tensor | Sequence[int] | None = None
-
-    def __post_init__(self) -> None:
-        require_positive("weight", self.weight, zero=True)
-        _check_groups(self.groups)
-
-    def check_shape(self, shape: tuple[int, ...]) -> None:
-        """Raise unless there is a group for each entry."""
-        _require_groups(self.groups, shape)
-
-    def value(self, x: Tensor) -> Tensor:
-        """The weighted norms, summed over the batch."""
-        return self.weight * _norms(require_vectors(x), self.groups).sum()
-
-    def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
-        """Block soft thresholding."""
-        require_common_step(step, 1, "GroupL2")
-        wide = require_vectors(x)
-        threshold = scaled(step, self.weight, wide)
-        if self.weight == 0:
-            return x
-        norm = _spread_norms(wide, self.groups)
-        # Clamping before dividing keeps the gradient finite at zero. Unlike 1 − threshold / norm, the result is exact.
-        norm = torch.maximum(norm, threshold) if isinstance(threshold, Tensor) else norm.clamp_min(threshold)
-        return (wide * ((norm - threshold) / norm)).to(x.dtype)
-
-    def conjugate(self) -> "Ball":
-        """The indicator of the dual ball."""
-        return Ball(self.weight, self.groups)
-
-
-@dataclass(frozen=True)
-class Ball(Function):
-    r"""The indicator of :math:`\|x\|_2 \le r` in the last dimension, or in each of its groups, conjugate of
-    :class:`GroupL2`.
-
-    .. math:: \operatorname{prox}(a) = \min\Bigl(1, \frac{r}{\|a\|}\Bigr)\, a
-
-    Example:
-        >>> Ball(1.0).prox(torch.tensor([[3.0, 4.0], [0.1, 0.2]]))
-        tensor([[0.6000, 0.8000],
-                [0.1000, 0.2000]])
-    """
-
-    radius: float
-    groups: Tensor | Sequence[int] | None = None
-
-    def __post_init__(self) -> None:
-        require_positive("radius", self.radius, zero=True)
-        _check_groups(self.groups)
-
-    def check_shape(self, shape: tuple[int, ...]) -> None:
-        """Raise unless there is a group for each entry."""
-        _require_groups(self.groups, shape)
-
-    def value(self, x: Tensor) -> Tensor:
-        """Zero where every last dimension lies in the ball, +inf otherwise."""
-        wide = require_vectors(x)
-        room = self.radius * (1 + 8 * torch.finfo(x.dtype).eps)
-        return indicator_of_all(_norms(wide, self.groups) <= room, wide)
-
-    def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
-        """The Euclidean projection."""
-        check_step(step, x)
-        if self.radius == 0:
-            return x * 0.0
-        wide = require_vectors(x)
-        norm = _spread_norms(wide, self.groups).clamp_min(self.radius)
-        return (wide * (self.radius / norm)).to(x.dtype)
-
-    def conjugate(self) -> GroupL2:
-        """The weighted norm."""
-        return GroupL2(self.radius, self.groups)
-
-
-def _check_groups(groups: Tensor | Sequence[int] | None) -> None:
-    if groups is None:
-        return
-    index = torch.as_tensor(groups)
-    if index.dim() != 1 or index.is_floating_point() or index.is_complex() or not len(index) or int(index.min()) < 0:
-        raise OptionError(f"groups holds one whole number ≥ 0 per entry, the number of its group; got {groups!r:.60}")
-
-
-def _require_groups(groups: Tensor | Sequence[int] | None, shape: tuple[int, ...]) -> None:
-    if groups is not None and len(groups) != shape[-1]:
-        raise ShapeError(f"groups has {len(groups)} entries, but x of shape {tuple(shape)} has {shape[-1]} in a row")
-
-
-def _norms(x: Tensor, groups: Tensor | Sequence[int] | None) -> Tensor:
-    """The norm of each group, or of the last dimension."""
-    if groups is None:
-        return torch.linalg.vector_norm(x, dim=-1)
-    _require_groups(groups, x.shape)
-    index = torch.as_tensor(groups, device=x.device)
-    member = torch.nn.functional.one_hot(index).to(x.dtype)
-    size = x.detach().abs().amax(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
-    squares = (x / size).square() @ member
-    some = squares > 0
-    return torch.where(some, torch.where(some, squares, 1.0).sqrt(), 0.0) * size
-
-
-def _spread_norms(x: Tensor, groups: Tensor | Sequence[int] | None) -> Tensor:
-    """The norm of the group of each entry."""
-    norms = _norms(x, groups)
-    return norms.unsqueeze(-1) if groups is None else norms[..., torch.as_tensor(groups, device=x.device)]

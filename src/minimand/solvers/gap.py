@@ -66,7 +66,7 @@ class GapBound:
         except CapabilityError:
             return None
         # A cone's polar contains no multiple of a point outside of it.
-        zeros = self._wide.y.new_zeros(self.problem.operator.output_shape)
+        zeros = self._wide.y.new_zeros(self.problem.shape[-self.problem.output_dims :])
         near = torch.full_like(zeros, 1e-6)
         finite = all(holds(torch.isfinite(conjugate.value(near * sign))) for sign in (1, -1))
         return conjugate if finite else None
@@ -107,12 +107,12 @@ class GapBound:
         total = total + self._outputs(0.5 * problem.ridge * x * x)
         if problem.bias is not None:
             total = total - self._outputs(problem.full_bias() * x)
-        return total + problem.function.sums(x, len(problem.operator.output_shape))
+        return total + problem.function.sums(x, problem.output_dims)
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The objective and the bound, for each sample."""
-        problem, dims = self._wide, -self.problem.operator.output_dim
+        problem, dims = self._wide, self.problem.output_dims
         x = x.detach().to(problem.y.dtype)
         t = self._image(x)
         u = problem.datafit.gradient(t, problem.y)
@@ -144,13 +144,13 @@ class GapBound:
         """G*(s)."""
         problem = self._wide
         p = problem.function.prox(s / problem.ridge, 1 / problem.ridge)
-        return self._outputs(p * (s - 0.5 * problem.ridge * p)) - problem.function.sums(p, -problem.operator.output_dim)
+        return self._outputs(p * (s - 0.5 * problem.ridge * p)) - problem.function.sums(p, problem.output_dims)
 
     def _scaled(self, t: Tensor, u: Tensor, data: Tensor, pull: Tensor) -> Tensor:
         """The dual value at the largest multiple of u that is feasible."""
         problem, conjugate = self._wide, self._conjugate
         assert conjugate is not None
-        dims = -problem.operator.output_dim
+        dims = problem.output_dims
         charge = lambda c: conjugate.sums(self._slope(self._spread(c, pull) * pull), dims)  # noqa: E731
         one = torch.ones_like(self._samples(u))
         whole = charge(one)
@@ -177,7 +177,7 @@ class GapBound:
 
     def _strong(self, x: Tensor, pull: Tensor, smooth: Tensor, objective: Tensor) -> Tensor:
         """The bound by strong convexity, at the best of a few steps."""
-        problem, dims, mu = self._wide, -self._wide.operator.output_dim, self._convexity
+        problem, dims, mu = self._wide, self._wide.output_dims, self._convexity
         gradient = -self._slope(pull) + problem.ridge * x
         scale = float(problem.operator.output_norms_sq().amax()) + problem.ridge
         best = objective.new_full(objective.shape, torch.inf)
@@ -194,12 +194,12 @@ class GapBound:
         return (objective - dual).clamp_min(0) + 8 * eps * (objective.abs() + dual.abs())
 
     def _samples(self, values: Tensor) -> Tensor:
-        return values.flatten(self.problem.operator.feature_dim).sum(-1)
+        return values.flatten(-self.problem.input_dims).sum(-1)
 
     def _outputs(self, values: Tensor) -> Tensor:
         values = values.expand(self.problem.shape)
-        return values.flatten(self.problem.operator.output_dim).sum(-1)
+        return values.flatten(-self.problem.output_dims).sum(-1)
 
     def _spread(self, c: Tensor, like: Tensor, inputs: bool = False) -> Tensor:
-        dims = len(self.problem.operator.input_shape if inputs else self.problem.operator.output_shape)
+        dims = self.problem.input_dims if inputs else self.problem.output_dims
         return c.reshape(*c.shape, *(1,) * dims)

@@ -1,0 +1,79 @@
+"""Laws of working sets: the signs of a small Lasso are found exactly, and the sets are chosen by the true gradient."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.linear_model import Lasso
+from torch import Tensor
+
+from minimand.functions import L1
+from minimand.operators import Dense
+from minimand.solvers import Problem, WorkingSet, solve
+from minimand.solvers.signs import sign_search
+
+
+def _correlated(inputs: int, outputs: int, correlation: float, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    matrix = torch.randn(outputs, inputs, generator=generator, dtype=torch.float64)
+    for row in range(1, outputs):
+        matrix[row] = correlation * matrix[row - 1] + (1 - correlation**2) ** 0.5 * matrix[row]
+    return matrix, torch.randn(inputs, generator=generator, dtype=torch.float64)
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**31 - 1),
+    correlation=st.sampled_from([0.0, 0.9, 0.99]),
+    share=st.sampled_from([0.001, 0.1, 0.9, 1.1]),
+    start=st.sampled_from([0.0, 1.0, 100.0]),
+)
+def test_signs_are_found_from_any_start(seed: int, correlation: float, share: float, start: float) -> None:
+    matrix, y = _correlated(30, 12, correlation, seed)
+    generator = torch.Generator().manual_seed(seed)
+    gram, linear = matrix @ matrix.mT, matrix @ y
+    weight = share * float(linear.abs().max()) * (0.5 + torch.rand(12, generator=generator, dtype=torch.float64))
+    weight[0] = 0.0  # an entry without a penalty
+    begin = start * torch.randn(12, generator=generator, dtype=torch.float64)
+    x = sign_search(gram, linear, weight, begin)
+    assert x is not None
+    descent, room = linear - gram @ x, 1e-9 * linear.abs().max()
+    assert bool((descent.abs() <= weight + room).all())
+    assert bool(((descent - weight * x.sign())[x != 0].abs() <= room).all())
+
+
+def test_equal_columns_are_left_to_other_steps() -> None:
+    """The search returns the solution or nothing, and the working sets converge either way."""
+    matrix, y = _correlated(20, 40, 0.5)
+    twice = torch.cat([matrix, matrix])
+    problem = Problem(Dense(twice), L1(0.01 * float((matrix @ y).abs().max())), y.unsqueeze(0))
+    found = solve(problem, WorkingSet(), tol=1e-9)
+    single = solve(Problem(Dense(matrix), problem.function, problem.y), tol=1e-12)
+    assert found.converged
+    torch.testing.assert_close(found.x[:, :40] + found.x[:, 40:], single.x, atol=1e-3, rtol=0)
+    assert float(found.objective - single.objective) <= 1e-8 * float(single.objective)
+
+
+def test_the_sets_are_chosen_by_the_gradient() -> None:
+    matrix, y = _correlated(60, 500, 0.9)
+    problem = Problem(Dense(matrix), L1(0.02 * float((matrix @ y).abs().max())), y.unsqueeze(0), ridge=0.01)
+    solver = WorkingSet()
+    state = solver.init(problem, None)
+    for k in range(3):
+        state = solver.advance(problem, state, k, None)
+        torch.testing.assert_close(state.descent, problem.descent(state.x, problem.linear()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("share", [0.1, 0.02])
+def test_scikit_learn_agrees_on_correlated_columns(share: float, dtype: torch.dtype) -> None:
+    matrix, y = _correlated(80, 500, 0.95)
+    weight = share * float((matrix @ y).abs().max())
+    theirs = Lasso(weight / 80, fit_intercept=False, tol=1e-14, max_iter=100_000).fit(matrix.mT.numpy(), y.numpy())
+    exact = dtype is torch.float64
+    problem = Problem(Dense(matrix.to(dtype)), L1(weight), y.unsqueeze(0).to(dtype))
+    found = solve(problem, WorkingSet(), tol=1e-12 if exact else 1e-6)
+    assert found.converged
+    assert found.iterations < 12
+    np.testing.assert_allclose(found.x[0].double().numpy(), theirs.coef_, atol=1e-6 if exact else 1e-3)
