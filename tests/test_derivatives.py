@@ -2,7 +2,10 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
+import scipy.sparse
+import scipy.sparse.linalg
 import torch
 import torch.autograd.forward_ad as forward_mode
 from torch import Tensor
@@ -15,7 +18,7 @@ from minimand.adjoints import Checkpoint, Implicit, JacobianFree, Unroll
 from minimand.errors import CapabilityError, MinimandError
 from minimand.nn import SolverConv2d, SolverLinear
 from minimand.norms.kernel import Bounds
-from minimand.operators import Conv2d, Dense, operator
+from minimand.operators import Conv2d, Dense, as_operator, operator
 from minimand.solvers import ADMM, FISTA, Problem, ProxGD, ProxSG, solve
 
 from .cases import solvers
@@ -236,6 +239,24 @@ def test_functions_of_matrices_are_right_or_refused():
                     transform(f, x, along)
 
 
+def test_gaps_and_tolerances_inside_of_transforms():
+    """vmap has the gaps of the loop, and refuses what needs values; derivatives take a tolerance."""
+    weight, y = torch.randn(3, 4, dtype=torch.float64), torch.randn(5, 2, 4, dtype=torch.float64)
+    for function, ridge in ((mf.L1(0.3), 0.0), (mf.L1(0.3), 1.0), (mf.NonNegative(), 1.0), (mf.Simplex(), 0.0)):
+        problem = lambda y: Problem(Dense(weight), function, y, ridge=ridge)  # noqa: B023, E731
+        gap = lambda y: solve(problem(y), FISTA(20)).gap  # noqa: B023, E731
+        torch.testing.assert_close(vmap(gap)(y), torch.stack([gap(each) for each in y]), rtol=1e-6, atol=1e-12)
+    for options in ({}, {"solver": FISTA(20), "tol": 1e-3}, {"solver": FISTA(20), "callback": lambda progress: None}):
+        value = lambda y: solve(problem(y), **options).x.sin().sum()  # noqa: B023, E731
+        for transform in (vmap(value), vmap(grad(value))):
+            with pytest.raises(CapabilityError, match="vmap hides the values"):
+                transform(y)
+    close = lambda y: solve(problem(y), FISTA(2000), tol=1e-14, adjoint=Implicit()).x.sin().sum()  # noqa: E731
+    expected = _gradient(lambda y: solve(problem(y), FISTA(2000), adjoint=Implicit()).x.sin().sum(), y[0])
+    for transform in (grad, jacrev, jacfwd):
+        torch.testing.assert_close(transform(close)(y[0]), expected, rtol=1e-6, atol=1e-6)
+
+
 # Tensors that callables capture
 
 
@@ -265,6 +286,27 @@ def test_captured_tensors_have_gradients_and_no_other_derivatives(solver, adjoin
     # Without a derivative nothing is refused.
     both = torch.stack([weight, weight + along])
     torch.testing.assert_close(vmap(f)(both), torch.stack([f(w) for w in both]))
+
+
+@pytest.mark.parametrize("transform", {**FIRST, **FEW})
+def test_operators_of_scipy(transform):
+    """NumPy computes their products; the derivatives are those of the dense matrix."""
+    matrix = 0.3 * np.random.default_rng(0).normal(size=(3, 4))
+    y, along = torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+
+    def f(op):
+        problem = lambda y: Problem(op, mf.from_activation("tanh"), y.reshape(2, 4), ridge=1.0)  # noqa: E731
+        return lambda y: solve(problem(y), ProxGD(20)).x.sin().sum()
+
+    expected = {**FIRST, **FEW}[transform](f(Dense(torch.tensor(matrix))), y, along)
+    bound = Bounds(Dense(torch.tensor(matrix)).norm_sq(), None, None)
+    for source in (scipy.sparse.csr_array(matrix), scipy.sparse.linalg.aslinearoperator(matrix)):
+        of = f(as_operator(source).with_bounds(bound))
+        if transform == "is_grads_batched" and not scipy.sparse.issparse(source):
+            with pytest.raises(CapabilityError, match="is_grads_batched cannot"):
+                _batched(of, y, along)
+        else:
+            torch.testing.assert_close({**FIRST, **FEW}[transform](of, y, along), expected)
 
 
 @pytest.mark.parametrize("adjoint", [Implicit(), JacobianFree()], ids=lambda a: type(a).__name__)

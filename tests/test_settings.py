@@ -27,6 +27,8 @@ from minimand.nn import (
     ImportanceDropout,
     ISTANet,
     OptimizationNet,
+    RidgeNet,
+    RidgeTrainer,
     SolverConv1d,
     SolverConv2d,
     SolverConv3d,
@@ -49,6 +51,7 @@ from minimand.operators import (
     ConvTranspose2d,
     Dense,
     Inpainting,
+    MultiCoilFourier,
     SubsampledFourier,
     Transposed,
     Wavelet,
@@ -139,6 +142,15 @@ def _layer(kind: type, *sizes: int) -> Callable[..., Any]:
     return lambda **options: build(**options).eval()
 
 
+def _ridge() -> RidgeNet:
+    return RidgeNet(_phi(), phases=2, filters=4, size=3)
+
+
+def _ridge_steps(trainer: RidgeTrainer) -> Tensor:
+    torch.manual_seed(1)
+    return torch.tensor([trainer.step(_image(3, 16) @ _phi().mT, _image(3, 16)) for _ in range(4)])
+
+
 def _transform(seed: int) -> Transform:
     torch.manual_seed(seed)
     return Transform(Architecture(channels=2, depth=1), residual=False)
@@ -182,6 +194,8 @@ CASES: dict[str, Case] = {
     "ISTANet": Case(lambda: ISTANet(_phi(), **SMALL)),
     "FISTANet": Case(lambda: FISTANet(_phi(), **SMALL)),
     "ADMMNet": Case(lambda: ADMMNet(_phi(), **SMALL)),
+    "RidgeNet": Case(_ridge, observe=_seen(2, 4)),
+    "RidgeTrainer": Case(lambda: RidgeTrainer(_ridge(), steps=4), observe=_ridge_steps),
     "Transform": Case(lambda: _transform(0)),
     "CycleSpinning": Case(lambda: CycleSpinning(BlockDCT((8, 8)), 0.1)),
     "Shrinkage": Case(
@@ -226,6 +240,9 @@ CASES: dict[str, Case] = {
     "BlockSensing": _weighted(lambda w: BlockSensing(w, (4, 4)), DENSE, 1, 4, 4),
     "Inpainting": _weighted(Inpainting, torch.ones(1, 4, 4), 1, 4, 4),
     "SubsampledFourier": _weighted(SubsampledFourier, torch.ones(4, 4), 1, 4, 4),
+    "MultiCoilFourier": _weighted(
+        lambda w: MultiCoilFourier(torch.ones(4, 4), w), _image(3, 2, 4, 4), 1, 2, 4, 4
+    ),
     "BlockDCT": Case(lambda: BlockDCT((8, 8))),
     "Wavelet": Case(lambda: Wavelet((8, 8), levels=1)),
     "ProxProp": Case(lambda **o: ProxProp(_net(), **o), {"tau_theta": 0.1}, lambda p: torch.tensor(p.tau_theta)),

@@ -141,6 +141,27 @@ def _problem() -> solvers.Problem:
     return solvers.Problem(operators.Dense(_x(3, 4)), functions.NonNegative(), _x(5, 4), _x(3), 0.1)
 
 
+def _datafit(make: Callable[..., solvers.Datafit], **options: Any) -> Call:
+    def run(y: Tensor, weight: Tensor, **options: Any) -> Any:
+        problem = solvers.Problem(operators.Dense(weight), functions.NonNegative(), y, ridge=0.1, datafit=make(**options))
+        return solvers.solve(problem, solvers.ProxGD(3))
+
+    return Call(run, lambda: {"y": torch.ones(5, 4), "weight": _x(3, 4).abs(), **options})
+
+
+def _working_set(y: Tensor, weight: Tensor, iters: Any, strength: Any) -> Any:
+    with torch.no_grad():
+        problem = solvers.Problem(operators.Dense(weight), functions.L1(strength), y)
+        return solvers.solve(problem, solvers.WorkingSet(iters), tol=1e-3)
+
+
+def _searched(make: Callable[..., Any], data: Callable[[], Any]) -> Call:
+    def run(Y: Any, **options: Any) -> Any:
+        return make(**options).fit(Y).lam_
+
+    return Call(run, lambda: {"Y": data(), "lams": [0.3, 0.1], "cv": 2, "tol": 1e-1, "max_iter": 5, "random_state": 0})
+
+
 def _optimization(x: Tensor, **options: Any) -> Any:
     return mnn.OptimizationNet([nn.Linear(4, 4), nn.Linear(4, 4)], **options)(x)
 
@@ -211,6 +232,15 @@ CALLS: dict[str, Call] = {
     "Simplex": _prox(functions.Simplex),
     "SpectralBall": _prox(functions.SpectralBall, radius=0.3),
     "SquaredHinge": _prox(functions.SquaredHinge, gamma=0.3, shift=0.1),
+    "Charbonnier": _prox(functions.Charbonnier, scale=0.3, exponent=0.4),
+    "ElasticNet": _prox(functions.ElasticNet, weight=0.3, curvature=0.2),
+    "Isotonic": _prox(functions.Isotonic),
+    "L1Ball": _prox(functions.L1Ball, radius=0.3),
+    "MaxNorm": _prox(functions.MaxNorm, weight=0.3),
+    "TotalVariation": _prox(functions.TotalVariation, weight=0.3),
+    "check_function": Call(
+        functions.check_function, lambda: {"function": functions.L1(0.3), "shape": (3, 4), "trials": 2}
+    ),
     "Zero": _prox(functions.Zero),
     "Monotone": _prox(functions.Monotone, phi=torch.tanh),
     "from_activation": _prox(functions.from_activation, act="tanh"),
@@ -227,6 +257,15 @@ CALLS: dict[str, Call] = {
     "BlockSensing": _applied(operators.BlockSensing, lambda: {"weight": _x(2, 4), "input_size": (4, 6)}),
     "Inpainting": _applied(operators.Inpainting, lambda: {"mask": torch.ones(1, 4, 5)}),
     "SubsampledFourier": _applied(operators.SubsampledFourier, lambda: {"mask": torch.ones(4, 5)}),
+    "MultiCoilFourier": _applied(
+        operators.MultiCoilFourier, lambda: {"mask": torch.ones(4, 5), "sensitivities": _x(3, 2, 4, 5)}
+    ),
+    "downsampling": _applied(operators.downsampling, lambda: {"input_size": (4, 6), "factor": 2, "channels": 2}),
+    "parallel_beam": _applied(operators.parallel_beam, lambda: {"size": 4, "angles": [0.0, 0.7], "detectors": 5}),
+    "as_operator": _applied(
+        operators.as_operator,
+        lambda: {"source": _x(6, 4).to_sparse(), "input_shape": (1, 2, 2), "output_shape": (2, 3), "dtype": None},
+    ),
     "BlockDCT": _applied(operators.BlockDCT, lambda: {"input_size": (4, 6), "block": 2, "count": 1}),
     "Wavelet": _applied(operators.Wavelet, lambda: {"input_size": (4, 6), "levels": 1, "family": "haar"}),
     "gaussian_blur": _applied(operators.gaussian_blur, lambda: {"input_size": (6, 6), "sigma": 0.7}),
@@ -286,6 +325,14 @@ CALLS: dict[str, Call] = {
             "tol": 1e-3,
         },
     ),
+    "Huber": _datafit(solvers.Huber, delta=0.5),
+    "Logistic": _datafit(solvers.Logistic),
+    "Poisson": _datafit(solvers.Poisson, background=0.5),
+    "Quadratic": _datafit(solvers.Quadratic),
+    "SquaredHingeLoss": _datafit(solvers.SquaredHingeLoss),
+    "check_datafit": Call(
+        solvers.check_datafit, lambda: {"datafit": solvers.Huber(0.5), "y": _x(5), "trials": 2, "generator": None}
+    ),
     "trace": Call(solvers.trace, lambda: {"problem": _problem(), "solver": solvers.ProxGD(3), "x0": _x(5, 3).abs()}),
     "conjugate_gradient": Call(
         solvers.conjugate_gradient,
@@ -298,6 +345,7 @@ CALLS: dict[str, Call] = {
     "ProxSG": Call(solvers.ProxSG, lambda: {"iters": 3, "tau": 0.5, "step": 0.1, "decay": 0.9, "sampling": "nice"}),
     "SVRG": Call(solvers.SVRG, lambda: {"outer": 1, "inner": 3, "tau": 2, "step": 0.1, "sampling": "nice"}),
     "RCD": Call(solvers.RCD, lambda: {"iters": 3, "tau": 0.5, "step": 0.1}),
+    "WorkingSet": Call(_working_set, lambda: {"y": _x(1, 4), "weight": _x(6, 4), "iters": 5, "strength": 0.3}),
     "Exponential": Call(solvers.Exponential, lambda: {"rate": 0.5}),
     "Harmonic": Call(solvers.Harmonic, lambda: {"horizon": 5.0}),
     "Importance": Call(solvers.Importance, lambda: {"by": "columns"}),
@@ -366,6 +414,44 @@ CALLS: dict[str, Call] = {
     "ISTANet": _unrolled(mnn.ISTANet),
     "FISTANet": _unrolled(mnn.FISTANet),
     "ADMMNet": _unrolled(mnn.ADMMNet),
+    "RidgeNet": Call(
+        lambda y, **options: mnn.RidgeNet(**options)(y),
+        lambda: {
+            "y": _x(2, 4),
+            "phi": operators.orthonormal_gaussian(4, 16),
+            "phases": 2,
+            "filters": 4,
+            "size": 3,
+            "guarantee": "convex",
+            "noise": None,
+            "channels": "apart",
+            "exponents": None,
+            "initial": None,
+            "datafit": solvers.Quadratic(),
+        },
+    ),
+    "RidgeTrainer": Call(
+        lambda y, target, **options: mnn.RidgeTrainer(**options).step(y, target),
+        lambda: {
+            "y": _x(2, 4),
+            "target": _x(2, 16),
+            "net": mnn.RidgeNet(operators.orthonormal_gaussian(4, 16), phases=2, filters=4, size=3),
+            "steps": 4,
+            "rate": 0.5,
+        },
+    ),
+    "smooth_tv_reconstruction": Call(
+        mnn.smooth_tv_reconstruction,
+        lambda: {
+            "y": _x(2, 1, 4, 4),
+            "phi": operators.Inpainting(torch.ones(1, 4, 4)),
+            "weight": 0.1,
+            "smoothing": 0.1,
+            "start": _x(2, 1, 4, 4),
+            "tol": 1e-2,
+            "iterations": 5,
+        },
+    ),
     "least_squares_start": Call(
         mnn.least_squares_start, lambda: {"phi": _x(4, 16), "blocks": _x(20, 16), "ridge": 1e-6}
     ),
@@ -398,6 +484,36 @@ CALLS: dict[str, Call] = {
     ),
     "SubsampledGram": Call(train.SubsampledGram, lambda: {"fraction": 0.5}),
     "CachedGram": Call(train.CachedGram, lambda: {"every": 2, "decay": 0.5}),
+    "Relative": Call(
+        lambda factor, x: _proxprop(_mlp(), x, tau_theta=train.Relative(factor)),
+        lambda: {"factor": 2.0, "x": _x(6, 4)},
+    ),
+    "descent_angle": Call(train.descent_angle, lambda: {"direction": [_x(3)], "gradient": [_x(3) + 0.5]}),
+    "metric_range": Call(train.metric_range, lambda: {"rows": _x(5, 3), "tau_theta": 0.5, "bias": True}),
+    "penalty_energy": Call(
+        train.penalty_energy,
+        lambda: {
+            "model": _chain(),
+            "x": _x(6, 4),
+            "y": _x(6, 2),
+            "loss": nn.functional.mse_loss,
+            "a": [_x(6, 5)],
+            "z": [_x(6, 5)],
+            "gamma": 0.5,
+            "rho": 0.5,
+        },
+    ),
+    "penalty_sweep": Call(
+        train.penalty_sweep,
+        lambda: {
+            "model": _chain(),
+            "x": _x(6, 4),
+            "y": _x(6, 2),
+            "loss": nn.functional.mse_loss,
+            "tau": 0.1,
+            "tau_theta": 0.5,
+        },
+    ),
     "paper_tau_theta": Call(train.paper_tau_theta, lambda: {"tau_theta": 0.5, "paper_rows": 500, "rows": 64}),
     "LPOM": _trained(train.LPOM, mu=0.5, loss="squared", sweep="gauss_seidel"),
     "MAC": _trained(train.MAC, mu=0.5, loss="squared", x_step="gauss_newton", growth=1.0),
@@ -409,6 +525,13 @@ CALLS: dict[str, Call] = {
     ),
     "NMF": _fitted(factor.NMF, lambda: _rows(6, 5), lam=0.3, tol=1e-2, max_iter=20, n_components=2),
     "LowRank": _fitted(factor.LowRank, lambda: _rows(6, 5), lam=0.3, tol=1e-2, max_iter=20),
+    "NMFCV": _searched(factor.NMFCV, lambda: _rows(6, 5)),
+    "LowRankCV": _searched(factor.LowRankCV, lambda: _rows(6, 5)),
+    "MatrixCompletionCV": _searched(factor.MatrixCompletionCV, lambda: _rows(6, 5)),
+    "Share": Call(
+        lambda Y, value: factor.LowRank(factor.Share(value), max_iter=20).fit(Y),
+        lambda: {"Y": _rows(6, 5), "value": 0.3},
+    ),
     "SparseDictionary": _fitted(factor.SparseDictionary, lambda: _rows(6, 5), lam=0.3, gamma=0.1, max_iter=20),
     "RobustPCA": _fitted(factor.RobustPCA, lambda: _rows(6, 5), lam=0.3, gamma=1.0, max_iter=20),
     "MatrixCompletion": _fitted(factor.MatrixCompletion, lambda: _rows(6, 5), lam=0.3, max_iter=20),

@@ -14,7 +14,7 @@ NOT_CALLED = {
     *("Adjoint", "Certificate", "Frame", "Function", "LinearOperator", "Loss", "Network", "Regularizer", "Sample"),
     *("Sampling", "Schedule", "Separable", "Solution", "Solver", "SolverLayer", "Status", "Trace", "UnrolledNet"),
     *("Bernoulli", "ExactGram", "JacobianFree", "L2", "Nice", "NonNegativeL2", "Unroll", "coefficient_parameters"),
-    *("iterate", "majorant", "role", "Transition"),
+    *("iterate", "majorant", "role", "Transition", "Choice", "Datafit", "Progress"),
     # Losses and regularizers are arguments of factorize, which makes or uses them.
     *("Entrywise", "HuberLoss", "SparseL2"),
 }

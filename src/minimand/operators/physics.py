@@ -25,7 +25,7 @@ _NUMPY = {torch.float64: np.float64, torch.float32: np.float32, torch.float16: n
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """Products with rows: by NumPy where possible, and by torch while a program is exported."""
+    """Products with rows: by NumPy where possible, and by torch where their values are hidden."""
 
     eager: Product
     traced: Product
@@ -46,8 +46,8 @@ def as_operator(
       ``output_shape`` is computed where it is not given.
     - A :class:`scipy.sparse.linalg.LinearOperator` and a sparse matrix of SciPy or torch act on flattened samples:
       with ``input_shape`` on images, whose sizes multiply to the number of columns. Products with SciPy's operators are
-      computed by NumPy, and derivatives by the adjoint. A compiled graph breaks at such a product; torch.export takes
-      sparse matrices, and refuses a LinearOperator.
+      computed by NumPy, and derivatives by the adjoint. A compiled graph breaks at such a product; torch.export and
+      ``is_grads_batched`` take sparse matrices, and refuse a LinearOperator.
 
     Args:
         source: The object.
@@ -157,7 +157,7 @@ def _coo(matrix: Any, like: Tensor) -> Product:
 
 
 def _gathered(matrix: Any, rows: Tensor) -> Tensor:
-    """The product by indexing, which an exported program can hold."""
+    """The product by indexing, which torch can trace."""
     (row, column), values = _entries(matrix, rows)
     return rows.new_zeros(len(rows), matrix.shape[0]).index_add(1, row, rows[:, column] * values)
 
@@ -172,8 +172,8 @@ def _numpy(multiply: Callable[[Any], Any]) -> Product:
 
 def _refused(rows: Tensor) -> Tensor:
     raise CapabilityError(
-        "torch.export cannot hold the products of a scipy.sparse.linalg.LinearOperator, which NumPy computes; pass a "
-        "sparse matrix, or operator(apply, adjoint, …) with torch's functions"
+        "torch.export and is_grads_batched cannot trace the products of a scipy.sparse.linalg.LinearOperator, which "
+        "NumPy computes; pass a sparse matrix, or operator(apply, adjoint, …) with torch's functions"
     )
 
 
@@ -206,7 +206,7 @@ class _Product(torch.autograd.Function):
 @torch.compiler.disable
 def _product(rows: Tensor, forward: _Rows, backward: _Rows) -> Tensor:
     """The product; a compiled graph breaks here."""
-    if is_compiled(rows):
+    if is_compiled(rows) or torch._C._functorch.is_legacy_batchedtensor(rows):
         return forward.traced(rows)
     found: Tensor = _Product.apply(rows, forward, backward)
     return found

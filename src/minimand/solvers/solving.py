@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from ..arguments import checked
-from ..errors import CapabilityError, OptionError, ShapeError, is_traced, require_finite, require_positive, require_real
+from ..errors import (
+    CapabilityError,
+    OptionError,
+    ShapeError,
+    is_traced,
+    require_finite,
+    require_positive,
+    require_real,
+    unwrapped,
+)
 from ..functions.base import widened
 from ..functions.separable import Zero
 from .adjoints import Adjoint, Run, Unroll
@@ -97,6 +106,8 @@ def solve(
         require_positive("tol", reached)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise CapabilityError(f"generator must be a torch.Generator or None, got {generator!r}")
+    if reached is not None or callback is not None or verbose:
+        _require_values(problem, x0)
     needed = torch.is_grad_enabled() and _differentiated(problem, x0)
     used: Solver | Choice = (
         choose(problem, differentiated=needed and not adjoint.of_minimizer) if solver is None else solver
@@ -210,6 +221,16 @@ def _require_bounded(problem: Problem) -> None:
         raise OptionError(
             f"the problem is unbounded: g = 0, there is no ridge, and the bias has a part of norm "
             f"{float(outside.max()):.3g} outside of the range of the operator; add a ridge or a function"
+        )
+
+
+def _require_values(problem: Problem, x0: Tensor | None) -> None:
+    """Raise inside of vmap, where no run can stop."""
+    tensors = (*Parts.of(problem).tensors, *([] if x0 is None else [x0]))
+    if transformed() and any(torch._C._functorch.is_batchedtensor(unwrapped(each)) for each in tensors):
+        raise CapabilityError(
+            "vmap hides the values that a tolerance, a callback and a line of progress need; pass a solver, such as "
+            "FISTA(iters=200), without them, or solve for the whole batch at once, outside of vmap"
         )
 
 

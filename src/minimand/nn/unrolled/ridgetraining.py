@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from ...errors import CapabilityError
+from ...errors import CapabilityError, Sealed
 from ...solvers.base import require_count
 from .ridgenet import RidgeNet
 
@@ -19,7 +19,7 @@ _CLIP = 0.5
 _TAIL = (3, 19)
 
 
-class RidgeTrainer:
+class RidgeTrainer(Sealed):
     r"""AdamW with warm-up, cosine decay and clipped gradients for a :class:`RidgeNet`.
 
     The first half of the steps trains the image after the phases. In the second half every other step trains the tail:
