@@ -302,7 +302,7 @@ class ObservedDescent(LocalDescent):
         operator = Dense(vectors * squares.clamp_min(0).sqrt())
         problem = Problem(operator, NonNegative(), torch.zeros_like(linear), bias=linear - self.lam)
         start = values.to(torch.float64).unsqueeze(0)
-        sizes = solve(problem, FISTA(iters=1000), x0=start, tol=1e-10 * float(linear.abs().max()) + 1e-300).x[0]
+        sizes = solve(problem, FISTA(iters=1000), x0=start, tol=1e-12).x[0]
         if float(problem.objective(sizes.unsqueeze(0))) > float(problem.objective(start)):
             return pairs, values
         scale = (sizes.to(values.dtype) / values).sqrt().unsqueeze(1)
