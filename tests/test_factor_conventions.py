@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
+from scipy.optimize import nnls
 from sklearn.base import clone
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
@@ -206,3 +207,33 @@ def test_progress(capsys):
     pytest.importorskip("rich")
     NMF(0.5, random_state=0, verbose=True).fit(Y)
     assert "components" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(np.float32, 2e-4), (np.float64, 1e-6)])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+def test_codes_are_those_of_nonnegative_least_squares(dtype, error, scale):
+    """At every scale of the data; codes that stopped at an absolute gap were wrong by up to 18 %."""
+    rng = np.random.default_rng(0)
+    large = scale * (rng.random((300, 15)) ** 2 @ rng.random((15, 100)) ** 2 + 0.05 * rng.random((300, 100)))
+    model = NMF("0.2%", n_components=15, effort=None, max_iter=5, random_state=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.fit(large.astype(dtype))
+    V = model.components_.T.astype(np.float64)
+    stacked = np.vstack([V, model.lam_**0.5 * np.eye(15)])
+    expected = np.array([nnls(stacked, np.append(row, np.zeros(15)))[0] for row in large[:20]])
+    found = model.transform(large.astype(dtype))[:20]
+    assert np.linalg.norm(found - expected) <= error * np.linalg.norm(expected)
+
+
+def test_rows_times_roots_of_weights_are_repeated_rows():
+    """Objective, bounds and codes of weighted rows are those of as many equal ones."""
+    weights = np.random.default_rng(2).integers(1, 4, len(Y))
+    for model in (NMF(0.5, n_components=3, random_state=0), LowRank(0.5)):
+        found = model.fit(np.sqrt(weights)[:, None] * Y)
+        codes, objective, polar = found.transform(Y), found.objective_, found.certificate_.polar_upper
+        again = model.fit_transform(Y.repeat(weights, axis=0))
+        assert objective == pytest.approx(model.objective_, rel=1e-6)
+        assert polar == pytest.approx(model.certificate_.polar_upper, rel=1e-4)
+        first = np.cumsum(weights) - weights
+        np.testing.assert_allclose(codes @ codes.T, again[first] @ again[first].T, atol=5e-3)

@@ -8,7 +8,17 @@ import pytest
 import scipy.sparse as sp
 import torch
 
-from minimand.factor import NMF, LowRank, SparseDictionary, certify, matrices
+from minimand.factor import (
+    NMF,
+    DropoutFactorization,
+    LowRank,
+    RobustPCA,
+    SparseDictionary,
+    certify,
+    dropout,
+    matrices,
+    robust,
+)
 from minimand.factor.residual import DenseDual
 from minimand.factor.sparse import SparseData
 
@@ -20,6 +30,8 @@ MODELS = [
     NMF(0.5, n_components=4, random_state=0),
     LowRank(1.0, random_state=0),
     SparseDictionary(1.0, 0.1, n_components=3, random_state=0),
+    RobustPCA(2.5, 2.0, random_state=0),
+    RobustPCA(4.0, random_state=0, max_iter=100),
 ]
 
 
@@ -39,6 +51,43 @@ def test_sparse_data_are_their_dense_copy(model, form):
         assert found[0] == pytest.approx(model.objective_, rel=1e-12)
         assert found[1].relative_gap == pytest.approx(model.certificate_.relative_gap, rel=1e-6, abs=1e-8)
     assert found[3] == pytest.approx(model.lambda_max(Y.toarray()), rel=1e-6)
+
+
+@pytest.mark.parametrize("form", ["csr", "csc", "tensor"])
+@pytest.mark.parametrize("method", ["closed_form", "alternating", "gradient", "dropout"])
+def test_dropout_on_sparse_data_is_that_on_their_dense_copy(monkeypatch, method, form):
+    """Also where only the leading singular triples are computed; their signs are free, the products are not."""
+    given = torch.from_numpy(Y.toarray()).to_sparse() if form == "tensor" else Y.asformat(form)
+    model = DropoutFactorization(5, 0.5, method=method, max_iter=60, tol=0.0, random_state=0)
+    dense, whole = Y.toarray(), model.fit_transform(Y.toarray()) @ model.components_
+    expected = (model.objective_, model.optimum_, model.threshold_)
+    codes = model.inverse_transform(model.transform(dense))
+    monkeypatch.setattr(dropout, "SMALL", 0)
+    monkeypatch.setattr(SparseData, "__getitem__", lambda *_: pytest.fail("a dense block was formed"))
+    product = model.fit_transform(given) @ model.components_
+    np.testing.assert_allclose(product, whole, atol=1e-11)
+    np.testing.assert_allclose(model.inverse_transform(model.transform(given)), codes, atol=1e-11)
+    np.testing.assert_allclose((model.objective_, model.optimum_, model.threshold_), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("terms", [3, 14, 60])
+def test_dropout_on_sparse_data_of_low_rank_without_a_penalty(monkeypatch, terms):
+    """p = 0 keeps every singular value above rounding: Lanczos iteration finds the rank of repeated values, too."""
+    monkeypatch.setattr(dropout, "SMALL", 0)
+    low = sp.kron(sp.eye_array(5), np.ones((9, 9)), format="csr")
+    model = DropoutFactorization(terms, 0.0)
+    product = model.fit_transform(low) @ model.components_
+    assert model.objective_ == pytest.approx(81.0 * max(5 - terms, 0), abs=1e-9)
+    assert np.linalg.matrix_rank(product, tol=1e-6) == min(terms, 5)
+    assert not DropoutFactorization(terms).fit_transform(0 * low).any()
+
+
+def test_robust_pca_refuses_a_sparse_matrix_beyond_the_memory(monkeypatch):
+    monkeypatch.setattr(robust, "physical_memory", lambda: 80 * Y.shape[0] * Y.shape[1] - 1)
+    with pytest.raises(ValueError, match=r"shape \(60, 40\) dense and needs at least .*: use fewer rows, or LowRank"):
+        RobustPCA(1.0).fit(Y)
+    monkeypatch.undo()
+    assert 2**28 < robust.physical_memory() < 2**50 or robust.physical_memory() == float("inf")
 
 
 @pytest.mark.parametrize("name", ["l2", "nonnegative"])

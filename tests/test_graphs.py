@@ -6,7 +6,7 @@ import torch
 from minimand.adjoints import Checkpoint, Unroll
 from minimand.functions import NonNegative, from_activation
 from minimand.operators import Conv2d, Dense
-from minimand.solvers import ADMM, Problem, ProxGD, ProxSG, solve
+from minimand.solvers import ADMM, Huber, Problem, ProxGD, ProxSG, Quadratic, solve
 
 from .cases import solvers
 
@@ -67,6 +67,22 @@ def test_inner_systems_compile_with_their_gradients():
         (expected,) = torch.autograd.grad(layer(y).square().sum(), layer.weight)
         (got,) = torch.autograd.grad(compiled(y).square().sum(), layer.weight)
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("datafit", [Quadratic(), Huber(0.5)], ids=str)
+def test_graphs_report_the_objective_and_no_gap(datafit):
+    torch._dynamo.reset()
+    weight, bias, y = torch.randn(6, 8), torch.randn(6), _input()
+
+    def measures(weight, bias, y):
+        solution = solve(Problem(Dense(weight), NonNegative(), y, bias, 1e-2, datafit), ProxGD(iters=3))
+        return solution.objective, solution.optimality, solution.gap
+
+    *expected, gap = measures(weight, bias, y)
+    *got, none = torch.compile(measures, fullgraph=True, backend="aot_eager")(weight, bias, y)
+    torch.testing.assert_close(got, expected)
+    assert gap.isfinite()
+    assert none.isposinf()
 
 
 @pytest.mark.parametrize("conv", [False, True], ids=["dense", "conv"])

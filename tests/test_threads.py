@@ -22,7 +22,7 @@ from minimand.operators import Conv2d, Dense, LipschitzTracker
 from minimand.solvers import FISTA, SVRG, ProxGD, ProxSG, Sample
 from minimand.solvers.sampling import Nice, Request
 from minimand.train import ProxProp
-from minimand.train.proxprop.layers import LayerHooks
+from minimand.train.proxprop.layers import WeightUnit
 from tests.cases.operators import dense_matrix, norm_sq
 
 THREADS = 8
@@ -286,14 +286,14 @@ def test_proxprop_counts_the_rows_of_all_threads(monkeypatch: pytest.MonkeyPatch
         ProxProp(each).attach(optimizer)
     for x in inputs:
         alone(x).square().sum().backward()
-    new_rows = LayerHooks.new_rows
+    new_rows = WeightUnit.new_rows
 
-    def slow(hooks: LayerHooks) -> object:
+    def slow(hooks: WeightUnit) -> object:
         rows = new_rows(hooks)
         time.sleep(2e-3)  # other threads run meanwhile
         return rows
 
-    monkeypatch.setattr(LayerHooks, "new_rows", slow)
+    monkeypatch.setattr(WeightUnit, "new_rows", slow)
     _in_threads(lambda k: model(inputs[k]).square().sum().backward())
     monkeypatch.undo()
     for optimizer in optimizers:

@@ -27,24 +27,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minimand.errors import NonFiniteError
-from minimand.functions import Function, NuclearNorm, PositiveSemidefinite, SpectralBall, from_activation
-from minimand.functions.spectral import NegativeSemidefinite
+from minimand.errors import NonFiniteError, ShapeError
+from minimand.functions import Function, from_activation
 from minimand.nn import SolverConv1d, SolverConv2d, SolverLinear
 from minimand.nn.layers import SolverLayer
-from minimand.solvers import Problem, Solver, solve
+from minimand.solvers import RCD, Problem, Solver, solve
 from minimand.solvers.adjoints import Adjoint, Checkpoint, Implicit, JacobianFree, Unroll
 
 from . import functions, solvers
 
-__all__ = ["PrecisionCase", "applies", "build", "check_layer", "pairwise", "random_case"]
+__all__ = ["PrecisionCase", "applies", "build", "check_layer", "fits", "pairwise", "random_case"]
 
 LAYERS: dict[str, tuple[Callable[..., SolverLayer], tuple[int, ...]]] = {
     "linear": (lambda **options: SolverLinear(7, 5, **options), (5, 7)),
     "tall": (lambda **options: SolverLinear(3, 8, **options), (8, 3)),
-    "conv1d": (lambda **options: SolverConv1d(4, 3, 3, stride=2, padding=1, **options), (3, 4, 9)),
+    "conv1d": (lambda **options: SolverConv1d(4, 2, 3, stride=2, padding=1, **options), (3, 4, 9)),
     "conv2d": (lambda **options: SolverConv2d(2, 4, 3, padding=1, **options), (3, 2, 4, 4)),
 }
+#: The shapes of their outputs.
+_OUTPUTS = {name: tuple(make()(torch.zeros(shape)).shape) for name, (make, shape) in LAYERS.items()}
 SOLVERS: dict[str, Solver] = {case.id: case.solver for case in solvers.ALL}
 ADJOINTS: dict[str, Adjoint] = {
     "unroll": Unroll(),
@@ -116,14 +117,8 @@ def applies(case: PrecisionCase) -> bool:
         return False
     if solver.needs_separable and not function.separable:
         return False
-    if isinstance(function, NuclearNorm | SpectralBall) and case.data == "single" and "conv" not in case.layer:
+    if not fits(function, _output_shape(case)):
         return False
-    if isinstance(function, PositiveSemidefinite | NegativeSemidefinite):
-        square = case.layer == "conv2d" or (
-            "conv" not in case.layer and case.data not in ("one row", "no rows", "single")
-        )
-        if not square:
-            return False
     if case.data == "zero weight" and "gradients" in case.solver:
         return False  # probabilities are proportional to the rounding of zero
     if case.solver == "ADMM" and "tanhshrink" in case.function:
@@ -133,6 +128,21 @@ def applies(case: PrecisionCase) -> bool:
     if case.data == "no ridge" and case.scale < 1e-2 and not function.separable:
         return False
     return not (case.dtype == torch.float16 and case.scale > 1e4)
+
+
+def fits(function: Function, shape: tuple[int, ...]) -> bool:
+    """Whether a function takes points of this shape: matrices, or one scale per channel, or one group per entry."""
+    try:
+        function.check_shape(shape)
+    except ShapeError:
+        return False
+    return True
+
+
+def _output_shape(case: PrecisionCase) -> tuple[int, ...]:
+    rows, *outputs = _OUTPUTS[case.layer]
+    lead = {"single": (), "no rows": (0,), "one row": (1,)}.get(case.data, (rows,))
+    return (*lead, *outputs)
 
 
 def build(case: PrecisionCase) -> tuple[SolverLayer, Tensor]:
@@ -205,11 +215,12 @@ def _check_differences(case: PrecisionCase, layer: SolverLayer, y: Tensor) -> st
     fixed probabilities, which count as constants."""
     assert all(part.isfinite().all() for part in _run(case, layer, y)), case
     solver, exact = layer.options.solver, case.adjoint in ("unroll", "checkpoint")
-    # RCD(tau=1) has one step per output, and importance sampling has probabilities that follow the weight.
-    varies = case.solver == "RCD--1" or "mportance" in case.solver
+    step = solver.first_step(solver.prepare(layer.problem(y)))
+    # RCD with τ = 1 has one step per output, and importance sampling has probabilities that follow the weight.
+    varies = (isinstance(solver, RCD) and torch.as_tensor(step).numel() > 1) or "mportance" in case.solver
     if not exact or varies or _condition(layer, y) > 1e4 or case.data in ("no ridge", "no rows"):
         return "finite"
-    if (step := solver.first_step(solver.prepare(layer.problem(y)))) is not None:
+    if step is not None:
         layer.solver = dataclasses.replace(solver, step=float(step))
     found, *gradients = _run(case, layer, y)
     operands = [y, *(parameter.detach().clone() for parameter in layer.parameters())]

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.sparse.linalg import svds
 from torch import Tensor
 
 from ..arguments import checked
@@ -24,9 +25,12 @@ from ..functions.base import widened
 from ..linalg import gram
 from ..norms.tracker import LipschitzTracker
 from .inputs import leveled, middle, raised, real, require_whole, shifted
-from .matrices import RowSharding
+from .losses import Squared
+from .sparse import SparseData
 
 __all__ = ["dropout_objective", "dropout_optimum", "dropout_sample", "equalize", "nuclear_squared", "variable_rate"]
+
+SMALL = 1_000_000  # entries of a sparse matrix that is as well dense
 
 # -- the objective -----------------------------------------------------------------------------------------------------
 
@@ -163,14 +167,36 @@ def dropout_optimum(Y: Any, rank: int, p: float) -> tuple[Any, float, int]:
     return _like((left * shrunk) @ right, Y), threshold, len(shrunk)
 
 
-def closed_form(Y: Tensor, rank: int, weight: float) -> tuple[Tensor, Tensor, Tensor, float]:
-    """The singular triples of the optimum, and the threshold."""
+def closed_form(Y: Any, rank: int, weight: float) -> tuple[Tensor, Tensor, Tensor, float]:
+    """The singular triples of the optimum, and the threshold. Of sparse data only ``rank`` triples are computed."""
     require_whole("rank", rank)
-    exponent = middle(RowSharding().largest(Y))
-    left, values, right = torch.linalg.svd(shifted(Y, -exponent), full_matrices=False)
+    exponent = middle(Squared(Y).largest())
+    left, values, right = _leading_triples(shifted(Y, -exponent), rank)
     values, threshold = _shrink(values, rank, weight, max(Y.shape, default=1))
     count = len(values)
     return left[:, :count], shifted(values, exponent), right[:count], raised(threshold, exponent)
+
+
+def _leading_triples(Y: Any, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """At least the ``rank`` leading singular triples, right vectors as rows.
+
+    A sparse matrix is only multiplied, by Lanczos iteration to full precision, unless it is small or factors with
+    ``rank`` columns are of its dense size.
+    """
+    sparse = isinstance(Y, SparseData)
+    if not sparse or Y.numel() <= SMALL or 3 * rank >= min(Y.shape):
+        left, values, right = torch.linalg.svd(Y[:] if sparse else Y, full_matrices=False)
+        return left, values, right
+    wide = Y.to(torch.float64)
+    if not bool(wide.values.any()):  # Lanczos iteration has no start
+        left, right = (torch.eye(size, int(rank), dtype=Y.dtype) for size in Y.shape)
+        return left, torch.zeros(int(rank), dtype=Y.dtype), right.mT
+    start = torch.randn(min(Y.shape), generator=torch.Generator().manual_seed(0), dtype=torch.float64).numpy()
+    basis = torch.from_numpy(svds(wide.matrix, k=int(rank), v0=start)[2].T.copy())
+    # Lanczos iteration squares the matrix. The decomposition on its space is accurate and orthonormal.
+    basis = torch.linalg.qr(basis).Q
+    left, values, mix = torch.linalg.svd(wide @ basis, full_matrices=False)
+    return left.to(Y.dtype), values.to(Y.dtype), (mix @ basis.mT).to(Y.dtype)
 
 
 def _shrink(values: Tensor, rank: int, weight: float, size: int) -> tuple[Tensor, float]:

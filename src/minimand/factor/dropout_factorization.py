@@ -18,7 +18,7 @@ from ..solvers.base import require_count
 from ..solvers.iterate import iterate
 from ..solvers.linear import ridge_factor
 from ..solvers.steps import Schedule, check_step_size
-from .checking import validated
+from .checking import require_2d, validated
 from .dropout import (
     block_smoothness,
     closed_form,
@@ -31,6 +31,7 @@ from .dropout import (
 )
 from .inputs import Units, raised, require_entries, require_whole, seeded_generator, warn_if_out_of_range
 from .losses import Squared
+from .sparse import SparseData, is_sparse, sparse_from_tensor
 
 __all__ = ["DropoutFactorization"]
 
@@ -46,10 +47,10 @@ class _DropoutState(NamedTuple):
     history: list[float]
     norms: list[tuple[float, float, float]]
 
-    def appended(self, Y: Tensor, U: Tensor, V: Tensor, p: float) -> "_DropoutState":
+    def appended(self, Y: Any, U: Tensor, V: Tensor, p: float) -> "_DropoutState":
         """The state at other factors, with their objective and norms appended to the histories."""
         sizes = torch.linalg.vector_norm(U, dim=0) * torch.linalg.vector_norm(V, dim=0)
-        self.history.append(float(dropout_objective(Y, U, V, p)))
+        self.history.append(_objective(Y, U, V, p))
         self.norms.append((float(sizes.min()), float(sizes.mean()), float(sizes.max())))
         return _DropoutState(U, V, self.history, self.norms)
 
@@ -65,6 +66,10 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
 
     Source: [Vidal2018], Part II. The global minimum is known (:func:`~minimand.factor.dropout_optimum`), so ``gap_`` is
     the exact distance to it. An objective that grows a thousandfold is an error.
+
+    CSR and CSC matrices and sparse tensors are data with zeros. They are only multiplied, and no dense matrix of their
+    size is formed, unless they are small or the factors are of that size: memory is that of the entries and of a few
+    matrices of the factors' size.
 
     Args:
         n_components: The number r of terms.
@@ -125,8 +130,8 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         r"""The best U for given V, row by row: :math:`\min_u \|x - uV^\top\|^2 + \lambda\sum_i u_i^2\|V_i\|^2`."""
         check_is_fitted(self, "components_")
         data = self._checked(X, reset=False)
-        V = torch.from_numpy(self.components_.T.astype(data.dtype))
-        loss, units = Squared(torch.tensor(data)).normalized(V, V)
+        V = torch.from_numpy(self.components_.T.copy()).to(data.dtype)
+        loss, units = Squared(data).normalized(V, V)
         return units.factor(best_rows(loss.Y, units.lowered(V), dropout_weight(self.p_))).numpy()
 
     def inverse_transform(self, X: Any) -> np.ndarray:
@@ -141,9 +146,7 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
     def _fit(self, X: Any, level: int) -> Tensor:
         """Solve and store, and return U; ``level`` is the caller's on the stack."""
         self._check()
-        data = self._checked(X)
-        # A copy, because torch warns about read-only arrays.
-        loss, units = Squared(torch.tensor(data)).normalized()
+        loss, units = Squared(self._checked(X)).normalized()
         Y = loss.Y
         self.p_ = float(self.p) if self.rate == "fixed" else variable_rate(self.p, self.n_components)
         weight = dropout_weight(self.p_)
@@ -164,10 +167,20 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         warn_if_out_of_range(type(self).__name__, self.objective_, level)
         return units.factor(factors.U)
 
-    def _checked(self, X: Any, *, reset: bool = True) -> np.ndarray:
-        data = validated(self, X, reset=reset)
-        require_entries("X", data, type(self).__name__, "fill them, or complete them with MatrixCompletion")
-        return np.asarray(data)
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        return tags
+
+    def _checked(self, X: Any, *, reset: bool = True) -> Any:
+        if isinstance(X, Tensor) and is_sparse(X):
+            require_2d(X)
+            X = sparse_from_tensor(X)
+        data = validated(self, X, reset=reset, accept_sparse=("csr", "csc"))
+        values = data.data if is_sparse(data) else data
+        require_entries("X", values, type(self).__name__, "fill them, or complete them with MatrixCompletion")
+        # A copy of an array, because torch warns about read-only ones.
+        return SparseData(data) if is_sparse(data) else torch.tensor(np.asarray(data))
 
     def _check(self) -> None:
         require_whole("n_components", self.n_components)
@@ -182,10 +195,11 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         if self.decay is not None and not isinstance(self.decay, Schedule):
             raise OptionError(f"decay must be None or a Schedule, such as Harmonic(100), got {self.decay!r}")
 
-    def _descend(self, Y: Tensor, units: Units, level: int) -> _DropoutState:
+    def _descend(self, Y: Any, units: Units, level: int) -> _DropoutState:
         """The iterative methods, from a random start of the data's scale."""
         generator = seeded_generator(self.random_state)
-        scale = (Y.norm() / (Y.numel() ** 0.5 * self.n_components**0.5)).sqrt()
+        size = Y.values.norm() if isinstance(Y, SparseData) else Y.norm()
+        scale = (size / (Y.numel() ** 0.5 * self.n_components**0.5)).sqrt()
         U, V = (
             scale * torch.randn(n, self.n_components, generator=generator, dtype=torch.float64).to(Y.dtype)
             for n in Y.shape
@@ -219,7 +233,7 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
 
     def _stepped(
         self,
-        Y: Tensor,
+        Y: Any,
         state: _DropoutState,
         k: int,
         length: float | None,
@@ -239,11 +253,11 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         U = self._moved(Y, U, V, masks[0], self._length(V, k, length, trackers[1], masks[0]))
         return U, self._moved(Y.mT, V, U, masks[1], self._length(U, k, length, trackers[0], masks[1]))
 
-    def _moved(self, Y: Tensor, U: Tensor, V: Tensor, mask: Tensor | None, length: Tensor | float) -> Tensor:
+    def _moved(self, Y: Any, U: Tensor, V: Tensor, mask: Tensor | None, length: Tensor | float) -> Tensor:
         """A gradient step over U for the objective, or for its sample of the terms in ``mask``."""
         if mask is not None:
-            return U - length * 2 * ((U * mask) @ V.mT - Y) @ (V * mask)
-        return U - length * (2 * ((U @ V.mT - Y) @ V + dropout_weight(self.p_) * U * V.square().sum(0)))
+            return U - length * 2 * _slope(Y, U * mask, V, V * mask)
+        return U - length * (2 * (_slope(Y, U, V, V) + dropout_weight(self.p_) * U * V.square().sum(0)))
 
     def _length(
         self, V: Tensor, k: int, length: float | None, tracker: LipschitzTracker, mask: Tensor | None
@@ -259,7 +273,22 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         return decay / bound if bound > 0 else 0.0
 
 
-def best_rows(Y: Tensor, V: Tensor, weight: float) -> Tensor:
+def _objective(Y: Any, U: Tensor, V: Tensor, p: float) -> float:
+    """The deterministic objective; of sparse data from thin products."""
+    if not isinstance(Y, SparseData):
+        return float(dropout_objective(Y, U, V, p))
+    penalty = (U.square().sum(0) * V.square().sum(0)).sum()
+    return 2 * Squared(Y).value(U, V) + dropout_weight(p) * float(penalty)
+
+
+def _slope(Y: Any, U: Tensor, V: Tensor, other: Tensor) -> Tensor:
+    """(UVᵀ − Y) times ``other``; with sparse data UVᵀ is not formed."""
+    if isinstance(Y, SparseData):
+        return U @ (V.mT @ other) - Y @ other
+    return (U @ V.mT - Y) @ other
+
+
+def best_rows(Y: Any, V: Tensor, weight: float) -> Tensor:
     r"""The minimiser over U of the dropout objective.
 
     .. math:: U = YV(V^\top V + \lambda\operatorname{diag}\|V_i\|^2)^{-1}

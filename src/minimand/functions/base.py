@@ -1,6 +1,7 @@
 """The base classes of functions."""
 
 import abc
+import math
 from numbers import Real
 from typing import ClassVar
 
@@ -31,9 +32,11 @@ class Function(abc.ABC):
 
     Attributes:
         separable: Whether :math:`g(x) = \sum_i g_i(x_i)`, so that the prox acts entry by entry.
+        coupled: The number of last dimensions whose entries g couples: 1 for functions of vectors, 2 of matrices.
     """
 
     separable: ClassVar[bool] = False
+    coupled: ClassVar[int] = 1
 
     def __init_subclass__(cls) -> None:
         check_methods(cls, "__init__", "value", "prox")
@@ -45,7 +48,7 @@ class Function(abc.ABC):
     def sums(self, x: Tensor, dims: int) -> Tensor:
         """g of each sample; the last ``dims`` dimensions belong to one sample."""
         lead = x.shape[: x.dim() - dims]
-        flat = x.reshape(-1, *x.shape[x.dim() - dims :])
+        flat = x.reshape(math.prod(lead), *x.shape[x.dim() - dims :])
         if not len(flat):
             return flat.new_zeros(lead)
         try:
@@ -103,6 +106,7 @@ class Separable(Function):
     """
 
     separable: ClassVar[bool] = True
+    coupled: ClassVar[int] = 0
 
     @abc.abstractmethod
     def values(self, x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import NotProximal, OptionError, is_traced, require_real
-from .base import Separable, Step, check_step, widened
+from .base import Separable, Step, check_step, require_broadcast, widened
 from .scalar import Increasing, precise, root
 
 __all__ = ["Charbonnier"]
@@ -70,6 +70,11 @@ class Charbonnier(Separable):
             if not bool(inside.all()):
                 worst = float(given.detach()[~inside].flatten()[0])
                 raise OptionError(f"the {name} of a Charbonnier potential must be finite and {low}, got {worst:g}")
+
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        """Raise unless scale and exponent broadcast to ``shape``."""
+        require_broadcast("scale", self.scale, shape)
+        require_broadcast("exponent", self.exponent, shape)
 
     @property
     def separable(self) -> bool:  # type: ignore[override]

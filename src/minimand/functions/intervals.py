@@ -164,7 +164,7 @@ class ElasticNet(Separable):
 class DeadZone(Separable):
     r"""The function :math:`g(s) = \tfrac{c}{2}\max(|s| - w, 0)^2`, conjugate of :class:`ElasticNet`.
 
-    .. math:: \operatorname{prox}_{\eta g}(a) = a - \frac{\eta c}{1 + \eta c}\operatorname{sign}(a)\max(|a| - w, 0)
+    .. math:: \operatorname{prox}_{\eta g}(a) = \operatorname{clip}(a, -w, w) + \frac{\operatorname{sign}(a)\max(|a| - w, 0)}{1 + \eta c}
 
     Example:
         >>> DeadZone(1.0, 1.0).prox(torch.tensor([0.5, 3.0]))
@@ -179,9 +179,10 @@ class DeadZone(Separable):
         return 0.5 * self.curvature * torch.relu(x.abs() - self.weight).square()
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
-        """A part of the excess is taken away."""
-        share = scaled(step, self.curvature, x)
-        return x - share / (1 + share) * L1(self.weight).prox(x)
+        """The excess over the weight is shrunk."""
+        # Unlike x less a share of the excess, the sum has no cancellation at long steps.
+        excess, bound = L1(self.weight).prox(x), scaled(1.0, self.weight, x)
+        return torch.clamp(x, -bound, bound) + excess / (1 + scaled(step, self.curvature, x))
 
     def conjugate(self) -> ElasticNet:
         """The elastic net."""

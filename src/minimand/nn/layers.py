@@ -268,7 +268,7 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
             return False
         tensors = (*Parts.of(problem).tensors, *self.parameters())
         needed = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        return not needed and problem.y.dim() > len(problem.operator.input_shape)
+        return not needed and problem.y.dim() > problem.input_dims
 
     def _bounded(self, operator: LinearOperator, weight: Tensor) -> LinearOperator:
         """The operator with a weight, in float32 for half precision, and that weight's bounds."""

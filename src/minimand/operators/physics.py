@@ -1,5 +1,6 @@
 """Operators of other libraries: objects with ``A`` and ``A_adjoint``, SciPy's linear operators, sparse matrices."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import checked
-from ..errors import CapabilityError, ShapeError, require_finite
+from ..errors import CapabilityError, ShapeError, is_compiled, require_finite
 from .base import LinearOperator
 from .callables import operator
 from .dense import Dense
@@ -20,6 +21,14 @@ __all__ = ["as_operator"]
 
 Product = Callable[[Tensor], Tensor]
 _NUMPY = {torch.float64: np.float64, torch.float32: np.float32, torch.float16: np.float32, torch.bfloat16: np.float32}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Products with rows: by NumPy where possible, and by torch while a program is exported."""
+
+    eager: Product
+    traced: Product
 
 
 @checked
@@ -37,7 +46,8 @@ def as_operator(
       ``output_shape`` is computed where it is not given.
     - A :class:`scipy.sparse.linalg.LinearOperator` and a sparse matrix of SciPy or torch act on flattened samples:
       with ``input_shape`` on images, whose sizes multiply to the number of columns. Products with SciPy's operators are
-      computed by NumPy, and derivatives by the adjoint.
+      computed by NumPy, and derivatives by the adjoint. A compiled graph breaks at such a product; torch.export takes
+      sparse matrices, and refuses a LinearOperator.
 
     Args:
         source: The object.
@@ -95,7 +105,7 @@ def _physics(source: Any, given: Any, measured: Any, dtype: torch.dtype | None) 
     return operator(source.A, source.A_adjoint, given, measured, dtype=dtype)
 
 
-def _products(source: Any) -> tuple[Product, Product, tuple[int, int]] | None:
+def _products(source: Any) -> tuple[_Rows, _Rows, tuple[int, int]] | None:
     """Products of a matrix and of its transpose with rows, and the shape of the matrix."""
     if isinstance(source, Tensor):
         source = _scipy(source)
@@ -108,7 +118,7 @@ def _products(source: Any) -> tuple[Product, Product, tuple[int, int]] | None:
     if isinstance(source, scipy.sparse.linalg.LinearOperator):
         if source.dtype is not None and np.issubdtype(source.dtype, np.complexfloating):
             raise CapabilityError("the LinearOperator is complex; let it return real and imaginary parts")
-        return _numpy(source.matmat), _numpy(source.rmatmat), source.shape
+        return _Rows(_numpy(source.matmat), _refused), _Rows(_numpy(source.rmatmat), _refused), source.shape
     return None
 
 
@@ -120,7 +130,7 @@ def _scipy(matrix: Tensor) -> Any:
     return scipy.sparse.csr_array((entries.values().numpy(), (rows, columns)), shape=(matrix.shape[0], matrix.shape[1]))
 
 
-def _sparse(matrix: Any) -> Product:
+def _sparse(matrix: Any) -> _Rows:
     made: dict[Any, Any] = {}
 
     def product(rows: Tensor) -> Tensor:
@@ -131,15 +141,25 @@ def _sparse(matrix: Any) -> Product:
             )
         return made[key](rows)
 
-    return product
+    return _Rows(product, lambda rows: _gathered(matrix, rows))
+
+
+def _entries(matrix: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows and columns of the entries, and their values."""
+    entries = matrix.tocoo()
+    places = torch.as_tensor(np.stack([entries.row, entries.col]).astype(np.int64))
+    return places.to(like.device), torch.as_tensor(entries.data).to(like)
 
 
 def _coo(matrix: Any, like: Tensor) -> Product:
-    entries = matrix.tocoo()
-    places = torch.as_tensor(np.stack([entries.row, entries.col]).astype(np.int64))
-    values = torch.as_tensor(entries.data).to(like.dtype)
-    held = torch.sparse_coo_tensor(places, values, matrix.shape).to(like.device)
+    held = torch.sparse_coo_tensor(*_entries(matrix, like), matrix.shape)
     return lambda rows: (held @ rows.mT).mT
+
+
+def _gathered(matrix: Any, rows: Tensor) -> Tensor:
+    """The product by indexing, which an exported program can hold."""
+    (row, column), values = _entries(matrix, rows)
+    return rows.new_zeros(len(rows), matrix.shape[0]).index_add(1, row, rows[:, column] * values)
 
 
 def _numpy(multiply: Callable[[Any], Any]) -> Product:
@@ -150,21 +170,44 @@ def _numpy(multiply: Callable[[Any], Any]) -> Product:
     return product
 
 
+def _refused(rows: Tensor) -> Tensor:
+    raise CapabilityError(
+        "torch.export cannot hold the products of a scipy.sparse.linalg.LinearOperator, which NumPy computes; pass a "
+        "sparse matrix, or operator(apply, adjoint, …) with torch's functions"
+    )
+
+
 class _Product(torch.autograd.Function):
     """A linear map of rows, whose derivative is its transpose."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, forward: Product, backward: Product) -> Tensor:
-        ctx.maps = forward, backward
-        return forward(rows)
+    def forward(rows: Tensor, forward: _Rows, backward: _Rows) -> Tensor:
+        return forward.eager(rows)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.maps = inputs[1:]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         forward, backward = ctx.maps
         return _product(grad, backward, forward), None, None
 
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        return _product(tangent, *ctx.maps)
 
-def _product(rows: Tensor, forward: Product, backward: Product) -> Tensor:
+    @staticmethod
+    def vmap(info: Any, dims: tuple[int | None, ...], rows: Tensor, forward: _Rows, backward: _Rows) -> Any:
+        lead = rows.movedim(dims[0] or 0, 0)
+        return _product(lead.flatten(0, 1), forward, backward).unflatten(0, lead.shape[:2]), 0
+
+
+@torch.compiler.disable
+def _product(rows: Tensor, forward: _Rows, backward: _Rows) -> Tensor:
+    """The product; a compiled graph breaks here."""
+    if is_compiled(rows):
+        return forward.traced(rows)
     found: Tensor = _Product.apply(rows, forward, backward)
     return found
 

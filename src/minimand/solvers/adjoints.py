@@ -306,7 +306,7 @@ class _FixedPoint(Equation):
         if options.method == "neumann":
             return _neumann(lambda u: second(first(u)), b, options.iters, tol)
         problem = self.parts.whole[0]
-        dims = len(problem.operator.output_shape)
+        dims = problem.output_dims
         solve = partial(conjugate_gradient, iterations=options.iters, sample_dims=dims, tol=tol)
         if problem.function.separable:
             direct = solved_on_active_set(*self._at(x, params), b, transposed, (contract, derivative))

@@ -6,7 +6,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ..errors import CapabilityError
+from ..errors import CapabilityError, holds, is_traced, unwrapped
 from ..functions.base import Function
 from ..operators.base import Selected
 from .problem import Problem
@@ -66,9 +66,9 @@ class GapBound:
         except CapabilityError:
             return None
         # A cone's polar contains no multiple of a point outside of it.
-        zeros = self._wide.y.new_zeros(self.problem.operator.output_shape)
+        zeros = self._wide.y.new_zeros(self.problem.shape[-self.problem.output_dims :])
         near = torch.full_like(zeros, 1e-6)
-        finite = all(bool(torch.isfinite(conjugate.value(near * sign))) for sign in (1, -1))
+        finite = all(holds(torch.isfinite(conjugate.value(near * sign))) for sign in (1, -1))
         return conjugate if finite else None
 
     @functools.cached_property
@@ -78,7 +78,9 @@ class GapBound:
         matrix = problem.operator.matrix
         if not problem.is_quadratic or matrix is None or not matrix.shape[-2] <= min(matrix.shape[-1], _SMALL):
             return float(problem.ridge)
-        A = matrix.detach().double()
+        A = unwrapped(matrix.detach()).double()
+        if is_traced(A):
+            return float(problem.ridge)
         values = torch.linalg.eigvalsh(A @ A.mT)
         margin = 4 * A.shape[-2] * torch.finfo(torch.float64).eps * float(values[..., -1].max())
         return max(float(values[..., 0].min()) - margin, 0.0) + problem.ridge
@@ -105,12 +107,12 @@ class GapBound:
         total = total + self._outputs(0.5 * problem.ridge * x * x)
         if problem.bias is not None:
             total = total - self._outputs(problem.full_bias() * x)
-        return total + problem.function.sums(x, len(problem.operator.output_shape))
+        return total + problem.function.sums(x, problem.output_dims)
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The objective and the bound, for each sample."""
-        problem, dims = self._wide, -self.problem.operator.output_dim
+        problem, dims = self._wide, self.problem.output_dims
         x = x.detach().to(problem.y.dtype)
         t = self._image(x)
         u = problem.datafit.gradient(t, problem.y)
@@ -126,13 +128,13 @@ class GapBound:
             gap = torch.minimum(gap, self._rounded(objective, dual))
         elif self._conjugate is not None:
             gap = torch.minimum(gap, self._rounded(objective, self._scaled(t, u, data, pull)))
-        if problem.ridge == 0 and not bool(gap.isfinite().all()) and self._convexity > 0:
+        if problem.ridge == 0 and not holds(gap.isfinite()) and self._convexity > 0:
             gap = torch.minimum(gap, self._strong(x, pull, smooth, objective))
         return objective, torch.where(gap.isnan(), torch.inf, gap)
 
     def _image(self, x: Tensor) -> Tensor:
         """Aᵀx; at zero it takes no product."""
-        return self._wide.operator.adjoint(x) if bool(x.any()) else torch.zeros_like(self._wide.y)
+        return torch.zeros_like(self._wide.y) if holds(x == 0) else self._wide.operator.adjoint(x)
 
     def _slope(self, pull: Tensor) -> Tensor:
         """b − Au."""
@@ -142,17 +144,17 @@ class GapBound:
         """G*(s)."""
         problem = self._wide
         p = problem.function.prox(s / problem.ridge, 1 / problem.ridge)
-        return self._outputs(p * (s - 0.5 * problem.ridge * p)) - problem.function.sums(p, -problem.operator.output_dim)
+        return self._outputs(p * (s - 0.5 * problem.ridge * p)) - problem.function.sums(p, problem.output_dims)
 
     def _scaled(self, t: Tensor, u: Tensor, data: Tensor, pull: Tensor) -> Tensor:
         """The dual value at the largest multiple of u that is feasible."""
         problem, conjugate = self._wide, self._conjugate
         assert conjugate is not None
-        dims = -problem.operator.output_dim
+        dims = problem.output_dims
         charge = lambda c: conjugate.sums(self._slope(self._spread(c, pull) * pull), dims)  # noqa: E731
         one = torch.ones_like(self._samples(u))
         whole = charge(one)
-        if bool(whole.isfinite().all()):
+        if holds(whole.isfinite()):
             return self._samples(data - t * u) - whole
         reach = conjugate.reach(-pull, dims) if problem.bias is None else None
         if reach is not None:
@@ -175,7 +177,7 @@ class GapBound:
 
     def _strong(self, x: Tensor, pull: Tensor, smooth: Tensor, objective: Tensor) -> Tensor:
         """The bound by strong convexity, at the best of a few steps."""
-        problem, dims, mu = self._wide, -self._wide.operator.output_dim, self._convexity
+        problem, dims, mu = self._wide, self._wide.output_dims, self._convexity
         gradient = -self._slope(pull) + problem.ridge * x
         scale = float(problem.operator.output_norms_sq().amax()) + problem.ridge
         best = objective.new_full(objective.shape, torch.inf)
@@ -192,12 +194,12 @@ class GapBound:
         return (objective - dual).clamp_min(0) + 8 * eps * (objective.abs() + dual.abs())
 
     def _samples(self, values: Tensor) -> Tensor:
-        return values.flatten(self.problem.operator.feature_dim).sum(-1)
+        return values.flatten(-self.problem.input_dims).sum(-1)
 
     def _outputs(self, values: Tensor) -> Tensor:
         values = values.expand(self.problem.shape)
-        return values.flatten(self.problem.operator.output_dim).sum(-1)
+        return values.flatten(-self.problem.output_dims).sum(-1)
 
     def _spread(self, c: Tensor, like: Tensor, inputs: bool = False) -> Tensor:
-        dims = len(self.problem.operator.input_shape if inputs else self.problem.operator.output_shape)
+        dims = self.problem.input_dims if inputs else self.problem.output_dims
         return c.reshape(*c.shape, *(1,) * dims)

@@ -93,6 +93,17 @@ class Problem:
         return math.prod(self.shape[: len(self.shape) - len(self.operator.output_shape)])
 
     @property
+    def output_dims(self) -> int:
+        """The number of last dimensions of x that belong to one problem: those of a sample, and those along which the
+        function couples samples, such as a function of matrices does with vectors."""
+        return max(len(self.operator.output_shape), self.function.coupled)
+
+    @property
+    def input_dims(self) -> int:
+        """The number of last dimensions of y that belong to one problem."""
+        return len(self.operator.input_shape) + self.output_dims - len(self.operator.output_shape)
+
+    @property
     def is_quadratic(self) -> bool:
         """Whether the datafit is the square, whose gradient is affine."""
         return isinstance(self.datafit, Quadratic)

@@ -34,7 +34,7 @@ class Solution:
         iterations: The number of iterations.
         converged: Whether the tolerance was reached; None where no ``tol`` was given.
         gap: A bound on the distance of ``objective`` to its minimum, summed over the batch; infinite where none is
-            known.
+            known, and in graphs of torch.compile and torch.export.
         solver: The solver that ran; where none was given, a :class:`~minimand.solvers.Choice` with the reason.
     """
 

@@ -102,7 +102,7 @@ class Spectral(Solver):
         with torch.no_grad():
             curved = _curved(problem, image, descent, gram)
             step = _length(problem, descent, curved, torch.ones_like(_inner(problem, descent, descent)))
-        return SpectralState(x0, image, descent, problem.function.sums(point, len(operator.output_shape)), step, gram)
+        return SpectralState(x0, image, descent, problem.function.sums(point, problem.output_dims), step, gram)
 
     def advance(
         self, problem: Problem, state: SpectralState, k: int, generator: torch.Generator | None
@@ -120,7 +120,7 @@ def _towards(problem: Problem, state: SpectralState, aim: Tensor, *, sure: bool 
     """The best point between x and ``aim``, by the bound of the objective; ``sure`` for a proximal gradient step, along
     which the bound decreases by at least ‖d‖²/s at first, whatever rounding says."""
     x, image, descent, value, step, gram = state
-    dims = len(problem.operator.output_shape)
+    dims = problem.output_dims
     d = aim if x is None else aim - x
     after = problem.function.sums(aim, dims)
     slope = _inner(problem, descent, d) + value - after
@@ -149,11 +149,11 @@ def _towards(problem: Problem, state: SpectralState, aim: Tensor, *, sure: bool 
 
 def spread(problem: Problem, values: Tensor) -> Tensor:
     """One number per sample, shaped to broadcast against x."""
-    return values.reshape(*values.shape, *(1,) * len(problem.operator.output_shape))
+    return values.reshape(*values.shape, *(1,) * problem.output_dims)
 
 
 def _spread_inputs(problem: Problem, values: Tensor) -> Tensor:
-    return values.reshape(*values.shape, *(1,) * len(problem.operator.input_shape))
+    return values.reshape(*values.shape, *(1,) * problem.input_dims)
 
 
 def _moved(x: Tensor | None, d: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ def _curved(problem: Problem, image: Tensor | None, d: Tensor, gram: Tensor | No
 
 def _inner(problem: Problem, u: Tensor, v: Tensor) -> Tensor:
     """One inner product per sample."""
-    return (u * v).flatten(problem.operator.output_dim).sum(-1)
+    return (u * v).flatten(-problem.output_dims).sum(-1)
 
 
 def _length(problem: Problem, d: Tensor, product: Tensor, before: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ class _Line(NamedTuple):
 
 def _searched(problem: Problem, d: Tensor, line: _Line) -> Tensor:
     """The minimiser over [0, 1] of the bound of the objective along d, by Newton's method between two ends."""
-    datafit, y, dims = problem.datafit, problem.y, problem.operator.feature_dim
+    datafit, y, dims = problem.datafit, problem.y, -problem.input_dims
     total = lambda values: values.flatten(dims).sum(-1)  # noqa: E731
     with torch.no_grad():
         square = _inner(problem, d, d) * problem.ridge

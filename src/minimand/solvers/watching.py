@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import is_compiled
 from .base import State
 from .gap import GapBound
 from .problem import Problem
@@ -44,7 +45,7 @@ class Watch:
     def drops(self) -> bool:
         """Whether samples can stop one by one: there is a tolerance, and one dimension of samples."""
         problem = self.bound.problem
-        return self.tol is not None and problem.y.dim() == 1 - problem.operator.feature_dim and problem.rows > 1
+        return self.tol is not None and problem.y.dim() == 1 + problem.input_dims and problem.rows > 1
 
     @functools.cached_property
     def first(self) -> Tensor:
@@ -74,9 +75,13 @@ class Watch:
         return bool(optimality <= (self.tol or 0.0) * self.scale)
 
     def measured(self, problem: Problem, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Objective, optimality and gap at the solution."""
+        """Objective, optimality and gap at the solution. A graph has no gap, because its bound depends on values."""
+        if is_compiled(x):
+            objective = problem.objective(x)
+            return objective, problem.optimality(x), torch.full_like(objective, torch.inf)
         objective, gap = self.bound(x)
-        return objective.sum().to(x.dtype), problem.optimality(x), gap.sum()
+        # In the type of the computation: x may be in half precision, in which a sum overflows.
+        return objective.sum().to(problem.y.dtype), problem.optimality(x), gap.sum()
 
     def report(self, done: int, objective: float, gap: float, samples: int) -> bool:
         """Tell the user; whether to stop."""

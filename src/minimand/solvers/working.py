@@ -43,8 +43,8 @@ class WorkingSet(Solver):
     An iteration takes the outputs whose entry is not zero and those whose gradient is nearest to making it so, solves
     the problem on them, and computes the whole gradient. A Lasso is solved exactly on its working set, by a search for
     the signs of the solution; other problems by :class:`Spectral` steps with Newton steps on the active set. The
-    working set doubles where the gap falls by less than a tenth. A product with all of A is made twice in an iteration, and in no
-    inner step.
+    working set doubles, after an exact solution only where the gap fell by less than a tenth. A product with all of A
+    is made twice in an iteration, and in no inner step.
 
     Args:
         iters: Working sets at most.

@@ -140,8 +140,7 @@ def _rst(block: Block, prefix: str) -> list[str]:
             label = [f".. _{prefix}{anchor}:", ""] if anchor else []
             return [*label, _plain(text), _UNDERLINES[level] * len(_plain(text))]
         case Paragraph(text):
-            # An initial at the beginning would number a list.
-            return [re.sub(r"^(?=\w+[.)] )", r"\\", _plain(text))]
+            return [_plain(text)]
         case Bullets(items):
             return [f"- {_plain(item)}" for item in items]
         case Code(text):
@@ -162,9 +161,10 @@ def _cell(cell: Cell, prefix: str) -> str:
 def _plain(text: str) -> str:
     r"""Text without markup except for inline code between backticks.
 
-    >>> print(_plain("λ‖X‖* of `minimand run`"))
-    λ‖X‖\* of ``minimand run``
+    >>> print(_plain("λ‖X‖* of `minimand run`"), _plain("(1)"))
+    λ‖X‖\* of ``minimand run`` \(1)
     """
     pieces = _pieces(text)
     pieces[::2] = [re.sub(r"([\\*|_`])", r"\\\1", piece) for piece in pieces[::2]]
-    return "``".join(pieces)
+    # An initial or a number at the beginning would number a list.
+    return re.sub(r"^(?=\(?\w+[.)](?: |$))", r"\\", "``".join(pieces))

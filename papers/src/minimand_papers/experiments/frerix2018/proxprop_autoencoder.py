@@ -192,7 +192,8 @@ def compare(results: Results[ProxPropAutoencoderOptions]) -> list[Comparison]:
     rows = []
     for name in ARCHITECTURES:
         target = _target(results, name)
-        for method in results.options.methods:
+        methods = [m for m in results.options.methods if _part(name, m) in results.records or _installed(m)]
+        for method in methods:
             part = _part(name, method)
             rates, taus = results.final(part, "rate"), results.final(part, "tau_theta")
             chosen = [f"{r:g}" + ("" if math.isnan(t) else f" (τθ {t:g})") for r, t in zip(rates, taus, strict=True)]
