@@ -133,7 +133,7 @@ def _pooled(over: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def ordered(x: Tensor, threshold: Tensor) -> Tensor:
-    """The singular values less a threshold for each, which do not increase, kept in their order and at zero or above."""
+    """The singular values less a threshold for each, which do not increase, kept in order and at zero or above."""
     return _Ordered.apply(x, threshold)
 
 
