@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -94,6 +95,8 @@ class TotalVariation2d(Function):
         tensor([[0.2500, 0.2500, 3.5000],
                 [0.2500, 0.2500, 3.5000]])
     """
+
+    coupled: ClassVar[int] = 2
 
     weight: float
 

@@ -39,7 +39,7 @@ def sign_search(gram: Tensor, linear: Tensor, weight: Tensor, x: Tensor) -> Tens
         if found is None:
             return None
         x, settled = _towards(gram, linear, weight, x, *found)
-        sign = x.sign()
+        sign, settled = x.sign(), settled or not bool(x.any())
     return None
 
 
