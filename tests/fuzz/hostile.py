@@ -143,7 +143,8 @@ def _problem() -> solvers.Problem:
 
 def _datafit(make: Callable[..., solvers.Datafit], **options: Any) -> Call:
     def run(y: Tensor, weight: Tensor, **options: Any) -> Any:
-        problem = solvers.Problem(operators.Dense(weight), functions.NonNegative(), y, ridge=0.1, datafit=make(**options))
+        fit = make(**options)
+        problem = solvers.Problem(operators.Dense(weight), functions.NonNegative(), y, ridge=0.1, datafit=fit)
         return solvers.solve(problem, solvers.ProxGD(3))
 
     return Call(run, lambda: {"y": torch.ones(5, 4), "weight": _x(3, 4).abs(), **options})
