@@ -240,9 +240,7 @@ CASES: dict[str, Case] = {
     "BlockSensing": _weighted(lambda w: BlockSensing(w, (4, 4)), DENSE, 1, 4, 4),
     "Inpainting": _weighted(Inpainting, torch.ones(1, 4, 4), 1, 4, 4),
     "SubsampledFourier": _weighted(SubsampledFourier, torch.ones(4, 4), 1, 4, 4),
-    "MultiCoilFourier": _weighted(
-        lambda w: MultiCoilFourier(torch.ones(4, 4), w), _image(3, 2, 4, 4), 1, 2, 4, 4
-    ),
+    "MultiCoilFourier": _weighted(lambda w: MultiCoilFourier(torch.ones(4, 4), w), _image(3, 2, 4, 4), 1, 2, 4, 4),
     "BlockDCT": Case(lambda: BlockDCT((8, 8))),
     "Wavelet": Case(lambda: Wavelet((8, 8), levels=1)),
     "ProxProp": Case(lambda **o: ProxProp(_net(), **o), {"tau_theta": 0.1}, lambda p: torch.tensor(p.tau_theta)),
