@@ -30,7 +30,31 @@ FUNCTIONS: dict[str, Callable[[Tensor], mf.Function]] = {
 }
 FUNCTIONS |= {"l1 of a parameter": lambda p: mf.L1(0.1 + p[0] ** 2)}
 FUNCTIONS |= {"squared hinge of a parameter": lambda p: mf.SquaredHinge(1 + p[0] ** 2)}
-OF_MATRICES = {"nuclear_tall", "nuclear_wide", "spectral_ball", "positive_semidefinite", "negative_semidefinite"}
+_MATRICES = (mf.NuclearNorm, mf.SpectralBall, mf.PositiveSemidefinite, mf.spectral.NegativeSemidefinite)
+OF_MATRICES = {case.name for case in functions.ALL if isinstance(case.function, _MATRICES)}
+OF_IMAGES = {"total_variation_2d"}
+
+
+def _groups(shape: torch.Size) -> list[int]:
+    return [index % 3 for index in range(shape[-1])]
+
+
+def _per_group(shape: torch.Size) -> Tensor:
+    return torch.tensor([0.8, 0.0, 0.3])[: shape[-1]]
+
+
+# Options with one number per group, row, channel or singular value follow the shape of the points.
+SHAPED: dict[str, Callable[[torch.Size], mf.Function]] = {
+    "grouped_l2": lambda shape: mf.GroupL2(0.8, _groups(shape)),
+    "grouped_ball": lambda shape: mf.Ball(0.8, _groups(shape)),
+    "grouped_weights": lambda shape: mf.GroupL2(_per_group(shape), _groups(shape)),
+    "grouped_radii": lambda shape: mf.Ball(_per_group(shape), _groups(shape)),
+    "row_weights": lambda shape: mf.GroupL2(torch.linspace(0.2, 1.1, shape[:-1].numel()).reshape(*shape[:-1], 1)),
+    "charbonnier_channels": lambda shape: mf.Charbonnier(
+        torch.linspace(0.2, 3.0, shape[1]).reshape(-1, *(1,) * (len(shape) - 2)), 0.3
+    ),
+    "ky_fan": lambda shape: mf.NuclearNorm(torch.tensor([0.6, 0.6, 0.0])[: min(shape[-2:])]),
+}
 # Probabilities that depend on the point are constants of every derivative.
 SOLVERS = {case.id: case for case in solvers.ALL if "gradients" not in case.id}
 DETERMINISTIC = [case.id for case in solvers.DETERMINISTIC]
@@ -73,12 +97,16 @@ class Objective:
         self.case, sizes = case, random.Random(case.seed)
         self.generator = torch.Generator().manual_seed(case.seed)
         self.kind, self.is_layer = case.operator.split()[0], case.operator.endswith("layer")
-        self.function, self.adjoint = FUNCTIONS[case.function], ADJOINTS[case.adjoint]
+        self.adjoint = ADJOINTS[case.adjoint]
         self.implicit = isinstance(self.adjoint, Implicit)
         weight, self.make = self._operator(sizes)
         weight = weight * 2.0**case.exponent / max(1, weight[0].numel()) ** 0.5
         whole = self.make(weight)
         y = self._draw(sizes.randint(1, 2), *whole.input_shape) * 2.0**case.exponent
+        self.function = FUNCTIONS[case.function]
+        if case.function in SHAPED:
+            shaped = SHAPED[case.function](torch.Size((len(y), *whole.output_shape)))
+            self.function = lambda p: shaped
         parts = [weight, 0.3 * self._draw(whole.outputs), y, 0.3 * self._draw(1)]
         self.shapes, self.point = [part.shape for part in parts], torch.cat([part.flatten() for part in parts])
         sized = [part.square().mean().sqrt() * self._draw(part.numel()) for part in parts]
@@ -233,6 +261,8 @@ def cases(draw: st.DrawFn) -> GradientCase:
 def _functions(operator: str, solver: str) -> list[str]:
     """The functions of one entry, of rows where the solver takes them, and of matrices where there are square ones."""
     known = {name for name in FUNCTIONS if operator == "mask" or name not in OF_MATRICES}
+    if operator not in ("mask", "image", "image layer"):
+        known -= OF_IMAGES
     if SOLVERS[solver].solver.needs_separable:
         known -= {case.name for case in functions.ALL if not case.function.separable}
     if operator.endswith("layer"):

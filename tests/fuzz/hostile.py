@@ -143,8 +143,9 @@ def _problem() -> solvers.Problem:
 
 def _datafit(make: Callable[..., solvers.Datafit], **options: Any) -> Call:
     def run(y: Tensor, weight: Tensor, **options: Any) -> Any:
-        fit = make(**options)
-        problem = solvers.Problem(operators.Dense(weight), functions.NonNegative(), y, ridge=0.1, datafit=fit)
+        problem = solvers.Problem(
+            operators.Dense(weight), functions.NonNegative(), y, ridge=0.1, datafit=make(**options)
+        )
         return solvers.solve(problem, solvers.ProxGD(3))
 
     return Call(run, lambda: {"y": torch.ones(5, 4), "weight": _x(3, 4).abs(), **options})
@@ -239,6 +240,8 @@ CALLS: dict[str, Call] = {
     "L1Ball": _prox(functions.L1Ball, radius=0.3),
     "MaxNorm": _prox(functions.MaxNorm, weight=0.3),
     "TotalVariation": _prox(functions.TotalVariation, weight=0.3),
+    "TotalVariation2d": _prox(functions.TotalVariation2d, weight=0.3),
+    "SimplexEntropy": _prox(functions.SimplexEntropy),
     "check_function": Call(
         functions.check_function, lambda: {"function": functions.L1(0.3), "shape": (3, 4), "trials": 2}
     ),
