@@ -54,6 +54,13 @@ class GroupL2(Function):
         wide = require_vectors(x)
         return (_per_group("weight", self.weight, self.groups, wide) * _norms(wide, self.groups)).sum()
 
+    def sums(self, x: Tensor, dims: int) -> Tensor:
+        """g of each sample; the weight may differ between samples."""
+        wide = require_vectors(x)
+        values = _per_group("weight", self.weight, self.groups, wide) * _norms(wide, self.groups)
+        lead = x.dim() - dims
+        return values.flatten(lead).sum(-1) if values.dim() > lead else values
+
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """Block soft thresholding."""
         require_common_step(step, 1, "GroupL2")
@@ -107,6 +114,14 @@ class Ball(Function):
         wide = require_vectors(x)
         room = _per_group("radius", self.radius, self.groups, wide) * (1 + 8 * torch.finfo(x.dtype).eps)
         return indicator_of_all(_norms(wide, self.groups) <= room, wide)
+
+    def sums(self, x: Tensor, dims: int) -> Tensor:
+        """g of each sample; the radius may differ between samples."""
+        wide = require_vectors(x)
+        room = _per_group("radius", self.radius, self.groups, wide) * (1 + 8 * torch.finfo(x.dtype).eps)
+        outside = torch.where(_norms(wide, self.groups) <= room, wide.new_zeros(()), torch.inf)
+        lead = x.dim() - dims
+        return outside.flatten(lead).sum(-1) if outside.dim() > lead else outside
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """The Euclidean projection."""

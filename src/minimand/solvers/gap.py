@@ -66,7 +66,7 @@ class GapBound:
         except CapabilityError:
             return None
         # A cone's polar contains no multiple of a point outside of it.
-        zeros = self._wide.y.new_zeros(self.problem.shape[-self.problem.output_dims :])
+        zeros = self._wide.y.new_zeros(self.problem.shape)
         near = torch.full_like(zeros, 1e-6)
         finite = all(holds(torch.isfinite(conjugate.value(near * sign))) for sign in (1, -1))
         return conjugate if finite else None
