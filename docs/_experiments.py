@@ -33,7 +33,7 @@ def write(results: Path, out: Path) -> None:
         for source in SOURCES.values()
     ]
     (out / "verdicts.rst").write_text(_table(("source", "claims"), rows, (30, 70)), encoding="utf-8")
-    anchors = {section.name: section.anchor for section in found}
+    anchors = {section.name: section.anchor for section in reversed(found)}
     lines = [
         [experiment.source, f"``{experiment.name}``", _result(results / experiment.name, anchors.get(experiment.name))]
         for experiment in experiments()

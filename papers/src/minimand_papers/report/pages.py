@@ -85,7 +85,7 @@ def counts(claims: Sequence[tuple[str, Claim]]) -> str:
 def page_of(source: Publication, found: Sequence[Section]) -> list[Block]:
     """The page of a source."""
     claims = claims_of(source, found)
-    measured = {section.name: section.anchor for section in found}
+    measured = {section.name: section.anchor for section in reversed(found)}
     rows = [
         [_linked(claim.text, measured.get(name)), claim.paper, claim.measured, claim.scale, claim.verdict]
         for name, claim in claims

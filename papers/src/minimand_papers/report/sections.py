@@ -66,12 +66,14 @@ class Section:
     pictures: list[Picture]
     protocol: list[tuple[str, str]]
     command: str
+    number: int = 1
 
     @property
     def anchor(self) -> str:
         """The section's id in a page: the experiment's name at the preset laptop, with what differs behind it."""
         preset = "" if self.preset == "laptop" else f"-{self.preset}"
-        return slug(self.name + preset + (f"-{self.changed['dataset']}" if "dataset" in self.changed else ""))
+        data = f"-{self.changed['dataset']}" if "dataset" in self.changed else ""
+        return slug(self.name + preset + data + (f"-{self.number}" if self.number > 1 else ""))
 
     @property
     def key(self) -> str:
@@ -105,7 +107,9 @@ def sections(
             problems.append(complaint(folder, error))
     order = [experiment.name for experiment in experiments()]
     found.sort(key=lambda section: order.index(section.name) if section.name in order else len(order))
-    return found, problems
+    anchors = [section.anchor for section in found]
+    numbers = [anchors[:place].count(anchor) + 1 for place, anchor in enumerate(anchors)]
+    return [dataclasses.replace(s, number=number) for s, number in zip(found, numbers, strict=True)], problems
 
 
 def folders(out: Path) -> list[Path]:
