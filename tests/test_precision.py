@@ -69,7 +69,7 @@ def _cone_layer(
 @pytest.mark.parametrize("step", [1e-12, 1e-8, 1e-4, 0.3, 1.0, 1e4, 1e12])
 def test_a_prox_is_that_of_float64_at_every_step(function, step):
     """Points are of the size of steps along gradients of size 1 and 1,000."""
-    shape = next(each for each in ((5, 5, 5), (5, 2, 5)) if precision.fits(function, each))
+    shape = next(each for each in ((5, 5, 5), (5, 2, 5), (5, 3, 5), (5, 4, 5)) if precision.fits(function, each))
     for scale in (step, 1000 * step):
         point = scale * torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         point = point.float().double()

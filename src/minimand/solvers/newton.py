@@ -55,10 +55,9 @@ def active_system(problem: Problem, active: Tensor, extra: Tensor, bend: Tensor 
     both = valid.unsqueeze(-1) & valid.unsqueeze(-2)
     diagonal = torch.where(valid, extra.gather(-1, index) + problem.ridge, 1.0)
     hessian = torch.where(both, hessian, 0.0) + torch.diag_embed(diagonal)
-    # Equal columns make the Hessian singular. The ones of the padding are no measure of its size.
-    used = torch.where(valid, hessian.diagonal(dim1=-2, dim2=-1), 0.0)
-    scale = used.sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp_min(1)
-    hessian.diagonal(dim1=-2, dim2=-1).add_(8 * size * torch.finfo(hessian.dtype).eps * scale)
+    # Equal columns make the Hessian singular. A share of each entry keeps the small ones: curvatures of g beside them
+    # may be thousands of times larger.
+    hessian.diagonal(dim1=-2, dim2=-1).mul_(1 + 4 * size * torch.finfo(hessian.dtype).eps)
     factor, info = torch.linalg.cholesky_ex(hessian)
     return ActiveSystem(index, valid, torch.where(info[:, None, None] == 0, factor, 1.0), info == 0)
 
