@@ -1,17 +1,17 @@
 """The program ``minimand``, also as ``python -m minimand_papers`` and under ``torchrun``."""
 
-import sys
+import signal
 
 __all__ = ["main"]
 
 
 def main() -> None:
     """Entry point; Ctrl-C while the packages are imported ends it as quietly as later."""
-    try:
-        from .cli import main as command
-    except KeyboardInterrupt:
-        print("minimand: interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
+    # An exception inside of torch's own initialisation would abort the process.
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from .cli import main as command
+
+    signal.signal(signal.SIGINT, before)
     command()
 
 
