@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from minimand.errors import ChainError, MinimandError, NonFiniteError, NotProximal, OptionError, ShapeError
+from minimand.errors import (
+    CapabilityError,
+    ChainError,
+    MinimandError,
+    NonFiniteError,
+    NotProximal,
+    OptionError,
+    ShapeError,
+)
 from minimand.train.lifted import LPOM, MAC, BlockPenalty, LiftedReLU, SplitADMM
 from minimand.train.lifted.blocks import GraphBlocks, _Segment
 from minimand.train.lifted.changes import change_of, secant_change
@@ -560,3 +568,12 @@ def test_batches_that_do_not_fit_are_named():
     lpom.backward(x[:2], tuple(target[:2] for target in y))
     with pytest.raises(OptionError, match="jacobi"):
         LPOM(net, sweep="jacobi")
+
+
+def test_an_interpolation_that_cannot_be_lifted_is_named() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(1, 1, 3), nn.ReLU(), nn.Upsample(scale_factor=2, mode="bicubic"), nn.Conv2d(1, 1, 3)
+    )
+    x = torch.randn(2, 1, 6, 6)
+    with pytest.raises(CapabilityError, match=r"^2.*mode='bicubic' cannot be lifted"):
+        LPOM(model, example=x).backward(x, torch.randn(2, 1, 6, 6))

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...errors import CapabilityError
 from .normalization import RULES
 from .rules import Applied, fixed, rearranged
 
@@ -115,7 +116,8 @@ def _interpolate(
     if mode in ("nearest", "nearest-exact"):
         return rearranged(call, input)
     if mode != "bilinear" or antialias:
-        raise NotImplementedError(f"interpolate with mode={mode!r}")
+        kind = f"mode={mode!r}" + (" and antialias" if antialias else "")
+        raise CapabilityError(f'interpolation with {kind} cannot be lifted; use mode="nearest" or "bilinear"')
     out, before = call(input), list(input.shape)
     known = scale_factor is not None and not recompute_scale_factor
     scales = _many_or_float(scale_factor) if known else [None, None]

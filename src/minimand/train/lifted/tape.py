@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import MinimandError, NonFiniteError, ShapeError
+from ...errors import MinimandError, NonFiniteError, ShapeError, located
 from ...network.nested import replace, tensors
 from ...network.record import Value
 from .program import LinearCall, Operation, Program, UnitCall
@@ -127,8 +127,8 @@ def forward(
 def _applied(tape: Tape, operation: LinearCall) -> Applied:
     try:
         return tape.apply(operation)
-    except MinimandError:
-        raise
+    except MinimandError as error:
+        raise located(error, str(operation)) from None
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         raise ShapeError(f"{operation} does not take its input: {reason}") from None
