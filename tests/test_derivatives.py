@@ -41,7 +41,12 @@ FUNCTIONS: dict[str, Callable[[Tensor], mf.Function]] = {
     "maximum": lambda p: mf.Maximum(),
     "group": lambda p: mf.GroupL2(0.1),
     "ball": lambda p: mf.Ball(0.8),
+    "learned radius": lambda p: mf.Ball(0.6 + p[0] ** 2),
+    "learned scale": lambda p: mf.Charbonnier(0.4 + p[0] ** 2, 0.3),
+    "learned exponent": lambda p: mf.Charbonnier(0.5, 0.2 + p[0] ** 2),
 }
+#: An activation that captures its parameter, in which there are gradients, and by Unroll all derivatives.
+LEARNED = {"learned activation": lambda p: mf.Monotone(lambda z: torch.tanh((0.7 + p[0] ** 2) * z))}
 
 
 class Objective:
@@ -52,7 +57,7 @@ class Objective:
         g = torch.Generator().manual_seed(0)
         shapes = [(3, 4), (3,), (2, 3), (2, 4)] if kind == "dense" else [(2, 2, 3, 3), (2,), (1, 2, 3, 3), (1, 2, 3, 3)]
         parts = [0.3 * torch.randn(shape, generator=g, dtype=torch.float64) for shape in [*shapes, (1,)]]
-        self.function, self.solver, self.adjoint = FUNCTIONS[name], solver, adjoint
+        self.function, self.solver, self.adjoint = (FUNCTIONS | LEARNED)[name], solver, adjoint
         self.shapes, self.point = [part.shape for part in parts], torch.cat([part.flatten() for part in parts])
         self.along = torch.randn(self.point.shape, generator=g, dtype=torch.float64)
         self.weights = torch.randn(shapes[2], generator=g, dtype=torch.float64)
@@ -185,6 +190,13 @@ ADJOINTS = [Unroll(), Checkpoint(), Implicit(), Implicit(method="neumann"), Jaco
 @pytest.mark.parametrize("adjoint", [Implicit(), JacobianFree()], ids=lambda a: type(a).__name__)
 def test_every_function(adjoint, name):
     _check(Objective("dense", name, adjoint=adjoint))
+
+
+def test_learned_activations():
+    _check(Objective("dense", *LEARNED))
+    for adjoint in (Checkpoint(), Implicit(), JacobianFree()):
+        gradients = {name: FIRST[name] for name in ("backward", "is_grads_batched")}
+        _check(Objective("dense", *LEARNED, adjoint=adjoint), first=gradients, second={})
 
 
 @pytest.mark.parametrize("kind", ["dense", "conv"])

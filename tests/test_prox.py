@@ -129,6 +129,26 @@ def test_second_derivatives(case: FunctionCase) -> None:
 
 
 @cases(ALL)
+@pytest.mark.parametrize("kind", ["equal", "pairs", "integers"])
+def test_derivatives_are_symmetric_at_ties(case: FunctionCase, kind: str) -> None:
+    """Implicit derivatives use it. Equal entries are common: pixels that see only the padding, dead units."""
+    x = draw(case, 0)
+    if kind == "equal":
+        x = torch.full_like(x, 0.37)
+    elif kind == "pairs":
+        x = x[..., torch.arange(x.shape[-1]) // 2]
+    else:
+        x = x.round()
+    for step in (0.3, 1.0):
+        slope = torch.autograd.functional.jacobian(functools.partial(case.function.prox, step=step), x)
+        slope = slope.reshape(x.numel(), x.numel())
+        torch.testing.assert_close(slope, slope.mT, rtol=0, atol=1e-9)
+        between = torch.linalg.eigvalsh(slope)
+        assert between.min() > -1e-9
+        assert between.max() < 1 + 1e-9
+
+
+@cases(ALL)
 def test_gradients_are_finite_at_zero(case: FunctionCase) -> None:
     x = torch.zeros(case.shape, dtype=torch.float64, requires_grad=True)
     for step in (0.5, 1.0, torch.tensor(0.5, dtype=torch.float64)):

@@ -13,13 +13,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import torch.autograd.forward_ad as forward_mode
 from torch import Tensor, nn
-from torch._C import _len_torch_dispatch_stack as _modes
-from torch._C._functorch import is_functorch_wrapped_tensor as _is_wrapped
-from torch._C._functorch import is_legacy_batchedtensor as _is_batched
-from torch._subclasses import FakeTensor
-from torch.compiler import is_compiling, is_dynamo_compiling, is_exporting
+
+from .tracing import is_traced
 
 __all__ = [
     "CapabilityError",
@@ -88,70 +84,6 @@ class MissingExtra(MinimandError, ImportError):
 def located(error: MinimandError, where: str) -> MinimandError:
     """The same error, with the place ``where`` it occurred in front."""
     return type(error)(f"{where}: {error}")
-
-
-def is_compiled(tensor: Tensor) -> bool:
-    """Whether the tensor belongs to a graph that is compiled or exported in this thread, or has no values at all."""
-    if is_dynamo_compiling():
-        return True
-    # The flag is one for all threads; the modes by which an exporter traces are the thread's own.
-    return tensor.is_meta or type(tensor) is FakeTensor or (_modes() > 0 and is_compiling())
-
-
-def is_traced(tensor: Tensor) -> bool:
-    """Whether Python cannot branch on the tensor's values: :func:`is_compiled`, torch.func or ``is_grads_batched``."""
-    return is_compiled(tensor) or _is_wrapped(tensor) or _is_batched(tensor)
-
-
-def unwrapped(tensor: Tensor, *, batches: bool = False) -> Tensor:
-    """The tensor without the wrappers of torch.func's derivatives; with ``batches`` also without those of ``vmap``."""
-    known = torch._C._functorch
-    wraps = known.is_functorch_wrapped_tensor if batches else known.is_gradtrackingtensor
-    while not is_dynamo_compiling() and wraps(tensor):
-        tensor = known.get_unwrapped(tensor)
-    return tensor
-
-
-def holds(condition: Tensor) -> bool:
-    """Whether a condition holds in every entry, those that ``vmap`` hides included; False where Python cannot know."""
-    hidden = is_compiled(condition) or _is_batched(condition)
-    return not hidden and bool(unwrapped(condition, batches=True).all())
-
-
-def always(condition: bool) -> bool:
-    """A condition on sizes. While exporting, whether it holds for every size that the program will accept."""
-    if not is_exporting():
-        return condition
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(condition)
-
-
-def exporting_to_onnx() -> bool:
-    """Whether ``torch.onnx.export`` traces now."""
-    return is_exporting() and not is_dynamo_compiling() and torch.onnx.is_in_onnx_export()
-
-
-def forward_rule(jvp: Callable[..., Tensor]) -> Any:
-    """The forward-mode rule ``jvp(ctx, saved, *tangents)`` of a custom function. torch calls it with forward mode off,
-    which makes second derivatives zero. Here it is on, and saved tensors have lost the tangents of this level."""
-
-    def rule(ctx: Any, *tangents: Tensor | None) -> Tensor:
-        with forward_mode._set_fwd_grad_enabled(True):
-            return jvp(ctx, [_primal(each) for each in ctx.saved_tensors], *tangents)
-
-    return staticmethod(rule)
-
-
-def _primal(tensor: Tensor) -> Tensor:
-    known = torch._C._functorch
-    if known.is_legacy_batchedtensor(tensor):
-        return tensor
-    if known.is_batchedtensor(tensor):
-        # torch has no rule for a batch of dual numbers.
-        dim, level = known.maybe_get_bdim(tensor), known.maybe_get_level(tensor)
-        return known._add_batch_dim(_primal(known.get_unwrapped(tensor)), dim, level)
-    return forward_mode.unpack_dual(tensor).primal
 
 
 _CLEAN = "clean or mask the data; in a weight or an activation, the usual cause is a training run that diverged"

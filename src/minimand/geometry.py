@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .errors import CapabilityError, OptionError, ShapeError, is_compiled
+from .errors import CapabilityError, OptionError, ShapeError
+from .tracing import is_compiled
 
 __all__ = ["PADDING_MODES", "ConvGeometry", "Size"]
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import forward_rule, is_compiled, is_traced
+from .tracing import forward_rule, is_compiled, is_traced
 
 __all__ = ["Weight", "accumulate", "gram", "is_zero"]
 

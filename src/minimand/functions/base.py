@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..arguments import check_methods
-from ..errors import CapabilityError, OptionError, ShapeError, is_traced, require_positive, require_real
+from ..errors import CapabilityError, OptionError, ShapeError, require_positive, require_real
+from ..tracing import is_traced
 
 __all__ = ["Function", "Separable", "Step"]
 

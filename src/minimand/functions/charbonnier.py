@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import NotProximal, OptionError, is_traced, require_real
+from ..errors import NotProximal, OptionError, require_real
+from ..tracing import is_traced, varies
 from .base import Separable, Step, check_step, require_broadcast, widened
 from .scalar import Increasing, precise, root
 
@@ -144,6 +145,9 @@ class _ProxRoot(Increasing):
 
     def sensitivity(self, z: Tensor, step: Step) -> Tensor:
         return self.potential.gradient(z)
+
+    def varies(self, like: Tensor) -> bool:
+        return any(isinstance(v, Tensor) and varies(v) for v in (self.potential.scale, self.potential.exponent))
 
     def slopes(self, step: Step) -> tuple[Step, Step]:
         return 1.0, 1 + step

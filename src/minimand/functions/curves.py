@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import exporting_to_onnx
+from ..tracing import exporting_to_onnx
 from .base import slack, widened
 
 _LOG2 = math.log(2.0)

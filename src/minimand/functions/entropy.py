@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import forward_rule, holds, is_compiled
+from ..tracing import forward_rule, holds, is_compiled
 from .base import Function, Step, check_step
 from .curves import xlogx
 from .scalar import Increasing, newton, precise

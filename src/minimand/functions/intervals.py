@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..arguments import checked
-from ..errors import OptionError, is_traced, require_positive
+from ..errors import OptionError, require_positive
+from ..tracing import is_traced
 from .base import (
     Separable,
     Step,

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..errors import NotProximal, is_traced
+from ..errors import NotProximal
+from ..tracing import is_traced
 from .base import Separable, Step, scaled, slack
 
 __all__ = ["LearnedHinge"]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..arguments import checked
-from ..errors import NotProximal, OptionError, forward_rule
+from ..errors import NotProximal, OptionError
+from ..tracing import constant, forward_rule, is_compiled, pullback, unwrapped, varies
 from .base import Separable, Step, check_step, widened
 from .scalar import Increasing, bracketed, precise, root
 
@@ -104,14 +105,17 @@ class Monotone(Separable):
     def _lifted(self, x: Tensor) -> Tensor:
         if self.inverse_integral is not None:
             return self.inverse_integral(x)
-        z, attained = _inverse(self.phi, x.detach())
+        with constant():
+            z, attained = _inverse(self.phi, x.detach())
         # z maximises zx − ∫φ, so by the envelope theorem it counts as a constant in the derivative.
         return torch.where(attained, z * x - self.primitive(z), float("inf"))
 
     def primitive(self, z: Tensor) -> Tensor:
         r"""The integral :math:`\int_0^z \varphi(s)\,ds`, entry by entry."""
         z = widened(z)
-        return self.integral(z) if self.integral is not None else _Quadrature.apply(self.phi, z)
+        if self.integral is not None:
+            return self.integral(z)
+        return _quadrature(self.phi, z) if _has_parameters(self.phi, z) else _Quadrature.apply(self.phi, z)
 
 
 def _require_monotone(phi: Elementwise) -> None:
@@ -122,7 +126,7 @@ def _require_monotone(phi: Elementwise) -> None:
         image = phi(grid)
         if not isinstance(image, Tensor) or image.shape != grid.shape:
             raise OptionError(f"phi must map a tensor entry by entry, but {phi!r} changes its shape")
-        slopes = torch.diff(image) / torch.diff(grid)
+        slopes = unwrapped(torch.diff(image) / torch.diff(grid), batches=True)
     if not bool((slopes >= -1e-3).all()) or not bool((slopes <= 1 + 1e-3).all()):
         raise NotProximal(
             f"{getattr(phi, '__name__', phi)} has slopes from {float(slopes.min()):.3g} to "
@@ -149,6 +153,9 @@ class _Optimality(Increasing):
     def tangent(self, z: Tensor, step: Step) -> Tensor | None:
         return None if self.derivative is None else self.slope(z, step)
 
+    def varies(self, like: Tensor) -> bool:
+        return _has_parameters(self.phi, like)
+
     def slopes(self, step: Step) -> tuple[Step, Step]:
         if isinstance(step, Tensor):
             return step.clamp(max=1), step.clamp(min=1)
@@ -166,10 +173,18 @@ class _Optimality(Increasing):
         return torch.minimum(*ends) - margin, target, torch.maximum(*ends) + margin
 
 
+def _has_parameters(phi: Elementwise, like: Tensor) -> bool:
+    """Whether an activation depends on tensors of its own in which derivatives may be asked for."""
+    return varies(phi(torch.zeros(1, dtype=like.dtype, device=like.device)))
+
+
 def _autograd_slope(phi: Elementwise, z: Tensor) -> Tensor:
     """phi′(z) by autograd, itself differentiable."""
-    slope: Tensor = torch.func.grad(lambda point: phi(point).sum())(z)
-    return slope
+    if is_compiled(z):
+        slope: Tensor | None = torch.func.grad(lambda point: phi(point).sum())(z)
+    else:
+        (slope,) = pullback(phi, z)(torch.ones_like(z))
+    return torch.zeros_like(z) if slope is None else slope
 
 
 def _inverse(phi: Elementwise, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,22 +204,27 @@ def _inverse(phi: Elementwise, x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.sinh(u), attained
 
 
-class _Quadrature(torch.autograd.Function):
-    r"""The integral of :math:`\varphi` from 0 by composite Gauss–Legendre quadrature, differentiated exactly.
+def _quadrature(phi: Elementwise, z: Tensor) -> Tensor:
+    r"""The integral of :math:`\varphi` from 0 by composite Gauss–Legendre quadrature.
 
     The substitution :math:`s = \sinh u` places most nodes near the origin, where activations are curved.
     """
+    span = torch.asinh(z)
+    total = torch.zeros_like(z)
+    for position, weight in _nodes():
+        u = span * position
+        total = total + weight * phi(torch.sinh(u)) * torch.cosh(u)
+    return total * span
+
+
+class _Quadrature(torch.autograd.Function):
+    """The quadrature of an activation without parameters, differentiated exactly."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(phi: Elementwise, z: Tensor) -> Tensor:
-        span = torch.asinh(z)
-        total = torch.zeros_like(z)
-        for position, weight in _nodes():
-            u = span * position
-            total = total + weight * phi(torch.sinh(u)) * torch.cosh(u)
-        return total * span
+        return _quadrature(phi, z)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Elementwise, Tensor], output: Tensor) -> None:

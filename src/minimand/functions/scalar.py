@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import forward_rule, holds, is_compiled
+from ..tracing import constant, forward_rule, holds, is_compiled
 from .base import Separable, Step, widened
 
 __all__ = ["Increasing", "bracketed", "mean_preactivation", "precise", "root"]
@@ -48,6 +48,10 @@ class Increasing(abc.ABC):
         """The slope if it can be computed without autograd; None: the iteration uses secants."""
         return self.slope(z, step)
 
+    def varies(self, like: Tensor) -> bool:
+        """Whether the equation holds tensors, besides its arguments, in which derivatives may be asked for."""
+        return False
+
     @abc.abstractmethod
     def slopes(self, step: Step) -> tuple[Step, Step]:
         """A lower and an upper bound of the slope."""
@@ -67,10 +71,18 @@ def root(equation: Increasing, target: Tensor, step: Step) -> Tensor:
     r"""The root :math:`z(a, \eta)` of :math:`h(z, \eta) = a`, differentiable any number of times.
 
     The implicit function theorem gives :math:`\partial z/\partial a = 1/h_z` and
-    :math:`\partial z/\partial\eta = -h_\eta/h_z`; the iterations themselves are never differentiated.
+    :math:`\partial z/\partial\eta = -h_\eta/h_z`; the iterations themselves are never differentiated. Where the
+    equation holds tensors of its own, such as a learned scale, two Newton steps at the root have its derivatives in
+    everything, up to the third.
     """
     if isinstance(step, Tensor):
         target, step = torch.broadcast_tensors(target, step)
+    if equation.varies(target):
+        with constant():
+            z = newton(equation, target.detach(), step)
+        for _ in range(2):
+            z = z - (equation.left(z, step) - target) / equation.slope(z, step)
+        return z
     rule = _CompiledRoot if is_compiled(target) else _Root
     return rule.apply(equation, target, step)
 
@@ -227,4 +239,5 @@ def mean_preactivation(function: Separable, z: Tensor) -> Tensor:
     with torch.enable_grad():
         inner = point.requires_grad_()
         (slope,) = torch.autograd.grad(function.prox(inner).sum(), inner)
-    return point.detach() + torch.where(slope > 0, (mean - target) / slope, 0.0)
+    # The activation at the point may have parameters, too.
+    return point.detach() + torch.where(slope > 0, (mean - function.prox(point.detach())) / slope, 0.0)

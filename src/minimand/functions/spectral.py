@@ -11,7 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import CapabilityError, OptionError, ShapeError, is_traced, require_positive
+from ..errors import CapabilityError, OptionError, ShapeError, require_positive
+from ..tracing import is_traced
 from .base import Function, Step, check_step, indicator_of_all, require_weight, scaled, widened
 from .decompositions import ordered, rectify, singular, symmetric
 from .structured import require_common_step

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ShapeError, require_positive
+from ..tracing import constant
 from .base import Function, Step, check_step, indicator_of_all, scaled, widened
 
 __all__ = ["Isotonic", "L1Ball", "MaxNorm", "Maximum", "Simplex"]
@@ -90,7 +91,9 @@ class Maximum(Function):
         """The entries above a level cut down to it."""
         require_common_step(step, 1, "Maximum")
         wide = require_vectors(x)
-        return torch.minimum(wide, _level(wide, scaled(step, self.weight, wide))).to(x.dtype)
+        level = _level(wide, scaled(step, self.weight, wide))
+        # Not by torch.minimum, whose derivative at the level is one half.
+        return torch.where(wide > level, level, wide).to(x.dtype)
 
     def conjugate(self) -> Simplex:
         """The indicator of the simplex."""
@@ -201,15 +204,24 @@ class Isotonic(Function):
         return indicator_of_all((wide.diff(dim=-1) >= -room).all(-1), wide)
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
-        """The Euclidean projection."""
+        """The Euclidean projection, as means over the runs of equal entries. Its derivative takes the same means."""
         check_step(step, x)
         wide = require_vectors(x)
-        n = x.shape[-1]
-        sums = torch.nn.functional.pad(wide.cumsum(-1), (1, 0))
-        place = torch.arange(n, device=x.device)
-        count = (place - place[:, None] + 1).clamp_min(1)
-        means = (sums[..., None, 1:] - sums[..., :-1, None]) / count
-        later = place >= place[:, None]
-        low = torch.where(later, means, torch.inf).flip(-1).cummin(-1).values.flip(-1)
-        high = torch.where(later, low, -torch.inf).cummax(-2).values
-        return high.diagonal(dim1=-2, dim2=-1).to(x.dtype)
+        with constant():
+            levels = _isotonic(wide.detach())
+        same = (levels[..., None] == levels[..., None, :]).to(wide.dtype)
+        means = same / same.sum(-1, keepdim=True)
+        return (means @ wide[..., None])[..., 0].to(x.dtype)
+
+
+def _isotonic(x: Tensor) -> Tensor:
+    """The increasing vectors nearest to the given ones, with equal entries where they are means of one run."""
+    n = x.shape[-1]
+    sums = torch.nn.functional.pad(x.cumsum(-1), (1, 0))
+    place = torch.arange(n, device=x.device)
+    count = (place - place[:, None] + 1).clamp_min(1)
+    means = (sums[..., None, 1:] - sums[..., :-1, None]) / count
+    later = place >= place[:, None]
+    low = torch.where(later, means, torch.inf).flip(-1).cummin(-1).values.flip(-1)
+    high = torch.where(later, low, -torch.inf).cummax(-2).values
+    return high.diagonal(dim1=-2, dim2=-1)

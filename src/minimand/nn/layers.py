@@ -13,16 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..arguments import checked
-from ..errors import (
-    CapabilityError,
-    MinimandError,
-    Sealed,
-    ShapeError,
-    is_traced,
-    located,
-    require_dtype,
-    require_real,
-)
+from ..errors import CapabilityError, MinimandError, Sealed, ShapeError, located, require_dtype, require_real
 from ..functions import Function, Separable, from_activation
 from ..functions.base import widened
 from ..functions.scalar import mean_preactivation
@@ -34,6 +25,7 @@ from ..solvers import Problem, ProxGD, Solver
 from ..solvers.adjoints import Adjoint, Run, Unroll
 from ..solvers.implicit import Parts
 from ..solvers.rows import solve_rows
+from ..tracing import is_traced
 from .exporting import require_exportable
 from .options import EvalMode, Option, Returns, SolverOptions, check_strength
 
@@ -115,6 +107,11 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
             raise ShapeError(f"a solver layer needs inputs and outputs, but its weight has shape {tuple(given.shape)}")
         for name, parameter in plain._parameters.items():
             self.register_parameter(name, parameter)
+        if self.returns == "solution":
+            # The layer applies its activation, so the parameters of one that learns are the layer's own.
+            for name, module in vars(self.function).items():
+                if isinstance(module, nn.Module):
+                    self.add_module(f"activation_{name}", module)
         if self.options.learn_strength:
             # Not by register_parameter, which the property of this name forbids.
             like = next(plain.parameters())

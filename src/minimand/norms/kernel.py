@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import is_traced, require_finite
+from ..errors import require_finite
 from ..geometry import PADDING_MODES, ConvGeometry
+from ..tracing import is_traced
 from .convolution import channel_norms_sq, convolution_norm_sq
 from .spectral import certified_norm_sq, round_up, sum_of_squares
 

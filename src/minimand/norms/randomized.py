@@ -14,7 +14,8 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..arguments import checked
-from ..errors import CapabilityError, OptionError, ShapeError, is_compiled, require_finite
+from ..errors import CapabilityError, OptionError, ShapeError, require_finite
+from ..tracing import is_compiled
 from .spectral import certified_norm_sq, in_range, lanczos, product_of_bounds, to_float64
 
 __all__ = ["FAILURE", "lanczos_factor", "lanczos_steps", "randomized_norm_sq"]

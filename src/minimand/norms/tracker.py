@@ -11,17 +11,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..errors import (
-    CapabilityError,
-    OptionError,
-    Sealed,
-    exporting_to_onnx,
-    is_compiled,
-    is_traced,
-    require_finite,
-    require_positive,
-    unwrapped,
-)
+from ..errors import CapabilityError, OptionError, Sealed, require_finite, require_positive
+from ..tracing import exporting_to_onnx, is_compiled, is_traced, unwrapped
 from .convolution import is_expensive, quick_norm_sq
 from .exporting import traced_values
 from .kernel import Bounds, Kernel, decode, encode

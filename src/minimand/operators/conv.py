@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from ..arguments import checked
-from ..errors import ShapeError, is_compiled, is_traced, require_real
+from ..errors import ShapeError, require_real
 from ..geometry import ConvGeometry, Size
 from ..linalg import Weight
 from ..norms.kernel import Kernel
 from ..norms.lipschitz import majorant
+from ..tracing import is_compiled, is_traced
 from .base import LinearOperator, Selected
 from .gather import Columns
 from .grouped import GroupedPart

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..arguments import checked
-from ..errors import ShapeError, always, exporting_to_onnx, require_real
+from ..errors import ShapeError, require_real
 from ..linalg import gram
 from ..norms.kernel import Kernel
+from ..tracing import always, exporting_to_onnx
 from .base import LinearOperator
 from .gather import Columns
 from .index import as_index, check_bias, pick

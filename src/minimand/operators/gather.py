@@ -6,7 +6,7 @@ import torch
 import torch.autograd.forward_ad as forward_mode
 from torch import Tensor
 
-from ..errors import is_traced
+from ..tracing import is_traced
 
 __all__ = ["Columns"]
 

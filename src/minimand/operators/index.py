@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, ShapeError, is_compiled
+from ..errors import OptionError, ShapeError
+from ..tracing import is_compiled
 
 __all__ = ["as_index", "check_bias", "check_range", "pick"]
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..arguments import checked
-from ..errors import CapabilityError, ShapeError, is_compiled, require_finite
+from ..errors import CapabilityError, ShapeError, require_finite
+from ..tracing import is_compiled
 from .base import LinearOperator
 from .callables import operator
 from .dense import Dense

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import is_traced
 from ..geometry import ConvGeometry
+from ..tracing import is_traced
 
 __all__ = ["Winograd", "winograd"]
 

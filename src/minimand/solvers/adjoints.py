@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import CapabilityError, OptionError, holds, is_compiled, is_traced, require_positive
+from ..errors import CapabilityError, OptionError, require_positive
+from ..tracing import constant, holds, is_compiled, is_traced, pullback
 from .base import Solver, State, require_count
-from .implicit import Equation, Parts, attached, constant, full_precision, pullback, transformed
+from .implicit import Equation, Parts, attached, full_precision, transformed
 from .iterate import iterate
 from .linear import conjugate_gradient
 from .newton import solved_on_active_set

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..arguments import check_methods
-from ..errors import CapabilityError, OptionError, is_traced, require_positive
+from ..errors import CapabilityError, OptionError, require_positive
 from ..functions.base import Step
 from ..functions.scalar import Increasing, newton
-from .implicit import constant
+from ..tracing import constant, is_traced
 
 __all__ = ["Datafit", "Huber", "Logistic", "Poisson", "Quadratic", "SquaredHingeLoss"]
 

@@ -6,9 +6,10 @@ import functools
 import torch
 from torch import Tensor
 
-from ..errors import CapabilityError, holds, is_traced, unwrapped
+from ..errors import CapabilityError
 from ..functions.base import Function
 from ..operators.base import Selected
+from ..tracing import holds, is_traced, unwrapped
 from .problem import Problem
 
 __all__ = ["GapBound"]
@@ -67,7 +68,7 @@ class GapBound:
             return None
         # A cone's polar contains no multiple of a point outside of it.
         zeros = self._wide.y.new_zeros(self.problem.shape)
-        near = torch.full_like(zeros, 1e-6)
+        near = torch.full_like(zeros, torch.finfo(zeros.dtype).tiny ** 0.5)
         finite = all(holds(torch.isfinite(conjugate.value(near * sign))) for sign in (1, -1))
         return conjugate if finite else None
 

@@ -8,8 +8,7 @@ import abc
 import contextlib
 import copy
 import dataclasses
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
@@ -19,32 +18,12 @@ import torch.autograd.forward_ad as forward_mode
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ..errors import CapabilityError, forward_rule, is_compiled
+from ..errors import CapabilityError
 from ..functions.base import Function
 from ..operators.base import LinearOperator
+from ..tracing import constant, forward_rule, is_compiled, is_constant, pullback, tangent_of, varies
 
-__all__ = ["Equation", "Parts", "attached", "constant", "full_precision", "pullback", "transformed"]
-
-_BLOCKS = threading.local()
-
-
-@contextlib.contextmanager
-def constant() -> Iterator[None]:
-    """A block whose results are constants for every derivative (``no_grad`` alone leaves those in forward mode)."""
-    with torch.no_grad(), forward_mode._set_fwd_grad_enabled(False):
-        if is_dynamo_compiling():
-            yield
-            return
-        _BLOCKS.depth = _depth() + 1
-        try:
-            yield
-        finally:
-            _BLOCKS.depth -= 1
-
-
-def _depth() -> int:
-    """The number of blocks of constants around this call, in this thread."""
-    return getattr(_BLOCKS, "depth", 0)
+__all__ = ["Equation", "Parts", "attached", "full_precision", "transformed"]
 
 
 def full_precision(like: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -159,7 +138,7 @@ class _Linearized(Equation):
 
 def attached(equation: Equation, x: Tensor, parts: Parts) -> Tensor:
     """``x``, which was computed as a constant, with its derivatives in the tensors of its equation."""
-    if not is_dynamo_compiling() and _depth():
+    if not is_dynamo_compiling() and is_constant():
         # Custom functions under torch.func turn gradients on again for the outer derivatives.
         return x
     with full_precision(x):
@@ -175,7 +154,7 @@ def attached(equation: Equation, x: Tensor, parts: Parts) -> Tensor:
 
 def solution(equation: Equation, x: Tensor, *params: Tensor) -> Tensor:
     """``x`` with its derivatives in ``params``."""
-    return _Solution.apply(equation, x, *params) if any(map(_varies, params)) else x
+    return _Solution.apply(equation, x, *params) if any(map(varies, params)) else x
 
 
 _MISSED = (
@@ -209,17 +188,8 @@ def _bare(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _varies(tensor: Tensor) -> bool:
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor)) or _varies_here(tensor)
-
-
 def _varies_here(tensor: Tensor) -> bool:
-    return (tensor.requires_grad and torch.is_grad_enabled()) or _tangent(tensor) is not None
-
-
-def _tangent(tensor: Tensor) -> Tensor | None:
-    legacy = torch._C._functorch.is_legacy_batchedtensor(tensor)  # whose tangent was taken before
-    return None if legacy else forward_mode.unpack_dual(tensor).tangent
+    return (tensor.requires_grad and torch.is_grad_enabled()) or tangent_of(tensor) is not None
 
 
 class _Correction(torch.autograd.Function):
@@ -270,27 +240,6 @@ class _Solution(torch.autograd.Function):
         with full_precision(x):
             change = pushforward(ctx.equation.residual, (x, *params), (None, *tangents))
             return ctx.equation.solve(change, False, x, *params).to(x.dtype)
-
-
-def pullback(f: Callable[..., Tensor], *primals: Tensor) -> Callable[[Tensor], tuple[Tensor | None, ...]]:
-    """The vector–Jacobian products of ``f``, differentiable themselves."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return torch.func.vjp(f, *primals)[1]
-    further = torch.is_grad_enabled()
-    leaves = [_leaf(each) for each in primals]
-    with torch.enable_grad():
-        value = f(*leaves)
-    if not value.requires_grad:
-        return lambda u: tuple(None for _ in leaves)
-    options = {"retain_graph": True, "create_graph": further, "allow_unused": True}
-    return lambda u: torch.autograd.grad(value, leaves, u, **options)
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    """The tensor, apart from others that it may depend on; with the graph that it has, and with its tangent."""
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return tensor.view_as(tensor)
-    return (tensor.detach() if _tangent(tensor) is None else tensor.clone()).requires_grad_()
 
 
 def pushforward(f: Callable[..., Tensor], primals: tuple[Tensor, ...], tangents: tuple[Tensor | None, ...]) -> Tensor:

@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..arguments import checked
-from ..errors import OptionError, exporting_to_onnx, holds, is_traced, require_finite
+from ..errors import OptionError, require_finite
 from ..functions.base import widened
 from ..linalg import gram
 from ..norms.exporting import traced_values
+from ..tracing import exporting_to_onnx, holds, is_traced
 from .iterate import iterate
 
 __all__ = ["RidgeFactor", "conjugate_gradient", "gram_factor", "ridge_factor"]

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import is_traced
-from .implicit import pullback, transformed
+from ..tracing import is_traced, pullback
+from .implicit import transformed
 from .problem import Problem
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from ..errors import (
     CapabilityError,
     NonFiniteError,
     ShapeError,
-    is_traced,
     require_dtype,
     require_finite,
     require_positive,
@@ -23,6 +22,7 @@ from ..linalg import accumulate
 from ..norms.kernel import Bounds
 from ..operators.base import LinearOperator, Selected
 from ..operators.dense import Dense
+from ..tracing import is_traced
 from .datafits import Datafit, Quadratic
 from .sampling import Sample
 

@@ -8,18 +8,10 @@ import torch
 from torch import Tensor
 
 from ..arguments import checked
-from ..errors import (
-    CapabilityError,
-    OptionError,
-    ShapeError,
-    is_traced,
-    require_finite,
-    require_positive,
-    require_real,
-    unwrapped,
-)
+from ..errors import CapabilityError, OptionError, ShapeError, require_finite, require_positive, require_real
 from ..functions.base import widened
 from ..functions.separable import Zero
+from ..tracing import is_traced, unwrapped
 from .adjoints import Adjoint, Run, Unroll
 from .base import Solver, State
 from .choosing import Choice, choose

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import CapabilityError, holds
+from ..errors import CapabilityError
+from ..tracing import holds
 from .base import Solver, require_count
 from .newton import active_step
 from .problem import Problem

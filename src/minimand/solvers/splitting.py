@@ -7,11 +7,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, holds, is_compiled, require_positive
+from ..errors import OptionError, require_positive
 from ..linalg import accumulate
 from ..operators.base import LinearOperator
+from ..tracing import constant, holds, is_compiled
 from .base import Solver, check_relaxation, require_count
-from .implicit import Equation, Parts, attached, constant, full_precision
+from .implicit import Equation, Parts, attached, full_precision
 from .linear import RidgeFactor, measured_conjugate_gradient, ridge_factor
 from .problem import Problem, as_number
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import is_compiled
+from ..tracing import is_compiled
 from .base import State
 from .gap import GapBound
 from .problem import Problem

@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...arguments import check_methods
-from ...errors import OptionError, Sealed, ShapeError, is_traced, require_finite, require_real, require_values
+from ...errors import OptionError, Sealed, ShapeError, require_finite, require_real, require_values
 from ...functions.separable import Zero
 from ...operators import BlockSensing, Dense, LinearOperator, Transposed
 from ...operators.sensing import is_orthonormal
 from ...solvers import iterate
 from ...solvers.base import require_count
 from ...solvers.problem import Problem
+from ...tracing import is_traced
 from .parameters import assign
 from .transform import Architecture, Shrinkage, Transform
 

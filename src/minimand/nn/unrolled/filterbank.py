@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
-from ...errors import is_traced
+from ...tracing import is_traced
 
 __all__ = ["analysis", "strips", "synthesis"]
 

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...errors import is_traced
 from ...functions import Charbonnier
 from ...operators import Conv2d
+from ...tracing import is_traced
 from .filterbank import analysis, patches, strips, synthesis, weight_gradient
 
 __all__ = ["RidgeRegularizer", "bank_norm_sq"]

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...errors import OptionError, ShapeError, is_traced
+from ...errors import OptionError, ShapeError
+from ...tracing import is_traced
 
 __all__ = ["SingleChannelConv2d"]
 

@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...errors import OptionError, Sealed, ShapeError, is_traced, require_positive
+from ...errors import OptionError, Sealed, ShapeError, require_positive
 from ...functions import L1
 from ...functions.base import Function, Step, widened
 from ...norms import lipschitz
 from ...solvers.base import require_count
+from ...tracing import is_traced
 from .probing import Probe, probe
 from .single_channel import SingleChannelConv2d
 
