@@ -172,11 +172,12 @@ def gram_bound(product: Tensor, level: float, rtol: float = 5e-5) -> float:
 
     A computed product differs from the exact one by at most :math:`\gamma_n \|Z\|_F^2`, which its trace bounds.
     """
-    # The level is tried first only if it is near the norm: a needlessly high bound scales the dual point down.
+    # The level is tried first only if it is near the norm: a needlessly high bound scales the dual point down, and the
+    # factorisation at a level below an estimate, which is a lower bound, fails.
     near, floor = level * level * (1 + 1e-9), 0.0
     if near > 0:
-        estimate = lanczos(lambda v: product @ v, start_vector((len(product),), product), 12)[0]
-        floor = near if float(estimate) > 0.9 * near else 0.0
+        estimate = float(lanczos(lambda v: product @ v, start_vector((len(product),), product), 12)[0])
+        floor = near if 0.9 * near < estimate <= near * (1 + 1e-9) else 0.0
     return max(0.0, float(certified_lambda_max(product, rtol=rtol, floor=floor))) + _product_error(product)
 
 

@@ -31,6 +31,7 @@ from .sparse import SparseData, is_sparse, sparse_given
 __all__ = ["Certificate", "FactorProblem", "Factors", "Status", "Stop", "certify"]
 
 DIRECTIONS = 4
+CALLS = 1e6  # floating point operations in the time of the calls of torch of a sweep
 SWEEPS = (3, 30)  # of the two searches for directions; the second is made only if the first is inconclusive
 
 
@@ -276,7 +277,7 @@ def _searched(
     place = problem.loss.search(*factors) if slope is dual else slope
     best: Directions | None = None
     # The first search costs about six sweeps; the second is longer if the budget suffices for it.
-    longer = min(SWEEPS[1], int(effort * BUDGET / (8 * DIRECTIONS * dual.work())) - 2 * SWEEPS[0])
+    longer = min(SWEEPS[1], int(effort * BUDGET / (8 * DIRECTIONS * dual.work() + CALLS)) - 2 * SWEEPS[0])
     for sweeps in (SWEEPS[0], longer) if longer > 2 * SWEEPS[0] else SWEEPS[:1]:
         rough = theta.directions(place, DIRECTIONS, generator, sweeps=sweeps)
         found = theta.attained(slope, rough)

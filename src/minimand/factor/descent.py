@@ -275,23 +275,20 @@ class SquaredDescent(LocalDescent):
     def left(self, pairs: Components) -> Updated:
         """Column updates of U."""
         goal, product = self.loss.times(pairs.V), pairs.V @ pairs.V.mT
-        weights = self.lam * self.theta.right.values(pairs.V)
+        weights = self.lam * self.theta.right.lengths(pairs.V, product.diagonal())
         return updated(pairs.U, goal, product, weights, self.theta.left, self.rows, self.inner)
 
     def right(self, pairs: Components) -> tuple[Updated, float]:
-        """Column updates of V, and the objective there."""
+        """Column updates of V, and the objective there: ½‖Y‖² − ⟨UᵀY, Vᵀ⟩ + ½⟨UᵀU, VᵀV⟩ + λ Σ θ."""
         goal, product = self.loss.adjoint(pairs.U), self.rows.sum(pairs.U @ pairs.U.mT)
-        weights = self.lam * self.theta.left.values(pairs.U, self.rows)
+        weights = self.lam * self.theta.left.lengths(pairs.U, product.diagonal(), self.rows)
         found = updated(pairs.V, goal, product, weights, self.theta.right, RowSharding(), self.inner)
-        return found, self._objective(pairs.U, found.X, goal)
-
-    def _objective(self, U: Tensor, V: Tensor, product: Tensor) -> float:
-        """The objective from the products that the update has computed: ½‖Y‖² − ⟨UᵀY, Vᵀ⟩ + ½⟨UᵀU, VᵀV⟩ + λ Σ θ."""
-        wide = torch.float64
-        cross = (product.to(wide) * V.to(wide)).sum()
-        grams = self.rows.sum((U @ U.mT).to(wide)) * (V @ V.mT).to(wide)
-        penalty = self.theta.values(U, V, self.rows).to(wide).sum()
-        return self.square - float(cross) + 0.5 * float(grams.sum()) + self.lam * float(penalty)
+        V, wide = found.X, torch.float64
+        other = V @ V.mT
+        cross = torch.dot(goal.to(wide).flatten(), V.to(wide).flatten())
+        penalty = torch.dot(weights.to(wide), self.theta.right.lengths(V, other.diagonal()).to(wide))
+        fit = 0.5 * torch.dot(product.to(wide).flatten(), other.to(wide).flatten()) - cross
+        return found, self.square + float(fit + penalty)
 
 
 @dataclass(frozen=True)

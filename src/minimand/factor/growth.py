@@ -56,7 +56,6 @@ AT_ONCE = 8  # directions appended in one round
 ROUND_SWEEPS = 60  # sweeps of one coarse descent
 # Tolerances of the descent, relative to the tolerance of the gap.
 COARSE, FINE, FIXED_SIZE, FINEST = 1e-2, 1e-3, 1e-4, 1e-6
-VIOLATION = 0.6  # of the projected gradient at a fixed size
 ROUNDOFF = 1e-15
 PROMISE = 1e-5  # the relative decrease, over the tolerance, for which a direction is appended
 KNOWN = 0.995  # the cosine from which a direction counts as a component already present
@@ -202,8 +201,8 @@ class _FactorGrowth:
     def descend(self, tol: float, sweeps: int) -> float:
         """Local descent, then prune and merge; returns the objective."""
         allowed = max(1, min(sweeps, self.options.max_iter - self.used))
-        rule = VIOLATION * self.options.tol if self.options.fixed else 0.0
-        pairs, objective, made = self.descent.run(self.pairs, allowed, tol, rule, self.keep)
+        violation = self.options.tol if self.options.fixed else 0.0
+        pairs, objective, made = self.descent.run(self.pairs, allowed, tol, violation, self.keep)
         self.latest = None
         self.count(made)
         self.pairs = merged(pruned(pairs, self.problem.rows), self.problem.rows)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError, require_positive
-from ..functions import L1, GroupL2, NonNegative
+from ..functions import L1, GroupL2
 from ..solvers.iterate import iterate
 from .bounds import (
     DEFAULT,
@@ -53,6 +53,10 @@ class Gauge(abc.ABC):
     @abc.abstractmethod
     def values(self, vectors: Tensor, rows: RowSharding = HERE) -> Tensor:
         """The gauge of each row; +inf outside the domain."""
+
+    def lengths(self, vectors: Tensor, squares: Tensor, rows: RowSharding = HERE) -> Tensor:
+        """As :meth:`values`, for vectors in the domain whose squared norms are known."""
+        return self.values(vectors, rows)
 
     @abc.abstractmethod
     def prox(self, vectors: Tensor, step: Tensor, rows: RowSharding = HERE) -> Tensor:
@@ -109,13 +113,16 @@ class Euclidean(Gauge):
 
     def values(self, vectors: Tensor, rows: RowSharding = HERE) -> Tensor:
         """The gauge of each row; +inf outside the domain."""
-        values = self._norms(vectors, rows)
-        if self.sparse:
-            values = values + self.sparse * rows.sum(vectors.abs().sum(-1))
+        values = self.lengths(vectors, rows.sum(vectors.square().sum(-1)), rows)
         if self.nonnegative:
             negative = rows.sum((vectors < 0).sum(-1))
             values = torch.where(negative > 0, torch.inf, values)
         return values
+
+    def lengths(self, vectors: Tensor, squares: Tensor, rows: RowSharding = HERE) -> Tensor:
+        """The square roots, plus γ times the l1 norms."""
+        norms = squares.sqrt()
+        return norms + self.sparse * rows.sum(vectors.abs().sum(-1)) if self.sparse else norms
 
     @staticmethod
     def _norms(vectors: Tensor, rows: RowSharding) -> Tensor:
@@ -145,7 +152,7 @@ class Euclidean(Gauge):
 
     def project(self, vectors: Tensor) -> Tensor:
         """``vectors``, clipped at zero with ``nonnegative``."""
-        return NonNegative().prox(vectors) if self.nonnegative else vectors
+        return vectors.relu() if self.nonnegative else vectors
 
     def polar(self, vectors: Tensor, rows: RowSharding = HERE) -> tuple[Tensor, Tensor]:
         """The root of ‖ST_{pγ}(a)‖ = p; without γ the length itself.
@@ -153,8 +160,10 @@ class Euclidean(Gauge):
         The difference of the two sides is convex and decreasing in p, so Newton's iteration from zero increases to
         the root.
         """
-        if not self.sparse:
-            return self._attained(vectors, self.project(vectors), rows)
+        if not self.sparse:  # the projection onto a cone attains its own length
+            near = self.project(vectors)
+            norms = rows.sum(near.square().sum(-1)).sqrt()
+            return norms, near / torch.where(norms > 0, norms, 1.0).unsqueeze(-1)
 
         def newton(p: Tensor, k: int) -> Tensor:
             short = self._shrunk(vectors, p.clamp_min(_tiny(p)))
