@@ -75,9 +75,9 @@ def reported(name: str, ratio: float | Ratio, note: str = "") -> Row:
     return Row(name, value, "", True, note, spread)
 
 
-def along(name: str, at: float, ratio: Ratio) -> Row:
+def along(name: str, at: float, ratio: Ratio, note: str = "") -> Row:
     """A point of a curve."""
-    return dataclasses.replace(reported(name, ratio), at=at)
+    return dataclasses.replace(reported(name, ratio, note), at=at)
 
 
 def skipped(name: str, module: str) -> Row:

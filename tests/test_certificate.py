@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from minimand.errors import OptionError, ShapeError
 from minimand.factor import L2, NonNegativeL2, SparseL2, Status, certify
 from minimand.factor.bounds import cholesky_bound, lanczos_bound, sparse_bound, split_matrix
-from minimand.factor.certificate import judge
 from minimand.factor.cp import unfolding_bound
 from minimand.factor.matrices import RowSharding
 from minimand.factor.nonnegative import perron_bound
 from minimand.factor.regularizers import BoundOptions, Euclidean, Gauge, Regularizer
 from minimand.factor.residual import DenseDual
+from minimand.factor.verdict import judge
 
 SOLVER = {"solver": cp.CLARABEL, "tol_gap_abs": 1e-10, "tol_gap_rel": 1e-10, "tol_feas": 1e-10}
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from minimand.factor import CPTensor, HuberLoss, NonNegativeL2, RobustPCA, SparseL2, Status, certify, certify_tensor
-from minimand.factor.certificate import FactorProblem, certify_factors
+from minimand.factor.certificate import certify_factors
 from minimand.factor.descent import Components
 from minimand.factor.matrices import RowSharding
+from minimand.factor.problem import FactorProblem
 from minimand.factor.regularizers import L2
 from minimand.factor.residual import DenseDual
 

@@ -12,7 +12,7 @@ from ..errors import MissingExtra
 
 if TYPE_CHECKING:
     from ..homogeneous import DropoutPenalty, ParallelNetwork, ParallelReLU
-    from .certificate import Certificate, Status, certify
+    from .certificate import certify
     from .completion import MatrixCompletion
     from .cp import certify_tensor
     from .cross_validation import NMFCV, LowRankCV, MatrixCompletionCV
@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from .regularizers import L2, NonNegativeL2, Regularizer, SparseL2
     from .robust import RobustPCA
     from .tensor import CPTensor
+    from .verdict import Certificate, Status
 
 _HOMES = {
-    ".certificate": ("Certificate", "Status", "certify"),
+    ".certificate": ("certify",),
+    ".verdict": ("Certificate", "Status"),
     ".completion": ("MatrixCompletion",),
     ".cp": ("certify_tensor",),
     ".dictionary": ("SparseDictionary",),

@@ -2,10 +2,9 @@
 
 import abc
 import contextlib
-import math
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -19,9 +18,8 @@ from torch import Tensor
 from ..errors import MissingExtra, OptionError, ShapeError, require_finite, require_values
 from ..solvers.linear import ridge_factor
 from .bounds import largest_singular
-from .certificate import NOT_CERTIFIED, Certificate, FactorProblem, Factors, Stop, certify_factors
+from .certificate import certify_factors
 from .checking import REMEDIES, Path, explained_variance, in_range, require_2d, validated
-from .growth import grow
 from .inputs import (
     Share,
     Units,
@@ -43,11 +41,13 @@ from .inputs import (
 from .losses import Loss, Squared
 from .matrices import RowSharding, leading_singular
 from .observed import Observed
-from .options import GrowthOptions, Report, no_report
+from .options import Report, no_report
+from .problem import FactorProblem
 from .regularizers import L2, Regularizer
 from .sparse import SparseData, sparse_from_tensor
+from .verdict import Certificate, Factors, Stop
 
-__all__ = ["Factorization", "GrownFactorization", "Path"]
+__all__ = ["Factorization", "Path"]
 
 EXACT = 1_000_000  # entries up to which a share is of the exact lambda_max
 _MISSING = "fill them, or complete them with MatrixCompletion"
@@ -193,7 +193,29 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         self.objective_ = found.objective
         self.history_ = list(found.history)
         self.n_iter_ = found.iterations
-        self.certificate_ = found.certificate
+        self.certificate_ = found.later or found.certificate
+
+    @property
+    def certificate_(self) -> Certificate:
+        """A bound on the distance of the fitted factors to the global minimum.
+
+        At a fixed size in one process it is computed when it is first read, or when the estimator is copied or pickled.
+        Until then the estimator refers to the data; if they have changed since, the certificate is ``UNDECIDED``.
+        """
+        if "certificate_" not in vars(self):
+            raise AttributeError(f"{type(self).__name__} has no certificate_ before it is fitted")
+        found = vars(self)["certificate_"]
+        if callable(found):
+            self.__dict__["certificate_"] = found = found()
+        return found
+
+    @certificate_.setter
+    def certificate_(self, found: Certificate | Callable[[], Certificate]) -> None:
+        self.__dict__["certificate_"] = found
+
+    def __getstate__(self) -> Any:
+        getattr(self, "certificate_", None)
+        return super().__getstate__()
 
     def transform(self, Y: Any) -> Any:
         """The codes of the rows of Y for the fitted components: a convex problem for each row."""
@@ -350,47 +372,3 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
                 bar.update(task, completed=sweeps, description=text)
 
             yield report
-
-
-@dataclass(eq=False, repr=False)
-class GrownFactorization(Factorization):
-    """Base of the estimators that grow by local descent and the polar; see :mod:`minimand.factor.growth`."""
-
-    def _fit_first(self, Y: Any) -> tuple[Any, Tensor]:
-        """The fit of the first mini-batch; returns U twice, as the caller's kind and as a tensor."""
-        codes = self._fit(Y, None, None)[0]
-        return codes, codes if isinstance(codes, Tensor) else as_tensor(codes)
-
-    def _update(self, V: Tensor, objective: float) -> None:
-        """Store the components of a mini-batch."""
-        self.components_ = same_kind(V.mT.contiguous(), self.components_)
-        self.n_components_, self.objective_ = int(V.shape[1]), objective
-        self.history_.append(objective)
-        method = "fitted to mini-batches: certify(Y) computes a certificate"
-        self.certificate_ = replace(NOT_CERTIFIED, method=method)
-
-    _: KW_ONLY
-    n_components: int | None = None
-    r_max: int | None = None
-    effort: float | str | None = "auto"
-
-    def _weight(self, data: Any, rows: RowSharding) -> float:
-        n, m = rows.count(data.shape[0]), math.prod(data.shape[1:])
-        if self.n_components is not None and self.n_components > max(n, m):
-            raise OptionError(
-                f"n_components={self.n_components} exceeds both sides of Y, n_samples={n} and n_features={m}: use at "
-                f"most {max(n, m)}, or None to let the penalty choose"
-            )
-        return super()._weight(data, rows)
-
-    def _options(self, bound: int) -> GrowthOptions:
-        """Options of the growth; ``bound`` is the theory's bound on the size of a minimiser."""
-        return GrowthOptions(
-            self.n_components, self.r_max, int(self.max_iter), float(self.tol), self.effort, bound=bound
-        )
-
-    def _solve(self, problem: Any, start: Any, report: Report) -> Factors:
-        options = self._options(problem.loss.entries())
-        loss = problem.loss
-        like = loss.values if isinstance(loss, Observed) else loss.Y[:0]
-        return grow(problem, options, like=like, generator=self._generator(), start=start, report=report)

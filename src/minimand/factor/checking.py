@@ -10,10 +10,10 @@ from sklearn.utils.validation import validate_data
 from torch import Tensor
 
 from ..errors import OptionError, ShapeError, require_values
-from .certificate import Stop
 from .inputs import APART, Units, middle, working
 from .losses import Squared
 from .sparse import SparseData
+from .verdict import Stop
 
 __all__ = ["REMEDIES", "Path", "explained_variance", "in_range", "require_2d", "validated"]
 

@@ -10,15 +10,15 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
 from ..errors import NonFiniteError, OptionError, ShapeError, require_finite
-from .base import GrownFactorization
-from .certificate import Factors, Stop
 from .groups import RowGroups
+from .grown import GrownFactorization
 from .growth import grow
 from .inputs import as_tensor, same_kind, working
 from .matrices import RowSharding
 from .observed import Observed, not_nan
 from .options import Report
 from .streaming import ObservedSums
+from .verdict import Factors, Stop
 
 __all__ = ["MatrixCompletion"]
 

@@ -13,11 +13,13 @@ from ..errors import OptionError, ShapeError, require_finite
 from ..linalg import gram
 from ..solvers.iterate import iterate
 from .bounds import Bound, gram_bound
-from .certificate import NOT_CERTIFIED, Certificate, FactorProblem, Factors, conclude, noted_if_zero
+from .certificate import conclude
 from .inputs import leveled, real, refuse_masked, require_number, working
 from .losses import Squared
 from .options import GrowthOptions, Report
+from .problem import FactorProblem
 from .regularizers import L2, Euclidean
+from .verdict import NOT_CERTIFIED, Certificate, Factors, noted_if_zero
 
 __all__ = ["certify_tensor", "grow_tensor", "tensor_certificate", "unfolding_bound"]
 

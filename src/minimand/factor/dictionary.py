@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..functions import L1
 from ..functions.base import Separable, Step
-from .base import GrownFactorization
+from .grown import GrownFactorization
 from .inputs import require_number
 from .nmf import proximal_codes
 from .regularizers import SparseL2

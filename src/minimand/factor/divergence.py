@@ -19,12 +19,14 @@ from torch import Tensor
 from ..norms.spectral import EPS
 from ..solvers.iterate import iterate
 from .bounds import BUDGET
-from .certificate import NOT_CERTIFIED, FactorProblem, Factors, certify_factors
+from .certificate import certify_factors
 from .descent import Components, balanced
 from .losses import DenseLoss, DualValue
 from .matrices import DualMatrix, RowSharding, summation_error
 from .options import GrowthOptions, Report
+from .problem import FactorProblem
 from .residual import DenseDual
+from .verdict import NOT_CERTIFIED, Factors
 
 __all__ = ["KullbackLeiblerLoss", "divergence_codes", "fit_divergence"]
 

@@ -4,13 +4,14 @@ from typing import Any, NamedTuple
 
 from ..arguments import checked
 from ..errors import ShapeError, require_finite
-from .certificate import Certificate, FactorProblem
 from .entrywise import LossMaker, loss_from
 from .growth import grow
 from .inputs import real, refuse_masked, require_lam, require_number, same_kind, seeded_generator, working
 from .losses import Squared
 from .options import GrowthOptions
+from .problem import FactorProblem
 from .regularizers import Regularizer, named_regularizer
+from .verdict import Certificate
 
 __all__ = ["FactorizeResult", "factorize"]
 

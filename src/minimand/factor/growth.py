@@ -6,14 +6,15 @@ appending :math:`\sqrt s\,(u, v)` with :math:`s = (p - \lambda)/(\kappa\|u\|^2\|
 :math:`(p-\lambda)^2/(2\kappa\|u\|^2\|v\|^2)` for a loss of curvature :math:`\kappa` (1 for squares), and k directions
 at once, each with the k-th part of its s, by at least the mean of these decreases.
 
-:func:`grow` maps a :class:`~minimand.factor.certificate.FactorProblem` and :class:`GrowthOptions` to
-:class:`~minimand.factor.certificate.Factors`. Its stages are the methods of one private class: ``settle`` (descend,
+:func:`grow` maps a :class:`~minimand.factor.problem.FactorProblem` and :class:`GrowthOptions` to
+:class:`~minimand.factor.verdict.Factors`. Its stages are the methods of one private class: ``settle`` (descend,
 prune, merge, append directions), ``simplify`` (join similar pairs), ``certify``, and ``pursue`` (append the directions
 that the certificate found). Growth is not a fixed-point iteration, so its stages loop plainly; every loop is bounded.
 The descents inside are solves and use the library's loop.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,17 +22,7 @@ from torch import Tensor
 
 from ..errors import OptionError
 from .bounds import BUDGET
-from .certificate import (
-    NOT_CERTIFIED,
-    Certificate,
-    FactorProblem,
-    Factors,
-    Finding,
-    Status,
-    Stop,
-    certify_factors,
-    noted_if_zero,
-)
+from .certificate import Finding, certify_factors, postponed
 from .descent import (
     Components,
     LocalDescent,
@@ -48,7 +39,9 @@ from .losses import Squared
 from .matrices import RowSharding
 from .observed import Observed, ObservedDescent
 from .options import GrowthOptions, Report, no_report
+from .problem import FactorProblem
 from .regularizers import L2, Directions
+from .verdict import NOT_CERTIFIED, Certificate, Factors, Status, Stop, noted_if_zero
 
 __all__ = ["GrowthOptions", "Report", "grow", "no_report"]
 
@@ -99,6 +92,7 @@ def grow(
         (*growth.history[:-1], objective),
         iterations,
         Stop.INTERRUPTED if growth.halted else options.stopped(certificate, problem.lam, iterations, pairs.rank),
+        later=growth.later(objective) if growth.postpones else None,
     )
 
 
@@ -180,6 +174,22 @@ class _FactorGrowth:
     def room(self) -> int:
         """How many pairs may be appended; at a fixed size, how many pairs became zero."""
         return min(AT_ONCE, self.options.largest - self.pairs.rank)
+
+    @property
+    def postpones(self) -> bool:
+        """Whether nothing depends on the certificate: no growth, no warning, and no other process that waits for it."""
+        options = self.options
+        useful = options.lazy and options.fixed and options.effort is not None and not self.halted
+        return useful and not self.exhausted and self.pairs.rank > 0 and self.problem.rows.ranks == 1
+
+    def later(self, objective: float) -> Callable[[], Certificate]:
+        """Computes the certificate."""
+        return postponed(self.problem, self.pairs.U.mT, self.pairs.V.mT, objective, self.proof, self.generator)
+
+    @property
+    def proof(self) -> dict[str, float]:
+        """The options of the certificate."""
+        return {"tol": self.options.tol, "effort": float(self.options.effort or 0.0) * self.work / BUDGET}
 
     def count(self, sweeps: int) -> None:
         """Count sweeps that were made, and their work."""
@@ -288,16 +298,10 @@ class _FactorGrowth:
         machine's load.
         """
         self.pairs = balanced(self.pairs, self.problem.rows)
-        if self.options.effort is None:
-            return Finding(NOT_CERTIFIED, self.problem.objective(self.pairs.U.mT, self.pairs.V.mT), None)
-        return certify_factors(
-            self.problem,
-            self.pairs.U.mT,
-            self.pairs.V.mT,
-            tol=self.options.tol,
-            effort=float(self.options.effort) * self.work / BUDGET,
-            generator=self.generator,
-        )
+        U, V = self.pairs.U.mT, self.pairs.V.mT
+        if self.options.effort is None or self.postpones:
+            return Finding(NOT_CERTIFIED, self.problem.objective(U, V), None)
+        return certify_factors(self.problem, U, V, generator=self.generator, **self.proof)
 
     def pursue(self, finding: Finding, tol: float) -> tuple[Certificate, float]:
         """Append the directions that the certificate found and certify again, while it finds more."""

@@ -24,10 +24,12 @@ from ..norms.spectral import EPS, lanczos
 from ..solvers.iterate import iterate
 from .base import Factorization
 from .bounds import FAILURE, Bound, lanczos_slack, spectral_bound
-from .certificate import Certificate, FactorProblem, Factors, conclude, noted_if_zero, stop_reason
+from .certificate import conclude
 from .matrices import DualMatrix, RowSharding, orthonormal
 from .options import Report
+from .problem import FactorProblem
 from .sparse import SparseData
+from .verdict import Certificate, Factors, noted_if_zero, stop_reason
 
 __all__ = ["LowRank", "Triples", "all_triples", "shrunk", "shrunk_certificate"]
 

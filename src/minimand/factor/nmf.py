@@ -12,10 +12,9 @@ from ..errors import NonFiniteError, OptionError
 from ..functions import Function, NonNegative
 from ..operators import Dense
 from ..solvers import FISTA, Problem, solve
-from .base import GrownFactorization
-from .certificate import Factors
 from .divergence import KullbackLeiblerLoss, divergence_codes, fit_divergence
 from .groups import RowGroups
+from .grown import GrownFactorization
 from .inputs import Units, as_tensor
 from .losses import Loss, Squared
 from .matrices import RowSharding
@@ -24,6 +23,7 @@ from .options import Report
 from .regularizers import NonNegativeL2
 from .sparse import SparseData, is_sparse
 from .streaming import RowSums
+from .verdict import Factors
 
 __all__ = ["NMF", "proximal_codes"]
 

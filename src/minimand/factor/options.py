@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import OptionError
-from .certificate import Certificate, Stop, stop_reason
 from .inputs import require_number
+from .verdict import Certificate, Stop, stop_reason
 
 __all__ = ["GrowthOptions", "Report", "no_report"]
 
@@ -27,6 +27,7 @@ class GrowthOptions:
         effort: The certificate's budget as a share of the fit's work; "auto": 1 for a fit that grows, 0.25 at a fixed
             size; None computes no certificate.
         bound: The theory's bound on the size of a minimiser.
+        lazy: Whether a certificate that does not influence the fit is postponed.
     """
 
     n_components: int | None
@@ -35,6 +36,7 @@ class GrowthOptions:
     tol: float
     effort: float | str | None = "auto"
     bound: int = LARGEST
+    lazy: bool = False
 
     def __post_init__(self) -> None:
         for name in ("n_components", "r_max"):

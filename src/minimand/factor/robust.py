@@ -12,7 +12,7 @@ from ..errors import OptionError
 from ..solvers.iterate import iterate
 from ..solvers.linear import ridge_factor
 from .base import Factorization
-from .certificate import Certificate, Factors, Status, certify_factors, noted_if_zero, stop_reason
+from .certificate import certify_factors
 from .inputs import require_number, same_kind
 from .losses import HuberLoss
 from .lowrank import Triples, shrunk
@@ -20,6 +20,7 @@ from .matrices import RowSharding
 from .nmf import ROUGH
 from .options import Report
 from .sparse import SparseData
+from .verdict import Certificate, Factors, Status, noted_if_zero, stop_reason
 
 __all__ = ["RobustPCA"]
 

@@ -8,12 +8,12 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from ..errors import OptionError, ShapeError
-from .base import GrownFactorization
-from .certificate import Factors
 from .checking import in_range
 from .cp import Modes, ascend, balanced_modes, grow_tensor, is_cp, modes_from, modes_from_codes, require_tensor
+from .grown import GrownFactorization
 from .inputs import Units, same_kind
 from .options import Report
+from .verdict import Factors
 
 __all__ = ["CPTensor"]
 
