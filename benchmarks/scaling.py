@@ -41,7 +41,8 @@ def _matrices() -> Iterator[Row]:
         )
         yield along("matrix n × n/2: LowRank, certified, over randomized_svd with the rank known", n, found)
         against = race(Y, 20, 0.01, 3)
-        yield along("matrix n × n/2: NMF over scikit-learn's, each stopped by its own rule", n, against.bare, against.note)
+        title = "matrix n × n/2: NMF over scikit-learn's, each stopped by its own rule"
+        yield along(title, n, against.bare, against.note)
         yield along("matrix n × n/2: the same with the certificate", n, against.proved, against.note)
 
 

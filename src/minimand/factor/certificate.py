@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..arguments import checked
 from ..errors import OptionError, ShapeError, require_positive
-from .bounds import BUDGET, Bound
+from .bounds import BUDGET, CALLS, Bound
 from .entrywise import LossMaker, loss_from
 from .inputs import given_matrix, leveled, unmasked
 from .losses import Loss, Squared, rounding
@@ -31,7 +31,6 @@ from .verdict import NOT_CERTIFIED, Certificate, Status, judge
 __all__ = ["Finding", "certify", "certify_factors", "conclude", "postponed"]
 
 DIRECTIONS = 4
-CALLS = 1e6  # floating point operations in the time of the calls of torch of a sweep
 SWEEPS = (3, 30)  # of the two searches for directions; the second is made only if the first is inconclusive
 
 
