@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, grad, stack_module_state, vmap
 
 from minimand.homogeneous import product_of_norms, smooth_surrogate, weight_decay
 
@@ -55,31 +56,48 @@ def run(options: DegreeMismatchOptions, part: str, lab: Lab) -> Iterator[Metrics
     """Count the starts that end at zero, and at the lowest objective found."""
     name, _, depth = part.partition(", K = ")
     x = torch.randn(options.samples, options.width, generator=lab.generator(), dtype=torch.float64)
-    trapped, outputs = 0, []
+    sizes = [options.width] * int(depth) + [1]
+    nets = []
     for start in range(options.starts):
         torch.manual_seed(1000 * lab.seed + start)
-        sizes = [options.width] * int(depth) + [1]
         net = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(sizes))).double()
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter.mul_(options.scale / parameter.norm())
-        norm = descend(net, x, x[:, :1], options, REGULARIZERS[name])
-        outputs.append(norm / float(x[:, 0].norm()))
-        trapped += outputs[-1] < 1e-2
-    yield {"trapped": 100 * trapped / options.starts, "output": sum(outputs) / len(outputs)}
+        nets.append(net)
+    outputs = descend(nets, x, x[:, :1], options, REGULARIZERS[name]) / x[:, 0].norm()
+    yield {"trapped": 100 * float((outputs < 1e-2).double().mean()), "output": float(outputs.mean())}
+
+
+class RegularizedChain(nn.Module):
+    """The objective of a network, as a module: its parameters may be replaced."""
+
+    def __init__(self, net: nn.Module, lam: float, regularizer: Callable[[nn.Module], Tensor]) -> None:
+        super().__init__()
+        self.net, self.lam, self.regularizer = net, lam, regularizer
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Half the squared error, and the regulariser."""
+        return 0.5 * (y - self.net(x)).square().sum() + self.lam * self.regularizer(self.net)
 
 
 def descend(
-    net: nn.Module, x: Tensor, y: Tensor, options: DegreeMismatchOptions, regularizer: Callable[[nn.Module], Tensor]
-) -> float:
-    """Gradient descent; returns the norm of the outputs at its end."""
-    optimizer = torch.optim.SGD(net.parameters(), lr=options.rate)
+    nets: Sequence[nn.Module],
+    x: Tensor,
+    y: Tensor,
+    options: DegreeMismatchOptions,
+    regularizer: Callable[[nn.Module], Tensor],
+) -> Tensor:
+    """Gradient descent of all networks at once; returns the norms of their outputs at its end."""
+    objective = RegularizedChain(nets[0], options.lam, regularizer)
+    weights, _ = stack_module_state([RegularizedChain(net, options.lam, regularizer) for net in nets])
+    gradient = vmap(grad(lambda weights: functional_call(objective, weights, (x, y))))
+    weights = {name: weight.detach() for name, weight in weights.items()}
     for _ in range(options.iterations):
-        optimizer.zero_grad()
-        (0.5 * (y - net(x)).square().sum() + options.lam * regularizer(net)).backward()
-        optimizer.step()
-    with torch.no_grad():
-        return float(net(x).norm())
+        weights = {name: weights[name] - options.rate * slope for name, slope in gradient(weights).items()}
+    inner = {name.removeprefix("net."): weight for name, weight in weights.items()}
+    outputs = vmap(lambda weights: functional_call(nets[0], weights, (x,)))(inner)
+    return outputs.flatten(1).norm(dim=1)
 
 
 def compare(results: Results[DegreeMismatchOptions]) -> list[Comparison]:
@@ -145,8 +163,8 @@ experiment = Experiment(
             (0,),
             0.05,
         ),
-        "laptop": Preset(DegreeMismatchOptions(), (0,), 6),
-        "paper": Preset(DegreeMismatchOptions(starts=50), (0, 1), 30),
+        "laptop": Preset(DegreeMismatchOptions(), (0, 1, 2, 3, 4), 5),
+        "paper": Preset(DegreeMismatchOptions(starts=50), (0, 1, 2, 3, 4), 8),
     },
     parts=parts,
     run=run,
