@@ -13,9 +13,9 @@ from minimand.factor.bounds import cholesky_bound, lanczos_bound, sparse_bound, 
 from minimand.factor.cp import unfolding_bound
 from minimand.factor.matrices import RowSharding
 from minimand.factor.nonnegative import perron_bound
+from minimand.factor.problem import judge
 from minimand.factor.regularizers import BoundOptions, Euclidean, Gauge, Regularizer
 from minimand.factor.residual import DenseDual
-from minimand.factor.verdict import judge
 
 SOLVER = {"solver": cp.CLARABEL, "tol_gap_abs": 1e-10, "tol_gap_rel": 1e-10, "tol_feas": 1e-10}
 

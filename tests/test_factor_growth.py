@@ -10,9 +10,8 @@ from minimand.factor import NMF, CPTensor, SparseDictionary, Status, certify
 from minimand.factor.certificate import certify_factors
 from minimand.factor.growth import GrowthOptions, grow
 from minimand.factor.losses import Squared
-from minimand.factor.problem import FactorProblem
+from minimand.factor.problem import FactorProblem, Stop
 from minimand.factor.regularizers import L2, SparseL2
-from minimand.factor.verdict import Stop
 
 
 def test_no_fit_ends_improvable_with_sweeps_and_room_left():

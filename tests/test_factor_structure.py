@@ -13,8 +13,7 @@ import minimand.factor
 from minimand.factor import L2, NMF, Squared
 from minimand.factor.certificate import certify_factors
 from minimand.factor.growth import GrowthOptions, grow
-from minimand.factor.problem import FactorProblem
-from minimand.factor.verdict import Factors, Stop
+from minimand.factor.problem import FactorProblem, Factors, Stop
 
 HOME = Path(minimand.factor.__file__).parent
 Y = np.random.default_rng(0).random((14, 4)) @ np.random.default_rng(1).random((4, 9))

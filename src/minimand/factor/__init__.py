@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from .losses import HuberLoss, Loss, Squared
     from .lowrank import LowRank
     from .nmf import NMF
+    from .problem import Certificate, Status
     from .regularizers import L2, NonNegativeL2, Regularizer, SparseL2
     from .robust import RobustPCA
     from .tensor import CPTensor
-    from .verdict import Certificate, Status
 
 _HOMES = {
     ".certificate": ("certify",),
-    ".verdict": ("Certificate", "Status"),
+    ".problem": ("Certificate", "Status"),
     ".completion": ("MatrixCompletion",),
     ".cp": ("certify_tensor",),
     ".dictionary": ("SparseDictionary",),

@@ -42,10 +42,9 @@ from .losses import Loss, Squared
 from .matrices import RowSharding, leading_singular
 from .observed import Observed
 from .options import Report, no_report
-from .problem import FactorProblem
+from .problem import Certificate, FactorProblem, Factors, Stop
 from .regularizers import L2, Regularizer
 from .sparse import SparseData, sparse_from_tensor
-from .verdict import Certificate, Factors, Stop
 
 __all__ = ["Factorization", "Path"]
 

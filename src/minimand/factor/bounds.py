@@ -30,8 +30,6 @@ LARGEST_GRAM = 6000
 BASIS = 64_000_000
 # Floating point operations at effort 1: about five seconds of one core. Every bound may spend the least.
 BUDGET, LEAST = 6e10, 3e7
-# Floating point operations in the time of the calls of torch of one step: most of the time where matrices are small.
-CALLS = 2e6
 # Products with vectors are bound by memory: they cost several operations of a product of matrices.
 VECTOR = 8.0
 # Splittings: vectors of the subspace iteration, products a step, steps, and steps between two looks at the progress.
@@ -246,7 +244,7 @@ def split_matrix(
     if matrix.compact or matrix.rows.ranks > 1 or not has_gram(matrix):
         return None
     price = spectral_work(matrix, options.accuracy)
-    steps = int((options.effort * BUDGET - price) / (SPLIT_WORK * WIDTH * matrix.work() + CALLS))
+    steps = int((options.effort * BUDGET - price) / (SPLIT_WORK * WIDTH * matrix.work()))
     if steps < 3 or not options.relax:
         return None
     Z = matrix.dense()

@@ -17,20 +17,20 @@ from torch import Tensor
 
 from ..arguments import checked
 from ..errors import OptionError, ShapeError, require_positive
-from .bounds import BUDGET, CALLS, Bound
+from .bounds import BUDGET, Bound
 from .entrywise import LossMaker, loss_from
 from .inputs import given_matrix, leveled, unmasked
 from .losses import Loss, Squared, rounding
 from .matrices import DualMatrix, summation_error
 from .observed import masked
-from .problem import FactorProblem
+from .problem import NOT_CERTIFIED, Certificate, FactorProblem, Status, judge
 from .regularizers import BoundOptions, Directions, Regularizer, named_regularizer
 from .sparse import SparseData, is_sparse, sparse_given
-from .verdict import NOT_CERTIFIED, Certificate, Status, judge
 
 __all__ = ["Finding", "certify", "certify_factors", "conclude", "postponed"]
 
 DIRECTIONS = 4
+CALLS = 1e6  # floating point operations in the time of the calls of torch of a sweep
 SWEEPS = (3, 30)  # of the two searches for directions; the second is made only if the first is inconclusive
 
 

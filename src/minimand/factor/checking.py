@@ -12,8 +12,8 @@ from torch import Tensor
 from ..errors import OptionError, ShapeError, require_values
 from .inputs import APART, Units, middle, working
 from .losses import Squared
+from .problem import Stop
 from .sparse import SparseData
-from .verdict import Stop
 
 __all__ = ["REMEDIES", "Path", "explained_variance", "in_range", "require_2d", "validated"]
 

@@ -17,8 +17,8 @@ from .inputs import as_tensor, same_kind, working
 from .matrices import RowSharding
 from .observed import Observed, not_nan
 from .options import Report
+from .problem import Factors, Stop
 from .streaming import ObservedSums
-from .verdict import Factors, Stop
 
 __all__ = ["MatrixCompletion"]
 

@@ -17,9 +17,8 @@ from .certificate import conclude
 from .inputs import leveled, real, refuse_masked, require_number, working
 from .losses import Squared
 from .options import GrowthOptions, Report
-from .problem import FactorProblem
+from .problem import NOT_CERTIFIED, Certificate, FactorProblem, Factors, noted_if_zero
 from .regularizers import L2, Euclidean
-from .verdict import NOT_CERTIFIED, Certificate, Factors, noted_if_zero
 
 __all__ = ["certify_tensor", "grow_tensor", "tensor_certificate", "unfolding_bound"]
 

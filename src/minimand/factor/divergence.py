@@ -24,9 +24,8 @@ from .descent import Components, balanced
 from .losses import DenseLoss, DualValue
 from .matrices import DualMatrix, RowSharding, summation_error
 from .options import GrowthOptions, Report
-from .problem import FactorProblem
+from .problem import NOT_CERTIFIED, FactorProblem, Factors
 from .residual import DenseDual
-from .verdict import NOT_CERTIFIED, Factors
 
 __all__ = ["KullbackLeiblerLoss", "divergence_codes", "fit_divergence"]
 

@@ -9,9 +9,8 @@ from .growth import grow
 from .inputs import real, refuse_masked, require_lam, require_number, same_kind, seeded_generator, working
 from .losses import Squared
 from .options import GrowthOptions
-from .problem import FactorProblem
+from .problem import Certificate, FactorProblem
 from .regularizers import Regularizer, named_regularizer
-from .verdict import Certificate
 
 __all__ = ["FactorizeResult", "factorize"]
 

@@ -13,7 +13,7 @@ from .inputs import as_tensor, same_kind
 from .matrices import RowSharding
 from .observed import Observed
 from .options import GrowthOptions, Report
-from .verdict import NOT_CERTIFIED, Factors
+from .problem import NOT_CERTIFIED, Factors
 
 __all__ = ["GrownFactorization"]
 

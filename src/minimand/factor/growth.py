@@ -7,7 +7,7 @@ appending :math:`\sqrt s\,(u, v)` with :math:`s = (p - \lambda)/(\kappa\|u\|^2\|
 at once, each with the k-th part of its s, by at least the mean of these decreases.
 
 :func:`grow` maps a :class:`~minimand.factor.problem.FactorProblem` and :class:`GrowthOptions` to
-:class:`~minimand.factor.verdict.Factors`. Its stages are the methods of one private class: ``settle`` (descend,
+:class:`~minimand.factor.problem.Factors`. Its stages are the methods of one private class: ``settle`` (descend,
 prune, merge, append directions), ``simplify`` (join similar pairs), ``certify``, and ``pursue`` (append the directions
 that the certificate found). Growth is not a fixed-point iteration, so its stages loop plainly; every loop is bounded.
 The descents inside are solves and use the library's loop.
@@ -39,9 +39,8 @@ from .losses import Squared
 from .matrices import RowSharding
 from .observed import Observed, ObservedDescent
 from .options import GrowthOptions, Report, no_report
-from .problem import FactorProblem
+from .problem import NOT_CERTIFIED, Certificate, FactorProblem, Factors, Status, Stop, noted_if_zero
 from .regularizers import L2, Directions
-from .verdict import NOT_CERTIFIED, Certificate, Factors, Status, Stop, noted_if_zero
 
 __all__ = ["GrowthOptions", "Report", "grow", "no_report"]
 

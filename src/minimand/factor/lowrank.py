@@ -27,9 +27,8 @@ from .bounds import FAILURE, Bound, lanczos_slack, spectral_bound
 from .certificate import conclude
 from .matrices import DualMatrix, RowSharding, orthonormal
 from .options import Report
-from .problem import FactorProblem
+from .problem import Certificate, FactorProblem, Factors, noted_if_zero, stop_reason
 from .sparse import SparseData
-from .verdict import Certificate, Factors, noted_if_zero, stop_reason
 
 __all__ = ["LowRank", "Triples", "all_triples", "shrunk", "shrunk_certificate"]
 

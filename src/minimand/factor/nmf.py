@@ -20,10 +20,10 @@ from .losses import Loss, Squared
 from .matrices import RowSharding
 from .observed import Observed, not_nan
 from .options import Report
+from .problem import Factors
 from .regularizers import NonNegativeL2
 from .sparse import SparseData, is_sparse
 from .streaming import RowSums
-from .verdict import Factors
 
 __all__ = ["NMF", "proximal_codes"]
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from ..errors import OptionError
 from .inputs import require_number
-from .verdict import Certificate, Stop, stop_reason
+from .problem import Certificate, Stop, stop_reason
 
 __all__ = ["GrowthOptions", "Report", "no_report"]
 

@@ -1,16 +1,31 @@
-"""A factorisation problem: loss, regularizer and weight."""
+"""A factorisation problem, its solution, and the verdict of a certificate."""
 
-from dataclasses import dataclass
+import enum
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from .inputs import Units
+from ..errors import NonFiniteError, require_positive
+from .inputs import Units, raised
 from .losses import Loss
 from .matrices import RowSharding
 from .regularizers import Regularizer
 
-__all__ = ["FactorProblem"]
+__all__ = [
+    "NOT_CERTIFIED",
+    "Certificate",
+    "FactorProblem",
+    "Factors",
+    "Status",
+    "Stop",
+    "judge",
+    "noted_if_zero",
+    "stop_reason",
+]
 
 
 @dataclass(frozen=True)
@@ -46,3 +61,182 @@ class FactorProblem:
     def objective(self, U: Tensor, V: Tensor) -> float:
         """The objective of factors with vectors as columns, in float64."""
         return self.loss.value(U, V) + self.lam * self.penalty(U, V)
+
+
+class Status(enum.StrEnum):
+    """The verdict of a certificate."""
+
+    CERTIFIED = "CERTIFIED"
+    IMPROVABLE = "IMPROVABLE"
+    UNDECIDED = "UNDECIDED"
+
+
+@dataclass(frozen=True)
+class Certificate:
+    r"""A bound on the distance of a factorisation to the global minimum over all sizes.
+
+    Attributes:
+        status: ``CERTIFIED``: the relative gap is at most the tolerance. ``IMPROVABLE``: it is not, and a known
+            direction attains a polar above :math:`\lambda`. ``UNDECIDED``: neither is shown.
+        gap: An upper bound on :math:`f - F^*`, the distance of the objective to its global minimum; it may be infinite.
+        relative_gap: The gap divided by the objective. Like the status, it is the same for (Y, λ) and (cY, cλ).
+        polar_lower: The polar that a known direction attains, in the units of :math:`\lambda`.
+        polar_upper: An upper bound on the polar; infinite if no bound is known.
+        method: How the upper bound was computed, and its assumptions.
+    """
+
+    status: Status
+    gap: float
+    relative_gap: float
+    polar_lower: float
+    polar_upper: float
+    method: str
+
+    def finds_nothing_above(self, lam: float) -> bool:
+        """Whether a bound was computed and no known direction attains more than ``lam``.
+
+        A bound below ``lam`` that does not certify belongs to a dual point other than the gradient, at a point that has
+        not converged. It says nothing about directions.
+        """
+        judged = self.status is Status.CERTIFIED or lam < self.polar_upper < math.inf
+        return judged and self.polar_lower <= lam
+
+    def shortfall(self, who: str, tol: float, remedy: str) -> str:
+        """The warning of a fit that stopped before its certificate."""
+        gap = f"relative gap {self.relative_gap:.2g} > tol={tol:g}"
+        return f"{who} stopped before its certificate ({self.status}, {gap}): {remedy}"
+
+    def in_units(self, units: Units) -> "Certificate":
+        """The certificate of a problem in its own units, from that of the problem in the middle of the range."""
+        lower, upper = (raised(polar, units.polar) for polar in (self.polar_lower, self.polar_upper))
+        return replace(self, gap=raised(self.gap, units.objective), polar_lower=lower, polar_upper=upper)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.status}: relative gap {self.relative_gap:.2g}, "
+            f"polar in [{self.polar_lower:.6g}, {self.polar_upper:.6g}] ({self.method})"
+        )
+
+
+#: The certificate of a fit with ``effort=None``: nothing was computed.
+NOT_CERTIFIED = Certificate(Status.UNDECIDED, math.inf, math.inf, 0.0, math.inf, "no certificate was requested")
+
+
+class Stop(enum.Enum):
+    """Why a fit ended."""
+
+    CERTIFIED = "the relative gap is at most tol"
+    FIXED_SIZE = "n_components was given"
+    NO_DIRECTION = "no direction was found that attains a polar above lam"
+    MAX_ITER = "max_iter iterations are made"
+    R_MAX = "the number of components is r_max"
+    SEARCH_ENDED = "a direction above lam is known, but its use did not lead to a certificate"
+    INTERRUPTED = "the user interrupted it"
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The result of a fit.
+
+    Attributes:
+        U: n_samples × r (the rows of this process).
+        V: n_features × r.
+        objective: The objective of these factors.
+        certificate: Their certificate; the one that ended the fit.
+        history: The objective per round; the last is ``objective``.
+        iterations: The number of iterations made, at least 1.
+        stop: Why the fit ended.
+        modes: (A, B, C) of a CP decomposition; None for matrices.
+        later: Computes the certificate if the fit has postponed it; else None.
+    """
+
+    U: Tensor
+    V: Tensor
+    objective: float
+    certificate: Certificate
+    history: tuple[float, ...]
+    iterations: int
+    stop: Stop
+    modes: tuple[Tensor, Tensor, Tensor] | None = None
+    later: Callable[[], Certificate] | None = None
+
+    def in_units(self, units: Units) -> "Factors":
+        """The result for a problem in its own units, from that of the problem in the middle of the range."""
+        if units == Units():
+            return self
+        U, V = units.factor(self.U), units.factor(self.V)
+        history = tuple(raised(value, units.objective) for value in self.history)
+        certificate, modes = self.certificate.in_units(units), self.modes
+        modes = None if modes is None else (U, units.factor(modes[1], 4), units.factor(modes[2], 4))
+        later = None if self.later is None else partial(_raised, self.later, units)
+        moved = replace(self, U=U, V=V, objective=history[-1], certificate=certificate, history=history, modes=modes)
+        return replace(moved, later=later)
+
+
+def _raised(later: Callable[[], Certificate], units: Units) -> Certificate:
+    return later().in_units(units)
+
+
+def judge(
+    *,
+    gap: float,
+    objective: float,
+    polar_lower: float,
+    polar_upper: float,
+    lam: float,
+    tol: float = 1e-3,
+    method: str,
+) -> Certificate:
+    r"""The certificate of a point from its gap and the bounds on its polar.
+
+    A gap that is negative by rounding becomes zero. An objective of zero is the global minimum.
+
+    >>> judge(gap=1e-4, objective=2.0, polar_lower=0.9, polar_upper=1.0, lam=1.0, method="exact").status
+    <Status.CERTIFIED: 'CERTIFIED'>
+    >>> judge(gap=0.5, objective=2.0, polar_lower=1.1, polar_upper=1.2, lam=1.0, method="exact").status
+    <Status.IMPROVABLE: 'IMPROVABLE'>
+    >>> judge(gap=0.5, objective=2.0, polar_lower=0.9, polar_upper=1.2, lam=1.0, method="exact").status
+    <Status.UNDECIDED: 'UNDECIDED'>
+    """
+    require_positive("tol", tol)
+    if math.isnan(gap) or not 0 <= objective < math.inf:
+        raise NonFiniteError(
+            f"the objective, {objective:g}, or its distance to the minimum, {gap:g}, leaves the range of float64: "
+            "scale the factors or weights to the size of the data"
+        )
+    gap = 0.0 if gap <= 0 else gap
+    relative = gap / objective if objective > 0 else (math.inf if gap > 0 else 0.0)
+    otherwise = Status.IMPROVABLE if polar_lower > lam else Status.UNDECIDED
+    status = Status.CERTIFIED if relative <= tol else otherwise
+    return Certificate(status, gap, relative, polar_lower, polar_upper, method)
+
+
+def stop_reason(
+    certificate: Certificate,
+    *,
+    lam: float,
+    tol: float,
+    out_of_iterations: bool,
+    fixed: bool = False,
+    full: bool = False,
+) -> Stop:
+    """The reason for the end of a fit, from its certificate and what was left of its budget."""
+    if certificate.status is Status.CERTIFIED:
+        return Stop.CERTIFIED
+    if out_of_iterations:
+        return Stop.MAX_ITER
+    if fixed:
+        return Stop.FIXED_SIZE
+    if certificate.polar_lower <= lam * (1 + tol / 4):
+        return Stop.NO_DIRECTION
+    return Stop.R_MAX if full else Stop.SEARCH_ENDED
+
+
+def noted_if_zero(certificate: Certificate, rank: int, lam: float) -> Certificate:
+    """Annotates the certificate's method if every component is zero; ``rank`` counts the components that are not."""
+    if rank or not certificate.finds_nothing_above(lam):
+        return certificate
+    known = certificate.polar_upper <= lam * (1 + 1e-6)
+    unknown = "the answer is zero as far as is known: no direction found attains more than lam"
+    note = "lam ≥ lambda_max, so the answer is zero" if known else unknown
+    return replace(certificate, method=f"{certificate.method}; {note}")

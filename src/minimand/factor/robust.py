@@ -19,8 +19,8 @@ from .lowrank import Triples, shrunk
 from .matrices import RowSharding
 from .nmf import ROUGH
 from .options import Report
+from .problem import Certificate, Factors, Status, noted_if_zero, stop_reason
 from .sparse import SparseData
-from .verdict import Certificate, Factors, Status, noted_if_zero, stop_reason
 
 __all__ = ["RobustPCA"]
 

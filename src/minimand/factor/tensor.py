@@ -13,7 +13,7 @@ from .cp import Modes, ascend, balanced_modes, grow_tensor, is_cp, modes_from, m
 from .grown import GrownFactorization
 from .inputs import Units, same_kind
 from .options import Report
-from .verdict import Factors
+from .problem import Factors
 
 __all__ = ["CPTensor"]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..arguments import checked
 from ..errors import OptionError, ShapeError, require_finite, require_positive
 from ..factor.inputs import Units, leveled, middle, real, shifted
-from ..factor.verdict import Certificate, judge
+from ..factor.problem import Certificate, judge
 from .polar import Polar, ascend, exact_polar, upper_bound
 
 __all__ = ["certify_relu", "dual_gap", "judge_relu", "judge_residual", "objective", "polar_of", "with_ones"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..arguments import checked
 from ..errors import CapabilityError, OptionError, Sealed, ShapeError, require_finite, require_positive, require_real
 from ..factor.inputs import Units, middle, raised, shifted
-from ..factor.verdict import Certificate, Status
+from ..factor.problem import Certificate, Status
 from ..solvers.base import require_count
 from ..solvers.iterate import iterate
 from .bound import NO_BOUND, chain_bound, chain_layers

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import require_positive
 from ..factor.checking import validated
 from ..factor.inputs import Units, raised, require_entries, seeded_generator, warn_if_out_of_range
-from ..factor.verdict import Certificate, Status
+from ..factor.problem import Certificate, Status
 from ..solvers.base import require_count
 from ..solvers.iterate import iterate
 from .certificate import ReluData, judge_relu, objective, polar_of
