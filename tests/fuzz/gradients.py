@@ -6,6 +6,7 @@ and a parameter of the function. ``transform`` is the way by which torch compute
 
 import dataclasses
 import random
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -266,7 +267,7 @@ def _functions(operator: str, solver: str) -> list[str]:
     if operator not in ("mask", "image", "image layer"):
         known -= OF_IMAGES
     if SOLVERS[solver].solver.needs_separable:
-        known -= {case.name for case in functions.ALL if not case.function.separable}
+        known -= {"ball of a parameter", *(case.name for case in functions.ALL if not case.function.separable)}
     if operator.endswith("layer"):
         known -= {name for name in known if name.endswith("of a parameter")}
     return sorted(known)
@@ -288,9 +289,10 @@ def check(case: GradientCase) -> None:
         seen.append((above + below) / 2)
         if abs(found - seen[-1]) <= 2e-6 * (abs(above) + abs(below)) + 2e-7:
             return
-    # Rounding: a difference over a tenth of the width has ten times the error, and over a hundredth a hundred times;
-    # from either the error of the first is known.
-    if abs(found - seen[0]) <= 0.2 * max(abs(seen[1] - seen[0]), 0.1 * abs(seen[2] - seen[0])):
+    # The spread over widths like the first is that of rounding, which is large where a point is far from its prox.
+    alike = [sum(differences(WIDTHS[0] * share)) / 2 for share in (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3)]
+    centre, spread = statistics.mean(alike), statistics.stdev(alike)
+    if abs(found - centre) <= 4 * spread <= 1e-3 * abs(centre):
         return
     # One-sided slopes differ at a kink, where there is no derivative to compare with.
     assume(abs(above - below) <= 1e-2 * (abs(above) + abs(below)) + 1e-5)

@@ -223,7 +223,8 @@ def lanczos_bound(matrix: DualMatrix, *, accuracy: float = 2.5e-4, generator: to
 
 def _lanczos_steps(n: int, accuracy: float) -> int:
     """The number of steps after which :func:`lanczos_slack` bounds the norm to within a relative ``accuracy``."""
-    return math.ceil((math.log(1.648 * math.sqrt(n) / FAILURE) / math.sqrt(1 - (1 + accuracy) ** -2) + 1) / 2)
+    share = max(-math.expm1(-2 * math.log1p(accuracy)), EPS)  # 1 − (1 + accuracy)⁻²
+    return math.ceil((math.log(1.648 * math.sqrt(n) / FAILURE) / math.sqrt(share) + 1) / 2)
 
 
 # -- splittings --------------------------------------------------------------------------------------------------------

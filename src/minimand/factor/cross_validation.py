@@ -81,6 +81,7 @@ class _CrossValidated(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
             raise OptionError(f"cv must be a whole number ≥ 2, got {self.cv}: one fold leaves nothing to fit")
         require_whole("n_lams", self.n_lams)
         require_number("tol", self.tol)
+        require_whole("max_iter", self.max_iter)
         probe = self._model(1.0)
         _, data = probe._checked(Y, reset=True)
         self._require_complete(data)

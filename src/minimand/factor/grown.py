@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import KW_ONLY, dataclass, replace
+from numbers import Integral
 from typing import Any
 
 from torch import Tensor
@@ -42,7 +43,7 @@ class GrownFactorization(Factorization):
 
     def _weight(self, data: Any, rows: RowSharding) -> float:
         n, m = rows.count(data.shape[0]), math.prod(data.shape[1:])
-        if self.n_components is not None and self.n_components > max(n, m):
+        if isinstance(self.n_components, Integral) and self.n_components > max(n, m):
             raise OptionError(
                 f"n_components={self.n_components} exceeds both sides of Y, n_samples={n} and n_features={m}: use at "
                 f"most {max(n, m)}, or None to let the penalty choose"

@@ -1,8 +1,9 @@
 """Total variation of vectors, by a direct method, and of images, by the dual and an exact last step."""
 
+import functools
 import warnings
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -238,6 +239,16 @@ def _segments(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
 @_segments.register_fake
 def _(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, dtype=torch.int64), torch.empty_like(x)
+
+
+def _batched(kind: Any, info: Any, dims: tuple[int | None, int | None], *given: Tensor) -> tuple[Any, tuple[int, int]]:
+    """What ``vmap`` computes: the batch is one more leading dimension."""
+    pairs = zip(given, dims, strict=True)
+    return kind(*(t.expand(info.batch_size, *t.shape) if d is None else t.movedim(d, 0) for t, d in pairs)), (0, 0)
+
+
+for _kind in (_regions, _segments):
+    _kind.register_vmap(functools.partial(_batched, _kind))
 
 
 def _taut_string(y: list[float], limit: float) -> list[tuple[int, int]]:

@@ -31,7 +31,6 @@ __all__ = ["channel_norms_sq", "convolution_norm_sq", "is_expensive", "quick_nor
 POINTS_PER_DEGREE = 6
 CHEAP = 2e7  # operations up to which the circular grid is used in every dimension
 QUICK = 2e6  # operations from which a first bound may be looser
-SPECTRUM = 192  # side of a matrix up to which a quick bound computes the spectrum
 TINY = 5e7  # operations up to which the matrix itself is formed
 
 
@@ -58,7 +57,8 @@ def convolution_norm_sq(weight: Tensor, geometry: ConvGeometry, method: str = "a
         points, gap = _grid(symbol, wider, method)
         tight = method == "exact" or (method == "auto" and wider.is_circulant)
         found.append(factor * gap * (symbol.peak(points) if tight else symbol.maximum(points)))
-    if method != "grid" and not geometry.is_circulant:
+    # The symbol of a single tap is the weight itself.
+    if method != "grid" and not geometry.is_circulant and math.prod(geometry.kernel) > 1:
         shared, summed = geometry.overlaps()
         if shared <= 2:
             found.append(shared * certified_norm_sq(grouped.flatten(2)))
@@ -87,9 +87,9 @@ def quick_norm_sq(weight: Tensor, geometry: ConvGeometry) -> Tensor:
     shared, summed = geometry.overlaps()
     groups, rows, columns, *taps = grouped.shape
     count = math.prod(taps)
-    # The norm of a random matrix is the sum of the roots of its sides.
+    # The norm of a random matrix is the sum of the roots of its sides. Of equal bounds the smaller matrix is taken.
     as_rows, as_columns = (
-        factor * (side**0.5 + (other * count) ** 0.5) ** 2
+        (round(factor * (side**0.5 + (other * count) ** 0.5) ** 2), side)
         for factor, side, other in ((shared, rows, columns), (summed, columns, rows))
     )
     factor, sided = (shared, grouped) if as_rows <= as_columns else (summed, grouped.transpose(1, 2))
@@ -101,9 +101,7 @@ def quick_norm_sq(weight: Tensor, geometry: ConvGeometry) -> Tensor:
     size = to_float64(product.diagonal(dim1=-2, dim2=-1)).sum(-1).max() / (1 - share)
     # Squares below the smallest normal number may have been lost.
     error = share * size + matrix[0].numel() * torch.finfo(torch.float32).tiny
-    # The spectrum of a small matrix costs less than the calls that an estimate takes.
-    rtol = 0.0 if product.shape[-1] <= SPECTRUM else 5e-2
-    found = factor * (certified_lambda_max(product, rtol=rtol) + error) * (1 + 1e-9)
+    found = factor * (certified_lambda_max(product, rtol=5e-2) + error) * (1 + 1e-9)
     return product_of_bounds(found, scale, scale)
 
 

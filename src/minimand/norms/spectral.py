@@ -22,6 +22,7 @@ EPS = torch.finfo(torch.float64).eps
 STEPS = (1, 2, 4)  # Lanczos steps of the successive estimates, in units of max(16, √n), before a spectrum is computed
 WARM_STEPS = 4  # steps of the power method, from the top vector of a nearby matrix
 FRESH = 0.03  # share of a new random direction in a start that was used before and may have missed the top
+SPECTRUM = 40_000  # real numbers in a batch up to which spectra cost less than an estimate and factorisations
 PROBES = 4  # matrices of a batch from which the estimate is made
 
 
@@ -192,7 +193,7 @@ def certified_top(gram: Tensor, *, rtol: float = 1e-3, floor: Tensor | float = 0
         return Top(known, vector)
     batch, scale = in_range(batch, 200)
     known = known / scale
-    if n <= 4 or batch.shape[0] * n**3 <= 32**3:
+    if n <= 4 or batch.numel() * (2 if batch.is_complex() else 1) <= SPECTRUM:
         return Top(_scaled(torch.maximum(known, _spectrum_bound(batch)), scale), _normalized(vector))
     trace = batch.diagonal(dim1=-2, dim2=-1).abs().sum(-1).max()
     for tries, share in enumerate(STEPS if rtol > 0 else ()):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import checked
-from ..errors import OptionError, Sealed, ShapeError, require_finite
+from ..errors import OptionError, Sealed, ShapeError, require_finite, require_real
 from ..norms.spectral import product_of_bounds, round_up, to_float64
 from .base import LinearOperator
 from .conv import Conv2d
@@ -50,6 +50,7 @@ class MultiCoilFourier(Sealed, LinearOperator):
                 f"a mask (H, W) needs complex sensitivities (coils, H, W), got {tuple(mask.shape)} and "
                 f"{tuple(sensitivities.shape)} of {sensitivities.dtype}"
             )
+        require_real("sensitivities", parts)
         require_finite("sensitivities", parts)
         self.mask = mask.to(parts.dtype)
         super().__init__((2, *mask.shape), (2 * len(parts), *mask.shape))

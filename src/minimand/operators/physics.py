@@ -127,6 +127,8 @@ def _scipy(matrix: Tensor) -> Any:
     if matrix.dim() != 2:
         raise ShapeError(f"a sparse tensor must be a matrix, got shape {tuple(matrix.shape)}")
     entries = matrix.detach().to_sparse_coo().coalesce().cpu()
+    if entries.dtype in (torch.float16, torch.bfloat16):
+        entries = entries.float()  # SciPy has no sparse matrices in half precision
     rows, columns = entries.indices().numpy()
     return scipy.sparse.csr_array((entries.values().numpy(), (rows, columns)), shape=(matrix.shape[0], matrix.shape[1]))
 

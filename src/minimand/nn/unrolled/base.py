@@ -289,11 +289,14 @@ def _energy(batch: Tensor) -> float:
     """The largest sum of squares of a sample; zero under tracing."""
     if is_traced(batch) or batch.numel() == 0:
         return 0.0
-    return float(batch.detach().flatten(1).square().sum(1).max())
+    return float(batch.detach().reshape(len(batch), -1).square().sum(1).max())
 
 
 def _check_target(target: Tensor) -> None:
     require_real("target", target)
+    require_values("target", target)
+    if target.dim() == 0:
+        raise ShapeError("the target is a single number, but a reconstruction is a batch of images")
     require_finite("target", target)
     if target.numel() and _energy(target) > _ENERGY_SLACK * target[0].numel():
         raise OptionError(

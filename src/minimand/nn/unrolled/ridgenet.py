@@ -137,7 +137,7 @@ class RidgeNet(Sealed, nn.Module):
         self.step = nn.Parameter(torch.ones(phases))
         self.momentum = nn.Parameter(torch.tensor(nesterov_schedule(phases)).float().clamp_min(0.05))
         self.log_homotopy = nn.Parameter(torch.linspace(math.log(8.0), 0.0, phases))
-        start = None if noise is None else torch.tensor(math.log(0.3 * noise**2))
+        start = None if noise is None else torch.tensor(math.log(0.3) + 2 * math.log(noise))
         self.register_parameter("log_temperature", None if start is None else nn.Parameter(start))
         constrain(self, "exponent", Interval(low, high))
         constrain(self, "step", Interval(0.0, 2.0))
@@ -179,11 +179,13 @@ class RidgeNet(Sealed, nn.Module):
         if self.noise is None:
             return None
         assert isinstance(self.log_temperature, Tensor)
-        return self.log_temperature.exp() / self.noise**2
+        return (self.log_temperature - 2 * math.log(self.noise)).exp()
 
     def fidelity(self, y: Tensor) -> Fidelity:
         """The data term of these measurements, which are checked first."""
         y = self._sensor.checked(y)
+        if y.device != self.filters.device:
+            raise OptionError(f"the measurements are on {y.device} and the network on {self.filters.device}; move one")
         operator = self._sensor.operator(y)
         self.datafit.check(y)
         if isinstance(self.datafit, Quadratic):

@@ -38,11 +38,14 @@ def check_sizes(phases: int, filters: int, size: int, channels: str) -> None:
 
 def exponent_range(guarantee: str, exponents: tuple[float, float] | None) -> tuple[float, float]:
     """The range of exponents of a guarantee, or the given one inside of it."""
-    if guarantee not in RANGES:
+    if not isinstance(guarantee, str) or guarantee not in RANGES:
         raise OptionError(f"guarantee must be one of {', '.join(map(repr, RANGES))}, got {guarantee!r}")
     low, high = RANGES[guarantee]
     if exponents is None:
         return low, high
+    numbers = isinstance(exponents, tuple | list) and all(isinstance(each, int | float) for each in exponents)
+    if not numbers or len(exponents) != 2:
+        raise OptionError(f"exponents must be a pair of numbers, got {exponents!r:.60}")
     if not low <= exponents[0] < exponents[1] <= high:
         raise OptionError(
             f"the guarantee {guarantee!r} is proved for exponents in ({low:g}, {high:g}), but exponents="

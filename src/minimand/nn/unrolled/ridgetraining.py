@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from ...errors import CapabilityError, Sealed
+from ...errors import CapabilityError, OptionError, Sealed, require_positive
 from ...solvers.base import require_count
 from .ridgenet import RidgeNet
 
@@ -44,6 +44,9 @@ class RidgeTrainer(Sealed):
         if not isinstance(net, RidgeNet):
             raise CapabilityError(f"RidgeTrainer trains a RidgeNet, got a {type(net).__name__}")
         require_count("steps", steps)
+        require_positive("rate", rate)
+        if rate > torch.finfo(torch.float32).max:
+            raise OptionError(f"rate={rate:g} exceeds the range of float32; it is a factor of learning rates")
         self.net, self.steps = net, steps
         groups = [{"params": [p], "lr": rate * _rate(name)} for name, p in net.named_parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0)

@@ -8,7 +8,7 @@ Source: [Frerix2018], Proposition 2, eqs. 13–16 and 44.
 """
 
 import functools
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -119,7 +119,7 @@ class Attachment:
         """The present τθ, as given or with the scheduled values."""
         given = self.options.tau_theta
         if self.schedule is None:
-            return given if isinstance(given, float | int | Relative) else dict(given)
+            return dict(given) if isinstance(given, Mapping) else given
         lrs = {group["pattern"]: group["lr"] for group in self.schedule.param_groups}
         old = dict(given) if isinstance(given, dict) else {"": given}
         new: Any = {key: Relative(lrs[key]) if isinstance(tau, Relative) else lrs[key] for key, tau in old.items()}

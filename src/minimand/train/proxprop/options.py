@@ -124,6 +124,8 @@ def match(patterns: Iterable[str], paths: Iterable[str]) -> set[str]:
 
 
 def _require_tau(name: str, value: Any) -> None:
+    if isinstance(value, Tensor):
+        raise OptionError(f"{name} must be a number or Relative(…), got a tensor; use float(…)")
     if not isinstance(value, Relative):
         require_positive(name, value)
 

@@ -58,7 +58,7 @@ class SolversHeadsOptions(ImageOptions):
     units: int = 256
     passes: int = 1
     p: tuple[float, ...] = (0.0, 0.1, 0.5, 0.9, 0.95)
-    rates: tuple[float, ...] = (0.005, 0.015, 0.05, 0.15, 0.5)
+    rates: tuple[float, ...] = (0.0015, 0.005, 0.015, 0.05, 0.15, 0.5, 1.5)
     heads: int = 10
     iters: int = 10
     trials: int = 1
