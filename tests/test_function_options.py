@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from minimand import functions as mf
+from minimand.errors import OptionError
 from minimand.nn import SolverLinear
 from minimand.operators import Dense
 from minimand.solvers import FISTA, Problem, ProxGD, solve
@@ -97,6 +98,42 @@ def test_a_layer_trains_its_activation(learned):
     with torch.no_grad():
         dict(copied.named_parameters())[name].fill_(0.1)
     assert not torch.allclose(copied(y), layer(y))
+
+
+OWNED = {
+    "l1": mf.L1,
+    "box": lambda p: mf.Box(torch.full((3,), -0.3, dtype=torch.float64), p),
+    "group": lambda p: mf.GroupL2(p, torch.tensor([0, 0, 1])),
+    "charbonnier": lambda p: mf.Charbonnier(p, 0.4),
+    "total variation": mf.TotalVariation,
+}
+
+
+@pytest.mark.parametrize("name", OWNED)
+def test_a_layer_owns_the_tensors_of_its_activation(name):
+    """Parameters are trained and saved, and all tensors follow ``to``; a replaced Parameter is the one that is used."""
+    torch.manual_seed(0)
+    make, p = OWNED[name], torch.tensor(0.3, dtype=torch.float64)
+    layer = SolverLinear(4, 3, activation=make(nn.Parameter(p)), solver=ProxGD(8), dtype=torch.float64)
+    (key,) = (key for key in layer.state_dict() if key.startswith("activation_"))
+    y = torch.randn(5, 4, dtype=torch.float64)
+    (found,) = torch.autograd.grad(layer(y).square().sum(), dict(layer.named_parameters())[key])
+    ends = [torch.func.functional_call(layer, {key: p + h}, y).square().sum() for h in (1e-6, -1e-6)]
+    torch.testing.assert_close(found, (ends[0] - ends[1]) / 2e-6, rtol=1e-6, atol=1e-7)
+    state = layer.state_dict() | {key: 0.5 * p}
+    expected = torch.func.functional_call(layer, {key: 0.5 * p}, y)
+    layer.load_state_dict(state, assign=True)
+    torch.testing.assert_close(layer(y), expected)
+    assert all(each.device.type == "meta" for each in vars(layer.to("meta").function).values() if torch.is_tensor(each))
+
+
+def test_a_layer_refuses_what_its_activation_has_become():
+    """An optimizer may bring a weight below zero, where no convex function has it."""
+    layer = SolverLinear(4, 3, activation=mf.L1(nn.Parameter(torch.tensor(0.1))))
+    with torch.no_grad():
+        layer.activation_weight.fill_(-0.1)
+    with pytest.raises(OptionError, match="weight must be a finite number ≥ 0"):
+        layer(torch.ones(2, 4))
 
 
 def test_gaps_of_tiny_weights():

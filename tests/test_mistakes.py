@@ -1,7 +1,8 @@
 """Law: a plausible mistake raises, before any work, an error of one sentence with the place and the remedy."""
 
+import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import minimand
 from minimand import LPOM, ProxProp, SolverConv2d, SolverLinear, convert, explain
 from minimand.arguments import checked
 from minimand.errors import MinimandError
@@ -22,8 +24,9 @@ from minimand.factor import (
     ParallelReLU,
     factorize,
 )
+from minimand.functions import L1
 from minimand.nn import AdditiveDropout, ImportanceDropout, ISTANet, OptimizationNet, SolverOptions, revert
-from minimand.solvers import ProxGD
+from minimand.solvers import Problem, ProxGD
 from minimand.train import MAC, SubsampledGram
 
 X, LABELS = torch.randn(12, 8), torch.arange(12) % 3
@@ -78,6 +81,7 @@ BOTH = "the input is torch.float64 .* torch.float32; convert"
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "another dtype": (lambda: SolverLinear(8, 6)(X.double()), "SolverLinear: the input is torch.float64 .* convert"),
     "a convolution's": (lambda: SolverConv2d(1, 2, 3)(torch.ones(2, 1, 6, 6).double()), "SolverConv2d: .* convert"),
+    "a function for the bias": (lambda: SolverLinear(8, 6, L1(0.1)), r"SolverLinear\(bias=…\) takes True or False"),
     "an array": (lambda: SolverLinear(8, 6)(np.ones((2, 8))), "got a ndarray; convert"),
     "whole numbers": (lambda: SolverLinear(8, 6)(torch.ones(2, 8).int()), "torch.int32; convert"),
     "a converted layer's": (lambda: explain(convert(_net(), {"0": ProxGD()}), X.double()), "^0: .* convert"),
@@ -230,3 +234,25 @@ def test_a_frozen_layer_is_not_listed_and_alone_is_warned_of(caplog):
     assert "until one is unfrozen: layer '0'" in caplog.text
     net[0].requires_grad_(True)
     assert prox.layers == ("0",)
+
+
+def _flags() -> list[Any]:
+    """Every argument of the public API that is True or False."""
+    homes = (minimand.nn, minimand.operators, minimand.solvers, minimand.train, minimand.functions)
+    calls = {call for home in homes for call in (getattr(home, name) for name in home.__all__) if callable(call)}
+    # A problem is checked when it is solved, and its flag is the library's own.
+    calls = {call for call in calls if not inspect.isabstract(call) and call is not Problem}
+    found = [(call, name) for call in calls for name, each in _parameters(call).items() if each.annotation is bool]
+    return [pytest.param(*each, id=f"{each[0].__name__}-{each[1]}") for each in sorted(found, key=str)]
+
+
+def _parameters(call: Any) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(call).parameters
+
+
+@pytest.mark.parametrize(("call", "flag"), _flags())
+def test_a_flag_is_true_or_false(call, flag):
+    """Every object is true or false to Python, so that one in the wrong place would be taken, and ignored."""
+    needed = [n for n, each in _parameters(call).items() if each.default is each.empty and n != flag]
+    with pytest.raises(MinimandError, match=f"{flag}.*True or False"):
+        call(**dict.fromkeys(needed), **{flag: "no"})

@@ -11,6 +11,7 @@ from minimand.nn import (
     Architecture,
     FISTANet,
     ISTANet,
+    RidgeNet,
     diagnose,
     least_squares_start,
     sparse_reconstruction,
@@ -86,6 +87,13 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: sparse_reconstruction(torch.rand(1, 5), Dense(_phi()), Dense(_phi()), 0.1),
         OptionError,
         "BlockDCT or a Wavelet",
+    ),
+    "a learned matrix": (lambda: ISTANet(nn.Parameter(_phi())), CapabilityError, "phi requires gradients"),
+    "a learned operator": (lambda: RidgeNet(Dense(nn.Parameter(_phi()))), CapabilityError, "phi requires gradients"),
+    "a learned start": (
+        lambda: FISTANet(_phi(), initial=nn.Parameter(_phi().mT.clone())),
+        CapabilityError,
+        "initial requires gradients",
     ),
     "blocks of another size": (lambda: least_squares_start(_phi(), torch.rand(3, 9)), ShapeError, "columns"),
 }

@@ -28,8 +28,10 @@ _STANDARD = os.path.dirname(inspect.__file__) + os.sep
 def checked(function: F) -> F:
     """Answer wrong arguments of a function, or of a class's constructor, with an error of the library.
 
-    A call that succeeds is not affected. When it fails with an exception of Python or torch, the arguments are compared
-    with the annotations, and :class:`~minimand.errors.CapabilityError` names the first that does not fit. If all fit,
+    What is annotated as ``bool`` must be True or False, since Python takes every object for one of them: a function
+    in the place of ``bias`` would be ignored. Otherwise a call that succeeds is not affected. When it fails with an
+    exception of Python or torch, the arguments are compared with the annotations, and
+    :class:`~minimand.errors.CapabilityError` names the first that does not fit. If all fit,
     :class:`~minimand.errors.OptionError` repeats torch's reason with the shapes and types of the tensors. Exceptions
     from the caller's own code, such as a module's forward, pass through.
 
@@ -44,9 +46,16 @@ def checked(function: F) -> F:
         function.__init__ = checked(function.__init__)  # type: ignore[misc]
         return function
 
+    signature = inspect.signature(function)
+    flags = [name for name, parameter in signature.parameters.items() if parameter.annotation is bool]
+
     @functools.wraps(function)
     def answering(*args: Any, **kwargs: Any) -> Any:
         try:
+            if flags:
+                given = signature.bind(*args, **kwargs).arguments
+                for name in flags:
+                    _require_flag(function, args, name, given.get(name, False))
             return function(*args, **kwargs)
         except (MinimandError, torch.OutOfMemoryError):
             raise
@@ -54,6 +63,24 @@ def checked(function: F) -> F:
             raise _answer(function, args, kwargs, error) from error
 
     return typing.cast(F, answering)
+
+
+def _require_flag(function: Callable[..., Any], args: tuple[Any, ...], name: str, value: Any) -> None:
+    # The numbers 0 and 1, and numpy's booleans, say the same.
+    if (
+        value is not True
+        and value is not False
+        and not (type(value).__name__ in ("int", "bool_", "bool") and value in (0, 1))
+    ):
+        raise CapabilityError(f"{_named(function, args)}({name}=…) takes True or False, got {_kind(value)}")
+
+
+def _named(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    return type(args[0]).__name__ if function.__name__ == "__init__" else function.__qualname__
+
+
+def _kind(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def check_methods(cls: type, *names: str) -> None:
@@ -70,12 +97,11 @@ def _answer(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         hints = typing.get_type_hints(function)
     except (TypeError, NameError):
         return error  # a wrong number of arguments, which Python explains best
-    name = type(args[0]).__name__ if function.__name__ == "__init__" else function.__qualname__
+    name = _named(function, args)
     given = {key: value for key, value in bound.items() if key in hints and key != "self"}
     for key, value in given.items():
         if not _fits(value, hints[key]):
-            kind = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
-            return CapabilityError(f"{name}({key}=…) takes {_words(hints[key])}, got {kind}")
+            return CapabilityError(f"{name}({key}=…) takes {_words(hints[key])}, got {_kind(value)}")
     if not _internal(error):
         return error
     several = ((key, each) for key, value in given.items() for each in (value if _holds_tensor(value) else [value]))

@@ -120,6 +120,12 @@ def require_values(name: str, tensor: Tensor) -> None:
         raise CapabilityError(f"{name} is on the meta device and has no data; move or make it on another device")
 
 
+def require_constant(name: str, tensor: Tensor) -> None:
+    """Raise :class:`CapabilityError` for a tensor with gradients where a constant is kept: it would not be trained."""
+    if tensor.requires_grad:
+        raise CapabilityError(f"{name} requires gradients, but it is held fixed and would not be trained; detach() it")
+
+
 def require_strided(name: str, tensor: Tensor) -> None:
     """Raise :class:`CapabilityError` for a sparse tensor."""
     if tensor.layout is not torch.strided:

@@ -26,6 +26,7 @@ from ..solvers.adjoints import Adjoint, Run, Unroll
 from ..solvers.implicit import Parts
 from ..solvers.rows import solve_rows
 from ..tracing import is_traced
+from .activation import present, register
 from .exporting import require_exportable
 from .options import EvalMode, Option, Returns, SolverOptions, check_strength
 
@@ -42,7 +43,8 @@ _LEAST_STRENGTH = 1e-6
 class SolverLayer(Sealed, nn.Module, abc.ABC):
     """The base class of solver layers, whose forward pass runs a solver.
 
-    ``weight`` and ``bias`` are the only entries of the ``state_dict``. The step is recomputed when the weight changes.
+    ``weight`` and ``bias`` are the only entries of the ``state_dict``, besides the Parameters that the activation is
+    made of, as in ``L1(nn.Parameter(torch.tensor(0.1)))``. The step is recomputed when the weight changes.
     The options can be read and set as attributes: ``layer.eval_mode = "mean"``. Set ``generator`` to a
     :class:`torch.Generator` to seed the samples of this layer alone.
 
@@ -77,7 +79,7 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
 
     def __init__(self, activation: str | nn.Module | Function, options: SolverOptions) -> None:
         super().__init__()
-        self.function = activation if isinstance(activation, Function) else from_activation(activation)
+        self._function = activation if isinstance(activation, Function) else from_activation(activation)
         self.options = options.filled("zero", "stochastic")
         self.generator: torch.Generator | None = None
         #: The path of the layer in the converted network.
@@ -109,9 +111,7 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
             self.register_parameter(name, parameter)
         if self.returns == "solution":
             # The layer applies its activation, so the parameters of one that learns are the layer's own.
-            for name, module in vars(self.function).items():
-                if isinstance(module, nn.Module):
-                    self.add_module(f"activation_{name}", module)
+            register(self, self._function)
         if self.options.learn_strength:
             # Not by register_parameter, which the property of this name forbids.
             like = next(plain.parameters())
@@ -134,6 +134,11 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
     @abc.abstractmethod
     def operator(self, y: Tensor | None = None) -> LinearOperator:
         """The layer's linear map, for inputs of the size of ``y``."""
+
+    @property
+    def function(self) -> Function:
+        """The function whose prox is the activation, with the parameters that the layer has now."""
+        return present(self, self._function)
 
     @property
     def tracker(self) -> LipschitzTracker:
@@ -319,11 +324,9 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
             if field.name not in ("solver", "strength")
             and getattr(options, field.name) != getattr(defaults, field.name)
         ]
-        if (
-            not is_traced(next(self.parameters(), torch.empty(0)))
-            and (strength := float(torch.as_tensor(self.strength).detach())) != 1
-        ):
-            parts.append(f"strength={strength:.3g}")
+        strength = torch.as_tensor(self.strength).detach()
+        if not is_traced(next(self.parameters(), strength)) and float(strength) != 1:
+            parts.append(f"strength={float(strength):.3g}")
         return ", ".join(parts)
 
     def __getstate__(self) -> dict[str, Any]:

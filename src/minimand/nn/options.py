@@ -6,7 +6,7 @@ from typing import Any, Literal, Self, get_args
 from ..errors import OptionError, require_positive
 from ..solvers import ProxGD, Solver
 from ..solvers.adjoints import Adjoint, Unroll
-from ..solvers.base import require_count
+from ..solvers.base import require_count, require_flag
 
 __all__ = ["EvalMode", "Option", "Refresh", "Returns", "SolverOptions", "Start", "check_strength"]
 
@@ -81,9 +81,8 @@ class SolverOptions:
         _require_one_of("refresh", self.refresh, Refresh, none=False)
         if self.strength is not None:
             check_strength(self.strength)
-        for name in ("shared_sample", "learn_strength"):
-            if not isinstance(getattr(self, name), bool):
-                raise OptionError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        for name in ("shared_sample", "learn_strength", "usual"):
+            require_flag(name, getattr(self, name))
         self.adjoint.check(self.solver)
         self._check_start()
 

@@ -11,6 +11,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..arguments import checked
 from ..errors import CapabilityError, OptionError, Sealed, require_finite, require_positive
 from ..tracing import exporting_to_onnx, is_compiled, is_traced, unwrapped
 from .convolution import is_expensive, quick_norm_sq
@@ -45,6 +46,7 @@ class CertifiedWeight(NamedTuple):
     direction: Tensor
 
 
+@checked
 class LipschitzTracker(Sealed, nn.Module):
     r"""Bounds on :math:`\|A\|^2` and its parts that are never below the truth while the weight :math:`W` changes.
 

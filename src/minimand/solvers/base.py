@@ -13,7 +13,7 @@ from ..operators.base import LinearOperator
 from .problem import Problem
 from .steps import Scaled, StepSize
 
-__all__ = ["Solver", "State", "check_relaxation", "require_count"]
+__all__ = ["Solver", "State", "check_relaxation", "require_count", "require_flag"]
 
 
 class State(Protocol):
@@ -127,6 +127,12 @@ def check_relaxation(value: float | Tensor, most: float) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not isinstance(value, Tensor) and not (number and 0 < value <= most):
         raise OptionError(f"relaxation must lie in (0, {most:g}], got {value!r}")
+
+
+def require_flag(name: str, value: bool) -> None:
+    """Raise :class:`~minimand.errors.OptionError` unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} must be True or False, got {value!r}")
 
 
 def require_count(name: str, value: int) -> None:

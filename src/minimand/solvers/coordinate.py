@@ -9,7 +9,7 @@ from torch import Tensor
 from ..functions.base import Function
 from ..linalg import accumulate
 from ..operators.base import LinearOperator
-from .base import Solver, check_relaxation, require_count
+from .base import Solver, check_relaxation, require_count, require_flag
 from .gradient import ProxGD
 from .problem import Problem, require_steps
 from .sampling import Nice, Request, check_tau, sample_size
@@ -71,6 +71,7 @@ class RCD(Solver):
         require_count("iters", self.iters)
         check_step_size(self.step)
         check_tau(self.tau)
+        require_flag("shared_sample", self.shared_sample)
         check_relaxation(self.relaxation, 1.0)
 
     @property

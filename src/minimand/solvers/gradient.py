@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..errors import OptionError
 from ..functions.separable import Zero
-from .base import Solver, require_count
+from .base import Solver, require_count, require_flag
 from .momentum import extrapolate, fista_weight, heavy_ball, nesterov_schedule
 from .problem import DescentMap, GradientMap, Problem
 from .steps import StepSize, check_step_size, gradient_step, nesterov_momentum, polyak_momentum
@@ -211,8 +211,7 @@ class FISTA(GradientSolver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.restart, bool):
-            raise OptionError(f"restart is True or False, got {self.restart!r}")
+        require_flag("restart", self.restart)
 
     def init(self, problem: Problem, x0: Tensor | None) -> NesterovState:
         """The step and its map, once; weight one everywhere."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..functions.base import Function
 from ..linalg import accumulate
 from ..operators.base import LinearOperator
-from .base import Solver, require_count
+from .base import Solver, require_count, require_flag
 from .problem import Problem
 from .sampling import Full, Request, Sample, Sampling, check_tau, resolve_sampling, sample_size
 from .steps import Schedule, StepSize, check_step_size, resolve_decay, resolve_step
@@ -31,6 +31,7 @@ class InputSampler(Solver):
         check_step_size(self.step)
         check_tau(self.tau)
         resolve_sampling(self.sampling)
+        require_flag("shared_sample", self.shared_sample)
 
     def check(self, operator: LinearOperator, function: Function) -> None:
         """Also check that the sample fits the operator's inputs."""

@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import nn
 
+from ...arguments import checked
 from ...errors import ConversionError, OptionError
 from ..conversion.change import changed
 from ..conversion.edit import Uneditable
@@ -33,6 +34,7 @@ def coefficient_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
             yield from module.parameters()
 
 
+@checked
 def as_algorithm(
     model: M,
     algorithm: Literal["heavy_ball", "nesterov"],

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...arguments import check_methods
-from ...errors import OptionError, Sealed, ShapeError, require_finite, require_real, require_values
+from ...errors import OptionError, Sealed, ShapeError, require_constant, require_finite, require_real, require_values
 from ...functions.separable import Zero
 from ...operators import BlockSensing, Dense, LinearOperator, Transposed
 from ...operators.sensing import is_orthonormal
@@ -90,6 +90,7 @@ class UnrolledNet(Sealed, nn.Module, abc.ABC):
         require_real("phi", weight)
         require_values("phi", weight)
         require_finite("phi", weight)
+        require_constant("phi", weight)
         if self._operator is None and weight.dim() != 2:
             raise ShapeError(
                 f"phi must be a matrix m × b² of square blocks, got a tensor of shape {tuple(weight.shape)}"
@@ -145,6 +146,7 @@ class UnrolledNet(Sealed, nn.Module, abc.ABC):
     def _checked_initial(self, initial: Tensor) -> Tensor:
         require_real("initial", initial)
         require_finite("initial", initial)
+        require_constant("initial", initial)
         if self._operator is not None:
             raise OptionError("initial needs a phi that is a matrix; with an operator the network starts from Φᵀy")
         rows, columns = self.phi.shape

@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import CapabilityError, OptionError, ShapeError, require_finite, require_real, require_values
+from ...errors import (
+    CapabilityError,
+    OptionError,
+    ShapeError,
+    require_constant,
+    require_finite,
+    require_real,
+    require_values,
+)
 from ...operators import BlockSensing, Dense, LinearOperator, as_operator, check_operator
 from ...solvers.linear import conjugate_gradient
 from .base import _ENERGY_SLACK, _energy
@@ -28,6 +36,8 @@ class Sensor(nn.Module):
     def __init__(self, phi: Any, initial: Tensor | None) -> None:
         super().__init__()
         matrix = phi if isinstance(phi, Tensor) else phi.weight if isinstance(phi, Dense | BlockSensing) else None
+        if isinstance(phi, Tensor) or (isinstance(phi, LinearOperator) and phi.has_weight):
+            require_constant("phi", phi if isinstance(phi, Tensor) else phi.weight)
         self._given: Any = None
         self._known: dict[tuple[Any, ...], tuple[LinearOperator, float]] = {}
         self._bound: tuple[Tensor, float] | None = None
@@ -156,6 +166,7 @@ class Sensor(nn.Module):
     def _checked_initial(self, initial: Tensor) -> Tensor:
         require_real("initial", initial)
         require_finite("initial", initial)
+        require_constant("initial", initial)
         if self.matrix is None:
             raise OptionError("initial needs a phi that is a matrix; other operators have a start of their own")
         rows, columns = self.matrix.shape
