@@ -87,7 +87,7 @@ def quick_norm_sq(weight: Tensor, geometry: ConvGeometry) -> Tensor:
     shared, summed = geometry.overlaps()
     groups, rows, columns, *taps = grouped.shape
     count = math.prod(taps)
-    # The norm of a random matrix is the sum of the roots of its sides. Of equal bounds the smaller Gram is taken.
+    # The norm of a random matrix is the sum of the roots of its sides. Of equal bounds the smaller matrix is taken.
     as_rows, as_columns = (
         (round(factor * (side**0.5 + (other * count) ** 0.5) ** 2), side)
         for factor, side, other in ((shared, rows, columns), (summed, columns, rows))
