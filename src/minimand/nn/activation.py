@@ -1,7 +1,5 @@
 """The tensors and modules that a layer's activation is made of, as the layer's own."""
 
-from typing import cast
-
 from torch import Tensor, nn
 
 from ..functions import Function
@@ -34,7 +32,7 @@ def present(layer: nn.Module, function: Function) -> Function:
     learned = any(isinstance(value, nn.Parameter) for value in own.values())
     if not learned and all(value is vars(function)[name] for name, value in own.items()):
         return function
-    result = cast(Function, object.__new__(type(function)))
+    result = object.__new__(type(function))
     vars(result).update(vars(function) | own)
     check = getattr(result, "__post_init__", None)
     if check is not None and not any(isinstance(value, Tensor) and is_traced(value) for value in own.values()):
