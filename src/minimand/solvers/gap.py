@@ -68,7 +68,8 @@ class GapBound:
             return None
         # A cone's polar contains no multiple of a point outside of it.
         zeros = self._wide.y.new_zeros(self.problem.shape)
-        near = torch.full_like(zeros, torch.finfo(zeros.dtype).tiny ** 0.5)
+        # Above the tolerance of indicators, within which a point outside of the polar would count as inside.
+        near = torch.full_like(zeros, 32 * torch.finfo(zeros.dtype).eps)
         finite = all(holds(torch.isfinite(conjugate.value(near * sign))) for sign in (1, -1))
         return conjugate if finite else None
 
@@ -154,10 +155,11 @@ class GapBound:
         dims = problem.output_dims
         charge = lambda c: conjugate.sums(self._slope(self._spread(c, pull) * pull), dims)  # noqa: E731
         one = torch.ones_like(self._samples(u))
-        whole = charge(one)
+        # The reach has no tolerance, which would be too large for small weights.
+        reach = conjugate.reach(-pull, dims) if problem.bias is None else None
+        whole = charge(one) if reach is None else torch.where(reach >= 1, charge(one), torch.inf)
         if holds(whole.isfinite()):
             return self._samples(data - t * u) - whole
-        reach = conjugate.reach(-pull, dims) if problem.bias is None else None
         if reach is not None:
             low = torch.minimum(one, reach)
         else:
