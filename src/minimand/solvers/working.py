@@ -62,7 +62,6 @@ class WorkingSet(Solver):
     iters: int = 50
 
     needs_separable: ClassVar[bool] = True
-    checked_every: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         require_count("iters", self.iters)
@@ -71,6 +70,11 @@ class WorkingSet(Solver):
     def iterations(self) -> int:
         """The largest number of working sets."""
         return self.iters
+
+    @property
+    def checked_every(self) -> int:
+        """After every working set."""
+        return 1
 
     @property
     def unrolls(self) -> bool:
