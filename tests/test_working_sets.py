@@ -67,7 +67,9 @@ def test_the_sets_are_chosen_by_the_gradient() -> None:
         torch.testing.assert_close(state.certificate.descent, whole if state.alive is None else whole[..., state.alive])
 
 
-@pytest.mark.parametrize("function", [L1(1.0), ElasticNet(1.0, 0.5), L1(torch.linspace(0.5, 2, 300).double())], ids=repr)
+@pytest.mark.parametrize(
+    "function", [L1(1.0), ElasticNet(1.0, 0.5), L1(torch.linspace(0.5, 2, 300).double())], ids=repr
+)
 @pytest.mark.parametrize("datafit", [Quadratic(), Logistic(), Huber(0.5)], ids=repr)
 @pytest.mark.parametrize("ridge", [0.0, 0.1])
 def test_screened_outputs_are_zero_in_the_solution(function: Function, datafit: Datafit, ridge: float) -> None:

@@ -20,8 +20,8 @@ _ENTRIES = 1 << 24
 
 
 class ActiveSystem(NamedTuple):
-    r"""The systems :math:`(H_{SS} + \operatorname{diag}(e_S))u_S = v_S` on the active sets S of all samples, factored, and
-    whether each of them could be."""
+    r"""The systems :math:`(H_{SS} + \operatorname{diag}(e_S))u_S = v_S` on the active sets S of all samples, factored,
+    and whether each of them could be."""
 
     groups: list["_Group"]
     solved: Tensor
@@ -89,7 +89,7 @@ def active_system(problem: Problem, active: Tensor, extra: Tensor, bend: Tensor 
 
 def _listed(active: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """The active outputs of each sample, padded, and which of them are no padding."""
-    row, column = active.nonzero(as_tuple=True)
+    column = active.nonzero(as_tuple=True)[1]
     valid = torch.arange(int(counts.amax()), device=active.device) < counts.unsqueeze(-1)
     index = torch.zeros_like(valid, dtype=torch.long)
     index[valid] = column

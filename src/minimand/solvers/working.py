@@ -208,7 +208,8 @@ def _gram(part: Problem, known: tuple[Tensor, Tensor] | None) -> Tensor | None:
 
 def _by_signs(part: Problem, x: Tensor, gram: Tensor) -> Tensor | None:
     """The exact solution of a Lasso on a working set; None where it is not found."""
-    assert isinstance(part.function, L1) and part.operator.matrix is not None
+    assert isinstance(part.function, L1)
+    assert part.operator.matrix is not None
     weight = torch.as_tensor(part.function.weight, dtype=gram.dtype, device=gram.device).detach()
     linear = part.operator.matrix.detach().to(gram.dtype) @ part.y.detach().reshape(-1).to(gram.dtype)
     if part.bias is not None:
