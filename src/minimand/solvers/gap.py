@@ -42,10 +42,9 @@ class GapBound:
     With a ridge, :math:`G^*(s) = \langle s, p\rangle - G(p)` at :math:`p = \operatorname{prox}_{g/\lambda}(s/\lambda)`.
     Without one :math:`G^* = g^*` may be infinite; u is then multiplied by the largest number up to one for which it is
     finite, which exists for norms. For squares and an A with independent rows, F is :math:`\mu`-strongly convex with
-    :math:`\mu = \lambda_{\min}(AA^\top) + \lambda`, and with the gradient mapping :math:`\ell d` at the step
-    :math:`1/\ell` and :math:`p = x - d`
+    :math:`\mu = \lambda_{\min}(AA^\top) + \lambda`, and with :math:`p = \operatorname{prox}_{g/\mu}(x - \nabla f(x)/\mu)`
 
-    .. math:: \min F \ge f(x) - \langle\nabla f(x), d\rangle + g(p) + \ell\|d\|^2 - \frac{\ell^2}{2\mu}\|d\|^2 .
+    .. math:: \min F \ge f(x) + \langle\nabla f(x), p - x\rangle + \tfrac\mu2\|p - x\|^2 + g(p) .
 
     The better of the bounds that exist is taken; it is infinite where none does.
     """
@@ -198,17 +197,13 @@ class GapBound:
         return -self._samples(scaled) - charge(c), c
 
     def _strong(self, x: Tensor, pull: Tensor, smooth: Tensor, objective: Tensor) -> Tensor:
-        """The bound by strong convexity, at the best of a few steps."""
-        problem, dims, mu = self._wide, self._wide.output_dims, self._convexity
+        """The bound by strong convexity."""
+        problem, mu = self._wide, self._convexity
         gradient = -self._slope(pull) + problem.ridge * x
-        scale = float(problem.operator.output_norms_sq().amax()) + problem.ridge
-        best = objective.new_full(objective.shape, torch.inf)
-        for ell in (scale, 4 * scale, mu):
-            d = x - problem.function.prox(x - gradient / ell, 1 / ell)
-            values = problem.function.sums(x - d, dims)
-            lower = smooth - self._outputs(gradient * d) + values + (ell - ell**2 / (2 * mu)) * self._outputs(d * d)
-            best = torch.minimum(best, self._rounded(objective, lower))
-        return best
+        p = problem.function.prox(x - gradient / mu, 1 / mu)
+        away = p - x
+        model = self._outputs(away * (gradient + 0.5 * mu * away)) + problem.function.sums(p, problem.output_dims)
+        return self._rounded(objective, smooth + model)
 
     def _rounded(self, objective: Tensor, dual: Tensor) -> Tensor:
         """The difference, never below zero, with room for its rounding error."""
