@@ -87,7 +87,7 @@ class SolverOptions:
         self.adjoint.check(self.solver)
         if not self.solver.unrolls and not self.adjoint.of_minimizer:
             raise CapabilityError(
-                f"{type(self.solver).__name__} chooses its steps by its iterates, so that derivatives of its iterations "
+                f"{type(self.solver).__name__} chooses its steps by its iterates, so that derivatives of iterations "
                 f"need not converge; use adjoint=Implicit(), or FISTA() or ADMM() in the layer"
             )
         self._check_start()

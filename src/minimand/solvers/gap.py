@@ -42,7 +42,8 @@ class GapBound:
     With a ridge, :math:`G^*(s) = \langle s, p\rangle - G(p)` at :math:`p = \operatorname{prox}_{g/\lambda}(s/\lambda)`.
     Without one :math:`G^* = g^*` may be infinite; u is then multiplied by the largest number up to one for which it is
     finite, which exists for norms. For squares and an A with independent rows, F is :math:`\mu`-strongly convex with
-    :math:`\mu = \lambda_{\min}(AA^\top) + \lambda`, and with :math:`p = \operatorname{prox}_{g/\mu}(x - \nabla f(x)/\mu)`
+    :math:`\mu = \lambda_{\min}(AA^\top) + \lambda`, and with
+    :math:`p = \operatorname{prox}_{g/\mu}(x - \nabla f(x)/\mu)`
 
     .. math:: \min F \ge f(x) + \langle\nabla f(x), p - x\rangle + \tfrac\mu2\|p - x\|^2 + g(p) .
 

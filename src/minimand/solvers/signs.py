@@ -52,7 +52,7 @@ class _Aim(NamedTuple):
     """Entries with a sign, the minimiser among points with these signs, were they free to change, and their Gram
     matrix."""
 
-    index: Tensor
+    entries: Tensor
     point: Tensor
     gram: Tensor
 
