@@ -13,14 +13,14 @@ from ..operators.base import Selected
 from ..tracing import holds, is_traced, unwrapped
 from .problem import Problem
 
-__all__ = ["Certificate", "GapBound"]
+__all__ = ["GapBound", "PointCertificate"]
 
 _HALVINGS = 40
 # Up to this many outputs the smallest eigenvalue of A Aᵀ is worth its price.
 _SMALL = 1024
 
 
-class Certificate(NamedTuple):
+class PointCertificate(NamedTuple):
     r"""What is known of a point: the objective and the bound of each sample, the negative gradient of the smooth part,
     and :math:`b - A\hat u` at the dual point :math:`\hat u` of the bound; None where it comes from no dual point."""
 
@@ -127,7 +127,7 @@ class GapBound:
         return self.certificate(x)[:2]
 
     @torch.no_grad()
-    def certificate(self, x: Tensor) -> Certificate:
+    def certificate(self, x: Tensor) -> PointCertificate:
         """What is known of x, by one product with A and one with its transpose."""
         problem, dims = self._wide, self.problem.output_dims
         x = x.detach().to(problem.y.dtype)
@@ -151,7 +151,7 @@ class GapBound:
         if problem.ridge == 0 and not holds(gap.isfinite()) and self._convexity > 0:
             gap, slope = torch.minimum(gap, self._strong(x, pull, smooth, objective)), None
         descent = problem.less_ridge(self._slope(pull), x)
-        return Certificate(objective, torch.where(gap.isnan(), torch.inf, gap), descent, slope)
+        return PointCertificate(objective, torch.where(gap.isnan(), torch.inf, gap), descent, slope)
 
     def _image(self, x: Tensor) -> Tensor:
         """Aᵀx; at zero it takes no product."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..tracing import is_compiled
 from .base import State
-from .gap import Certificate, GapBound
+from .gap import GapBound, PointCertificate
 from .problem import Problem
 
 __all__ = ["Progress", "Watch"]
@@ -114,7 +114,7 @@ class Watch:
             assert state.x is not None
             with torch.no_grad():
                 x = state.x.detach()
-                known_now: Certificate | None = getattr(state, "certificate", None)
+                known_now: PointCertificate | None = getattr(state, "certificate", None)
                 self.saw(x, *(self.bound(x) if known_now is None else known_now[:2]))
                 objective, gap = (values.sum() for values in self.at(x))
                 known = self.tol is not None and self.bound.known

@@ -12,7 +12,7 @@ from ..functions.intervals import L1
 from ..linalg import gram
 from ..operators.base import LinearOperator
 from .base import Solver, require_count
-from .gap import Certificate, GapBound
+from .gap import GapBound, PointCertificate
 from .iterate import iterate
 from .newton import prox_slope
 from .problem import Problem
@@ -34,7 +34,7 @@ class WorkingState(NamedTuple):
     working set with its Gram matrix."""
 
     x: Tensor
-    certificate: Certificate
+    certificate: PointCertificate
     norms: Tensor
     size: int
     alive: Tensor | None = None
