@@ -29,7 +29,7 @@ import benchmarks
 # The versions of these packages are recorded if they are installed.
 _PACKAGES = (
     *("minimand", "torch", "numpy", "scipy", "scikit-learn"),
-    *("torchdeq", "orthogonium", "isaac", "pytorch_optimizer", "tensorly", "celer", "skglm", "jaxopt"),
+    *("torchdeq", "orthogonium", "isaac", "pytorch_optimizer", "tensorly", "celer", "skglm", "jaxopt", "cvxpylayers"),
 )
 
 

@@ -1,9 +1,10 @@
-"""solve() without options against celer, skglm, scikit-learn, scipy and jaxopt, at the same duality gap, one thread.
+"""solve() without options against celer, skglm, scikit-learn, scipy, jaxopt and cvxpylayers, at the same duality gap.
 
 Every method runs with the loosest of its tolerances whose result has a gap, by the library's bound, of at most the
-target times the objective at zero. Processor time, float64.
+target times the objective at zero. Processor time, one thread, float64; layers in float32.
 """
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +13,16 @@ import numpy as np
 import torch
 from scipy.optimize import nnls
 from sklearn.linear_model import Lasso, LogisticRegression
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks import Row, at_most, in_turn, peer, ratio, ratios, reported, skipped
+from benchmarks.layers import _ratios, block
 from minimand import solve
 from minimand.adjoints import Implicit
 from minimand.functions import L1, NonNegative
+from minimand.nn import SolverLinear
 from minimand.operators import Dense
-from minimand.solvers import Logistic, Problem
+from minimand.solvers import ADMM, FISTA, Logistic, Problem, ProxGD, Solver, trace
 from minimand.solvers.gap import GapBound
 
 __all__ = ["run"]
@@ -181,6 +184,48 @@ def _backward() -> list[Row]:
     return [at_most("implicit backward of the 256 Lassos (dy and dA), over its forward", ratio(times, base), 0.3)]
 
 
+def _layer() -> list[Row]:
+    """The fewest iterations of any solver that unrolls at the objective of ProxGD(10) and of ProxGD(30)."""
+    rows, y = [], torch.randn(128, 512, generator=torch.Generator().manual_seed(10))
+    for iters, limit in ((10, 5.5), (30, 8.5)):
+        problem = SolverLinear(512, 512, solver=ProxGD(iters)).problem(y)
+        goal = trace(problem, ProxGD(iters)).objective[-1]
+        solvers: list[Solver] = []
+        for solver in (FISTA(iters), ADMM(iters, rho=0.3, relaxation=1.6), ADMM(iters, rho=0.2, relaxation=1.8)):
+            above = (trace(problem, solver).objective > goal).nonzero()
+            solvers.append(dataclasses.replace(solver, iters=int(above.max()) + 2 if len(above) else 1))
+        found = _ratios(block(nn.Linear(512, 512)), [SolverLinear(512, 512, solver=s) for s in solvers], (128, 512), 15)
+        best, value = min(zip(solvers, found, strict=True), key=lambda pair: pair[1].value)
+        name = f"fc 512→512 at ProxGD({iters})'s objective, forward and backward, over the plain block"
+        rows.append(at_most(name, value, limit, f"the fastest of {len(solvers)}: {best}"))
+    return rows
+
+
+def _cone_program() -> list[Row]:
+    """A batch of NNLS in a network, forward and backward, against a layer of cvxpy."""
+    name = "64 NNLS 40×20 with gradients (dy and dA), over cvxpylayers"
+    layers, cvxpy = peer("cvxpylayers.torch"), peer("cvxpy")
+    if layers is None or cvxpy is None:
+        return [skipped(name, "cvxpylayers")]
+    A, y = _normal(20, 40, seed=11).requires_grad_(), _normal(64, 40, seed=12).requires_grad_()
+    x, columns, target = cvxpy.Variable(20), cvxpy.Parameter((40, 20)), cvxpy.Parameter(40)
+    program = cvxpy.Problem(cvxpy.Minimize(cvxpy.sum_squares(columns @ x - target)), [x >= 0])
+    layer = layers.CvxpyLayer(program, parameters=[columns, target], variables=[x])
+
+    def theirs() -> Tensor:
+        (value,) = layer(A.mT.expand(64, 40, 20), y, solver_args={"eps": 1e-6})
+        torch.autograd.grad(value.sum(), (A, y))
+        return value  # type: ignore[no-any-return]
+
+    def ours() -> Tensor:
+        value = solve(Problem(Dense(A), NonNegative(), y), tol=1e-6, adjoint=Implicit()).x
+        torch.autograd.grad(value.sum(), (A, y))
+        return value
+
+    apart = float((theirs() - ours()).detach().abs().max())
+    return [reported(name, ratios(theirs, [ours], 3)[0], f"solutions differ by at most {apart:.0e}")]
+
+
 def run() -> list[Row]:
     """The rows of all problems."""
     with warnings.catch_warnings():
@@ -188,4 +233,4 @@ def run() -> list[Row]:
         rows = [*_lassos(), *_backward(), *_nonnegative()]
         for correlation, share in ((0.0, 0.1), (0.0, 0.02), (0.95, 0.1)):
             rows += _single(correlation, share)
-        return [*rows, *_logistic()]
+        return [*rows, *_logistic(), *_layer(), *_cone_program()]

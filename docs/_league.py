@@ -33,6 +33,11 @@ TITLES = {
         "Factorisations",
         "Time against scikit-learn, SoftImpute, tensorly and singular values.",
     ),
+    "solve": (
+        "Composite problems",
+        "Time of ``solve`` without options, relative to other libraries at the same duality gap; layers, relative to "
+        "the plain block.",
+    ),
     "imports": ("Import time", "Import time relative to the packages that the library imports."),
     "scaling": ("How costs grow", "Ratios over problem size; bars show the middle half of the rounds."),
 }

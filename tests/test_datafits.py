@@ -258,6 +258,8 @@ def test_bad_data_are_refused_before_any_work():
             solve(Problem(A, NonNegative(), data, datafit=datafit), FISTA())
     with pytest.raises(CapabilityError, match="datafit"):
         solve(Problem(A, NonNegative(), y, datafit="logistic"), FISTA())
-    for make in (lambda: Huber(0.0), lambda: Poisson(0.0), lambda: Poisson(-1.0)):
+    for make in (lambda: Huber(0.0), lambda: Poisson(-1.0)):
         with pytest.raises(OptionError, match="must be a finite number > 0"):
             make()
+    with pytest.raises(OptionError, match="curvature y/t² has no bound"):
+        Poisson(0.0)

@@ -22,7 +22,7 @@ from minimand.nn import (
     SolverLinear,
     SolverOptions,
 )
-from minimand.solvers import FISTA, SVRG, Importance, Nice, ProxGD, ProxSG
+from minimand.solvers import FISTA, SVRG, Importance, Nice, ProxGD, ProxSG, Solver, Spectral, WorkingSet
 from minimand.solvers.sampling import Request
 
 from .cases import solvers
@@ -417,3 +417,12 @@ def test_importance_dropout_compiles():
     torch._dynamo.reset()
     drop = torch.compile(ImportanceDropout(0.5, nn.Linear(8, 3)), fullgraph=True, backend="aot_eager")
     assert drop(torch.randn(4, 8)).shape == (4, 8)
+
+
+@pytest.mark.parametrize("solver", [Spectral(5), WorkingSet()], ids=repr)
+def test_solvers_that_cannot_be_unrolled_need_another_adjoint(solver: Solver) -> None:
+    with pytest.raises(CapabilityError, match="adjoint=Implicit"):
+        SolverLinear(4, 4, solver=solver)
+    layer = SolverLinear(4, 4, solver=Spectral(50), adjoint=Implicit())
+    layer(torch.randn(3, 4)).sum().backward()
+    assert layer.weight.grad is not None

@@ -296,3 +296,48 @@ def test_a_layer_with_a_function_of_matrices_does_not_drop_rows():
     with torch.no_grad():
         exact, layer.tol = layer(y), 1e-3
         torch.testing.assert_close(layer(y), exact, rtol=0, atol=1e-2 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("rho", [1e-4, 1e4])
+def test_adapted_penalties_do_not_need_a_scale(rho: float) -> None:
+    """A penalty ten thousand times off leaves a gap that balanced residuals close, in as many iterations."""
+    generator = torch.Generator().manual_seed(0)
+    A, y = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((30, 20), (4, 20)))
+    problem = Problem(Dense(A), L1(1.0), y)
+    best = solve(problem, tol=1e-12).objective
+    fixed, adapted = (solve(problem, ADMM(300, rho=rho, adapt=adapt)).objective - best for adapt in (0, 6))
+    assert float(adapted) <= 1e-8 * float(best)
+    assert float(fixed) >= 1e-3 * float(best)
+
+
+def test_penalties_change_finitely_often() -> None:
+    A, y = torch.diag(torch.tensor([1.0, 3.0])), torch.tensor([[4.0, -3.0]])
+    problem, solver = Problem(Dense(A), L1(1.0), y), ADMM(100, rho=1e3, adapt=2)
+    state, seen = solver.init(problem, None), []
+    for k in range(100):
+        state = solver.advance(problem, state, k, None)
+        seen.append(float(state.rho))
+    changes = [k + 1 for k in range(1, 100) if seen[k] != seen[k - 1]]
+    assert set(changes) <= {5, 10}
+    assert changes
+
+
+def test_a_cone_has_no_gap_by_its_polar() -> None:
+    """The polar of a cone contains no multiple of a point outside; NNLS has its gap from strong convexity."""
+    generator = torch.Generator().manual_seed(0)
+    A, y = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((12, 24), (5, 24)))
+    found = solve(Problem(Dense(A), NonNegative(), y), tol=1e-8)
+    assert found.converged
+    assert found.iterations < 200
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])
+def test_gaps_are_true_at_every_scale(scale: float) -> None:
+    """Indicators have a tolerance for rounding, which must not make infeasible dual points feasible."""
+    generator = torch.Generator().manual_seed(0)
+    A, y = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((30, 20), (4, 20)))
+    problem = Problem(Dense(A), L1(scale), scale * y)
+    rough, best = solve(problem, FISTA(3)), solve(problem, tol=1e-10)
+    assert best.converged
+    assert float(rough.objective - best.objective) <= float(rough.gap)
+    torch.testing.assert_close(best.x / scale, solve(Problem(Dense(A), L1(1.0), y), tol=1e-10).x, atol=1e-4, rtol=0)

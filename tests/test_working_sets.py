@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from sklearn.linear_model import Lasso
 from torch import Tensor
 
-from minimand.functions import L1
+from minimand.functions import L1, ElasticNet
+from minimand.functions.base import Function
 from minimand.operators import Dense
-from minimand.solvers import Problem, WorkingSet, solve
+from minimand.solvers import Datafit, Huber, Logistic, Problem, Quadratic, Spectral, WorkingSet, solve
 from minimand.solvers.signs import sign_search
 
 
@@ -62,7 +63,31 @@ def test_the_sets_are_chosen_by_the_gradient() -> None:
     state = solver.init(problem, None)
     for k in range(3):
         state = solver.advance(problem, state, k, None)
-        torch.testing.assert_close(state.descent, problem.descent(state.x, problem.linear()))
+        whole = problem.descent(state.x, problem.linear())
+        torch.testing.assert_close(state.certificate.descent, whole if state.alive is None else whole[..., state.alive])
+
+
+@pytest.mark.parametrize(
+    "function", [L1(1.0), ElasticNet(1.0, 0.5), L1(torch.linspace(0.5, 2, 300).double())], ids=repr
+)
+@pytest.mark.parametrize("datafit", [Quadratic(), Logistic(), Huber(0.5)], ids=repr)
+@pytest.mark.parametrize("ridge", [0.0, 0.1])
+def test_screened_outputs_are_zero_in_the_solution(function: Function, datafit: Datafit, ridge: float) -> None:
+    """Against a solution by spectral steps on all outputs; something must be screened before the end."""
+    matrix, y = _correlated(40, 300, 0.5, seed=3)
+    matrix = 0.3 * matrix
+    data = (y.sign() if isinstance(datafit, Logistic) else 3 * y).unsqueeze(0)
+    problem = Problem(Dense(matrix), function, data, ridge=ridge, datafit=datafit)
+    exact = solve(problem, Spectral(4000, polish=10), tol=1e-11).x
+    solver = WorkingSet()
+    state = solver.init(problem, None)
+    for k in range(6):
+        state = solver.advance(problem, state, k, None)
+        if state.alive is not None:
+            gone = torch.ones(300, dtype=torch.bool).index_fill(0, state.alive, False)
+            assert float(exact[:, gone].abs().max()) <= 1e-7
+    assert state.alive is not None
+    torch.testing.assert_close(state.x, exact, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

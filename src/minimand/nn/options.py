@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Literal, Self, get_args
 
-from ..errors import OptionError, require_positive
+from ..errors import CapabilityError, OptionError, require_positive
 from ..solvers import ProxGD, Solver
 from ..solvers.adjoints import Adjoint, Unroll
 from ..solvers.base import require_count, require_flag
@@ -84,6 +84,11 @@ class SolverOptions:
         for name in ("shared_sample", "learn_strength", "usual"):
             require_flag(name, getattr(self, name))
         self.adjoint.check(self.solver)
+        if not self.solver.unrolls and not self.adjoint.of_minimizer:
+            raise CapabilityError(
+                f"{type(self.solver).__name__} chooses its steps by its iterates, so that derivatives of iterations "
+                f"need not converge; use adjoint=Implicit(), or FISTA() or ADMM() in the layer"
+            )
         self._check_start()
 
     def _check_start(self) -> None:

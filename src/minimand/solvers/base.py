@@ -36,13 +36,16 @@ class Solver(abc.ABC):
         stochastic: Whether it draws random samples, which only an operator with ``sampled = True`` allows.
         needs_separable: Whether it updates single entries, which only a separable function allows.
         updates_some: Whether an iteration leaves some entries as they are.
-        checked_every: Iterations between two measurements, which cost as much as an iteration or two.
     """
 
     stochastic: ClassVar[bool] = False
     needs_separable: ClassVar[bool] = False
     updates_some: ClassVar[bool] = False
-    checked_every: ClassVar[int] = 5
+
+    @property
+    def checked_every(self) -> int:
+        """Iterations between two measurements, which cost as much as an iteration or two."""
+        return 5
 
     @property
     def unrolls(self) -> bool:

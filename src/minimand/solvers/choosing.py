@@ -41,4 +41,4 @@ def choose(problem: Problem, *, differentiated: bool = False) -> Choice:
         return Choice(Spectral(2000), "the function couples the entries, and spectral steps need no bound on the norm")
     if problem.rows == 1 and problem.operator.outputs >= _WIDE and WorkingSet.takes(problem):
         return Choice(WorkingSet(), "one problem with a sparse solution and many outputs")
-    return Choice(Spectral(2000, polish=10), "the operator has a matrix and the function is separable")
+    return Choice(Spectral(2000, polish=8), "the operator has a matrix and the function is separable")

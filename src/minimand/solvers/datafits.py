@@ -252,6 +252,11 @@ class Poisson(Datafit):
     background: float | Tensor = 1.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.background, Tensor) and self.background == 0:
+            raise OptionError(
+                "Poisson needs a background > 0: without one the curvature y/t² has no bound near t = 0, where every "
+                "solver starts, and no step is short enough; use a small share of the mean count"
+            )
         require_positive("background", self.background)  # type: ignore[arg-type]
 
     def values(self, t: Tensor, y: Tensor) -> Tensor:

@@ -2,6 +2,7 @@ r"""Bounds on the distance of a point to the minimum, by duality and by strong c
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,11 +13,21 @@ from ..operators.base import Selected
 from ..tracing import holds, is_traced, unwrapped
 from .problem import Problem
 
-__all__ = ["GapBound"]
+__all__ = ["GapBound", "PointCertificate"]
 
 _HALVINGS = 40
 # Up to this many outputs the smallest eigenvalue of A Aᵀ is worth its price.
 _SMALL = 1024
+
+
+class PointCertificate(NamedTuple):
+    r"""What is known of a point: the objective and the bound of each sample, the negative gradient of the smooth part,
+    and :math:`b - A\hat u` at the dual point :math:`\hat u` of the bound; None where it comes from no dual point."""
+
+    objective: Tensor
+    gap: Tensor
+    descent: Tensor
+    slope: Tensor | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +42,10 @@ class GapBound:
     With a ridge, :math:`G^*(s) = \langle s, p\rangle - G(p)` at :math:`p = \operatorname{prox}_{g/\lambda}(s/\lambda)`.
     Without one :math:`G^* = g^*` may be infinite; u is then multiplied by the largest number up to one for which it is
     finite, which exists for norms. For squares and an A with independent rows, F is :math:`\mu`-strongly convex with
-    :math:`\mu = \lambda_{\min}(AA^\top) + \lambda`, and with the gradient mapping :math:`\ell d` at the step
-    :math:`1/\ell` and :math:`p = x - d`
+    :math:`\mu = \lambda_{\min}(AA^\top) + \lambda`, and with
+    :math:`p = \operatorname{prox}_{g/\mu}(x - \nabla f(x)/\mu)`
 
-    .. math:: \min F \ge f(x) - \langle\nabla f(x), d\rangle + g(p) + \ell\|d\|^2 - \frac{\ell^2}{2\mu}\|d\|^2 .
+    .. math:: \min F \ge f(x) + \langle\nabla f(x), p - x\rangle + \tfrac\mu2\|p - x\|^2 + g(p) .
 
     The better of the bounds that exist is taken; it is infinite where none does.
     """
@@ -111,9 +122,13 @@ class GapBound:
             total = total - self._outputs(problem.full_bias() * x)
         return total + problem.function.sums(x, problem.output_dims)
 
-    @torch.no_grad()
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The objective and the bound, for each sample."""
+        return self.certificate(x)[:2]
+
+    @torch.no_grad()
+    def certificate(self, x: Tensor) -> PointCertificate:
+        """What is known of x, by one product with A and one with its transpose."""
         problem, dims = self._wide, self.problem.output_dims
         x = x.detach().to(problem.y.dtype)
         t = self._image(x)
@@ -125,14 +140,18 @@ class GapBound:
             smooth = smooth - self._outputs(problem.full_bias() * x)
         objective = smooth + problem.function.sums(x, dims)
         gap = objective.new_full(objective.shape, torch.inf)
+        slope = None
         if problem.ridge > 0:
-            dual = self._samples(data - t * u) - self._ridged(self._slope(pull))
-            gap = torch.minimum(gap, self._rounded(objective, dual))
+            slope = self._slope(pull)
+            gap = self._rounded(objective, self._samples(data - t * u) - self._ridged(slope))
         elif self._conjugate is not None:
-            gap = torch.minimum(gap, self._rounded(objective, self._scaled(t, u, data, pull)))
+            dual, share = self._scaled(t, u, data, pull)
+            slope = self._slope(self._spread(share, pull) * pull)
+            gap = self._rounded(objective, dual)
         if problem.ridge == 0 and not holds(gap.isfinite()) and self._convexity > 0:
-            gap = torch.minimum(gap, self._strong(x, pull, smooth, objective))
-        return objective, torch.where(gap.isnan(), torch.inf, gap)
+            gap, slope = torch.minimum(gap, self._strong(x, pull, smooth, objective)), None
+        descent = problem.less_ridge(self._slope(pull), x)
+        return PointCertificate(objective, torch.where(gap.isnan(), torch.inf, gap), descent, slope)
 
     def _image(self, x: Tensor) -> Tensor:
         """Aᵀx; at zero it takes no product."""
@@ -148,8 +167,8 @@ class GapBound:
         p = problem.function.prox(s / problem.ridge, 1 / problem.ridge)
         return self._outputs(p * (s - 0.5 * problem.ridge * p)) - problem.function.sums(p, problem.output_dims)
 
-    def _scaled(self, t: Tensor, u: Tensor, data: Tensor, pull: Tensor) -> Tensor:
-        """The dual value at the largest multiple of u that is feasible."""
+    def _scaled(self, t: Tensor, u: Tensor, data: Tensor, pull: Tensor) -> tuple[Tensor, Tensor]:
+        """The dual value at the largest multiple of u that is feasible, and the multiple."""
         problem, conjugate = self._wide, self._conjugate
         assert conjugate is not None
         dims = problem.output_dims
@@ -159,7 +178,7 @@ class GapBound:
         reach = conjugate.reach(-pull, dims) if problem.bias is None else None
         whole = charge(one) if reach is None else torch.where(reach >= 1, charge(one), torch.inf)
         if holds(whole.isfinite()):
-            return self._samples(data - t * u) - whole
+            return self._samples(data - t * u) - whole, one
         if reach is not None:
             low = torch.minimum(one, reach)
         else:
@@ -175,21 +194,17 @@ class GapBound:
         try:
             scaled = problem.datafit.conjugate(self._spread(c, u, inputs=True) * u, problem.y)
         except CapabilityError:
-            return torch.where(whole.isfinite(), self._samples(data - t * u) - whole, -torch.inf)
-        return -self._samples(scaled) - charge(c)
+            return torch.where(whole.isfinite(), self._samples(data - t * u) - whole, -torch.inf), one
+        return -self._samples(scaled) - charge(c), c
 
     def _strong(self, x: Tensor, pull: Tensor, smooth: Tensor, objective: Tensor) -> Tensor:
-        """The bound by strong convexity, at the best of a few steps."""
-        problem, dims, mu = self._wide, self._wide.output_dims, self._convexity
+        """The bound by strong convexity."""
+        problem, mu = self._wide, self._convexity
         gradient = -self._slope(pull) + problem.ridge * x
-        scale = float(problem.operator.output_norms_sq().amax()) + problem.ridge
-        best = objective.new_full(objective.shape, torch.inf)
-        for ell in (scale, 4 * scale, mu):
-            d = x - problem.function.prox(x - gradient / ell, 1 / ell)
-            values = problem.function.sums(x - d, dims)
-            lower = smooth - self._outputs(gradient * d) + values + (ell - ell**2 / (2 * mu)) * self._outputs(d * d)
-            best = torch.minimum(best, self._rounded(objective, lower))
-        return best
+        p = problem.function.prox(x - gradient / mu, 1 / mu)
+        away = p - x
+        model = self._outputs(away * (gradient + 0.5 * mu * away)) + problem.function.sums(p, problem.output_dims)
+        return self._rounded(objective, smooth + model)
 
     def _rounded(self, objective: Tensor, dual: Tensor) -> Tensor:
         """The difference, never below zero, with room for its rounding error."""

@@ -20,22 +20,32 @@ _ENTRIES = 1 << 24
 
 
 class ActiveSystem(NamedTuple):
-    r"""The systems :math:`(H_{SS} + \operatorname{diag}(e_S))u_S = v_S` on the active sets S of all samples, factored.
+    r"""The systems :math:`(H_{SS} + \operatorname{diag}(e_S))u_S = v_S` on the active sets S of all samples, factored,
+    and whether each of them could be."""
 
-    ``active`` holds the active outputs, padded to the same number for each sample; ``valid`` is false for padding.
-    """
-
-    active: Tensor
-    valid: Tensor
-    factor: Tensor
+    groups: list["_Group"]
     solved: Tensor
 
     def solve(self, v: Tensor) -> Tensor:
         """u on the active sets, zero elsewhere."""
-        part = torch.where(self.valid, v.gather(-1, self.active), 0.0)
-        u = torch.cholesky_solve(part.unsqueeze(-1), self.factor).squeeze(-1)
-        u = torch.where(self.valid & self.solved.unsqueeze(-1), u, 0.0)
-        return torch.zeros_like(v).scatter_add(-1, self.active, u)
+        u = torch.zeros_like(v)
+        for group in self.groups:
+            part = v[group.rows.unsqueeze(-1), group.active]
+            part = torch.where(group.valid, part, 0.0)
+            part = torch.cholesky_solve(part.unsqueeze(-1), group.factor).squeeze(-1)
+            valid = group.valid & self.solved[group.rows].unsqueeze(-1)
+            u.index_put_((group.rows.unsqueeze(-1), group.active), torch.where(valid, part, 0.0), accumulate=True)
+        return u
+
+
+class _Group(NamedTuple):
+    """Samples with active sets of about the same size: their outputs, padded to one number; ``valid`` is false for
+    padding."""
+
+    rows: Tensor
+    active: Tensor
+    valid: Tensor
+    factor: Tensor
 
 
 def active_system(problem: Problem, active: Tensor, extra: Tensor, bend: Tensor | None) -> ActiveSystem | None:
@@ -43,37 +53,57 @@ def active_system(problem: Problem, active: Tensor, extra: Tensor, bend: Tensor 
     matrix = problem.operator.matrix
     if matrix is None or matrix.dim() != 2 or active.dim() != 2:
         return None
-    size = int(active.sum(-1).amax()) if active.numel() else 0
+    counts = active.sum(-1)
+    size = int(counts.amax()) if active.numel() else 0
     rows, inputs = active.shape[0], matrix.shape[1]
     if not 0 < size <= 2 * inputs or rows * size * max(size, 1) > _ENTRIES:
         return None
-    order = active.to(torch.uint8).topk(size, dim=-1)
-    index, valid = order.indices, order.values > 0
-    hessian = _hessians(matrix.detach(), index, bend)
-    if hessian is None:
+    if bend is not None and rows * size * inputs > 4 * _ENTRIES:
         return None
-    both = valid.unsqueeze(-1) & valid.unsqueeze(-2)
-    diagonal = torch.where(valid, extra.gather(-1, index) + problem.ridge, 1.0)
-    hessian = torch.where(both, hessian, 0.0) + torch.diag_embed(diagonal)
-    # Equal columns make the Hessian singular. A share of each entry keeps the small ones: curvatures of g beside them
-    # may be thousands of times larger.
-    hessian.diagonal(dim1=-2, dim2=-1).mul_(1 + 4 * size * torch.finfo(hessian.dtype).eps)
-    factor, info = torch.linalg.cholesky_ex(hessian)
-    return ActiveSystem(index, valid, torch.where(info[:, None, None] == 0, factor, 1.0), info == 0)
+    matrix, diagonal = matrix.detach(), extra + problem.ridge
+    gram, place = _shared_gram(matrix, active) if rows > 1 and bend is None else (None, None)
+    groups, solved = [], torch.ones_like(counts, dtype=torch.bool)
+    # Padding to the next power of two takes at most twice the memory of the largest sets, and few groups.
+    sizes = torch.where(counts > 0, 2 ** counts.clamp_min(4).double().log2().ceil().long(), 0)
+    for width in set(sizes.tolist()) - {0}:
+        which = (sizes == width).nonzero().squeeze(-1)
+        index, valid = _listed(active[which], counts[which])
+        if gram is not None and place is not None:
+            spot = torch.where(valid, place[index], len(gram) - 1)
+            hessian = gram[spot.unsqueeze(-1), spot.unsqueeze(-2)]
+        else:
+            part = torch.where(valid.unsqueeze(-1), matrix[index], 0.0)
+            hessian = (part if bend is None else part * bend[which].unsqueeze(-2)) @ part.mT
+        # Equal columns make the Hessian singular. A share of each entry keeps the small ones: curvatures of g beside
+        # them may be thousands of times larger.
+        own = hessian.diagonal(dim1=-2, dim2=-1)
+        own.add_(torch.where(valid, diagonal[which].gather(-1, index), 1.0))
+        own.mul_(1 + 4 * index.shape[-1] * torch.finfo(hessian.dtype).eps)
+        factor, info = torch.linalg.cholesky_ex(hessian)
+        if bool(info.any()):
+            solved[which] = info == 0
+            factor = torch.where(info[:, None, None] == 0, factor, torch.eye(len(factor[0])).to(factor))
+        groups.append(_Group(which, index, valid, factor))
+    return ActiveSystem(groups, solved)
 
 
-def _hessians(matrix: Tensor, index: Tensor, bend: Tensor | None) -> Tensor | None:
-    """A_S diag(f″) A_Sᵀ of each sample."""
-    rows, size = index.shape
-    if rows > 1 and bend is None:
-        # All samples share the Gram matrix of the outputs that are active anywhere.
-        used, where = index.unique(return_inverse=True)
-        gram = matrix[used] @ matrix[used].mT
-        return gram[where.unsqueeze(-1), where.unsqueeze(-2)]
-    if rows * size * matrix.shape[1] > 4 * _ENTRIES:
-        return None
-    part = matrix[index]
-    return (part if bend is None else part * bend.unsqueeze(-2)) @ part.mT
+def _listed(active: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """The active outputs of each sample, padded, and which of them are no padding."""
+    column = active.nonzero(as_tuple=True)[1]
+    valid = torch.arange(int(counts.amax()), device=active.device) < counts.unsqueeze(-1)
+    index = torch.zeros_like(valid, dtype=torch.long)
+    index[valid] = column
+    return index, valid
+
+
+def _shared_gram(matrix: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+    """The Gram matrix of the outputs that are active anywhere, with a last row and column of zeros for padding, and the
+    place of each output in it."""
+    anywhere = active.any(0)
+    used = matrix[anywhere]
+    gram = matrix.new_zeros(len(used) + 1, len(used) + 1)
+    torch.mm(used, used.mT, out=gram[:-1, :-1])
+    return gram, anywhere.cumsum(0) - 1
 
 
 def prox_slope(problem: Problem, v: Tensor, step: Tensor | float) -> Tensor:

@@ -59,6 +59,7 @@ def stop_rows(watch: Watch) -> Callable[[Run], tuple[Tensor, int]]:
                 keep = ~stop
                 state, run, rows = _rows_of(state, run, keep), _selected(run, keep), rows[keep]
                 bound = bound.of_samples(keep)
+        watch.saw(value, *(limits.new_tensor(total) for total in finished.values()))
         return value, done
 
     return loop

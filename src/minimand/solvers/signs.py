@@ -1,9 +1,13 @@
 r"""The Lasso of a small Gram matrix, solved exactly by a search for the signs of the solution."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 __all__ = ["sign_search"]
+
+_POINTS = 8  # points on the way to an aim, at most
 
 
 @torch.no_grad()
@@ -11,11 +15,11 @@ def sign_search(gram: Tensor, linear: Tensor, weight: Tensor, x: Tensor) -> Tens
     r"""The minimiser of :math:`\tfrac12 x^\top Gx - c^\top x + \sum_i w_i|x_i|` from a start, or None.
 
     The signs :math:`\theta` of the entries that are not zero make the problem linear, :math:`G_{SS}u = c_S -
-    w_S\theta_S`. The point moves to the best of u and of the points on the way at which an entry becomes zero. Where u
-    is reached, entries at zero whose gradient exceeds their weight by at least half of the largest excess receive the
-    sign of their descent, or that with the largest alone. One whose entry of u has another sign is taken back. The
-    objective decreases in every step, so that no signs occur twice. None is returned where a factorisation fails or
-    rounding stops the decrease.
+    w_S\theta_S`. The point moves to the best of u, of points on the way at which an entry becomes zero, and of these
+    with all entries at zero that have changed their sign. Where u is reached, entries at zero whose gradient exceeds
+    their weight by at least a tenth of the largest excess receive the sign of their descent; fewer where the system is
+    then singular. One whose entry of u has another sign is taken back. The objective decreases in every step, so that
+    no signs occur twice. None is returned where a factorisation fails or rounding stops the decrease.
 
     Source: Lee, Battle, Raina & Ng, *Efficient sparse coding algorithms*, 2006 (feature-sign search, one entry at a
     time).
@@ -33,21 +37,32 @@ def sign_search(gram: Tensor, linear: Tensor, weight: Tensor, x: Tensor) -> Tens
             worst = over.max()
             if float(worst) <= tol:
                 return x
-            # Many at a time, or one where many make the system singular.
-            tried = [torch.where(over >= share * worst, descent.sign(), sign) for share in (0.5, 1.0)]
-        found = next((aim for each in tried if (aim := _aim(gram, linear, weight, x, each)) is not None), None)
-        if found is None:
+            # Many at a time, or fewer where many make the system singular.
+            tried = [torch.where(over >= share * worst, descent.sign(), sign) for share in (0.1, 0.5, 1.0)]
+        aims = (_aim(gram, linear, weight, x, each) for each in tried)
+        moved = next((to for aim in aims if aim is not None and (to := _towards(linear, weight, x, aim))), None)
+        if moved is None:
             return None
-        x, settled = _towards(gram, linear, weight, x, *found)
+        x, settled = moved
         sign, settled = x.sign(), settled or not bool(x.any())
     return None
 
 
-def _aim(gram: Tensor, linear: Tensor, weight: Tensor, x: Tensor, sign: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The entries with a sign, and the minimiser among points with these signs, were they free to change."""
+class _Aim(NamedTuple):
+    """Entries with a sign, the minimiser among points with these signs, were they free to change, and their Gram
+    matrix."""
+
+    entries: Tensor
+    point: Tensor
+    gram: Tensor
+
+
+def _aim(gram: Tensor, linear: Tensor, weight: Tensor, x: Tensor, sign: Tensor) -> _Aim | None:
+    """The minimiser of some signs; None where the system is singular."""
     index = sign.nonzero().squeeze(-1)
     while len(index):
-        factor, info = torch.linalg.cholesky_ex(gram[index][:, index])
+        part = gram[index][:, index]
+        factor, info = torch.linalg.cholesky_ex(part)
         if int(info):
             return None
         target = linear[index] - weight[index] * sign[index]
@@ -56,24 +71,29 @@ def _aim(gram: Tensor, linear: Tensor, weight: Tensor, x: Tensor, sign: Tensor) 
             return None
         wrong = (x[index] == 0) & (aim * sign[index] <= 0)
         if not bool(wrong.any()):
-            return index, aim
+            return _Aim(index, aim, part)
         index = index[~wrong]
     return None
 
 
-def _towards(
-    gram: Tensor, linear: Tensor, weight: Tensor, x: Tensor, index: Tensor, aim: Tensor
-) -> tuple[Tensor, bool]:
-    """The best point on the way to ``aim``, and whether it is ``aim``."""
+def _towards(linear: Tensor, weight: Tensor, x: Tensor, aim: _Aim) -> tuple[Tensor, bool] | None:
+    """The best point on the way to an aim, and whether it is the aim; None where the objective does not decrease."""
+    index, point, gram = aim
     here = x[index]
-    crossing = torch.where(aim * here < 0, here / (here - aim), 1.0)
+    crossing = torch.where(point * here < 0, here / (here - point), 1.0)
     shares = crossing.unique()
-    if len(shares) == 1 and float(shares[0]) == 1:
-        return torch.zeros_like(x).index_copy(0, index, aim), True
-    shares = torch.cat([shares[shares < 1], shares.new_ones(1)])
-    points = here + shares.unsqueeze(-1) * (aim - here)
-    curved = 0.5 * ((points @ gram[index][:, index]) * points).sum(-1)
-    best = int((curved - points @ linear[index] + points.abs() @ weight[index]).argmin())
-    share = shares[best]
-    point = torch.where((crossing == share) & (share < 1), 0.0, points[best])
-    return torch.zeros_like(x).index_copy(0, index, point), False
+    shares = shares[shares < 1]
+    # Every crossing would be a product as large as the factorisation. The first one always decreases the objective.
+    if len(shares) > _POINTS:
+        shares = shares[torch.linspace(0, len(shares) - 1, _POINTS).long()]
+    share = torch.cat([shares.new_zeros(1), shares, shares.new_ones(1)]).unsqueeze(-1)
+    points = here + share * (point - here)
+    if len(shares):
+        clipped = torch.where((crossing <= share[1:]) & (crossing < 1), 0.0, points[1:])
+        points = torch.cat([torch.where((crossing == share) & (share < 1), 0.0, points), clipped])
+    values = 0.5 * ((points @ gram) * points).sum(-1) - points @ linear[index] + points.abs() @ weight[index]
+    best = int(values[1:].argmin()) + 1
+    room = 1e-12 * values[0].abs() if not len(shares) else 0.0
+    if not bool(values[best] <= values[0] + room):
+        return None
+    return torch.zeros_like(x).index_copy(0, index, points[best]), not len(shares)

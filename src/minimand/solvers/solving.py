@@ -88,7 +88,7 @@ def solve(
     >>> solution.x, solution.converged, bool(solution.gap <= 1e-10 * 5)
     (tensor([[3., 0.]], dtype=torch.float64), True, True)
     >>> print(solve(problem).solver)
-    Spectral(iters=2000, polish=10): ...
+    Spectral(iters=2000, polish=8): ...
     """
     _check_problem(problem, adjoint, x0)
     reached = tol

@@ -83,6 +83,11 @@ class Spectral(Solver):
         return self.iters
 
     @property
+    def checked_every(self) -> int:
+        """After every Newton step, which is where samples converge."""
+        return 5 if self.polish is None else self.polish
+
+    @property
     def unrolls(self) -> bool:
         """Steps that depend on the iterates may be longer than those with which derivatives converge."""
         return False

@@ -19,6 +19,7 @@ from .problem import Problem, as_number
 __all__ = ["ADMM"]
 
 _ORTHOGONAL = 12  # iterations until conjugate gradients lose their orthogonality in single precision
+_FIRST_CHANGE = 5  # iterations before the penalty changes first
 _CONVERGED = 200  # iterations at most for a system of the backward pass
 
 
@@ -137,8 +138,12 @@ class ADMM(Solver):
         cg_iters: Conjugate gradient iterations at most, where the system is not factored.
         relaxation: :math:`\alpha \in (0, 2)`: :math:`\alpha z + (1 - \alpha) x` takes the place of z in the last two
             updates, which moves :math:`z + u` by the share :math:`\alpha` (§3.4.3 there).
+        adapt: How often :math:`\rho` may change, after 5, 10, 20, 40, … iterations: it is multiplied by the root of
+            :math:`\frac{\|z - x\|}{\max(\|x\|, \|z\|)} \big/ \frac{\|x - x_-\|}{\|u\|}`, the relative primal residual
+            over the dual one, within 0.1 and 10. After the last change the penalty is constant, so that convergence is
+            proved as without changes. Each change factors the system anew. The backward pass treats it as a constant.
 
-    Source: Boyd et al., 2011, §4.2.
+    Source: Boyd et al., 2011, §4.2, §3.4.1; Wohlberg, *ADMM penalty parameter selection by residual balancing*, 2017.
 
     >>> from minimand.functions import NonNegative
     >>> from minimand.operators import Dense
@@ -152,6 +157,7 @@ class ADMM(Solver):
     rho: float | Tensor | Literal["auto"] = 1.0
     cg_iters: int = dataclasses.field(default=10, kw_only=True)
     relaxation: float | Tensor = dataclasses.field(default=1.0, kw_only=True)
+    adapt: int = dataclasses.field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         require_count("iters", self.iters)
@@ -162,6 +168,8 @@ class ADMM(Solver):
         if not isinstance(self.rho, Tensor | str):
             require_positive("rho", self.rho)
         check_relaxation(self.relaxation, 1.95)
+        if self.adapt:
+            require_count("adapt", self.adapt)
 
     @property
     def iterations(self) -> int:
@@ -217,7 +225,28 @@ class ADMM(Solver):
         new = problem.prox(pushed, 1 / rho)
         if predicted is not None:
             predicted = predicted.advance(problem, problem.operator.adjoint(smooth), self.relaxation)
-        return state._replace(x=new, smooth=smooth, multiplier=pushed - new, predicted=predicted)
+        after = state._replace(x=new, smooth=smooth, multiplier=pushed - new, predicted=predicted)
+        due = k + 1 in [_FIRST_CHANGE << j for j in range(self.adapt)] and k + 1 < self.iters
+        return after if not due or x is None else self._balanced(problem, after, x, rho)
+
+    def _balanced(self, problem: Problem, state: SplitState, before: Tensor, rho: float | Tensor) -> SplitState:
+        """The state with the penalty that balances the residuals, for all samples together."""
+        x, smooth, multiplier = state.x, state.smooth, state.multiplier
+        assert x is not None
+        assert smooth is not None
+        assert multiplier is not None
+        with torch.no_grad():
+            primal = (smooth - x).norm() * multiplier.norm()
+            dual = (x - before).norm() * torch.maximum(x.norm(), smooth.norm())
+            # Both are zero at a solution, where nothing is to be balanced.
+            factor = (primal / dual).sqrt().clamp(0.1, 10.0).nan_to_num(nan=1.0)
+            factor = torch.where((factor > 0.5) & (factor < 2), 1.0, factor)
+        if holds(factor == 1):
+            return state
+        rho = as_number(factor.double() * rho) if not isinstance(rho, Tensor) else factor * rho
+        matrix = problem.operator.matrix
+        made = None if matrix is None else ridge_factor(matrix, _shift(problem, rho, state.predicted))
+        return state._replace(rho=rho, multiplier=multiplier / factor, factor=made)
 
 
 def _shift(problem: Problem, rho: float | Tensor, predicted: Prediction | None) -> float | Tensor:

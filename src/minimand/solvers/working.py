@@ -9,9 +9,10 @@ from torch import Tensor
 from ..errors import CapabilityError
 from ..functions.base import Function
 from ..functions.intervals import L1
+from ..linalg import gram
 from ..operators.base import LinearOperator
 from .base import Solver, require_count
-from .gap import GapBound
+from .gap import GapBound, PointCertificate
 from .iterate import iterate
 from .newton import prox_slope
 from .problem import Problem
@@ -23,17 +24,22 @@ __all__ = ["WorkingSet"]
 _FIRST = 100  # outputs of the first working set
 _INNER = Spectral(60, polish=6)
 _DENSE = 4096  # outputs of a working set whose Gram matrix is formed
+_WORTH = 0.7  # the share of outputs that may be active below which they are copied
 _ENOUGH = 0.01  # the gap of a working set's problem, as a share of that of the whole
 
 
 class WorkingState(NamedTuple):
-    """The point, the negative gradient and its value at zero, the gap, and the number of outputs in the working set."""
+    """The point, what is known of it on the outputs that may be active, the norms of their rows of A, the number of
+    outputs in the next working set, the outputs that may be active with the problem on them (None: all), and the last
+    working set with its Gram matrix."""
 
     x: Tensor
-    descent: Tensor
-    linear: Tensor
-    gap: float
+    certificate: PointCertificate
+    norms: Tensor
     size: int
+    alive: Tensor | None = None
+    part: Problem | None = None
+    held: tuple[Tensor, Tensor] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +49,19 @@ class WorkingSet(Solver):
     An iteration takes the outputs whose entry is not zero and those whose gradient is nearest to making it so, solves
     the problem on them, and computes the whole gradient. A Lasso is solved exactly on its working set, by a search for
     the signs of the solution; other problems by :class:`Spectral` steps with Newton steps on the active set. The
-    working set doubles, after an exact solution only where the gap fell by less than a tenth. A product with all of A
-    is made twice in an iteration, and in no inner step.
+    working set doubles, after an exact solution only where the gap fell by less than a tenth. A product with A and one
+    with its transpose are made in an iteration, and none in inner steps.
+
+    Outputs are screened by the duality gap. With the dual point :math:`\hat u` of the gap and its slopes
+    :math:`s = b - A\hat u`, the slopes at the solution lie within :math:`\|a_j\|\sqrt{2\kappa\,\mathrm{gap}}` of s,
+    because the dual is :math:`1/\kappa`-strongly concave. Where this interval lies in :math:`\partial g_j(0)` the entry
+    of every solution is zero, and the output leaves the problem.
 
     Args:
         iters: Working sets at most.
 
-    Source: Massias, Gramfort & Salmon, *Celer: a fast solver for the Lasso with dual extrapolation*, 2018.
+    Source: Massias, Gramfort & Salmon, *Celer: a fast solver for the Lasso with dual extrapolation*, 2018; Ndiaye,
+    Fercoq, Gramfort & Salmon, *Gap safe screening rules for sparsity enforcing penalties*, 2017, Theorem 6.
 
     >>> from minimand.functions import L1
     >>> from minimand.operators import Dense
@@ -62,7 +74,6 @@ class WorkingSet(Solver):
     iters: int = 50
 
     needs_separable: ClassVar[bool] = True
-    checked_every: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         require_count("iters", self.iters)
@@ -71,6 +82,11 @@ class WorkingSet(Solver):
     def iterations(self) -> int:
         """The largest number of working sets."""
         return self.iters
+
+    @property
+    def checked_every(self) -> int:
+        """After every working set."""
+        return 1
 
     @property
     def unrolls(self) -> bool:
@@ -100,48 +116,105 @@ class WorkingSet(Solver):
                 f"WorkingSet solves one problem at a time, got {problem.rows}; use Spectral(polish=10)"
             )
         x = problem.y.new_zeros(problem.shape) if x0 is None else x0
-        gap = float(GapBound(problem)(x)[1].sum())
-        linear = problem.linear()
-        return WorkingState(x, problem.descent(x0, linear), linear, gap, _FIRST)
+        assert problem.operator.matrix is not None
+        norms = torch.linalg.vector_norm(problem.operator.matrix.detach(), dim=-1).double()
+        return WorkingState(x, GapBound(problem).certificate(x), norms, _FIRST)
 
+    @torch.no_grad()
     def advance(self, problem: Problem, state: WorkingState, k: int, generator: torch.Generator | None) -> WorkingState:
         """The problem on a working set."""
-        x, descent, linear, gap, size = state
-        with torch.no_grad():
-            support = int((x != 0).sum())
-            size = min(max(size, 2 * support), problem.operator.outputs)
-            # How far each entry would move; those at zero are ordered by their gradient.
-            score = descent.abs().where(x == 0, torch.inf).flatten()
-            index = score.topk(size).indices
-        part = dataclasses.replace(
-            problem,
-            operator=problem.operator.restrict_outputs(index),
-            function=problem.function.of_outputs(index, problem.operator.outputs),
-            bias=None if problem.bias is None else problem.full_bias().expand(problem.shape)[..., index],
-            affine=None,
-        )
-        found = _by_signs(part, x[..., index])
+        state = _screened(problem, state)
+        whole = problem if state.part is None else state.part
+        x = state.x if state.alive is None else state.x[..., state.alive]
+        gap, outputs = float(state.certificate.gap.sum()), whole.operator.outputs
+        size = min(max(state.size, 2 * int((x != 0).sum())), outputs)
+        # Entries at zero are ordered by their gradient.
+        score = state.certificate.descent.abs().where(x == 0, torch.inf).flatten()
+        index, known = _ordered(score.topk(size).indices, state.held, outputs)
+        part = _on_outputs(whole, index)
+        gram = _gram(part, known)
+        found = None if gram is None else _by_signs(part, x[..., index], gram)
         inside = _by_steps(part, x[..., index], _ENOUGH * gap) if found is None else found
         x = torch.zeros_like(x).index_copy(-1, index, inside)
-        new = float(GapBound(problem)(x)[1].sum())
+        new = GapBound(whole).certificate(x)
         # An exact solution on a set calls for another one, which is larger only where this one did not help.
-        grown = size if found is not None and new <= 0.9 * gap else 2 * size
-        return WorkingState(x, problem.descent(x, linear), linear, new, grown)
+        grown = size if found is not None and float(new.gap.sum()) <= 0.9 * gap else 2 * size
+        if state.alive is not None:
+            x = torch.zeros_like(state.x).index_copy(-1, state.alive, x)
+        held = None if gram is None else (index, gram)
+        return state._replace(x=x, certificate=new, size=grown, held=held)
 
 
-def _by_signs(part: Problem, x: Tensor) -> Tensor | None:
-    """The exact solution of a Lasso on a working set; None for other problems, or where it is not found."""
+def _on_outputs(problem: Problem, index: Tensor) -> Problem:
+    """The problem on some outputs."""
+    return dataclasses.replace(
+        problem,
+        operator=problem.operator.restrict_outputs(index),
+        function=problem.function.of_outputs(index, problem.operator.outputs),
+        bias=None if problem.bias is None else problem.full_bias().expand(problem.shape)[..., index],
+        affine=None,
+    )
+
+
+def _screened(problem: Problem, state: WorkingState) -> WorkingState:
+    """The state without the outputs that the gap proves to be zero, where these are worth a copy of the others."""
+    slope, gap = state.certificate.slope, state.certificate.gap
+    part = problem if state.part is None else state.part
+    if slope is None or not bool(gap.isfinite().all()):
+        return state
+    # With room for the rounding of the norms.
+    reach = (1 + 1e-5) * state.norms * (2 * part.curved(gap.sum())).sqrt()
+    zero = (part.function.prox(slope + reach) == 0) & (part.function.prox(slope - reach) == 0)
+    keep = (~zero.flatten()).nonzero().squeeze(-1)
+    if len(keep) > _WORTH * part.operator.outputs or not len(keep):
+        return state
+    alive = keep if state.alive is None else state.alive[keep]
+    x = torch.zeros_like(state.x).index_copy(-1, alive, state.x[..., alive])
+    known = state.certificate._replace(descent=state.certificate.descent[..., keep], slope=slope[..., keep])
+    return WorkingState(x, known, state.norms[keep], state.size, alive, _on_outputs(part, keep))
+
+
+def _ordered(
+    index: Tensor, held: tuple[Tensor, Tensor] | None, outputs: int
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """A working set with the outputs of the last one first, and the part of its Gram matrix that both have."""
+    if held is None:
+        return index, None
+    place = index.new_full((outputs,), -1)
+    place[held[0]] = torch.arange(len(held[0]), device=index.device)
+    spot = place[index]
+    old = spot >= 0
+    return torch.cat([index[old], index[~old]]), (spot[old], held[1])
+
+
+def _gram(part: Problem, known: tuple[Tensor, Tensor] | None) -> Tensor | None:
+    """The Gram matrix of a Lasso on its working set, in double precision; None for other problems."""
     matrix, outputs = part.operator.matrix, part.operator.outputs
     if not isinstance(part.function, L1) or not part.is_quadratic or matrix is None or outputs > _DENSE:
         return None
     wide = matrix.detach() if matrix.device.type == "mps" else matrix.detach().double()
-    gram = wide @ wide.mT
-    gram.diagonal().add_(part.ridge)
-    weight = torch.as_tensor(part.function.weight, dtype=wide.dtype, device=wide.device).detach()
-    linear = wide @ part.y.detach().reshape(-1).to(wide.dtype)
+    if known is None:
+        product = gram(wide)
+        product.diagonal().add_(part.ridge)
+        return product
+    spot, before = known
+    product, count = wide.new_empty(outputs, outputs), len(spot)
+    product[:count, :count] = before[spot][:, spot]
+    torch.mm(wide[count:], wide.mT, out=product[count:])
+    product[:count, count:] = product[count:, :count].mT
+    product.diagonal()[count:].add_(part.ridge)
+    return product
+
+
+def _by_signs(part: Problem, x: Tensor, gram: Tensor) -> Tensor | None:
+    """The exact solution of a Lasso on a working set; None where it is not found."""
+    assert isinstance(part.function, L1)
+    assert part.operator.matrix is not None
+    weight = torch.as_tensor(part.function.weight, dtype=gram.dtype, device=gram.device).detach()
+    linear = part.operator.matrix.detach().to(gram.dtype) @ part.y.detach().reshape(-1).to(gram.dtype)
     if part.bias is not None:
-        linear = linear + part.bias.detach().reshape(-1).to(wide.dtype)
-    found = sign_search(gram, linear, weight.broadcast_to(x.shape).reshape(-1), x.detach().reshape(-1).to(wide.dtype))
+        linear = linear + part.bias.detach().reshape(-1).to(gram.dtype)
+    found = sign_search(gram, linear, weight.broadcast_to(x.shape).reshape(-1), x.detach().reshape(-1).to(gram.dtype))
     return None if found is None else found.reshape(x.shape).to(x.dtype)
 
 
