@@ -46,23 +46,32 @@ def checked(function: F) -> F:
         function.__init__ = checked(function.__init__)  # type: ignore[misc]
         return function
 
-    signature = inspect.signature(function)
-    flags = [name for name, parameter in signature.parameters.items() if parameter.annotation is bool]
-
     @functools.wraps(function)
     def answering(*args: Any, **kwargs: Any) -> Any:
         try:
-            if flags:
-                given = signature.bind(*args, **kwargs).arguments
-                for name in flags:
-                    _require_flag(function, args, name, given.get(name, False))
             return function(*args, **kwargs)
         except (MinimandError, torch.OutOfMemoryError):
             raise
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise _answer(function, args, kwargs, error) from error
 
-    return typing.cast(F, answering)
+    # Calls without flags are traced by torch.compile, which does not know signatures.
+    signature = inspect.signature(function)
+    flags = [name for name, parameter in signature.parameters.items() if parameter.annotation is bool]
+    return typing.cast(F, _flagged(answering, signature, flags) if flags else answering)
+
+
+def _flagged(function: Callable[..., Any], signature: inspect.Signature, flags: list[str]) -> Callable[..., Any]:
+    """The function, which refuses other objects than True and False for its flags."""
+
+    @functools.wraps(function)
+    def checking(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        for name in flags:
+            _require_flag(function, args, name, given.get(name, False))
+        return function(*args, **kwargs)
+
+    return checking
 
 
 def _require_flag(function: Callable[..., Any], args: tuple[Any, ...], name: str, value: Any) -> None:
