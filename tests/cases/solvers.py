@@ -47,7 +47,6 @@ DETERMINISTIC = [
     Case(HeavyBall(iters=6), HeavyBall(iters=3000)),
     Case(FISTA(iters=6), FISTA(iters=1000)),
     Case(ADMM(iters=6), ADMM(iters=1500, cg_iters=30)),
-    Case(ADMM(iters=7, adapt=3), ADMM(iters=1500, cg_iters=30, relaxation=1.5, adapt=4)),
 ]
 
 # Their noise vanishes at the optimum, so that they converge like deterministic solvers.

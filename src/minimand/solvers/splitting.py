@@ -141,7 +141,8 @@ class ADMM(Solver):
         adapt: How often :math:`\rho` may change, after 5, 10, 20, 40, … iterations: it is multiplied by the root of
             :math:`\frac{\|z - x\|}{\max(\|x\|, \|z\|)} \big/ \frac{\|x - x_-\|}{\|u\|}`, the relative primal residual
             over the dual one, within 0.1 and 10. After the last change the penalty is constant, so that convergence is
-            proved as without changes. Each change factors the system anew. The backward pass treats it as a constant.
+            proved as without changes. Each change factors the system anew. All samples share it, so that they depend on
+            each other. The backward pass treats it as a constant.
 
     Source: Boyd et al., 2011, §4.2, §3.4.1; Wohlberg, *ADMM penalty parameter selection by residual balancing*, 2017.
 
