@@ -152,7 +152,7 @@ def build(case: PrecisionCase) -> tuple[SolverLayer, Tensor]:
     torch.manual_seed(case.seed)
     make, shape = LAYERS[case.layer]
     layer = make(
-        activation=FUNCTIONS[case.function],
+        activation=copy.deepcopy(FUNCTIONS[case.function]),  # one that learns is changed below
         solver=SOLVERS[case.solver],
         adjoint=ADJOINTS[case.adjoint],
         bias=case.data != "no bias",
@@ -166,7 +166,7 @@ def build(case: PrecisionCase) -> tuple[SolverLayer, Tensor]:
         layer.weight.mul_(0.0 if case.data == "zero weight" else case.scale)
         for parameter in layer.parameters():
             parameter.copy_(parameter.to(rounded))
-    return layer.to(case.dtype), y.to(rounded).to(case.dtype)
+    return layer.requires_grad_().to(case.dtype), y.to(rounded).to(case.dtype)
 
 
 def check_layer(case: PrecisionCase) -> str:
