@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -159,7 +160,10 @@ def test_an_earlier_run_is_moved_aside_not_lost(tmp_path: Path) -> None:
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_an_interrupted_run_leaves_what_it_measured_and_nothing_else(tmp_path: Path, jobs: str) -> None:
     begun = command(tmp_path, "--jobs", jobs, "--epochs", "4000")
-    process = subprocess.Popen(begun, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+    # A shell's background jobs ignore the signal, and their children would.
+    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    options: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "preexec_fn": heed}
+    process = subprocess.Popen(begun, start_new_session=True, **options)
     while not list(tmp_path.glob("**/metrics.jsonl")):
         assert process.poll() is None
         time.sleep(0.01)
