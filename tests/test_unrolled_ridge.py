@@ -313,3 +313,24 @@ def test_the_diagnosis_says_what_is_proved() -> None:
         assert net.theorem in str(report)
         assert "measured" in str(report)
         assert isinstance(net, nn.Module)
+
+
+@pytest.mark.parametrize("kind", ["matrix", "operator"])
+def test_bounds_follow_the_measurement(kind: str) -> None:
+    """A matrix that ``load_state_dict`` replaces, and an operator whose weight changes in place."""
+    torch.manual_seed(0)
+    weight = torch.randn(1, 1, 3, 3) / 9
+    phi = 0.3 * torch.randn(8, 36) if kind == "matrix" else Conv2d(weight, (6, 6), padding=1)
+    net = RidgeNet(phi, phases=2, filters=4, size=3, noise=0.1).eval()
+    y = torch.randn(2, 8) if kind == "matrix" else torch.randn(2, 1, 6, 6)
+    before = net.fidelity(y).norm_sq
+    if kind == "matrix":
+        net.load_state_dict({name: 3 * t if name.endswith("matrix") else t for name, t in net.state_dict().items()})
+    else:
+        weight.mul_(3)
+    assert net.fidelity(y).norm_sq == pytest.approx(9 * before, rel=1e-3)
+    # Rows that are orthonormal now are seen to be.
+    if kind == "matrix":
+        rows = orthonormal_gaussian(8, 36)
+        net.load_state_dict({n: rows if n.endswith("matrix") else t for n, t in net.state_dict().items()})
+        assert net.fidelity(y).tight == pytest.approx(1.0)

@@ -198,7 +198,7 @@ class RidgeNet(Sealed, nn.Module):
         return Fidelity(operator, y, self.data_weight(), tight, bound, self.datafit)
 
     def _tightness(self, operator: LinearOperator) -> float | None:
-        key = "fixed" if self._sensor.fixed is not None else operator.input_shape
+        key = self._sensor.changes() if self._sensor.fixed is not None else operator.input_shape
         if key not in self._tight:
             self._tight[key] = tight_constant(operator)
             if self.noise is None and self._tight[key] is None:

@@ -18,6 +18,7 @@ from ...errors import (
 )
 from ...operators import BlockSensing, Dense, LinearOperator, as_operator, check_operator
 from ...solvers.linear import conjugate_gradient
+from ...tracing import is_traced
 from .base import _ENERGY_SLACK, _energy
 
 __all__ = ["Sensor"]
@@ -40,7 +41,8 @@ class Sensor(nn.Module):
             require_constant("phi", phi if isinstance(phi, Tensor) else phi.weight)
         self._given: Any = None
         self._known: dict[tuple[Any, ...], tuple[LinearOperator, float]] = {}
-        self._bound: tuple[Tensor, float] | None = None
+        self._seen: Tensor | None = None
+        self._changes = 0
         if matrix is not None:
             require_real("phi", matrix)
             require_values("phi", matrix)
@@ -91,24 +93,27 @@ class Sensor(nn.Module):
             self._known[key] = (found, float(found.norm_sq()))
         return self._known[key][0]
 
-    def norm_sq(self, operator: LinearOperator) -> float:
-        """A bound on ‖Φ‖²; computed once for each size."""
-        for known, bound in self._known.values():
-            if known is operator:
-                return bound
-        if self.matrix is not None:
-            return self._matrix_norm_sq(self.matrix)
-        self._known[("fixed",)] = (operator, float(operator.norm_sq()))
-        return self._known[("fixed",)][1]
+    def changes(self) -> int:
+        """How often the values of the matrix, or of the operator's weight, have changed. What was computed from
+        earlier ones is forgotten."""
+        fixed = self.fixed
+        weight = None if fixed is None or not fixed.has_weight else fixed.weight.detach()
+        if weight is not None and not is_traced(weight):
+            seen = self._seen
+            if seen is None or seen.dtype != weight.dtype or not torch.equal(seen.to(weight.device), weight):
+                self._seen, self._changes = weight.clone(), self._changes + 1
+                self._known.pop(("fixed",), None)
+        return self._changes
 
-    def _matrix_norm_sq(self, matrix: Tensor) -> float:
-        """The bound of the present matrix; values are compared, so that it follows every change."""
-        known = self._bound
-        if known is None or known[0].dtype != matrix.dtype or not torch.equal(known[0].to(matrix.device), matrix):
-            fixed = self.fixed
-            assert fixed is not None
-            self._bound = known = (matrix.detach().clone(), float(fixed.norm_sq()))
-        return known[1]
+    def norm_sq(self, operator: LinearOperator) -> float:
+        """A bound on ‖Φ‖² for the present values; computed once for each size."""
+        self.changes()
+        fixed = self.fixed
+        if fixed is not None:
+            if ("fixed",) not in self._known:
+                self._known[("fixed",)] = (fixed, float(fixed.norm_sq()))
+            return self._known[("fixed",)][1]
+        return next(bound for known, bound in self._known.values() if known is operator)
 
     def checked(self, y: Tensor) -> Tensor:
         """The measurements as a batch of operator outputs; raises if they do not fit."""
