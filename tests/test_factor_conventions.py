@@ -13,7 +13,16 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 from sklearn.utils.estimator_checks import check_estimator
 
-from minimand.factor import NMF, CPTensor, LowRank, MatrixCompletion, RobustPCA, SparseDictionary, Status
+from minimand.factor import (
+    NMF,
+    CPTensor,
+    DropoutFactorization,
+    LowRank,
+    MatrixCompletion,
+    RobustPCA,
+    SparseDictionary,
+    Status,
+)
 
 # The bound on a tensor's polar is loose, so few fits are certified.
 pytestmark = pytest.mark.filterwarnings("ignore:CPTensor stopped before its certificate")
@@ -237,3 +246,13 @@ def test_rows_times_roots_of_weights_are_repeated_rows():
         assert polar == pytest.approx(model.certificate_.polar_upper, rel=1e-4)
         first = np.cumsum(weights) - weights
         np.testing.assert_allclose(codes @ codes.T, again[first] @ again[first].T, atol=5e-3)
+
+
+@pytest.mark.parametrize("model", [NMF(2.0), LowRank(0.5), RobustPCA(0.5), DropoutFactorization(3)], ids=str)
+def test_views_with_negative_strides_are_taken(model):
+    Y = np.abs(np.random.default_rng(0).normal(size=(12, 8)))
+    if hasattr(model, "random_state"):
+        model.set_params(random_state=0)
+    for view in (Y[::-1], Y[:, ::-1]):
+        whole, found = (clone(model).fit(data).components_ for data in (view.copy(), view))
+        np.testing.assert_array_equal(found, whole)

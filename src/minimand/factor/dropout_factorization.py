@@ -180,7 +180,7 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         values = data.data if is_sparse(data) else data
         require_entries("X", values, type(self).__name__, "fill them, or complete them with MatrixCompletion")
         # A copy of an array, because torch warns about read-only ones.
-        return SparseData(data) if is_sparse(data) else torch.tensor(np.asarray(data))
+        return SparseData(data) if is_sparse(data) else torch.from_numpy(np.array(data, order="C"))
 
     def _check(self) -> None:
         require_whole("n_components", self.n_components)
