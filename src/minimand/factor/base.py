@@ -41,8 +41,7 @@ from .inputs import (
 from .losses import Loss, Squared
 from .matrices import RowSharding, leading_singular
 from .observed import Observed
-from .options import Report, no_report
-from .problem import Certificate, FactorProblem, Factors, Stop
+from .problem import Certificate, FactorProblem, Factors, Report, Stop, no_report
 from .regularizers import L2, Regularizer
 from .sparse import SparseData, sparse_from_tensor
 

@@ -16,8 +16,7 @@ from .growth import grow
 from .inputs import as_tensor, same_kind, working
 from .matrices import RowSharding
 from .observed import Observed, not_nan
-from .options import Report
-from .problem import Factors, Stop
+from .problem import Factors, Report, Stop
 from .streaming import ObservedSums
 
 __all__ = ["MatrixCompletion"]

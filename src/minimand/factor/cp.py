@@ -16,8 +16,7 @@ from .bounds import Bound, gram_bound
 from .certificate import conclude
 from .inputs import leveled, real, refuse_masked, require_number, working
 from .losses import Squared
-from .options import GrowthOptions, Report
-from .problem import NOT_CERTIFIED, Certificate, FactorProblem, Factors, noted_if_zero
+from .problem import NOT_CERTIFIED, Certificate, FactorProblem, Factors, GrowthOptions, Report, noted_if_zero
 from .regularizers import L2, Euclidean
 
 __all__ = ["certify_tensor", "grow_tensor", "tensor_certificate", "unfolding_bound"]

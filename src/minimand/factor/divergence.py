@@ -23,8 +23,7 @@ from .certificate import certify_factors
 from .descent import Components, balanced
 from .losses import DenseLoss, DualValue
 from .matrices import DualMatrix, RowSharding, summation_error
-from .options import GrowthOptions, Report
-from .problem import NOT_CERTIFIED, FactorProblem, Factors
+from .problem import NOT_CERTIFIED, FactorProblem, Factors, GrowthOptions, Report
 from .residual import DenseDual
 
 __all__ = ["KullbackLeiblerLoss", "divergence_codes", "fit_divergence"]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .base import Factorization
 from .observed import Observed
-from .options import no_report
+from .problem import no_report
 from .sparse import SparseData
 
 __all__ = ["Fold", "block_fold", "entry_fold"]

@@ -8,8 +8,7 @@ from .entrywise import LossMaker, loss_from
 from .growth import grow
 from .inputs import real, refuse_masked, require_lam, require_number, same_kind, seeded_generator, working
 from .losses import Squared
-from .options import GrowthOptions
-from .problem import Certificate, FactorProblem
+from .problem import Certificate, FactorProblem, GrowthOptions
 from .regularizers import Regularizer, named_regularizer
 
 __all__ = ["FactorizeResult", "factorize"]

@@ -13,8 +13,7 @@ from .growth import grow
 from .inputs import as_tensor, same_kind
 from .matrices import RowSharding
 from .observed import Observed
-from .options import GrowthOptions, Report
-from .problem import NOT_CERTIFIED, Factors
+from .problem import NOT_CERTIFIED, Factors, GrowthOptions, Report
 
 __all__ = ["GrownFactorization"]
 
@@ -22,6 +21,11 @@ __all__ = ["GrownFactorization"]
 @dataclass(eq=False, repr=False)
 class GrownFactorization(Factorization):
     """Base of the estimators that grow by local descent and the polar; see :mod:`minimand.factor.growth`."""
+
+    _: KW_ONLY
+    n_components: int | None = None
+    r_max: int | None = None
+    effort: float | str | None = "auto"
 
     def _fit_first(self, Y: Any) -> tuple[Any, Tensor]:
         """The fit of the first mini-batch; returns U twice, as the caller's kind and as a tensor."""
@@ -35,11 +39,6 @@ class GrownFactorization(Factorization):
         self.history_.append(objective)
         method = "fitted to mini-batches: certify(Y) computes a certificate"
         self.certificate_ = replace(NOT_CERTIFIED, method=method)
-
-    _: KW_ONLY
-    n_components: int | None = None
-    r_max: int | None = None
-    effort: float | str | None = "auto"
 
     def _weight(self, data: Any, rows: RowSharding) -> float:
         n, m = rows.count(data.shape[0]), math.prod(data.shape[1:])

@@ -38,8 +38,18 @@ from .descent import (
 from .losses import Squared
 from .matrices import RowSharding
 from .observed import Observed, ObservedDescent
-from .options import GrowthOptions, Report, no_report
-from .problem import NOT_CERTIFIED, Certificate, FactorProblem, Factors, Status, Stop, noted_if_zero
+from .problem import (
+    NOT_CERTIFIED,
+    Certificate,
+    FactorProblem,
+    Factors,
+    GrowthOptions,
+    Report,
+    Status,
+    Stop,
+    no_report,
+    noted_if_zero,
+)
 from .regularizers import L2, Directions
 
 __all__ = ["GrowthOptions", "Report", "grow", "no_report"]

@@ -26,8 +26,7 @@ from .base import Factorization
 from .bounds import FAILURE, Bound, lanczos_slack, spectral_bound
 from .certificate import conclude
 from .matrices import DualMatrix, RowSharding, orthonormal
-from .options import Report
-from .problem import Certificate, FactorProblem, Factors, noted_if_zero, stop_reason
+from .problem import Certificate, FactorProblem, Factors, Report, noted_if_zero, stop_reason
 from .sparse import SparseData
 
 __all__ = ["LowRank", "Triples", "all_triples", "shrunk", "shrunk_certificate"]

@@ -19,8 +19,7 @@ from .inputs import Units, as_tensor
 from .losses import Loss, Squared
 from .matrices import RowSharding
 from .observed import Observed, not_nan
-from .options import Report
-from .problem import Factors
+from .problem import Factors, Report
 from .regularizers import NonNegativeL2
 from .sparse import SparseData, is_sparse
 from .streaming import RowSums

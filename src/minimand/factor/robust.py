@@ -18,8 +18,7 @@ from .losses import HuberLoss
 from .lowrank import Triples, shrunk
 from .matrices import RowSharding
 from .nmf import ROUGH
-from .options import Report
-from .problem import Certificate, Factors, Status, noted_if_zero, stop_reason
+from .problem import Certificate, Factors, Report, Status, noted_if_zero, stop_reason
 from .sparse import SparseData
 
 __all__ = ["RobustPCA"]

@@ -12,8 +12,7 @@ from .checking import in_range
 from .cp import Modes, ascend, balanced_modes, grow_tensor, is_cp, modes_from, modes_from_codes, require_tensor
 from .grown import GrownFactorization
 from .inputs import Units, same_kind
-from .options import Report
-from .problem import Factors
+from .problem import Factors, Report
 
 __all__ = ["CPTensor"]
 
