@@ -1,5 +1,6 @@
 """Work on several processes of one gloo group."""
 
+import gc
 import io
 import tempfile
 from collections.abc import Callable
@@ -25,6 +26,7 @@ def _join(rank: int, work: Callable[[int], Any], count: int, meeting: str, resul
     held = io.BytesIO()
     torch.save(work(rank), held)
     results[rank] = held.getvalue()
-    # A group that one process leaves early may wait for ever.
+    # A group that one process leaves early, or that a forgotten network holds, may wait for ever.
+    gc.collect()
     dist.barrier()
     dist.destroy_process_group()

@@ -61,7 +61,6 @@ def distributed() -> None:
     assert network.verify(torch.randn(2, 3, 8, 8))
     assert not network.opaque()
     model(torch.randn(2, 3, 8, 8)).sum().backward()
-    dist.destroy_process_group()
 
 
 def sharded() -> None:
@@ -79,7 +78,6 @@ def sharded() -> None:
     for call in (convert, plan):
         with pytest.raises(ConversionError, match="0 is sharded; convert the model first"):
             call(model, ProxGD(3), example=x)
-    dist.destroy_process_group()
 
 
 def threads() -> None:
@@ -110,4 +108,6 @@ def threads() -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     {"compiled": compiled, "distributed": distributed, "sharded": sharded, "threads": threads}[sys.argv[1]]()
-    os._exit(0)  # torch may abort a process that ends the ordinary way after closing a process group
+    # The group is not closed: gloo may wait for ever while a network in it lives, and torch may abort a process that
+    # ends the ordinary way.
+    os._exit(0)
