@@ -7,7 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minimand.errors import ChainError, MinimandError, NonFiniteError, NotProximal, OptionError, ShapeError
+from minimand.errors import (
+    CapabilityError,
+    ChainError,
+    MinimandError,
+    NonFiniteError,
+    NotProximal,
+    OptionError,
+    ShapeError,
+)
 from minimand.train.lifted import LPOM, MAC, BlockPenalty, LiftedReLU, Recipe, SplitADMM
 from minimand.train.lifted.chain import parse
 from tests.test_lifted import METHODS, _batch, _loss, _net
@@ -150,3 +158,54 @@ def test_a_layer_that_is_frozen_in_part_later_is_refused(part):
     for call in (lambda: method.step(x, y), lambda: method.fit([(x, y)], 1)):
         with pytest.raises(ChainError, match="0 has its weight or its bias frozen, but not both"):
             call()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_autocast_changes_nothing(name):
+    """Under autocast everything is computed in the type of the parameters."""
+    (x, y), found = _batch(), []
+    for on in (False, True):
+        net = _net(nn.ReLU).float()
+        method = METHODS[name](net)
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            found.append([method.backward(x.float(), y), method.step(x.float(), y), method.energy(x.float(), y)])
+            found[-1] += [epoch.energy for epoch in method.fit([(x.float(), y)], 2)]
+        assert net[0].weight.grad.dtype == torch.float32
+    assert found[0] == found[1]
+
+
+def test_a_layer_that_was_replaced_is_named_and_not_trained_in_place_of_the_new_one():
+    net, (x, y) = _net(nn.ReLU), _batch()
+    methods = LPOM(net), MAC(net)
+    net[0] = nn.Linear(6, 8).double()
+    for method in methods:
+        for call in (lambda m=method: m.step(x, y), lambda m=method: m.fit([(x, y)], 1)):
+            with pytest.raises(OptionError, match="replaced since (LPOM|MAC) read it"):
+                call()
+    assert methods[0].backward(x, y) > 0
+    assert net[0].weight.grad is not None
+
+
+def test_refuses_data_parallel_networks_and_optimizers_that_need_a_closure():
+    net, (x, y) = _net(nn.ReLU), _batch()
+    with pytest.raises(OptionError, match="LBFGS evaluates the loss several times"):
+        LPOM(net).fit([(x, y)], 1, optimizer=torch.optim.LBFGS(net.parameters()))
+    wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(wrapped)
+    wrapped.module = net
+    with pytest.raises(CapabilityError, match="averages the gradients of loss.backward"):
+        LPOM(wrapped)
+    with pytest.raises(CapabilityError, match="x is sparse"):
+        LPOM(net).backward(x.to_sparse(), y)
+
+
+def test_a_closure_may_call_backward():
+    net, (x, y) = _net(nn.Tanh), _batch()
+    lpom, optimizer = LPOM(net, loss="cross_entropy"), torch.optim.LBFGS(net.parameters(), max_iter=5)
+
+    def closure():
+        optimizer.zero_grad()
+        return lpom.backward(x, y)
+
+    first = optimizer.step(closure)
+    assert float(optimizer.step(closure)) < 0.8 * float(first)

@@ -117,6 +117,44 @@ def test_fast_fit_lowers_the_loss(name):
     assert history[-1].energy < 0.8 * history[0].energy
 
 
+def _normalized(activation, training=True):
+    torch.manual_seed(0)
+    parts = (nn.Linear(6, 8), nn.BatchNorm1d(8), activation(), nn.Linear(8, 7), nn.BatchNorm1d(7), activation())
+    net = nn.Sequential(*parts, nn.Linear(7, 3)).double().train(training)
+    return net, torch.randn(40, 6, dtype=torch.float64), torch.randint(0, 3, (40,))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Sigmoid])
+def test_scale_and_shift_of_normalisations_are_trained(activation, training):
+    """Their step is the minimiser of the majoriser, so the energy never rises; frozen ones stay."""
+    net, x, y = _normalized(activation, training)
+    kept = [p.detach().clone() for p in net[1].parameters()]
+    lpom = LPOM(net)
+    energies = [lpom.energy(x, y), *(lpom.step(x, y) for _ in range(10))]
+    assert energies == sorted(energies, reverse=True)
+    assert lpom.energy(x, y) == pytest.approx(energies[-1])
+    assert all(not torch.equal(p, q) for p, q in zip(net[1].parameters(), kept, strict=True))
+    net, x, y = _normalized(activation, training)
+    net[4].requires_grad_(False)
+    history = LPOM(net, recipe=Recipe(damping=0.3)).fit([(x, y)], 20)
+    assert history[-1].loss < history[0].loss
+    assert all(not torch.equal(p, q) for p, q in zip(net[1].parameters(), kept, strict=True))
+    assert torch.equal(net[4].weight, torch.ones(7).double())
+
+
+def test_the_step_of_a_normalisation_is_its_regression():
+    net, x, _ = _normalized(nn.ReLU)
+    affine = parse(net).layers[0].affine_map(x)
+    e = torch.randn(40, 8, dtype=torch.float64)
+    found = torch.stack(affine.norm_direction(x, e, 1e-12))
+    with torch.no_grad():
+        u = (net[0](x) - net[0](x).mean(0)) / (net[0](x).var(0, unbiased=False) + net[1].eps).sqrt()
+    for k in range(8):
+        wide = torch.stack([u[:, k], torch.ones(40, dtype=torch.float64)], 1)
+        torch.testing.assert_close(found[:, k], torch.linalg.lstsq(wide, e[:, k]).solution)
+
+
 def test_refuses_convolutions_it_does_not_know():
     with pytest.raises(ChainError, match=r"0 \(Conv2d\) has groups=2"):
         MAC(nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2)))

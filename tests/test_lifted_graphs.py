@@ -462,6 +462,32 @@ def test_several_inputs_train():
     assert history[-1].loss < history[0].loss
 
 
+class _TwoOutputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.kind, self.size = nn.Linear(6, 5), nn.Linear(5, 3), nn.Linear(5, 2)
+
+    def forward(self, x):
+        hidden = torch.relu(self.body(x))
+        return self.kind(hidden), self.size(hidden)
+
+
+def test_every_output_may_have_its_own_loss():
+    torch.manual_seed(0)
+    net, x = _TwoOutputs(), torch.randn(8, 6)
+    y = torch.randint(0, 3, (8,)), torch.randn(8, 2)
+    lpom = LPOM(net, loss=("cross_entropy", "squared"))
+    kind, size = net(x)
+    expected = F.cross_entropy(kind, y[0]) + 0.5 * (size - y[1]).square().sum() / 8
+    assert lpom.backward(x, y) == pytest.approx(float(expected.detach()), rel=1e-5)
+    energies = [lpom.energy(x, y), *(lpom.step(x, y) for _ in range(4))]
+    assert energies == sorted(energies, reverse=True)
+    with pytest.raises(OptionError, match="one of them for each output"):
+        LPOM(net, loss=("cross_entropy", "mse"))
+    with pytest.raises(OptionError, match="the network has one output"):
+        LPOM(_dense(nn.Linear(6, 6), nn.ReLU()), loss=("squared", "squared"))
+
+
 def test_graphs_fit_without_an_optimizer():
     net, x, y = _problem("resnet", "cross_entropy")
     history = LPOM(net, loss="cross_entropy", example=x).fit([(x, y)] * 5, 6)

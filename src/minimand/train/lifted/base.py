@@ -27,7 +27,7 @@ from .losses import LOSSES, Loss, encode_targets
 from .maps import AffineMap, update_running_statistics
 from .options import NO_BATCH, Epoch, Recipe, batches, check_loader, weights_per_layer
 from .runs import MiniBatchRun, MonotoneRun, OptimizerRun, Run, check_optimizer
-from .variables import Variables, batch_size, plain_tensor, stamp
+from .variables import Variables, batch_size, plain_tensor, plainly, stamp
 from .weights import Direction, weight_directions
 
 __all__ = ["REDUCTIONS", "Lifted", "Variables", "plain_tensor"]
@@ -54,8 +54,10 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
     default_sweeps: ClassVar[int] = 1
     #: The relative damping of the mini-batch mode for the squared loss and for cross-entropy.
     default_damping: ClassVar[tuple[float, float]] = (5.0, 3.0)
-    #: μ of :meth:`step` below the output and at the output.
-    default_mu: ClassVar[tuple[float, float]] = (1.0, 1.0)
+    #: The factor from one layer's μ to the next layer's in :meth:`step`; the output layer has μ = 1.
+    step_ratio: ClassVar[float] = 1.0
+    #: Sweeps over the auxiliary variables in :meth:`step`.
+    step_sweeps: ClassVar[int] = 1
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -76,6 +78,7 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
         self.loss = loss
         self.recipe = Recipe() if recipe is None else recipe
         self.chain = self._read(model)
+        self._modules = tuple(model.modules())
         self._given_mu = None if mu is None else weights_per_layer(mu, self._count())
         self._mu = self._first_mu()
         self._damping()
@@ -112,6 +115,14 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
     def _count(self) -> int:
         """The number of terms of the energy that have a μ."""
         return len(self.chain)
+
+    def _require_trained(self) -> None:
+        """Raise if nothing may move, or if the layers are no longer those of the network."""
+        now = tuple(self.model.modules())
+        if len(now) != len(self._modules) or any(a is not b for a, b in zip(now, self._modules, strict=True)):
+            kind = type(self).__name__
+            raise OptionError(f"a module of the network was replaced since {kind} read it; make the {kind} again")
+        self.chain.require_trained()
 
     def _check_layers(self) -> None:
         """Raise for layers that the method does not take."""
@@ -165,16 +176,15 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
 
     def _first_mu(self) -> tuple[float, ...]:
         """The given μ, or the defaults of :meth:`step`."""
-        below, top = self.default_mu
-        return self._given_mu or (*(below,) * (self._count() - 1), top)
+        top = self._count() - 1
+        return self._given_mu or tuple(self.step_ratio ** (k - top) for k in range(top + 1))
 
     def _after_epoch(self) -> None:
         """Update between epochs, for example raise the penalty."""
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @plainly
     def step(self, x: Tensor, y: Tensor) -> float:
-        """Sweep once over all blocks, weights included, and return the energy afterwards.
+        """Sweep over all blocks, then move the weights, and return the energy afterwards.
 
         The auxiliary variables continue from the previous call if ``x`` and ``y`` are the same tensors and neither they
         nor the network's parameters have changed since. Otherwise they start from the forward pass.
@@ -182,13 +192,14 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
         Raises:
             NonFiniteError: If the energy is not finite. The weights are then restored to those before the step.
         """
-        self.chain.require_trained()
+        self._require_trained()
         fresh = self._variables is None or not self._is_same_batch(x, y)
         v = self._forward_variables(x, y) if fresh or self._variables is None else self._variables
         self._variables = None
-        kept = [layer.parameters() for layer in self.chain.layers]
+        kept = [parameter.detach().clone() for parameter in self.model.parameters()]
         try:
-            self._sweep(v)
+            for _ in range(self.step_sweeps):
+                self._sweep(v)
             self._require_finite(v)
             self._move_weights(v)
             self._multipliers(v)
@@ -196,8 +207,8 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
             if not math.isfinite(energy):
                 self._raise_nonfinite(v, energy)
         except (MinimandError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
-            for layer, parameters in zip(self.chain.layers, kept, strict=True):
-                layer.assign(parameters)
+            for parameter, old in zip(self.model.parameters(), kept, strict=True):
+                parameter.data.copy_(old)
             raise NonFiniteError(f"step stopped and restored the weights from before it: {error}") from None
         if fresh:
             update_running_statistics(v.maps)
@@ -210,16 +221,14 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
         self._batch = tuple((weakref.ref(tensor), stamp(tensor)) for tensor in tensors((x, y)))
         self._weights = self._parameter_versions()
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @plainly
     def energy(self, x: Tensor, y: Tensor) -> float:
         """The energy at the auxiliary variables of the last step's batch; for any other batch, at its forward pass."""
         if self._variables is not None and self._is_same_batch(x, y):
             return self._energy(self._variables)
         return self._energy(self._forward_variables(x, y))
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @plainly
     def backward(self, x: Tensor, y: Tensor, *, reduction: str = "mean") -> float:
         r"""Add the gradient of the energy with respect to the weights to ``.grad``, and return the network's loss.
 
@@ -234,7 +243,7 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
         """
         if reduction not in REDUCTIONS:
             raise OptionError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-        self.chain.require_trained()
+        self._require_trained()
         kept, top = self._mu, len(self.chain) - 1
         self._mu = self._given_mu or tuple(GRADIENT_RATIO ** (k - top) for k in range(top + 1))
         try:
@@ -307,7 +316,7 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
         if optimizer is not None:
             check_optimizer(optimizer, self.model, mode)
             return OptimizerRun(self, optimizer)
-        self.chain.require_trained()
+        self._require_trained()
         return MiniBatchRun(self) if mode == "fast" else MonotoneRun(self)
 
     def _multiply_mu(self, factor: float) -> None:
@@ -315,8 +324,7 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
         self._batch = None
         self._mu = tuple(factor * mu for mu in self._mu)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @plainly
     def _network_loss(self, x: Tensor, y: Tensor) -> float:
         """The network's loss on a batch, summed."""
         v = self._forward_variables(x, y, check=False)

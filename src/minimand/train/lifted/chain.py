@@ -135,6 +135,11 @@ def check_modules(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise CapabilityError(f"lifted training takes an nn.Module, got a {type(model).__name__}")
     for path, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise CapabilityError(
+                f"{path or 'the network'} is a DistributedDataParallel, which averages the gradients of loss.backward() "
+                f"only; pass its .module, and average .grad over the processes before optimizer.step()"
+            )
         if isinstance(module, SolverLayer):
             raise ChainError(
                 f"{path or 'the network'} ({type(module).__name__}) is a solver layer, which lifted training does not "

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import CapabilityError, NonFiniteError, OptionError, ShapeError, require_finite
+from ...errors import CapabilityError, NonFiniteError, OptionError, ShapeError, require_finite, require_values
 from ...network.nested import tensors
 from ...network.record import Value
 from ...network.running import bound
@@ -51,9 +51,9 @@ class GraphPass:
 class LiftedGraph:
     """A network as the graph of its linear calls and activations, on batches of any shape."""
 
-    def __init__(self, model: nn.Module, loss: str | Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, losses: Sequence[str]) -> None:
         self.model = model
-        self.loss = loss
+        self.losses = losses
         self._programs: OrderedDict[Any, Program] = OrderedDict()
 
     def program(self, x: Any) -> Program:
@@ -93,7 +93,7 @@ class LiftedGraph:
     def _losses(self, program: Program, tape: Tape, y: Any) -> list[Loss]:
         several = len(program.heads) > 1
         targets = list(y) if several and isinstance(y, tuple | list) else [y]
-        names = [self.loss] * len(program.heads) if isinstance(self.loss, str) else list(self.loss)
+        names = list(self.losses) * (len(program.heads) if len(self.losses) == 1 else 1)
         for what, given in (("target", targets), ("loss", names)):
             if len(given) != len(program.heads):
                 raise ShapeError(
@@ -222,6 +222,8 @@ def _check(inputs: Sequence[Tensor], parameters: dict[str, nn.Parameter]) -> Non
             "every parameter is frozen, so there is nothing to train; set requires_grad_(True) on those that "
             "should move"
         )
+    for number, tensor in enumerate(inputs):
+        require_values("x" if len(inputs) == 1 else f"input {number} of x", tensor)
     for name, parameter in parameters.items():
         for tensor in inputs:
             if tensor.is_floating_point() and tensor.dtype != parameter.dtype and parameter.is_floating_point():

@@ -7,17 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import CapabilityError, ChainError, MinimandError, NonFiniteError, NotProximal, OptionError
+from ...errors import (
+    CapabilityError,
+    ChainError,
+    MinimandError,
+    NonFiniteError,
+    NotProximal,
+    OptionError,
+    require_finite,
+)
 from ...network.nested import replace
 from .base import RELATIVE_RIDGE, Lifted, plain_tensor
 from .blocks import GraphBlocks
 from .chain import LayerChain, check_modules, parse
 from .gradient import LiftedGraph, update_statistics
-from .losses import Loss
+from .losses import LOSSES, Loss
 from .maps import AffineMap
 from .options import Recipe
 from .runs import MonotoneRun, OptimizerRun, Run
 from .sweeps import DualSweep, LPOMVariables
+from .variables import plainly
 from .weights import Direction, weight_direction
 
 __all__ = ["LPOM"]
@@ -81,8 +90,8 @@ class LPOM(Lifted[LPOMVariables]):
             forward pass, then one per output). None: 1 for :meth:`step`; for fast :meth:`fit` a geometric sequence with
             ratio ``recipe.ratio`` that is 1 at the output; for :meth:`backward` 1 at the output and tenfold with every
             activation further down.
-        loss: ``"squared"`` (½‖·‖²) or ``"cross_entropy"``, summed over the batch. Of outputs with more than two
-            dimensions every position counts; their classes are in dimension 1.
+        loss: ``"squared"`` (½‖·‖²) or ``"cross_entropy"``, summed over the batch; for several outputs also one name for
+            each. Of outputs with more than two dimensions every position counts; their classes are in dimension 1.
         sweep: ``"gauss_seidel"``: one layer after the other, from output to input; ``"jacobi"``: all layers at once,
             for chains.
         recipe: Options of the mini-batch mode.
@@ -105,16 +114,21 @@ class LPOM(Lifted[LPOMVariables]):
         model: nn.Module,
         *,
         mu: float | Sequence[float] | None = None,
-        loss: str = "squared",
+        loss: str | Sequence[str] = "squared",
         sweep: str = "gauss_seidel",
         recipe: Recipe | None = None,
         example: Any = None,
     ) -> None:
-        self.graph = LiftedGraph(model, loss)
+        names = (loss,) if isinstance(loss, str) else tuple(loss)
+        if not names or any(name not in LOSSES for name in names):
+            raise OptionError(f"loss must be one of {', '.join(LOSSES)}, or one of them for each output, got {loss!r}")
+        self.graph = LiftedGraph(model, names)
         self._example = example
         self._blocks: GraphBlocks | None = None
-        super().__init__(model, mu=mu, loss=loss, recipe=recipe)
+        super().__init__(model, mu=mu, loss=names[0], recipe=recipe)
         self._example = None
+        if self.chain.layers and len(names) > 1:
+            raise OptionError(f"loss has {len(names)} names, but the network has one output; give one")
         if sweep not in SWEEPS:
             raise OptionError(f"sweep must be one of {', '.join(SWEEPS)}, got {sweep!r}")
         if sweep == "jacobi" and not self.chain.layers:
@@ -136,8 +150,7 @@ class LPOM(Lifted[LPOMVariables]):
     def _count(self) -> int:
         return self._terms_count or len(self.chain)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @plainly
     def backward(self, x: Any, y: Any, *, reduction: str = "mean") -> float:
         r"""Add LPOM's gradient to ``.grad`` and return the network's loss. The weights do not move.
 
@@ -161,7 +174,8 @@ class LPOM(Lifted[LPOMVariables]):
         Args:
             x: The inputs; a tuple for a network of several inputs.
             y: The targets; a tuple for a network of several outputs.
-            reduction: ``"mean"``: loss and gradient are means over the batch; ``"sum"``: sums.
+            reduction: ``"mean"``: loss and gradient are means over the samples, each of which counts the sum over its
+                positions; ``"sum"``: sums.
 
         Raises:
             NonFiniteError: If loss or gradient are not finite; the message names the layer, and no ``.grad`` changes.
@@ -194,8 +208,7 @@ class LPOM(Lifted[LPOMVariables]):
         """The energy at the auxiliary variables of the last step's batch; for any other batch, at its forward pass."""
         return super().energy(x, y) if self.chain.layers else self._graph_energy(x, y)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @plainly
     def _graph_step(self, x: Any, y: Any) -> float:
         fresh = not (self._blocks is not None and self._is_same_batch(x, y))
         blocks = self._graph_blocks(x, y) if fresh or self._blocks is None else self._blocks
@@ -218,8 +231,7 @@ class LPOM(Lifted[LPOMVariables]):
         self._remember(x, y)
         return sum(value for _, value in terms)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @plainly
     def _graph_energy(self, x: Any, y: Any) -> float:
         same = self._blocks is not None and self._is_same_batch(x, y)
         return (self._blocks if same and self._blocks is not None else self._graph_blocks(x, y)).energy()
@@ -238,8 +250,7 @@ class LPOM(Lifted[LPOMVariables]):
         made = torch.optim.SGD(self.model.parameters(), lr=rate, momentum=GRAPH_MOMENTUM, nesterov=True)
         return OptimizerRun(self, made, decay=True)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @plainly
     def _network_loss(self, x: Any, y: Any) -> float:
         return super()._network_loss(x, y) if self.chain.layers else self.graph.forward(plain_tensor(x), y).loss
 
@@ -302,8 +313,32 @@ class LPOM(Lifted[LPOMVariables]):
                     continue
                 layer.assign(v_plain)
             v.zs[k] = z_plain
+        self._move_norms(v)
         v.before = now
         v.count += 1
+
+    def _move_norms(self, v: LPOMVariables) -> None:
+        """One majorised step on scale and shift of every batch normalisation."""
+        for k, affine in enumerate(v.maps):
+            unit = affine.layer.unit
+            residual = unit.residual(v.xs[k + 1], v.zs[k]) / unit.slope
+            found = None if affine.layer.frozen else affine.norm_direction(v.xs[k], residual, RELATIVE_RIDGE)
+            if found is None:
+                continue
+            for parameter, change in zip(affine.layer.norm_parameters(), found, strict=True):
+                require_finite(f"the normalisation's update of {affine.layer.path}", change)
+                parameter.add_(change)
+            v.maps[k] = affine.renormalized()
+            v.zs[k] = v.maps[k].apply(v.xs[k])
+
+    def _directions(self, v: LPOMVariables, damping: Sequence[float], block: int | None) -> list[Direction | None]:
+        found = super()._directions(v, damping, block)
+        for k, affine in enumerate(v.maps):
+            direction = found[k]
+            if direction is not None and affine.layer.norm_parameters():
+                residual = affine.layer.unit.residual(v.xs[k + 1], v.zs[k])
+                found[k] = direction._replace(norm=affine.norm_direction(v.xs[k], residual, damping[k]))
+        return found
 
     def _regress(self, v: LPOMVariables, k: int, z: Tensor) -> None:
         """One majorised step from the layer's present parameters, at which its z is given."""

@@ -111,6 +111,40 @@ class AffineMap:
         weight = columns.mT @ self.rows(x)
         return weight if self.bias is None else torch.cat([weight, columns.sum(0).unsqueeze(1)], 1)
 
+    def norm_direction(self, x: Tensor, e: Tensor, damping: float) -> tuple[Tensor, Tensor] | None:
+        r"""The changes of scale and shift of the batch normalisation that move z at ``x`` by ``e``; None without one.
+
+        For every feature the ridge regression of e on (u, 1), where u is the standardised output of the weight. The
+        ridge is relative to the mean diagonal entry of the Gram matrix, as that of the weights.
+        """
+        if not self.layer.norm_parameters():
+            return None
+        mean, rate = (self.operator.per_feature(part) for part in self._standardization())
+        u = (self.operator.affine(self.inputs(x), self.bias) - mean) * rate
+        dims = [dim for dim in range(e.dim()) if dim != 1]
+        count = e.numel() / e.shape[1]
+        squares, sums = u.square().sum(dims), u.sum(dims)
+        ridge = 0.5 * damping * (squares + count)
+        squares, ones = squares + ridge, count + ridge
+        along, whole = (u * e).sum(dims), e.sum(dims)
+        determinant = squares * ones - sums.square()
+        return (ones * along - sums * whole) / determinant, (squares * whole - sums * along) / determinant
+
+    def renormalized(self) -> "AffineMap":
+        """The map with the present scale and shift of the batch normalisation, at the same statistics."""
+        mean, rate = self._standardization()
+        gamma, beta = self.layer.norm_parameters()
+        return dataclasses.replace(self, scale=rate * gamma, shift=beta - mean * rate * gamma)
+
+    def _standardization(self) -> tuple[Tensor, Tensor]:
+        """The mean of the normalisation, and one over its standard deviation."""
+        norm: Any = self.layer.norm
+        measured = self.statistics
+        mean, variance = (
+            (norm.running_mean, norm.running_var) if measured is None else (measured.mean, measured.variance)
+        )
+        return mean, torch.rsqrt(variance + norm.eps)
+
     def columns(self, e: Tensor) -> Tensor:
         """A tensor of z's shape as rows × outputs, in the order of :meth:`rows`."""
         return positions_as_rows(e) if isinstance(self.operator, Conv2d) else e
@@ -141,6 +175,12 @@ class LiftedLayer:
     def frozen(self) -> bool:
         """Whether the user has set ``requires_grad=False``; the parameters then do not move."""
         return not self.module.weight.requires_grad
+
+    def norm_parameters(self) -> tuple[Tensor, ...]:
+        """Scale and shift of the batch normalisation, detached; empty if it has none or they are frozen."""
+        found = () if self.norm is None else (self.norm.weight, self.norm.bias)
+        trained = all(part is not None and part.requires_grad for part in found)
+        return tuple(part.detach() for part in found) if trained else ()
 
     def affine_map(self, x: Tensor) -> AffineMap:
         """The layer's map on a batch whose forward pass enters the layer with ``x``."""

@@ -20,6 +20,7 @@ from .maps import update_running_statistics
 from .options import NO_BATCH, Epoch, batches, check_loader
 from .stages import partition_layers
 from .sweeps import DualSweep, LPOMVariables
+from .variables import without_autograd
 from .weights import MomentumUpdate
 
 __all__ = ["LayerParallel"]
@@ -91,11 +92,11 @@ class LayerParallel(Sealed):
             OptionError: If the loader holds no batch, or is an iterator and there is more than one epoch.
         """
         check_loader(loader, epochs)
-        self.method.chain.require_trained()
+        self.method._require_trained()
         self.dual.reset()
         self._momentum, self._shapes = MomentumUpdate(self.layers, self.method.recipe.momentum), []
         history = []
-        with torch.inference_mode(False), torch.no_grad():
+        with without_autograd():
             for number in range(1, epochs + 1):
                 begin, total, samples = time.perf_counter(), 0.0, 0
                 run = _InFlight(self) if self.asynchronous else None
@@ -171,11 +172,11 @@ class LayerParallel(Sealed):
         return received
 
     def _gather(self) -> None:
-        """Broadcast all weights and all running statistics to every process."""
+        """Broadcast all weights and all normalisations to every process."""
         for rank, (first, end) in enumerate(self.parts):
             for layer in self.method.chain.layers[first:end]:
-                statistics = () if layer.norm is None else tuple(layer.norm.buffers())
-                for tensor in (layer.weight, layer.bias, *statistics):
+                normalization = () if layer.norm is None else tuple(layer.norm.state_dict().values())
+                for tensor in (layer.weight, layer.bias, *normalization):
                     if tensor is not None:
                         dist.broadcast(tensor, self._global(rank), group=self.group)
 

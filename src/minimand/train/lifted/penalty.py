@@ -25,7 +25,8 @@ class BlockPenalty(SplitLifted):
 
     Args:
         model: A chain of Linear or Conv2d and monotone activations; trained in place.
-        mu: As in :class:`LPOM`, but 0.03 below the output and 1 there for :meth:`step` if it is None.
+        mu: As in :class:`LPOM`, but if it is None, :meth:`step`, which makes ten sweeps, has :math:`\mu = 1` at the output
+            and a twentieth of the next layer's below.
         loss: ``"squared"`` or ``"cross_entropy"``.
         recipe: Options of the mini-batch mode.
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ...errors import MinimandError, NonFiniteError, OptionError, require_finite
 from ...network.nested import tensors
 from .maps import update_running_statistics
-from .variables import batch_size
+from .variables import batch_size, plainly, without_autograd
 from .weights import MomentumUpdate
 
 if TYPE_CHECKING:
@@ -27,6 +27,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, mode: st
         raise OptionError(f"optimizer must be a torch.optim.Optimizer, got a {type(optimizer).__name__}")
     if mode != "fast":
         raise OptionError(f"mode={mode!r} has steps of its own and takes no optimizer; use mode='fast'")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise OptionError(
+            "LBFGS evaluates the loss several times in a step, which fit does not; call optimizer.step(closure) with a "
+            "closure that calls optimizer.zero_grad() and returns backward(x, y)"
+        )
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not any(id(parameter) in owned for parameter in trained):
@@ -72,8 +77,7 @@ class OptimizerRun:
         decay: Whether the learning rates decay along half a cosine.
     """
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @plainly
     def __init__(self, method: "Lifted[Any]", optimizer: torch.optim.Optimizer, *, decay: bool = False) -> None:
         self.method = method
         self.optimizer = optimizer
@@ -89,7 +93,7 @@ class OptimizerRun:
         if self.rates is not None:
             for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
                 group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * share))
-        with torch.inference_mode(False), torch.no_grad():
+        with without_autograd():
             torch._foreach_copy_(self.kept, self.parameters)
         self.optimizer.step()
         self.updated = True
@@ -111,7 +115,7 @@ class OptimizerRun:
 
     def _restore(self, error: Exception) -> NoReturn:
         if self.updated:
-            with torch.inference_mode(False), torch.no_grad():
+            with without_autograd():
                 torch._foreach_copy_(self.parameters, self.kept)
         raise NonFiniteError(
             f"fit stopped and kept the last good weights: {error}; lower the optimizer's learning rate"
@@ -121,8 +125,7 @@ class OptimizerRun:
 class MiniBatchRun:
     """A run of the mini-batch mode: a direction from each batch, momentum, a decaying rate."""
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @plainly
     def __init__(self, method: "Lifted[Any]") -> None:
         self.method = method
         self.layers = method.chain.layers
@@ -139,8 +142,7 @@ class MiniBatchRun:
         finally:
             method._mu = kept
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @plainly
     def _update(self, x: Tensor, y: Tensor, rate: float) -> float:
         method = self.method
         v, value = self._forward(x, y)
@@ -153,8 +155,7 @@ class MiniBatchRun:
         update_running_statistics(v.maps)
         return value
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @plainly
     def check(self, x: Tensor, y: Tensor) -> None:
         """Check that the loss is finite after the last update."""
         self._forward(x, y)

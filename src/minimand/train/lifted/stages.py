@@ -14,6 +14,7 @@ from .base import plain_tensor
 from .lpom import LPOM
 from .maps import LiftedLayer
 from .sweeps import DualSweep
+from .variables import plainly
 
 __all__ = ["LayerStages", "Stage", "cheapest_cuts", "layer_stages", "partition_layers"]
 
@@ -102,8 +103,7 @@ class LayerStages:
 
 
 @checked
-@torch.inference_mode(False)
-@torch.no_grad()
+@plainly
 def layer_stages(method: LPOM, x: Tensor, y: Tensor, ranks: int, *, bandwidth: float = 1e9) -> LayerStages:
     """Estimate what asynchronous training on some processes costs, from the times of the layers in this one.
 

@@ -1,15 +1,45 @@
 """The auxiliary variables of a batch, and what tells whether a tensor has changed."""
 
+import contextlib
 import dataclasses
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 
 from ...network.nested import tensors
 from .losses import Loss
 from .maps import AffineMap
 
-__all__ = ["Variables", "batch_size", "plain_tensor", "stamp"]
+__all__ = ["Variables", "batch_size", "plain_tensor", "plainly", "stamp", "without_autograd"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@contextlib.contextmanager
+def without_autograd() -> Iterator[None]:
+    """No autograd, no inference mode, and no autocast: what is computed has the type of the parameters."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        for kind in ("cpu", "cuda", "mps", "xpu"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def plainly(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that runs in :func:`without_autograd`."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with without_autograd():
+            return function(*args, **kwargs)
+
+    return run
 
 
 @dataclasses.dataclass

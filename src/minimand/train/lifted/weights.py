@@ -23,12 +23,14 @@ _FEW_BLOCKS = 16
 class Direction(NamedTuple):
     """A change of a layer's weight (outputs × inputs) and bias.
 
-    The change of the weight is ``left @ right``, or ``right`` if ``left`` is None.
+    The change of the weight is ``left @ right``, or ``right`` if ``left`` is None. ``norm`` are the changes of scale and
+    shift of the layer's batch normalisation.
     """
 
     left: Tensor | None
     right: Tensor
     bias: Tensor | None
+    norm: tuple[Tensor, Tensor] | None = None
 
     def dense(self) -> Tensor:
         """The change as one matrix, the bias as its last column."""
@@ -191,7 +193,7 @@ class MomentumUpdate:
     def __init__(self, layers: Sequence[LiftedLayer], momentum: float) -> None:
         self.layers = layers
         self.momentum = momentum
-        pairs = [(layer.weight, layer.bias) for layer in layers if not layer.frozen]
+        pairs = [(layer.weight, layer.bias, *layer.norm_parameters()) for layer in layers if not layer.frozen]
         self._parameters = [tensor for pair in pairs for tensor in pair if tensor is not None]
         self._velocity = [torch.zeros_like(tensor) for tensor in self._parameters]
         self._kept = [tensor.clone() for tensor in self._parameters]
@@ -209,7 +211,7 @@ class MomentumUpdate:
         momentum = min(self.momentum, self._count / (self._count + 10))
         self._count += 1
         velocity = iter(self._velocity)
-        for direction, rate in zip(directions, rates, strict=True):
+        for layer, direction, rate in zip(self.layers, directions, rates, strict=True):
             if direction is None:
                 continue
             weight = next(velocity).flatten(1)
@@ -219,6 +221,10 @@ class MomentumUpdate:
                 weight.addmm_(direction.left, direction.right, beta=momentum, alpha=rate)
             if direction.bias is not None:
                 next(velocity).mul_(momentum).add_(direction.bias, alpha=rate)
+            for number, _ in enumerate(layer.norm_parameters()):
+                moving = next(velocity).mul_(momentum)
+                if direction.norm is not None:
+                    moving.add_(direction.norm[number], alpha=rate)
         torch._foreach_copy_(self._kept, self._parameters)
         torch._foreach_add_(self._parameters, self._velocity)
 

@@ -138,6 +138,10 @@ class LiftedOptions:
         train = RowBatches(x, y, min(self.batch, len(x)), lab.generator())
         return RowSplits(train, RowBatches(*rows(found.validation)), RowBatches(*rows(found.test)), found.classes)
 
+    def words(self) -> tuple[str, ...]:
+        """What a claim says about the number of images."""
+        return (f"at most {self.limit:,} images of each split",) if self.limit else ()
+
     def candidates(self, method: str) -> Sequence[str | float]:
         """The candidates of a method."""
         if method in LIFTED:

@@ -79,7 +79,12 @@ def claims(results: Results[LiftedActivationsOptions]) -> list[Claim]:
             "Advantages of LPOM: trains with any non-decreasing Lipschitz activation",
             "–",
             f"{span(ours, ' %')}, {above} over random hidden layers; worse than SGD with {lost} of {len(names)}",
-            scale(results, registry[results.options.dataset].title, f"{results.options.epochs} epochs"),
+            scale(
+                results,
+                *results.options.words(),
+                registry[results.options.dataset].title,
+                f"{results.options.epochs} epochs",
+            ),
             combine([judge_gain(values, single=ACCURACY) for values in gains]),
         )
     ]
@@ -104,7 +109,7 @@ experiment = Experiment(
             (0,),
             0.1,
         ),
-        "laptop": Preset(LiftedActivationsOptions(), (0, 1, 2), 12),
+        "laptop": Preset(LiftedActivationsOptions(limit=20_000), (0, 1, 2, 3, 4), 40),
         "paper": Preset(LiftedActivationsOptions(epochs=50), (0, 1, 2), 100),
     },
     parts=parts,

@@ -117,7 +117,7 @@ experiment = Experiment(
     ),
     presets={
         "smoke": Preset(LiftedConvOptions(32, 300, epochs=2, datasets=("digits",)), (0, 1), 0.2),
-        "laptop": Preset(LiftedConvOptions(batch=64, limit=30_000), (0, 1, 2, 3, 4), 45),
+        "laptop": Preset(LiftedConvOptions(batch=64, limit=30_000, datasets=("cifar10",)), (0, 1, 2, 3, 4), 45),
         "paper": Preset(LiftedConvOptions(batch=64, epochs=50, channels=(32, 64)), (0, 1, 2), 5000),
     },
     parts=parts,

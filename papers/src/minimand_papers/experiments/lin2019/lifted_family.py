@@ -138,7 +138,8 @@ def claims(results: Results[LiftedFamilyOptions]) -> list[Claim]:
     gains = [results.paired(f"{d} LPOM", f"{d} {method}", "test") for d in datasets for method in others]
     means = [mean_std(values)[0] for values in gains if values]
     better = sum(judge_gain(values) == "reproduced" for values in gains)
-    words = scale(results, " and ".join(registry[d].title for d in datasets), f"{results.options.epochs} epochs")
+    titles = " and ".join(registry[d].title for d in datasets)
+    words = scale(results, *results.options.words(), titles, f"{results.options.epochs} epochs")
     return [
         Claim(
             "Solving LPOM: block coordinate descent never raises the energy",
@@ -176,7 +177,7 @@ experiment = Experiment(
             (0, 1),
             0.1,
         ),
-        "laptop": Preset(LiftedFamilyOptions(batch=64, epochs=10), (0, 1, 2), 45),
+        "laptop": Preset(LiftedFamilyOptions(batch=64, limit=20_000, epochs=10), (0, 1, 2, 3, 4), 60),
         "paper": Preset(LiftedFamilyOptions(batch=64, epochs=50, steps=100), (0, 1, 2), 350),
     },
     parts=parts,

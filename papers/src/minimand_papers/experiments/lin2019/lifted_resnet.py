@@ -21,6 +21,8 @@ class LiftedResNetOptions(LiftedConvOptions):
         width: Channels of the first stage.
     """
 
+    sgd_rates: tuple[float, ...] = (0.1, 0.03)
+    adam_rates: tuple[float, ...] = (1e-2, 3e-3)
     datasets: tuple[str, ...] = ("cifar10",)
     width: int = 8
 
@@ -67,7 +69,7 @@ experiment = Experiment(
     about=(
         "The source names arbitrary topology as future work. ResNet-20 with batch normalisation and additions is "
         "trained by SGD and by Adam, with LPOM's own gradient, which uses no derivative of the activations, and with "
-        "backpropagation's. All have the same epochs, initial weights and batches, and three learning rates, of which "
+        "backpropagation's. All have the same epochs, initial weights and batches, and two learning rates, of which "
         "a tenth of the training images chooses one."
     ),
     presets={
@@ -76,7 +78,7 @@ experiment = Experiment(
             (0,),
             0.3,
         ),
-        "laptop": Preset(LiftedResNetOptions(batch=64, limit=10_000), (0, 1, 2, 3, 4), 240),
+        "laptop": Preset(LiftedResNetOptions(batch=64, limit=5_000), (0, 1, 2, 3, 4), 80),
         "paper": Preset(LiftedResNetOptions(batch=128, epochs=100, width=16), (0, 1, 2), 20_000),
     },
     parts=parts,

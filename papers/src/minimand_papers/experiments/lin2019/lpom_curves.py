@@ -18,6 +18,10 @@ METHODS = ("LPOM", "LPOM-SGD", "SGD", "Adam")
 class LPOMCurvesOptions(LiftedNetworksOptions):
     """One network per dataset."""
 
+    losses: tuple[str, ...] = ("squared", "cross_entropy", "cross_entropy 10")
+    sgd_rates: tuple[float, ...] = (0.1, 0.03, 0.01)
+    adam_rates: tuple[float, ...] = (3e-3, 1e-3, 3e-4)
+    ridges: tuple[float, ...] = (1.0, 10.0, 100.0)
     datasets: tuple[str, ...] = ("mnist", "cifar10")
     nets: tuple[str, ...] = ("300-100", "500-200")
 
@@ -95,7 +99,7 @@ def claims(results: Results[LPOMCurvesOptions]) -> list[Claim]:
             f"Figure 1: LPOM reaches SGD's test accuracy ({', '.join(registry[d].title for d in datasets)})",
             "curves without numbers",
             ", ".join(signed(values, "") for values in gaps.values()) + " points",
-            scale(results, f"{results.options.epochs} epochs"),
+            scale(results, *results.options.words(), f"{results.options.epochs} epochs"),
             combine([judge_parity(values) for values in gaps.values()]),
         )
     ]
@@ -108,14 +112,13 @@ experiment = Experiment(
     about=(
         "Training and test accuracy after every epoch on MNIST and CIFAR-10, from the same initial weights and with "
         "the same batches. The source shows curves without numbers and does not name the networks; ours are options. "
-        "LPOM-SGD is SGD with LPOM's own gradient. Each method has two candidates (the loss for LPOM, the learning "
-        "rate for the optimizers, on the cross-entropy); "
-        "the one that ends best on a tenth of the training images is shown. The seconds are those of training alone. "
+        "LPOM-SGD is SGD with LPOM's own gradient. Each method has three candidates (loss and damping for LPOM, the "
+        "learning rate for the optimizers, on the cross-entropy); the one that ends best on a tenth of the training images is shown. The seconds are those of training alone. "
         "The control has random hidden layers and a ridge regression on top."
     ),
     presets={
         "smoke": Preset(LPOMCurvesOptions(32, 600, epochs=4, datasets=("digits",), nets=("30-30",)), (0, 1), 0.05),
-        "laptop": Preset(LPOMCurvesOptions(), (0, 1, 2, 3, 4), 45),
+        "laptop": Preset(LPOMCurvesOptions(limit=30_000), (0, 1, 2, 3, 4), 70),
         "paper": Preset(LPOMCurvesOptions(epochs=100, nets=("2048-2048-2048", "4000-1000-4000")), (0, 1, 2), 20000),
     },
     parts=parts,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from minimand.train.lifted import LPOM, Epoch, LayerParallel
+from minimand.train.lifted import LPOM, Epoch, LayerParallel, layer_stages
 
 from ...claims import combine, judge_bound, scale
 from ...comparing import Difference, difference
@@ -21,6 +21,8 @@ from ._lifted import LiftedOptions, RowBatches, correct, network, relative_time,
 
 SEIDEL, JACOBI = "one process, Gauss–Seidel", "one process, Jacobi"
 THREADS, SGD = "one process, Gauss–Seidel, all threads", "SGD"
+#: The cost model, whose estimates stand beside the measured times.
+MODEL = "cost model"
 #: What layers on several processes are compared with.
 CONTROLS = (SEIDEL, JACOBI, THREADS, SGD)
 MODES = ("synchronous", "asynchronous")
@@ -34,12 +36,14 @@ class LPOMParallelOptions(LiftedOptions):
         dataset: A name from ``minimand_papers.data.registry``.
         net: Hidden widths.
         processes: Numbers of processes that share the layers.
+        estimated: Numbers of processes for which the cost model estimates the gain, besides the measured ones.
         staleness: The largest number of batches in flight in asynchronous mode; 0: twice the processes above.
     """
 
     dataset: str = "mnist"
     net: str = "1500-1500-1500-1500"
     processes: tuple[int, ...] = (2,)
+    estimated: tuple[int, ...] = (3, 4)
     staleness: int = 0
     epochs: int = 3
 
@@ -50,8 +54,13 @@ def name(mode: str, processes: int) -> str:
 
 
 def parts(options: LPOMParallelOptions) -> list[Part]:
-    """The controls, then several processes in both modes."""
-    return [*map(Part, CONTROLS), *map(Part, several(options))]
+    """The controls, several processes in both modes, and the cost model."""
+    return [Part(part) for part in (*trainings(options), MODEL)]
+
+
+def trainings(options: LPOMParallelOptions) -> list[str]:
+    """The parts that train."""
+    return [*CONTROLS, *several(options)]
 
 
 def several(options: LPOMParallelOptions) -> list[str]:
@@ -59,11 +68,23 @@ def several(options: LPOMParallelOptions) -> list[str]:
     return [name(mode, count) for count in options.processes for mode in MODES]
 
 
+def ranks(options: LPOMParallelOptions) -> list[int]:
+    """The numbers of processes of the cost model, at most one a layer."""
+    layers = len(options.net.split("-")) + 1
+    return [count for count in sorted({*options.processes, *options.estimated}) if count <= layers]
+
+
 def run(options: LPOMParallelOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     """Train from the same weights on the same batches."""
     data = options.data(lab, options.dataset)
     model = network(options.net, data.train.x.shape[1], data.classes)
     batches = data.restarted(lab)
+    if part == MODEL:
+        x, y = next(iter(batches))
+        for count in ranks(options):
+            found = layer_stages(LPOM(model), x, y, count)
+            yield {"ranks": count, f"estimate {count}": found.speedup, "table": str(found)}
+        return
     history: list[Epoch] = []
     if part == SGD:
         history = list(trained("SGD", options.sgd_rates[0], model, batches, options.epochs))
@@ -124,23 +145,36 @@ def _work(
 
 def compare(results: Results[LPOMParallelOptions]) -> list[Comparison]:
     """Accuracies, and times relative to one process."""
-    names = [part.name for part in parts(results.options)]
-    rows = [Comparison(part, None, results.final(part, "test"), "%") for part in names]
+    rows = [Comparison(part, None, results.final(part, "test"), "%") for part in trainings(results.options)]
     ours = several(results.options)
     rows += [relative_time(results, part, JACOBI, f"{part}: an epoch in Jacobi's time") for part in ours]
     for other in (THREADS, SGD):
         rows += [relative_time(results, part, other, f"{part}: an epoch in the time of {other}") for part in ours]
-    return [*rows, relative_time(results, JACOBI, SEIDEL, "Jacobi: an epoch in Gauss–Seidel's time")]
+    rows.append(relative_time(results, JACOBI, SEIDEL, "Jacobi: an epoch in Gauss–Seidel's time"))
+    return [*rows, *_estimates(results)]
+
+
+def _estimates(results: Results[LPOMParallelOptions]) -> list[Comparison]:
+    """The speed-ups of asynchronous processes that the cost model estimates, beside the measured ones."""
+    found = []
+    for count in ranks(results.options):
+        label = f"{count} processes, asynchronous: speed-up over one process with Gauss–Seidel"
+        found.append(Comparison(f"{label}, estimated", None, results.final(MODEL, f"estimate {count}"), "×"))
+        if count in results.options.processes:
+            times = relative_time(results, name("asynchronous", count), SEIDEL, "").measured
+            measured = [1 / max(ratio, 1e-9) for ratio in times]
+            found.append(Comparison(f"{label}, measured", None, measured, "×"))
+    return found
 
 
 def plots(results: Results[LPOMParallelOptions]) -> list[Plot]:
     """Losses, and the table."""
-    rows = compare(results)
-    count = len(parts(results.options))
+    rows, names = compare(results), trainings(results.options)
+    count, end = len(names), -len(_estimates(results))
     return [
-        curves(results, key="loss", title="Loss", y="mean squared error", log=True),
+        curves(results, names, key="loss", title="Loss", y="mean squared error", log=True),
         bars(rows[:count], title="Accuracy", y="test accuracy, %"),
-        bars(rows[count:], title="Time of an epoch, relative", y="ratio"),
+        bars(rows[count:end], title="Time of an epoch, relative", y="ratio"),
     ]
 
 
@@ -191,12 +225,13 @@ experiment = Experiment(
         "boundaries. In synchronous mode they compute the Jacobi sweeps of one process. In asynchronous mode they "
         "continue with the next batch while messages are in flight. The controls are one process with Jacobi "
         "sweeps, one with Gauss–Seidel sweeps, which cannot be distributed, the same with as many threads as there "
-        "are processes, and SGD. Times are the purpose: run "
-        "it with --jobs 1 on an otherwise idle machine. Each process has one thread, but for that control."
+        "are processes, and SGD. A cost model estimates the speed-up of asynchronous processes from the times of the "
+        "layers in one process; its estimate stands beside the measured one. Times are the purpose: run it with "
+        "--jobs 1 on an otherwise idle machine. Each process has one thread, but for that control."
     ),
     presets={
         "smoke": Preset(LPOMParallelOptions(batch=50, limit=200, epochs=1, dataset="digits", net="20-15"), (0,), 0.3),
-        "laptop": Preset(LPOMParallelOptions(limit=10_000), (0, 1, 2), 25),
+        "laptop": Preset(LPOMParallelOptions(limit=4_000), (0, 1, 2, 3, 4), 45),
         "paper": Preset(
             LPOMParallelOptions(net="4000-4000-4000-4000-4000", processes=(2, 3), epochs=20), (0, 1, 2), 2000
         ),
