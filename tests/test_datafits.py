@@ -186,6 +186,21 @@ def test_parameters_of_a_datafit_have_gradients(make, name):
     assert torch.autograd.gradcheck(run, (value,), eps=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("solver", [ProxGD(4), ADMM(4), RCD(4, tau=1.0)], ids=lambda s: type(s).__name__)
+def test_steps_that_follow_the_data_are_constants_of_every_derivative(solver):
+    """The curvature of Poisson's loss depends on its background, and with it the steps and penalties."""
+    problem = next(each for each in datafits.ALL if isinstance(each.datafit, Poisson)).problem(NonNegative())
+
+    def run(value: Tensor) -> Tensor:
+        return solve(dataclasses.replace(problem, datafit=Poisson(value)), solver).x.sin().sum()
+
+    value = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(run(value), value)
+    one = torch.ones((), dtype=torch.float64)
+    torch.testing.assert_close(torch.func.jvp(run, (value.detach(),), (one,))[1], slope)
+    torch.testing.assert_close(torch.func.grad(run)(value.detach()), slope)
+
+
 @other
 def test_operators_without_a_matrix_take_it(case):
     g = torch.Generator().manual_seed(0)

@@ -11,7 +11,7 @@ import torch.autograd.forward_ad as forward_mode
 from torch import Tensor
 from torch.autograd.functional import hessian as eager_hessian
 from torch.autograd.functional import hvp
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from minimand import functions as mf
 from minimand.adjoints import Checkpoint, Implicit, JacobianFree, Unroll
@@ -139,6 +139,16 @@ def _dual_of_gradient(f, point: Tensor, along: Tensor) -> Tensor:
         return forward_mode.unpack_dual(torch.autograd.grad(f(leaf), leaf)[0]).tangent @ along
 
 
+def _after_vjp(f, point: Tensor) -> Tensor:
+    """The gradient, taken when the transform has ended."""
+    return vjp(f, point)[1](torch.ones((), dtype=point.dtype))[0]
+
+
+def _gradient_of_vjp(f, point: Tensor, along: Tensor) -> Tensor:
+    leaf = point.clone().requires_grad_()
+    return torch.autograd.grad(_after_vjp(f, leaf) @ along, leaf)[0] @ along
+
+
 def _gradient_of_dual(f, point: Tensor, along: Tensor) -> Tensor:
     leaf = point.clone().requires_grad_()
     return torch.autograd.grad(_dual(f, leaf, along), leaf)[0] @ along
@@ -150,6 +160,7 @@ FIRST = {
     "dual": _dual,
     "jvp": lambda f, x, d: jvp(f, (x,), (d,))[1],
     "jacrev": lambda f, x, d: jacrev(f)(x) @ d,
+    "vjp": lambda f, x, d: _after_vjp(f, x) @ d,
     "jacfwd": lambda f, x, d: jacfwd(f)(x) @ d,
     "vmap": _vmapped,
 }
@@ -158,6 +169,7 @@ SECOND = {
     "hvp": lambda f, x, d: hvp(f, x, d)[1] @ d,
     "dual of gradient": _dual_of_gradient,
     "gradient of dual": _gradient_of_dual,
+    "gradient of vjp": _gradient_of_vjp,
     "func.hessian": lambda f, x, d: d @ hessian(f)(x) @ d,
     "jacrev of grad": lambda f, x, d: d @ jacrev(grad(f))(x) @ d,
     "jvp of jvp": lambda f, x, d: jvp(lambda p: jvp(f, (p,), (d,))[1], (x,), (d,))[1],

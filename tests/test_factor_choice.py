@@ -155,6 +155,28 @@ def test_blocks_of_one_entry_are_folds():
         assert found["errors"].max() < 100
 
 
+@pytest.mark.filterwarnings("ignore:.*the objective lies outside")
+@pytest.mark.parametrize("make", [NMFCV, LowRankCV, MatrixCompletionCV], ids=lambda m: m.__name__)
+def test_the_choice_and_the_score_do_not_depend_on_the_scale(make):
+    data = planted(shape=(14, 12))
+    data[0, 0] = np.nan if make is MatrixCompletionCV else 1.0
+    model = make(cv=2, n_lams=3, random_state=0, max_iter=10).fit(data)
+    for scale in (2.0**-900, 2.0**900):
+        other = make(cv=2, n_lams=3, random_state=0, max_iter=10).fit(data * scale)
+        assert other.lam_ / scale == pytest.approx(model.lam_)
+        assert other.cv_results_["errors"] == pytest.approx(model.cv_results_["errors"])
+        assert other.score(data * scale) == pytest.approx(model.score(data))
+
+
+def test_folds_of_one_entry_and_constant_data():
+    """Neither has a variance of its own, to which an error could be relative."""
+    few = np.where(np.eye(5, dtype=bool), planted(shape=(5, 5)), np.nan)
+    model = MatrixCompletionCV(cv=5, n_lams=2, random_state=0, max_iter=10).fit(few)
+    assert np.isfinite(model.cv_results_["errors"]).all()
+    for flat in (np.ones((4, 3)), sp.csr_array(np.ones((4, 3)))):
+        assert LowRankCV(cv=3, n_lams=2, random_state=0).fit(flat).n_components_ == 1
+
+
 def test_plots_and_progress(capsys):
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")

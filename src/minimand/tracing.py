@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +81,12 @@ def _primal(tensor: Tensor) -> Tensor:
         dim, level = known.maybe_get_bdim(tensor), known.maybe_get_level(tensor)
         return known._add_batch_dim(_primal(known.get_unwrapped(tensor)), dim, level)
     return forward_mode.unpack_dual(tensor).primal
+
+
+def alive(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors without the wrappers of transforms that have ended, as where the function that ``torch.func.vjp``
+    returns is called: derivatives in the wrappers would be lost."""
+    return [each if is_dynamo_compiling() else torch._C._functorch.unwrap_if_dead(each) for each in tensors]
 
 
 def varies(tensor: Tensor) -> bool:

@@ -71,11 +71,11 @@ def require_2d(Y: Tensor) -> None:
 
 def explained_variance(data: Any, U: Tensor, V: Tensor) -> float:
     """1 − ‖Y − UVᵀ‖² / ‖Y − Ȳ‖² for dense or sparse data; constant data are explained if there is no error."""
-    flat = data if isinstance(data, SparseData) else data.flatten(1)
-    error = 2 * Squared(flat).value(U, V)
-    ones = torch.ones(flat.shape[0], 1, dtype=flat.dtype, device=flat.device)
-    means = (flat.mT @ ones) / flat.shape[0]
-    spread = 2 * Squared(flat).value(ones, means)
+    loss, units = Squared(data if isinstance(data, SparseData) else data.flatten(1)).normalized(U, V)
+    error = loss.value(units.lowered(U), units.lowered(V))
+    ones = torch.ones(loss.Y.shape[0], 1, dtype=loss.Y.dtype, device=loss.Y.device)
+    means = (loss.Y.mT @ ones) / len(ones)
+    spread = loss.value(ones, means)
     return 1 - error / spread if spread > 0 else float(error == 0)
 
 

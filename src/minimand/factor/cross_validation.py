@@ -30,8 +30,9 @@ from sklearn.utils.validation import check_is_fitted
 from ..errors import MissingExtra, NonFiniteError, OptionError, ShapeError
 from .base import Factorization
 from .completion import MatrixCompletion
-from .folds import Fold, block_fold, entry_fold
+from .folds import Fold, block_fold, entry_fold, variance
 from .inputs import Share, lam_grid, require_number, require_whole, seeded_generator
+from .losses import Squared
 from .lowrank import LowRank
 from .nmf import NMF
 from .observed import Observed
@@ -156,6 +157,9 @@ class _CrossValidated(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
 
     def _validated(self, model: Factorization, data: Any, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Errors and ranks, folds × shares."""
+        # Shares of λmax, unlike λ, are the same for the data in the middle of the range, whose squares exist.
+        loss = (data if isinstance(data, Observed) else Squared(data)).normalized()[0]
+        data = loss if isinstance(loss, Observed) else loss.Y
         folds = self._folds(model, data, seeded_generator(self.random_state))
         found = []
         with self._progress(len(folds)) as done, warnings.catch_warnings():
@@ -203,7 +207,8 @@ class _CrossValidated(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
                 f"n_samples={n} and n_features={m}"
             )
         parts = [np.array_split(torch.randperm(size, generator=generator).numpy(), count) for size in (n, m)]
-        return [block_fold(model, data, rows, columns) for rows, columns in zip(*parts, strict=True)]
+        unit = variance(data)
+        return [block_fold(model, data, rows, columns, unit) for rows, columns in zip(*parts, strict=True)]
 
 
 @dataclass(eq=False, repr=False)
@@ -223,7 +228,7 @@ class NMFCV(_CrossValidated):
     Attributes:
         lam_: The largest λ whose error is within one standard error of the smallest (``lam_min_``).
         cv_results_: ``lams``, ``shares``, ``mean_error``, ``standard_error``, ``mean_rank`` and the folds' ``errors``.
-            Errors are relative to the variance of what was held out.
+            Errors are mean squares, relative to the variance of the data.
         model_: The :class:`NMF` fitted to all data at ``lam_``; its attributes are also attributes of this object.
 
     Source: Owen & Perry, 2009, for the folds.
@@ -333,4 +338,5 @@ class MatrixCompletionCV(_CrossValidated):
         if count < 2:
             raise ShapeError(f"cross-validation needs two observed entries at least, got {len(data.values)}")
         order = torch.randperm(len(data.values), generator=generator)
-        return [entry_fold(model, data, part) for part in torch.tensor_split(order, count)]
+        unit = variance(data)
+        return [entry_fold(model, data, part, unit) for part in torch.tensor_split(order, count)]

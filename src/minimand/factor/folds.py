@@ -14,7 +14,7 @@ from .observed import Observed
 from .problem import no_report
 from .sparse import SparseData
 
-__all__ = ["Fold", "block_fold", "entry_fold"]
+__all__ = ["Fold", "block_fold", "entry_fold", "variance"]
 
 #: From shares of λmax, in falling order, to the error and the number of components at each.
 Fold = Callable[[np.ndarray], tuple[list[float], list[int]]]
@@ -35,20 +35,30 @@ def _plain(data: Any) -> Any:
     return data.matrix if isinstance(data, SparseData) else data
 
 
-def block_fold(model: Factorization, data: Any, rows: np.ndarray, columns: np.ndarray) -> Fold:
-    """The fold of one block; its error is relative to the variance of the data."""
+def variance(data: Any) -> float:
+    """The variance of all entries, zeros of sparse data included; of constant data their square, to which errors are
+    relative then."""
+    values = _entries(data).to(torch.float64)
+    count = len(values) if isinstance(data, Observed) else data.numel()
+    mean = float(values.sum()) / count
+    spread = float((values - mean).square().sum()) / count + (1 - values.numel() / count) * mean**2
+    return spread if spread > 1e-12 * mean**2 else mean**2
+
+
+def block_fold(model: Factorization, data: Any, rows: np.ndarray, columns: np.ndarray, unit: float) -> Fold:
+    """The fold of one block; its error is the mean square divided by ``unit``."""
     others = _rest(data.shape[0], rows), _rest(data.shape[1], columns)
     seen, below, beside = (_submatrix(data, r, c) for r, c in (others, (rows, others[1]), (others[0], columns)))
     block = _submatrix(data, rows, columns)
     hidden = (block[:] if isinstance(block, SparseData) else block).to(torch.float64)
-    spread = _spread(_entries(data), data.shape[0] * data.shape[1]) * hidden.numel()
+    whole = unit * hidden.numel()
 
     def run(shares: np.ndarray) -> tuple[list[float], list[int]]:
         errors, ranks, start = [], [], None
         top = clone(model).lambda_max(_plain(seen)) if bool(_entries(seen).any()) else 0.0
         for share in shares:
             if not top > 0:
-                errors.append(float(hidden.square().sum()) / spread)
+                errors.append(float(hidden.square().sum()) / whole)
                 ranks.append(0)
                 continue
             fitted = clone(model).set_params(lam=float(share * top))
@@ -57,20 +67,11 @@ def block_fold(model: Factorization, data: Any, rows: np.ndarray, columns: np.nd
             start = (U, V) if fitted.n_components_ else None
             codes = fitted._encoded(below, V)[0]
             other = fitted._encoded(_turned(beside), U)[0]
-            errors.append(float((hidden - (codes @ other.mT).to(torch.float64)).square().sum()) / spread)
+            errors.append(float((hidden - (codes @ other.mT).to(torch.float64)).square().sum()) / whole)
             ranks.append(fitted.n_components_)
         return errors, ranks
 
     return run
-
-
-def _spread(values: Tensor, count: int) -> float:
-    """The variance of ``count`` entries, of which all but ``values`` are zero."""
-    wide = values.to(torch.float64)
-    mean = float(wide.sum()) / count
-    total = float((wide - mean).square().sum()) + (count - wide.numel()) * mean * mean
-    floor = 1e-12 * float(wide.square().sum())  # of constant data
-    return max(total, floor, float(torch.finfo(torch.float64).tiny)) / count
 
 
 def _turned(data: Any) -> Any:
@@ -78,11 +79,11 @@ def _turned(data: Any) -> Any:
 
 
 def _entries(data: Any) -> Tensor:
-    return data.values if isinstance(data, SparseData) else data
+    return data.values if isinstance(data, SparseData | Observed) else data
 
 
-def entry_fold(model: Any, data: Observed, part: Tensor) -> Fold:
-    """The fold of some observed entries; its error is relative to the variance of all of them."""
+def entry_fold(model: Any, data: Observed, part: Tensor, unit: float) -> Fold:
+    """The fold of some observed entries; its error is the mean square divided by ``unit``."""
     held = torch.zeros(len(data.values), dtype=torch.bool)
     held[part] = True
     held = held.to(data.values.device)
@@ -90,7 +91,7 @@ def entry_fold(model: Any, data: Observed, part: Tensor) -> Fold:
         replace(data, values=data.values[kept], index=(data.index[0][kept], data.index[1][kept]))
         for kept in (~held, held)
     )
-    spread = _spread(data.values, len(data.values)) * len(hidden.values)
+    whole = unit * len(hidden.values)
 
     def run(shares: np.ndarray) -> tuple[list[float], list[int]]:
         errors, ranks, start = [], [], None
@@ -103,7 +104,7 @@ def entry_fold(model: Any, data: Observed, part: Tensor) -> Fold:
             found = fitted._solve(problem, start, no_report)
             start = (found.U, found.V) if found.V.shape[1] else None
             found = found.in_units(scale)
-            errors.append(2 * hidden.value(found.U, found.V) / spread)
+            errors.append(2 * hidden.value(found.U, found.V) / whole)
             ranks.append(int(found.V.shape[1]))
         return errors, ranks
 

@@ -201,8 +201,9 @@ class Observed(Loss):
 
     def explained(self, U: Tensor, V: Tensor) -> float:
         """The share of the variance of the observed entries that UVᵀ explains."""
-        centred = self.values.to(torch.float64) - self.values.to(torch.float64).mean()
-        spread, error = float(centred.square().sum()), 2 * self.value(U, V)
+        loss, units = self.normalized(U, V)
+        values, error = loss.values.to(torch.float64), 2 * loss.value(units.lowered(U), units.lowered(V))
+        spread = float((values - values.mean()).square().sum())
         return 1 - error / spread if spread > 0 else float(error == 0)
 
 

@@ -80,6 +80,11 @@ class Datafit(abc.ABC):
         """−f′(t; y), which is ``y − t`` for squares; None is the origin."""
         return -self.gradient(torch.zeros_like(y) if t is None else t, y)
 
+    def _constant_curvature(self, y: Tensor) -> float | Tensor:
+        """:meth:`curvature` for a step or penalty, which is a constant of every derivative."""
+        with constant():
+            return self.curvature(y)
+
     def check(self, y: Tensor) -> None:  # noqa: B027 -- most datafits take every y
         """Raise for data that the loss is not defined for."""
 

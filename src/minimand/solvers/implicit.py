@@ -21,7 +21,7 @@ from torch.compiler import is_dynamo_compiling
 from ..errors import CapabilityError
 from ..functions.base import Function
 from ..operators.base import LinearOperator
-from ..tracing import constant, forward_rule, is_compiled, is_constant, pullback, tangent_of, varies
+from ..tracing import alive, constant, forward_rule, is_compiled, is_constant, pullback, tangent_of, varies
 
 __all__ = ["Equation", "Parts", "attached", "full_precision", "transformed"]
 
@@ -205,7 +205,7 @@ class _Correction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not is_compiled(grad):
             raise CapabilityError(f"a second derivative {_MISSED}")
-        x, *params = ctx.saved_tensors
+        x, *params = alive(ctx.saved_tensors)
         with full_precision(x):
             u = ctx.equation.inverse(grad, True, x, *params)
         return None, u, None, *(None for _ in params)
@@ -226,7 +226,7 @@ class _Solution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, *params = saved = ctx.saved_tensors
+        x, *params = saved = alive(ctx.saved_tensors)
         wanted = [k for k, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
         with full_precision(x):
             u = ctx.equation.solve(grad, True, x, *params)

@@ -131,7 +131,7 @@ class Problem:
 
     def curved(self, bound: Tensor) -> Tensor:
         r""":math:`\kappa` times a bound on a squared norm of A: a bound on the curvature along the same directions."""
-        return bound if self.is_quadratic else bound * self.datafit.curvature(self.y)
+        return bound if self.is_quadratic else bound * self.datafit._constant_curvature(self.y)
 
     def descent(self, x: Tensor | None, linear: Tensor) -> Tensor:
         r"""The negative gradient of the smooth part, :math:`b - Af'(A^\top x; y) - \lambda x`, given :meth:`linear`."""

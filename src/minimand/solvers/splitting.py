@@ -49,7 +49,7 @@ class Prediction(NamedTuple):
         if problem.is_quadratic:
             return None
         t = torch.zeros_like(problem.y) if x0 is None else problem.operator.adjoint(x0)
-        curvature = problem.datafit.curvature(problem.y)
+        curvature = problem.datafit._constant_curvature(problem.y)
         penalty = torch.where(curvature > 0, curvature, 1.0) if isinstance(curvature, Tensor) else curvature or 1.0
         # The multiplier σw is the derivative of f, so that the first system has the plain layer on its right-hand side.
         return cls(t, problem.datafit.gradient(t, problem.y) / penalty, penalty)

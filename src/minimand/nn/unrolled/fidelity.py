@@ -90,7 +90,7 @@ class Fidelity:
         return self.operator.adjoint(self.datafit.gradient(self.operator.apply(x), self.y))
 
     def _curvature(self) -> float:
-        return float(self.datafit.curvature(self.y)) * self.norm_sq
+        return float(self.datafit._constant_curvature(self.y)) * self.norm_sq
 
     def value(self, x: Tensor) -> Tensor:
         """The data term of each sample in float64; zero for exact measurements, which every iterate satisfies."""
