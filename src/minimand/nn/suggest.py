@@ -18,7 +18,7 @@ from .conversion.change import apply
 from .conversion.plan import LayerPlan, Plan, Rule, targets
 from .conversion.planner import Planner, readings
 from .convert import check_convertible
-from .explain import fastest
+from .explain import fastest, kept
 from .layers import SolverLayer
 from .options import SolverOptions
 
@@ -239,7 +239,7 @@ class _Search:
 
     def _layer(self, path: str, calls: list[tuple[Any, ...]]) -> _Measured:
         layer = self.layers[path]
-        given: list[Any] = [None if part is None else part.detach() for part in calls[-1]]
+        given: list[Any] = [kept(layer, part) for part in calls[-1]]
         y = given[0].clone().requires_grad_()
         weights = [p for p in layer.parameters() if p.requires_grad]
 
