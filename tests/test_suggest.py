@@ -118,6 +118,8 @@ def test_wrong_arguments_get_a_sentence():
         suggest(net, torch.randn(4, 3, 6, 6))
     with pytest.raises(ConversionError, match="does not run on the example"):
         suggest(net, torch.randn(4, 2, 6, 6).double())
+    with pytest.raises(OptionError, match="no samples"):
+        suggest(net, torch.randn(0, 2, 6, 6))
     with pytest.raises(ConversionError, match="fails on the batch"):
         suggest(net, torch.randn(4, 2, 6, 6), loss=lambda out: out["missing"])
     other = network()
