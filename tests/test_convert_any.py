@@ -15,7 +15,7 @@ from .cases.forwards import FORWARDS
 JARGON = re.compile(
     r"trac(ed|ing)|proxy|symbolic|graph|torch\.fx|__torch_function__|NoneType|object at 0x", re.IGNORECASE
 )
-REFUSED = {"parameters only", "scripted", "raises", "quantised"}
+REFUSED = {"parameters only", "scripted", "raises", "quantised", "layers inside vmap", "gradient of layers"}
 
 
 def answers(names):

@@ -128,6 +128,18 @@ def test_inference_mode_empty_batches_and_half_precision():
     assert report.objective[2] < report.objective[0] < float("inf")
 
 
+class _Mixed(nn.Sequential):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float()
+
+
+def test_a_forward_under_autocast_is_explained():
+    """Its second layer gets bfloat16 for a weight in float32."""
+    net = convert(_Mixed(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2)), ProxGD(4))
+    assert [layer.path for layer in explain(net, torch.randn(3, 8)).layers] == ["0", "2"]
+
+
 def test_the_report_is_of_the_solver_that_runs():
     layer = SolverLinear(16, 16, solver=ProxSG(6), eval_mode="deterministic").eval()
     x = torch.randn(8, 16)

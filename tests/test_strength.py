@@ -495,3 +495,32 @@ def test_a_given_strength_is_a_share_of_the_solvers_own_step_however_long_it_is(
         rest = solve(problem, ProxGD(4, step=step), x0=torch.relu(layer.plain(y))).x
         assert step > 1
         torch.testing.assert_close(torch.relu(layer(y)), rest, rtol=1e-9, atol=1e-9)
+
+
+class _Repeating(nn.Module):
+    """A layer that a sample passes several times, or copies of it that it passes once each."""
+
+    def __init__(self, copies, beside=False):
+        super().__init__()
+        self.parts, self.beside = nn.ModuleList([nn.Linear(8, 8)] * 6), beside
+        if copies:
+            self.parts = copy.deepcopy(nn.ModuleList([nn.Sequential(part) for part in self.parts]))
+            for part in self.parts:
+                part[0].load_state_dict(self.parts[0][0].state_dict())
+
+    def forward(self, x):
+        if self.beside:
+            return torch.stack([torch.relu(part(x)) for part in self.parts]).mean(0)
+        for part in self.parts:
+            x = torch.relu(part(x))
+        return x
+
+
+def test_a_layer_counts_as_often_as_a_sample_passes_it():
+    net, x = _Repeating(copies=False), torch.rand(3, 8)
+    found = convert(net, ProxGD(10), example=x)
+    assert found.parts[0].strength == pytest.approx(0.3 / 9 / 6)
+    unrolled = _Repeating(copies=True)
+    assert convert(unrolled, ProxGD(10), example=x).parts[0][0].strength == pytest.approx(found.parts[0].strength)
+    beside = convert(_Repeating(copies=False, beside=True), ProxGD(10), example=x)
+    assert beside.parts[0].strength == pytest.approx(0.3 / 9)

@@ -53,6 +53,17 @@ def test_keywords_tuples_and_losses():
     assert "net.0" in suggest(Named(), batch, budget=50.0).converted
 
 
+class _Mixed(nn.Sequential):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float()
+
+
+def test_layers_under_autocast_are_measured():
+    net = _Mixed(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2))
+    assert suggest(net, torch.randn(64, 8), budget=200.0).converted.keys() == {"0", "2"}
+
+
 def test_iterations_go_where_they_close_most_of_the_gap_for_the_time(monkeypatch):
     """Against all combinations of two layers: the greedy choice is within the budget and cannot be extended."""
     monkeypatch.setattr(_Search, "__init__", lambda self: None)
@@ -107,6 +118,8 @@ def test_wrong_arguments_get_a_sentence():
         suggest(net, torch.randn(4, 3, 6, 6))
     with pytest.raises(ConversionError, match="does not run on the example"):
         suggest(net, torch.randn(4, 2, 6, 6).double())
+    with pytest.raises(OptionError, match="no samples"):
+        suggest(net, torch.randn(0, 2, 6, 6))
     with pytest.raises(ConversionError, match="fails on the batch"):
         suggest(net, torch.randn(4, 2, 6, 6), loss=lambda out: out["missing"])
     other = network()

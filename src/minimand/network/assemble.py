@@ -101,6 +101,9 @@ def _reasons(run: RecordedRun) -> tuple[str, ...]:
     if run.error is not None:
         return (run.error,)
     found = [f"the forward draws from {name}, whose numbers are not recorded" for name in run.drew]
+    if run.recorder.transformed:
+        first = next(iter(run.recorder.transformed))
+        found.append(f"{first} is called inside a transform of torch.func, whose calls are not recorded")
     if not run.outputs:
         found.append("the forward returns no tensor that the reader finds")
     if any(value.source == "unseen" for value in run.outputs):

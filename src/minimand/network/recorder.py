@@ -91,6 +91,8 @@ class Recorder(TorchFunctionMode):
         self.outside: dict[int, Tensor] = {}
         #: Tensors that were changed out of sight, by the index of the value after that.
         self.stray: dict[int, Tensor] = {}
+        #: The paths of modules that ran inside a transform of torch.func, where calls are not recorded.
+        self.transformed: dict[str, None] = {}
         self._paths, self._known, self._saved = paths, known, saved
         self._devices = tuple(dict.fromkeys(("cpu", device)))
         self._runs: collections.Counter[str] = collections.Counter()
@@ -127,6 +129,8 @@ class Recorder(TorchFunctionMode):
             return
         with torch._C.DisableTorchFunction():
             path = self._paths[module]
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                self.transformed[path] = None
             inputs = tuple(self._value(tensor) for tensor in tensors((args, kwargs)))
             kind, parent = type(module).__name__, self._stack[-1].index if self._stack else None
             frame = ModuleFrame(len(self.frames), path, kind, self._runs[path], parent, inputs, _place(), tuple(kwargs))
@@ -256,8 +260,10 @@ class Recorder(TorchFunctionMode):
                     return slot.value
         source, name = self._known.get(id(tensor), ("unseen", ""))
         value = self._bind(tensor, source, name)
-        self.outside[value.index] = tensor
-        self._foreign.add(id(tensor))
+        # Inside vmap and grad transforms modules get wrappers, which do not outlive the transform.
+        if not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            self.outside[value.index] = tensor
+            self._foreign.add(id(tensor))
         return value
 
     def _bind(self, tensor: Tensor, source: Source, name: str, call: int | None = None) -> Value:

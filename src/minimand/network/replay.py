@@ -102,7 +102,7 @@ def _sources(network: "Network", copies: bool) -> dict[int, Tensor]:
     named.update(network.model.named_buffers(remove_duplicate=False))
     found = {}
     for value in network.values:
-        if value.source in ("parameter", "buffer", "constant", "unseen"):
+        if value.source in ("parameter", "buffer") or value.index in network.held:
             tensor = named[value.name] if value.source in ("parameter", "buffer") else network.held[value.index]
             found[value.index] = tensor.detach().clone() if value.index in changed else tensor
     return found

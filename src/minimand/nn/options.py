@@ -43,9 +43,10 @@ class SolverOptions:
         strength: A number in [0, 1] by which steps are multiplied. At 0 a layer that starts from the plain one *is* the
             plain one. Methods without a step move pre-activations by this share of the way instead (ADMM: by its
             relaxation). None: 1 from zero. From the plain start 0.3, divided by the number of iterations beyond the
-            first of all layers that are converted together (momentum counts more), and at most 0.1: 0.017 for two
-            layers of ten iterations. At this default automatic steps are at most 1, the step of the plain layer, so
-            that layers with small weights, such as those before a normalisation that starts at zero, keep their scale.
+            first of all layers that are converted together (momentum counts more, and a layer through which a sample
+            passes several times counts as often), and at most 0.1: 0.017 for two layers of ten iterations. At this
+            default automatic steps are at most 1, the step of the plain layer, so that layers with small weights, such
+            as those before a normalisation that starts at zero, keep their scale.
         learn_strength: Make the strength a Parameter of the layer, clamped to [0, 1].
         refresh: ``"drift"``: the step follows the weight. ``"epoch"``: it is computed when training begins and at every
             call of ``train()``, as in [Bibi2019]; **unsafe**, since the weight moves meanwhile.

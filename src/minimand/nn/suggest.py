@@ -18,7 +18,7 @@ from .conversion.change import apply
 from .conversion.plan import LayerPlan, Plan, Rule, targets
 from .conversion.planner import Planner, readings
 from .convert import check_convertible
-from .explain import fastest
+from .explain import fastest, kept
 from .layers import SolverLayer
 from .options import SolverOptions
 
@@ -29,7 +29,8 @@ Loss = Callable[[Any], Tensor]
 # Numbers of iterations to choose from; 1 is the plain layer.
 _LADDER = (1, 2, 3, 4, 5, 6, 8, 10)
 _REFERENCE_ITERATIONS = 100
-_REPEATS = 3
+_REPEATS, _MOST_REPEATS = 3, 12
+_MEASURING = 0.05  # seconds of plain steps beyond which three are enough
 # Samples on which convergence is measured.
 _ROWS = 16
 
@@ -65,6 +66,8 @@ def suggest(model: nn.Module, batch: Any, *, budget: float = 3.0, loss: Loss | N
     check_convertible(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConversionError("suggest measures training steps, but no parameter of the model requires a gradient")
+    if not any(tensor.numel() for tensor in tensors(bound(batch))):
+        raise OptionError("suggest measures time on a batch, but this one has no samples; give it a training batch")
     records = readings(model, batch)
     with torch.inference_mode(False), preserved(model):
         kinds = _kinds(model, records)
@@ -143,6 +146,8 @@ class _Search:
         model.train()
         self.net.train()
         self.model, self.plain = model, self._step(model)
+        # Short times vary more.
+        self.repeats = min(max(_REPEATS, int(_MEASURING / max(self.plain, 1e-9))), _MOST_REPEATS)
         self.measured = {path: measured for path, measured in self._measure().items() if measured is not None}
         self.ratio = 1.0
 
@@ -198,7 +203,7 @@ class _Search:
 
     def _ratio(self) -> float:
         """The time of a step relative to the plain one, measured in turns, so that other load counts for both."""
-        times = [(self._step(self.net), self._step(self.model)) for _ in range(_REPEATS)]
+        times = [(self._step(self.net), self._step(self.model)) for _ in range(self.repeats)]
         return min(ours for ours, _ in times) / min(plain for _, plain in times)
 
     def _step(self, model: nn.Module) -> float:
@@ -239,7 +244,7 @@ class _Search:
 
     def _layer(self, path: str, calls: list[tuple[Any, ...]]) -> _Measured:
         layer = self.layers[path]
-        given: list[Any] = [None if part is None else part.detach() for part in calls[-1]]
+        given: list[Any] = [kept(layer, part) for part in calls[-1]]
         y = given[0].clone().requires_grad_()
         weights = [p for p in layer.parameters() if p.requires_grad]
 
@@ -252,7 +257,7 @@ class _Search:
             self._set({path: count})
             with torch.enable_grad():
                 run()
-                times.append(len(calls) * fastest(run, _REPEATS))
+                times.append(len(calls) * fastest(run, self.repeats))
         self._set({path: 1})
         some = [part[:_ROWS] if isinstance(part, Tensor) and len(part) == len(y) else part for part in given]
         return _Measured(times[0], times[1], max(times[2] - times[1], 0.0) / 4, _closed(layer, some))

@@ -170,3 +170,19 @@ class Vmapped(nn.Module):
 
     def forward(self, x):
         return self.b(torch.vmap(lambda row: row / row.norm())(self.a(x)))
+
+
+@listed("layers inside vmap", (2, 4), opaque="inside a transform", exact=False)
+class VmappedLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return torch.vmap(lambda row: self.b(torch.relu(self.a(row))))(x)
+
+
+@listed("gradient of layers", (2, 4), opaque="inside a transform", exact=False)
+class Score(VmappedLayers):
+    def forward(self, x):
+        return torch.vmap(torch.func.grad(lambda row: self.b(torch.tanh(self.a(row))).sum()))(x)

@@ -248,7 +248,8 @@ def _check(network: Network, paths: Mapping[nn.Module, str], place: Places, call
     layers = Counter(call.place.owner for call in network.calls if role(call) in ("linear", "conv"))
     for module, new in place.items():
         converted = isinstance(new, SolverLayer) and not isinstance(module, SolverLayer)
-        expected = layers[module] if converted else min(runs[module], calls[new] or 1)
+        # Inside a transform of torch.func the runs of modules are seen, their calls are not.
+        expected = (layers[module] or runs[module]) if converted else min(runs[module], calls[new] or 1)
         stateless = next(module.parameters(), None) is None or isinstance(module, torch.jit.ScriptModule)
         if calls[new] != expected and not stateless:
             way = "use inplace=True" if place[network.model] is not network.model else "hold it as an attribute"

@@ -11,7 +11,7 @@ from ...errors import ConversionError, MinimandError
 from ...functions import Zero, from_activation
 from ...network import Network, role
 from ...network.reading import read_modes
-from ...network.record import Call, CallSite, ModuleFrame
+from ...network.record import Call, CallSite, ModuleFrame, Value
 from ...solvers import SVRG, ProxSG, Solver
 from ...solvers.sampling import Importance, resolve_sampling
 from ..options import SolverOptions
@@ -70,9 +70,21 @@ class Planner:
             if count == len(self.rules):
                 self._resolve()
         plain = [layer for layer in self.plan.converted.values() if layer.options.begins("plain") == "plain"]
-        reach = sum(layer.options.solver.reach for layer in plain)
+        reach = sum(layer.options.solver.reach * self._rounds(layer.module) for layer in plain)
         for layer in self.plan.converted.values():
             layer.options = layer.options.filled("plain", "deterministic", reach)
+
+    def _rounds(self, module: nn.Module) -> int:
+        """The largest number of calls of a layer of which each depends on the one before."""
+        counts = [0] if len(self.calls.get(module, ())) > 1 else []
+        for network in self.plan.records if counts else ():
+            made: dict[Value, int] = {}
+            for call in network.calls:
+                before = max((made.get(value, 0) for value in call.reads), default=0)
+                here = call.place.owner is module and role(call) in ("linear", "conv")
+                made.update(dict.fromkeys(call.produces, before + here))
+            counts += made.values()
+        return max(1, *counts) if counts else 1
 
     def _refuse(self, path: str, why: str) -> None:
         self.plan.refused[path] = why
@@ -121,6 +133,8 @@ class Planner:
             for call in network.calls:
                 if any(value.source == "parameter" and value.name.rpartition(".")[0] == path for value in call.inputs):
                     return f"{call.name} uses its weight without calling the layer; call the layer itself"
+            if any(frame.path == path for frame in network.frames):
+                return f"it is called inside a transform of torch.func, which cannot be read; {rule}"
         return f"no forward calls it on this input; remove it, pass an example that reaches it, or {rule}"
 
     def _after(self, network: Network, call: Call) -> After:
