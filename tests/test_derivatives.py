@@ -399,3 +399,17 @@ def test_a_checkpoint_refuses_to_draw_its_samples_for_a_batch_of_gradients():
     (found,) = torch.autograd.grad(layer(y), [y], rows, is_grads_batched=True)
     expected = [torch.autograd.grad(layer(y), [y], row)[0] for row in rows]
     torch.testing.assert_close(found, torch.stack(expected))
+
+
+@pytest.mark.parametrize("name", ["learned scale", "learned exponent", "learned radius", "l1"])
+def test_a_hessian_in_one_number(name):
+    """The gradient of a sum is one number in shared memory, which torch.func does not take as it is."""
+    g = torch.Generator().manual_seed(0)
+    A, y = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in ((4, 6), (2, 6)))
+
+    def f(p: Tensor) -> Tensor:
+        return solve(Problem(Dense(A), FUNCTIONS[name](p[None]), y), FISTA(600), adjoint=Implicit()).x.sum()
+
+    at = torch.tensor(0.5, dtype=torch.float64)
+    slope = (grad(f)(at + WIDTH) - grad(f)(at - WIDTH)) / (2 * WIDTH)
+    torch.testing.assert_close(hessian(f)(at), slope, rtol=1e-5, atol=1e-7)

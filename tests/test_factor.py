@@ -286,9 +286,10 @@ def test_cp_tensor_closed_form_on_orthogonal_components():
 
 
 @pytest.mark.filterwarnings("ignore:.*stopped before its certificate")
-def test_cp_gap_is_never_understated():
+@pytest.mark.parametrize("shape", [(5, 4, 3), (4, 3, 3, 2)], ids=str)
+def test_cp_gap_is_never_understated(shape):
     rng = np.random.default_rng(0)
-    Y = rng.normal(size=(5, 4, 3))
+    Y = rng.normal(size=shape)
     best = min(CPTensor(0.8, random_state=seed).fit(Y).objective_ for seed in range(2))
     for k in (1, 2):
         model = CPTensor(0.8, n_components=k, random_state=0, max_iter=5).fit(Y)

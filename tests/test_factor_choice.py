@@ -136,6 +136,25 @@ def test_the_choice_of_completion_predicts_better_than_both_ends_of_the_grid():
     assert MatrixCompletionCV([1.0, 5.0], cv=2, random_state=0).fit(noisy).lam_ in (1.0, pytest.approx(5.0))
 
 
+def test_grids_take_numbers_and_shares():
+    top = LowRank(1.0).lambda_max(Y)
+    lams = [Share(0.5), "10%", 0.02 * top]
+    path = LowRank(1.0, random_state=0).path(Y, lams)
+    assert [model.lam for model in path] == pytest.approx([0.5 * top, 0.1 * top, 0.02 * top])
+    for make in (LowRankCV, MatrixCompletionCV, NMFCV):
+        model = make(lams, cv=2, random_state=0, **({"r_max": 4} if make is NMFCV else {})).fit(np.abs(Y))
+        assert model.cv_results_["shares"] == pytest.approx([0.5, 0.1, 0.02], rel=0.1)
+
+
+@pytest.mark.filterwarnings("error")
+def test_blocks_of_one_entry_are_folds():
+    for make in (LowRankCV, MatrixCompletionCV):
+        data = planted(noise=0.3, shape=(12, 6)) if make is LowRankCV else np.where(np.eye(8) > 0, Y[:8, :8], np.nan)
+        found = make(cv=100, n_lams=3, random_state=0, max_iter=20).fit(data).cv_results_
+        assert np.isfinite(found["errors"]).all()
+        assert found["errors"].max() < 100
+
+
 def test_plots_and_progress(capsys):
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
@@ -175,6 +194,7 @@ BAD = [
     (LowRankCV(cv=2.5), Y, "cv must be a whole number"),
     (LowRankCV([0.0]), Y, "lams must be"),
     (LowRankCV([]), Y, "lams must be"),
+    (LowRankCV("5%"), Y, "lams must be"),
     (LowRankCV(), np.zeros((4, 4)), "every entry of Y is zero"),
     (LowRankCV(), Y[:1], "n_samples=1"),
     (NMFCV(), -Y, "Negative values"),

@@ -212,6 +212,24 @@ def test_closures(fused, call):
     prox.detach()
 
 
+@pytest.mark.parametrize("rows", [4, 40])
+@pytest.mark.parametrize("inside", [False, True])
+def test_rows_from_before_a_closure_count(inside, rows):
+    """Lightning passes a closure that does nothing, or the last micro-batch of an accumulated gradient."""
+    net, (x, y) = _net(), _batch(rows)
+    prox, optimizer = _start(net)
+    expected = _expected(net, x, y)
+    cut = rows // 2 if inside else rows
+
+    def backward(some):
+        (_loss(net, x[some], y[some]) * len(x[some]) / rows).backward()
+
+    backward(slice(cut))
+    optimizer.step(lambda: backward(slice(cut, None)) if inside else None)
+    torch.testing.assert_close(_grads(net), expected)
+    prox.detach()
+
+
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.RMSprop, torch.optim.AdamW])
 def test_any_optimizer_with_parameter_groups(make):
     net, reference, (x, y) = _net(), _net(), _batch()

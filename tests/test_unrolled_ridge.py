@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from minimand.nn import RidgeNet, RidgeTrainer, diagnose
+from minimand.nn.unrolled import filterbank
 from minimand.nn.unrolled.descent import descend
 from minimand.nn.unrolled.fidelity import Fidelity, tightness
 from minimand.nn.unrolled.filterbank import analysis, synthesis
@@ -73,8 +74,42 @@ def test_value_and_gradient_are_those_of_the_grammar(channels: int) -> None:
     torch.testing.assert_close(R.value(x.detach()), value.detach(), rtol=1e-9, atol=1e-9)
     (slope,) = torch.autograd.grad(value.sum(), x)
     torch.testing.assert_close(R.gradient(x.detach()), slope)
+    together, gradient = R.evaluated(x.detach())
+    torch.testing.assert_close(together, value.detach())
+    torch.testing.assert_close(gradient, slope)
     parts = [part.clone().requires_grad_() for part in R]
     assert torch.autograd.gradcheck(lambda x, *parts: RidgeRegularizer(*parts).gradient(x), (x, *parts))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 100])
+def test_the_regulariser_does_not_depend_on_the_strips(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Value, gradient and their derivatives are torch's, strip by strip."""
+    monkeypatch.setattr(filterbank, "_STRIP", rows * 6 * 8)
+    torch.manual_seed(0)
+    parts = [torch.randn(6, 2, 3, 3), torch.rand(6) + 0.1, 1.5 * torch.rand(6), torch.randn(3, 2, 9, 8)]
+    *parts, x = (part.double().requires_grad_() for part in parts)
+    R = RidgeRegularizer(*parts)
+    features = F.conv2d(x, R.weight, padding=1)
+    torch.testing.assert_close(R.value(x), R.potential.values(features).flatten(1).sum(1).detach())
+    plain = F.conv_transpose2d(R.potential.gradient(features), R.weight, padding=1)
+    torch.testing.assert_close(R.gradient(x), plain)
+    probe = torch.randn_like(x)
+    ours, theirs = (torch.autograd.grad((each * probe).sum(), (x, *R)) for each in (R.gradient(x), plain))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_the_value_of_large_and_small_features_is_finite_and_accurate() -> None:
+    """Single precision against double precision, from 1e-6 to 1e30 times the scale."""
+    weight, scale, exponent = torch.ones(3, 1, 1, 1), torch.full((3,), 1e-3), torch.tensor([0.0, 0.75, 0.999])
+    for size in (1e-9, 1e-6, 1e-3, 1.0, 1e15):
+        x = size * torch.linspace(0.1, 1, 20).reshape(1, 1, 4, 5)
+        value, slope = RidgeRegularizer(weight, scale, exponent).evaluated(x)
+        exact = RidgeRegularizer(weight.double(), scale.double(), exponent.double()).evaluated(x.double())
+        torch.testing.assert_close(value, exact[0], rtol=1e-5, atol=0)
+        torch.testing.assert_close(slope.double(), exact[1], rtol=1e-4, atol=0)
+    value, slope = RidgeRegularizer(weight, scale, exponent).evaluated(torch.full((1, 1, 4, 5), 1e30))
+    assert bool(value.isfinite())
+    assert bool(slope.isfinite().all())
 
 
 def test_under_a_function_transform_the_gradient_is_the_same() -> None:

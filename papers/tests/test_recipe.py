@@ -97,6 +97,19 @@ def test_the_recipe_learns_digits(tmp_path: Path, bfloat16: bool) -> None:
     assert last["test"] > 80
 
 
+@pytest.mark.parametrize("has", [False, True])
+def test_products_are_in_bfloat16_only_where_the_processor_has_instructions(
+    monkeypatch: pytest.MonkeyPatch, has: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_bf16": has})
+    seen = set[torch.dtype]()
+    net = nn.Linear(4, 3)
+    net.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
+    rows = torch.randn(6, 4), torch.randint(3, (6,))
+    train_head(net, Features(rows, rows, rows), HeadTraining(0.1, bfloat16=True), torch.Generator())
+    assert seen == {torch.bfloat16 if has else torch.float32}
+
+
 def test_cached_features_are_the_trunks_and_train_a_head(tmp_path: Path) -> None:
     torch.manual_seed(0)
     lab = Lab(tmp_path / "net", 0)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .context import Lab
+from .recipe import bfloat16_products
 from .training import Loaders
 
 __all__ = ["Features", "HeadTraining", "cache", "cached", "head_accuracy", "train_head"]
@@ -52,7 +53,7 @@ class HeadTraining:
         momentum: Nesterov's momentum.
         weight_decay: Weight decay.
         smoothing: Label smoothing.
-        bfloat16: Compute products in bfloat16.
+        bfloat16: Compute products in bfloat16, on devices with instructions for it.
     """
 
     rate: float
@@ -76,10 +77,11 @@ def train_head(net: nn.Module, data: Features, how: HeadTraining, generator: tor
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / rising, (steps - step) / max(1, steps - rising))
     )
+    bfloat16 = how.bfloat16 and bfloat16_products(features.device)
     net.train()
     for index in _batches(len(features), batch, steps, generator):
         optimizer.zero_grad()
-        with torch.autocast(features.device.type, torch.bfloat16, enabled=how.bfloat16):
+        with torch.autocast(features.device.type, torch.bfloat16, enabled=bfloat16):
             logits = net(features[index])
         loss = nn.functional.cross_entropy(logits.float(), labels[index], label_smoothing=how.smoothing)
         loss.backward()

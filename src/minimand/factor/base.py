@@ -25,6 +25,7 @@ from .inputs import (
     Units,
     as_share,
     as_tensor,
+    lam_grid,
     leveled,
     raised,
     real,
@@ -264,15 +265,16 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             raise ShapeError(f"codes have shape {tuple(codes.shape)}, but there are {self.n_components_} components")
         return same_kind(codes @ self._right(codes).mT, U)
 
-    def path(self, Y: Any, lams: Sequence[float] | None = None, *, n_lams: int = 10) -> Path:
+    def path(self, Y: Any, lams: Sequence[float | Share | str] | None = None, *, n_lams: int = 10) -> Path:
         """Fit along a grid of λ and return the fitted estimators, in the order of the grid.
 
-        Without ``lams`` the grid is geometric, ``n_lams`` values from λmax down to λmax/100. The fits run from large to
-        small λ, each from the solution before it: solutions for large λ have few components and are good starts.
+        Elements of ``lams`` may be shares of λmax. Without ``lams`` the grid is geometric, ``n_lams`` values from λmax
+        down to λmax/100. The fits run from large to small λ, each from the solution before it: solutions for large λ
+        have few components and are good starts.
         """
-        grid = np.geomspace(1.0, 0.01, n_lams) * self.lambda_max(Y) if lams is None else np.asarray(lams, dtype=float)
-        if grid.ndim != 1 or not len(grid):
-            raise OptionError(f"lams must be a sequence of numbers > 0, got shape {grid.shape}")
+        require_whole("n_lams", n_lams)
+        shares = [Share(float(share)) for share in np.geomspace(1.0, 0.01, n_lams)]
+        grid = lam_grid(shares if lams is None else lams, lambda: self.lambda_max(Y))
         for lam in grid:
             require_lam(lam)
         models: dict[int, Factorization] = {}

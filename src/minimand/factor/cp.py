@@ -1,7 +1,9 @@
 """CP decompositions: factor matrices, exact updates, directions of a tensor, growth, bound and certificate."""
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +18,17 @@ from .bounds import Bound, gram_bound
 from .certificate import conclude
 from .inputs import leveled, real, refuse_masked, require_number, working
 from .losses import Squared
-from .problem import NOT_CERTIFIED, Certificate, FactorProblem, Factors, GrowthOptions, Report, noted_if_zero
+from .problem import (
+    INTERRUPTED,
+    NOT_CERTIFIED,
+    Certificate,
+    FactorProblem,
+    Factors,
+    GrowthOptions,
+    Report,
+    Stop,
+    noted_if_zero,
+)
 from .regularizers import L2, Euclidean
 
 __all__ = ["certify_tensor", "grow_tensor", "tensor_certificate", "unfolding_bound"]
@@ -25,8 +37,10 @@ GAUGE = Euclidean()
 STARTS = 16
 ASCENT = 60
 REFILLS = 3  # rounds in which components that became zero are replaced at a fixed size
+SPLITS = 6  # the largest order for which unfoldings by groups of modes are tried
+GROUPED = 3000  # the largest side of such an unfolding
 
-Modes = tuple[Tensor, Tensor, Tensor]  # (A, B, C), vectors as rows: r × size of the mode
+Modes = tuple[Tensor, ...]  # (A, B, C, …), vectors as rows: r × size of the mode
 
 
 @checked
@@ -36,12 +50,12 @@ def certify_tensor(Y: Any, factors: Any, *, lam: float, tol: float = 1e-3) -> Ce
     .. math:: \tfrac12\Bigl\|\mathcal{Y} - \sum_i a_i \otimes b_i \otimes c_i\Bigr\|^2
         + \lambda\sum_i \|a_i\|\|b_i\|\|c_i\| .
 
-    It is :func:`~minimand.factor.certify` for tensors of three dimensions. The bound on the polar is the smallest norm
-    of an unfolding, tight for orthogonal components and loose in general.
+    It is :func:`~minimand.factor.certify` for tensors of three or more dimensions, with as many factors in each term.
+    The bound on the polar is the smallest norm of an unfolding, tight for orthogonal components and loose in general.
 
     Args:
-        Y: The tensor of three dimensions; array or tensor.
-        factors: (A, B, C), each size × r, or tensorly's (weights, [A, B, C]).
+        Y: The tensor; array or tensor.
+        factors: (A, B, C, …), each size × r, or tensorly's (weights, [A, B, C, …]).
         lam: :math:`\lambda > 0`.
         tol: The largest relative gap of a certified point.
 
@@ -57,25 +71,30 @@ def certify_tensor(Y: Any, factors: Any, *, lam: float, tol: float = 1e-3) -> Ce
     data = require_tensor(Y).to(torch.float64)
     columns = modes_from(factors, data)
     problem, units = FactorProblem(Squared(data), L2(), float(lam)).normalized(*columns)
-    a, b, c = (units.lowered(x, share).mT for x, share in zip(columns, (2, 4, 4), strict=True))
+    modes = tuple(units.lowered(x, share).mT for x, share in zip(columns, shares(data.dim()), strict=True))
     assert isinstance(problem.loss, Squared)
-    certificate, _ = tensor_certificate(problem.loss.Y, (a, b, c), problem.lam, tol, torch.Generator().manual_seed(0))
+    certificate, _ = tensor_certificate(problem.loss.Y, modes, problem.lam, tol, torch.Generator().manual_seed(0))
     return certificate.in_units(units)
 
 
 def require_tensor(Y: Any) -> Tensor:
-    """A finite tensor of three dimensions, in the working precision."""
+    """A finite tensor of three or more dimensions, in the working precision."""
     refuse_masked("Y", Y, "a CP decomposition needs them all: fill them")
     data = working(real("Y", Y)).contiguous()
-    if data.dim() != 3 or 0 in data.shape:
-        raise ShapeError(f"Y must be a tensor of three dimensions with entries, got shape {tuple(data.shape)}")
+    if data.dim() < 3 or 0 in data.shape:
+        raise ShapeError(f"Y must be a tensor of three dimensions or more with entries, got shape {tuple(data.shape)}")
     require_finite("Y", data)
     return data
 
 
+def shares(order: int) -> tuple[int, ...]:
+    """The shares of the exponent of a product that the factors of a balanced decomposition take; see ``Units``."""
+    return 2, *[2 * (order - 1)] * (order - 1)
+
+
 def is_cp(value: Any) -> bool:
-    """Whether ``value`` has three factors, with or without weights, and is not a pair of codes and components."""
-    return isinstance(value, Sequence | Mapping) and (len(value) == 3 or _weighted(value))
+    """Whether ``value`` has three or more factors, or weights and factors, and is no pair of codes and components."""
+    return isinstance(value, Sequence | Mapping) and (len(value) >= 3 or _weighted(value))
 
 
 def _weighted(value: Any) -> bool:
@@ -84,9 +103,9 @@ def _weighted(value: Any) -> bool:
 
 
 def modes_from(value: Any, like: Tensor) -> tuple[Tensor, ...]:
-    """The vectors, as columns in float64, of (A, B, C) or (weights, [A, B, C]), checked against the tensor ``like``."""
+    """The vectors, as columns in float64, of (A, B, C, …) or (weights, [A, B, C, …]), checked against ``like``."""
     if not is_cp(value):
-        raise OptionError(f"factors must be (A, B, C) or (weights, [A, B, C]), got {type(value).__name__}")
+        raise OptionError(f"factors must be (A, B, C, …) or (weights, [A, B, C, …]), got {type(value).__name__}")
     weights, parts = (value[0], value[1]) if _weighted(value) else (None, value)
     found = [working(real("a factor", x)) for x in parts]
     shapes = [tuple(x.shape) for x in found]
@@ -98,50 +117,67 @@ def modes_from(value: Any, like: Tensor) -> tuple[Tensor, ...]:
         raise ShapeError(f"weights have shape {tuple(scale.shape)}, but there are {rank} components")
     for x in (*found, scale):
         require_finite("factors", x)
-    scale, a, b, c = leveled(*(x.to(like.device, torch.float64) for x in (scale.unsqueeze(0), *found)))
-    return a * scale, b, c
+    scale, first, *rest = leveled(*(x.to(like.device, torch.float64) for x in (scale.unsqueeze(0), *found)))
+    return first * scale, *rest
 
 
 def modes_from_codes(start: tuple[Tensor, Tensor], Y: Tensor) -> Modes:
-    """Factors from codes and components, by the leading singular pair of each component."""
+    """Factors from codes and components, by leading singular pairs of each component, mode after mode."""
     U, V = (x.to(Y) for x in start)
-    left, values, right = torch.linalg.svd(V.mT.reshape(-1, *Y.shape[1:]), full_matrices=False)
-    return balanced_modes((U.mT * values[:, :1], left[..., 0], right[:, 0]))
+    rest, found = V.mT, [U.mT]
+    for size in Y.shape[1:-1]:
+        left, values, right = torch.linalg.svd(rest.reshape(len(rest), size, -1), full_matrices=False)
+        found, rest = [found[0] * values[:, :1], *found[1:], left[..., 0]], right[:, 0]
+    return balanced_modes((*found, rest))
 
 
-def khatri_rao(b: Tensor, c: Tensor) -> Tensor:
-    """The rows bᵢ ⊗ cᵢ."""
-    return (b.unsqueeze(2) * c.unsqueeze(1)).flatten(1)
+def khatri_rao(first: Tensor, *others: Tensor) -> Tensor:
+    """The rows bᵢ ⊗ cᵢ ⊗ …"""
+    for other in others:
+        first = (first.unsqueeze(2) * other.unsqueeze(1)).flatten(1)
+    return first
 
 
 def _full(factors: Modes) -> Tensor:
-    """The tensor Σ aᵢ ⊗ bᵢ ⊗ cᵢ."""
-    a, b, c = factors
-    return (a.mT @ khatri_rao(b, c)).reshape(a.shape[1], b.shape[1], c.shape[1])
+    """The tensor Σ aᵢ ⊗ bᵢ ⊗ cᵢ …"""
+    return (factors[0].mT @ khatri_rao(*factors[1:])).reshape([x.shape[1] for x in factors])
+
+
+def _unfolded(Y: Tensor) -> list[Tensor]:
+    """The unfolding of each mode: its size × the product of the others."""
+    return [Y.movedim(mode, 0).flatten(1).contiguous() for mode in range(Y.dim())]
+
+
+def _without(factors: Modes, mode: int) -> Modes:
+    return factors[:mode] + factors[mode + 1 :]
 
 
 def balanced_modes(factors: Modes) -> Modes:
-    """The same sum with ‖a‖ = ‖b‖‖c‖ and ‖b‖ = ‖c‖, without terms that are zero up to rounding."""
+    """The same sum with ‖a‖ = ‖b‖‖c‖… and ‖b‖ = ‖c‖ = …, without terms that are zero up to rounding."""
     sizes = torch.stack([x.norm(dim=1) for x in factors])
     total = sizes.prod(0)
     alive = total > 16 * torch.finfo(total.dtype).eps * total.max() if len(total) else total > 0
     total, sizes = total[alive], sizes[:, alive]
-    goals = total.pow(0.5), total.pow(0.25), total.pow(0.25)
-    a, b, c = (x[alive] * (g / s).unsqueeze(1) for x, g, s in zip(factors, goals, sizes, strict=True))
-    return a, b, c
+    goals = [total.pow(1 / share) for share in shares(len(factors))]
+    return tuple(x[alive] * (g / s).unsqueeze(1) for x, g, s in zip(factors, goals, sizes, strict=True))
 
 
-def _descend(Y: Tensor, factors: Modes, lam: float, tol: float, sweeps: int) -> tuple[Modes, float, int]:
-    """Exact column updates of the three modes in turn; returns the factors, the objective and the sweeps made."""
+def _descend(
+    Y: Tensor, factors: Modes, lam: float, tol: float, sweeps: int, keep: Callable[[Modes], None]
+) -> tuple[Modes, float, int]:
+    """Exact column updates of the modes in turn; returns the factors, the objective and the sweeps made.
+
+    ``keep`` is called with the factors of each sweep."""
     if not len(factors[0]):
         return factors, _objective(Y, factors, lam), 0
-    unfolded = [Y.movedim(mode, 0).flatten(1).contiguous() for mode in range(3)]
+    unfolded = _unfolded(Y)
 
     def step(state: tuple[Modes, float, int], k: int) -> tuple[Modes, float, int]:
         now, before, quiet = state
-        for mode in range(3):
+        for mode in range(Y.dim()):
             now = _updated(now, mode, unfolded[mode], lam)
         now = balanced_modes(now)
+        keep(now)
         objective = _objective(Y, now, lam)
         return now, objective, quiet + 1 if before - objective <= tol * abs(objective) else 0
 
@@ -153,10 +189,9 @@ def _descend(Y: Tensor, factors: Modes, lam: float, tol: float, sweeps: int) -> 
 
 
 def _updated(factors: Modes, mode: int, unfolded: Tensor, lam: float) -> Modes:
-    b, c = (factors[m] for m in range(3) if m != mode)
-    other = khatri_rao(b, c)
-    product = (b @ b.mT) * (c @ c.mT)
-    target = other @ unfolded.mT
+    others = _without(factors, mode)
+    product = torch.stack([x @ x.mT for x in others]).prod(0)
+    target = khatri_rao(*others) @ unfolded.mT
     X = factors[mode].clone()
     for i, square in enumerate(product.diagonal().tolist()):
         if square <= 0:
@@ -164,7 +199,7 @@ def _updated(factors: Modes, mode: int, unfolded: Tensor, lam: float) -> Modes:
             continue
         point = torch.addmv(target[i], X.mT, product[i], alpha=-1).div_(square).add_(X[i])
         X[i] = GAUGE.prox_(point, lam / math.sqrt(square))
-    return tuple(X if m == mode else factors[m] for m in range(3))  # type: ignore[return-value]
+    return *factors[:mode], X, *factors[mode + 1 :]
 
 
 def _objective(Y: Tensor, factors: Modes, lam: float) -> float:
@@ -176,28 +211,35 @@ def _objective(Y: Tensor, factors: Modes, lam: float) -> float:
 def ascend(Z: Tensor, generator: torch.Generator) -> tuple[Tensor, Modes]:
     """Distinct unit directions found by alternating ascent, best first, and the value that each attains."""
     Z = Z.to(torch.float64)
-    starts = [torch.randn(STARTS, Z.shape[2], dtype=torch.float64, generator=generator).to(Z.device)]
-    _, _, right = torch.linalg.svd(Z.flatten(0, 1), full_matrices=False)
-    starts.append(right[:STARTS])
+    unfolded = _unfolded(Z)
     normalized = partial(torch.nn.functional.normalize, dim=1, eps=torch.finfo(torch.float64).tiny)
-    c = normalized(torch.cat(starts))
-    _, values, pairs = torch.linalg.svd(torch.einsum("ijk,rk->rij", Z, c), full_matrices=False)
-    b = pairs[:, 0]
+    ends = tuple(normalized(x) for x in _starts(Z, unfolded, generator))
+    matrices = (khatri_rao(*ends) @ Z.flatten(2).flatten(0, 1).mT).reshape(-1, *Z.shape[:2])
+    _, values, pairs = torch.linalg.svd(matrices, full_matrices=False)
 
     def step(state: tuple[Tensor, Modes], k: int) -> tuple[Tensor, Modes]:
-        _, (_, b, c) = state
-        a = normalized(torch.einsum("ijk,rj,rk->ri", Z, b, c))
-        b = normalized(torch.einsum("ijk,ri,rk->rj", Z, a, c))
-        top = torch.einsum("ijk,ri,rj->rk", Z, a, b)
-        values, c = GAUGE.polar(top)
-        return values, (a, b, c)
+        values, modes = state
+        for mode in range(Z.dim()):
+            values, new = GAUGE.polar(khatri_rao(*_without(modes, mode)) @ unfolded[mode].mT)
+            modes = (*modes[:mode], new, *modes[mode + 1 :])
+        return values, modes
 
-    (values, (a, b, c)), _ = iterate(step, (values[:, 0], (b[:, :0], b, c)), ASCENT)
+    first = (values[:, 0], (pairs[:, :0, 0], pairs[:, 0], *ends))
+    (values, modes), _ = iterate(step, first, ASCENT)
     order = torch.argsort(values, descending=True)
-    a, b, c = a[order], b[order], c[order]
-    same = ((a @ a.mT) * (b @ b.mT) * (c @ c.mT)) > 0.9
+    modes = tuple(x[order] for x in modes)
+    same = torch.stack([x @ x.mT for x in modes]).prod(0) > 0.9
     kept = [i for i in range(len(order)) if not bool(same[i, :i].any())]
-    return values[order][kept], (a[kept], b[kept], c[kept])
+    return values[order][kept], tuple(x[kept] for x in modes)
+
+
+def _starts(Z: Tensor, unfolded: list[Tensor], generator: torch.Generator) -> Iterator[Tensor]:
+    """Starts for the modes from the third on: random vectors, and the leading singular vectors of the unfoldings."""
+    count = min(STARTS, max(Z.shape[2:]))
+    for mode in range(2, Z.dim()):
+        random = torch.randn(STARTS, Z.shape[mode], dtype=torch.float64, generator=generator).to(Z.device)
+        _, _, right = torch.linalg.svd(unfolded[mode].mT, full_matrices=False)
+        yield torch.cat([random, right[torch.arange(count, device=Z.device) % len(right)]])
 
 
 def grow_tensor(
@@ -209,62 +251,91 @@ def grow_tensor(
     start: Modes | None = None,
     report: Report,
 ) -> Factors:
-    """Solve the CP problem by descent and growth.
-
-    Each round descends and appends the directions found. Growth is not a fixed-point iteration and loops plainly;
-    every round but the first makes a sweep, so there are at most ``max_iter + 1``.
-    """
-    n, m, k = Y.shape
-    factors = (Y.new_zeros(0, n), Y.new_zeros(0, m), Y.new_zeros(0, k)) if start is None else start
+    """Solve the CP problem by descent and growth; an interruption keeps the factors of the last sweep."""
+    factors = tuple(Y.new_zeros(0, size) for size in Y.shape) if start is None else start
     if options.n_components is not None and len(factors[0]) > options.n_components:
         raise OptionError(f"start has {len(factors[0])} components, but n_components={options.n_components}")
-    history: list[float] = []
-    used = 0
-    for _ in range(options.max_iter + 1):
-        factors, objective, made = _descend(Y, factors, lam, options.tol * 1e-4, options.max_iter - used)
-        used += made
-        if len(factors[0]) or made or not history:
-            history.append(objective)
-        report(used, len(factors[0]), objective)
-        room = options.largest - len(factors[0])
-        if room <= 0 or used >= options.max_iter:
-            break
-        values, found = ascend(Y - _full(factors), generator)
-        above = values > (0.0 if options.fixed else lam * (1 + options.tol / 4))
-        if not bool(above.any()) or (options.fixed and len(history) > REFILLS):
-            break
-        factors = _appended(factors, values[above][:room], [x[above][:room] for x in found], lam)
-    factors = balanced_modes(factors)
-    if options.effort is None:
-        certificate, objective = NOT_CERTIFIED, _objective(Y, factors, lam)
-    else:
-        certificate, objective = tensor_certificate(Y, factors, lam, options.tol, generator)
-    iterations, history[-1] = max(used, 1), objective
+    growth = _TensorGrowth(Y, lam, options, generator, report, factors)
+    try:
+        growth.run()
+        factors = balanced_modes(growth.factors)
+        if options.effort is None:
+            certificate, objective = NOT_CERTIFIED, _objective(Y, factors, lam)
+        else:
+            certificate, objective = tensor_certificate(Y, factors, lam, options.tol, generator)
+        stop = None
+    except KeyboardInterrupt:
+        factors, stop = balanced_modes(growth.factors), Stop.INTERRUPTED
+        certificate, objective = replace(NOT_CERTIFIED, method=INTERRUPTED), _objective(Y, factors, lam)
+    iterations = max(growth.used, 1)
     missing = max((options.n_components or 0) - len(factors[0]), 0)
-    a, b, c = (torch.cat([x, x.new_zeros(missing, x.shape[1])]) for x in factors)
+    first, *rest = (torch.cat([x, x.new_zeros(missing, x.shape[1])]) for x in factors)
     return Factors(
-        a.mT,
-        khatri_rao(b, c).mT,
+        first.mT,
+        khatri_rao(*rest).mT,
         objective,
         noted_if_zero(certificate, len(factors[0]), lam),
-        tuple(history),
+        (*growth.history[:-1], objective),
         iterations,
-        options.stopped(certificate, lam, iterations, len(a)),
-        modes=(a.mT, b.mT, c.mT),
+        stop or options.stopped(certificate, lam, iterations, len(first)),
+        modes=(first.mT, *(x.mT for x in rest)),
     )
 
 
-def _appended(factors: Modes, values: Tensor, found: Sequence[Tensor], lam: float) -> Modes:
-    scale = ((values - lam).clamp_min(0.05 * values) / len(values)).pow(1 / 3).unsqueeze(-1)
-    a, b, c = (torch.cat([old, (scale * new).to(old.dtype)]) for old, new in zip(factors, found, strict=True))
-    return a, b, c
+@dataclass
+class _TensorGrowth:
+    """The state of the meta-algorithm for tensors."""
+
+    Y: Tensor
+    lam: float
+    options: GrowthOptions
+    generator: torch.Generator
+    report: Report
+    factors: Modes
+    history: list[float] = field(default_factory=list)
+    used: int = 0
+
+    def run(self) -> None:
+        """Descend and append the directions found, in turn.
+
+        Growth is not a fixed-point iteration and loops plainly; every round but the first makes a sweep, so there are
+        at most ``max_iter + 1``.
+        """
+        Y, options = self.Y, self.options
+        for _ in range(options.max_iter + 1):
+            sweeps = options.max_iter - self.used
+            self.factors, objective, made = _descend(Y, self.factors, self.lam, options.tol * 1e-4, sweeps, self.keep)
+            self.used += made
+            if len(self.factors[0]) or made or not self.history:
+                self.history.append(objective)
+            self.report(self.used, len(self.factors[0]), objective)
+            room = options.largest - len(self.factors[0])
+            if room <= 0 or self.used >= options.max_iter:
+                return
+            values, found = ascend(Y - _full(self.factors), self.generator)
+            above = values > (0.0 if options.fixed else self.lam * (1 + options.tol / 4))
+            if not bool(above.any()) or (options.fixed and len(self.history) > REFILLS):
+                return
+            self.append(values[above][:room], [x[above][:room] for x in found])
+
+    def keep(self, factors: Modes) -> None:
+        """Remember the factors of a sweep, for an interruption."""
+        self.factors = factors
+
+    def append(self, values: Tensor, found: Sequence[Tensor]) -> None:
+        """Append directions, each with its share of the size that their values allow."""
+        size = (values - self.lam).clamp_min(0.05 * values) / len(values)
+        scale = size.pow(1 / len(found)).unsqueeze(-1)
+        pairs = zip(self.factors, found, strict=True)
+        self.factors = tuple(torch.cat([old, (scale * new).to(old.dtype)]) for old, new in pairs)
 
 
 def unfolding_bound(tensor: Tensor, level: float) -> Bound:
     r"""An upper bound on :math:`\max \langle Z, u \otimes v \otimes w\rangle` over unit vectors.
 
-    An unfolding into a matrix replaces :math:`v \otimes w` by any unit vector, so its norm is a bound. The smallest of
-    the three is returned. It is tight for orthogonally decomposable tensors and loose in general.
+    An unfolding into a matrix replaces :math:`v \otimes w` by any unit vector, so its norm is a bound. The result is
+    the smallest over all splits of the modes into two groups; beyond six modes, and where a side is long, only over
+    those of one mode against the others. It is tight for orthogonally decomposable tensors and loose in general.
 
     >>> T = torch.zeros(2, 2, 2, dtype=torch.float64)
     >>> T[0, 0, 0], T[1, 1, 1] = 3.0, 1.0
@@ -272,12 +343,17 @@ def unfolding_bound(tensor: Tensor, level: float) -> Bound:
     3.0
     """
     tensor = tensor.to(torch.float64)
+    order = tensor.dim()
     bounds = []
-    for mode in range(tensor.dim()):
-        unfolded = tensor.movedim(mode, 0).flatten(1)
-        if unfolded.shape[0] > unfolded.shape[1]:
-            unfolded = unfolded.mT
-        bounds.append(math.sqrt(gram_bound(gram(unfolded), level)))
+    for count in range(1, order // 2 + 1 if order <= SPLITS else 2):
+        for group in itertools.combinations(range(order), count):
+            if 2 * count == order and group[0]:
+                continue  # the complement of a group that contains the first mode
+            unfolded = tensor.movedim(group, tuple(range(count))).flatten(count).flatten(0, count - 1)
+            if unfolded.shape[0] > unfolded.shape[1]:
+                unfolded = unfolded.mT
+            if count == 1 or len(unfolded) <= GROUPED:
+                bounds.append(math.sqrt(gram_bound(gram(unfolded), level)))
     return Bound(min(bounds), "smallest unfolding norm, loose")
 
 
@@ -285,13 +361,12 @@ def tensor_certificate(
     Y: Tensor, factors: Modes, lam: float, tol: float, generator: torch.Generator
 ) -> tuple[Certificate, float]:
     """The certificate and the objective of CP factors, with the unfoldings' bound on the polar."""
-    a, b, c = (x.to(torch.float64) for x in factors)
-    wide = Y.to(torch.float64)
-    other = khatri_rao(b, c)
+    first, *rest = (x.to(torch.float64) for x in factors)
+    wide, other = Y.to(torch.float64), khatri_rao(*rest)
     problem = FactorProblem(Squared(wide.flatten(1)), L2(), lam)
-    Z = problem.loss.dual(a.mT, other.mT)
+    Z = problem.loss.dual(first.mT, other.mT)
     residual = Z.dense().reshape(wide.shape)
     upper = unfolding_bound(residual, lam)
     lower = float(ascend(residual, generator)[0].max())
-    penalty = float((a.norm(dim=1) * other.norm(dim=1)).sum())
-    return conclude(problem, a.mT, other.mT, dual=Z, penalty=penalty, polar=(lower, upper), tol=tol)
+    penalty = float((first.norm(dim=1) * other.norm(dim=1)).sum())
+    return conclude(problem, first.mT, other.mT, dual=Z, penalty=penalty, polar=(lower, upper), tol=tol)

@@ -31,7 +31,7 @@ from ..errors import MissingExtra, NonFiniteError, OptionError, ShapeError
 from .base import Factorization
 from .completion import MatrixCompletion
 from .folds import Fold, block_fold, entry_fold
-from .inputs import require_number, require_whole, seeded_generator
+from .inputs import Share, lam_grid, require_number, require_whole, seeded_generator
 from .lowrank import LowRank
 from .nmf import NMF
 from .observed import Observed
@@ -45,7 +45,7 @@ LARGEST_SHARE, SMALLEST_SHARE = 0.8, 0.01
 class _CrossValidated(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator, abc.ABC):
     """Base of the estimators that choose λ; their fitted attributes are those of the fit at ``lam_`` to all data."""
 
-    lams: Sequence[float] | None = None
+    lams: Sequence[float | Share | str] | None = None
     cv: int = 5
     _: KW_ONLY
     n_lams: int = 10
@@ -152,10 +152,7 @@ class _CrossValidated(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         """The grid as shares of λmax, in falling order."""
         if self.lams is None:
             return np.geomspace(LARGEST_SHARE, SMALLEST_SHARE, self.n_lams)
-        given = np.asarray(self.lams, dtype=float)
-        if given.ndim != 1 or not len(given) or not np.isfinite(given).all() or not (given > 0).all():
-            raise OptionError(f"lams must be None or a sequence of numbers > 0, got {self.lams!r}")
-        return np.sort(np.unique(given))[::-1] / top
+        return np.sort(np.unique(lam_grid(self.lams, lambda: top)))[::-1] / top
 
     def _validated(self, model: Factorization, data: Any, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Errors and ranks, folds × shares."""
@@ -214,7 +211,7 @@ class NMFCV(_CrossValidated):
     r"""Non-negative matrix factorisation with λ chosen by cross-validation; see :class:`NMF`.
 
     Args:
-        lams: The values of λ; None: ``n_lams`` shares of λmax from 0.8 to 0.01.
+        lams: The values of λ, or shares of λmax; None: ``n_lams`` shares from 0.8 to 0.01.
         cv: The number of folds. Each holds out a part of the rows and a part of the columns.
         n_lams: The length of the grid.
         r_max: The largest number of components.
@@ -268,7 +265,7 @@ class LowRankCV(_CrossValidated):
     r"""Low-rank approximation with λ chosen by cross-validation; see :class:`LowRank`.
 
     Args:
-        lams: The values of λ; None: ``n_lams`` shares of λmax from 0.8 to 0.01.
+        lams: The values of λ, or shares of λmax; None: ``n_lams`` shares from 0.8 to 0.01.
         cv: The number of folds. Each holds out a part of the rows and a part of the columns.
         n_lams: The length of the grid.
         tol: The relative gap to certify.
@@ -300,7 +297,7 @@ class MatrixCompletionCV(_CrossValidated):
     r"""Matrix completion with λ chosen by cross-validation over the observed entries; see :class:`MatrixCompletion`.
 
     Args:
-        lams: The values of λ; None: ``n_lams`` shares of λmax from 0.8 to 0.01.
+        lams: The values of λ, or shares of λmax; None: ``n_lams`` shares from 0.8 to 0.01.
         cv: The number of folds of the observed entries.
         n_lams: The length of the grid.
         r_max: The largest number of components.

@@ -36,12 +36,12 @@ def _plain(data: Any) -> Any:
 
 
 def block_fold(model: Factorization, data: Any, rows: np.ndarray, columns: np.ndarray) -> Fold:
-    """The fold of one block; its error is relative to that of the block's mean."""
+    """The fold of one block; its error is relative to the variance of the data."""
     others = _rest(data.shape[0], rows), _rest(data.shape[1], columns)
     seen, below, beside = (_submatrix(data, r, c) for r, c in (others, (rows, others[1]), (others[0], columns)))
     block = _submatrix(data, rows, columns)
     hidden = (block[:] if isinstance(block, SparseData) else block).to(torch.float64)
-    spread = max(float((hidden - hidden.mean()).square().sum()), float(torch.finfo(torch.float64).tiny))
+    spread = _spread(_entries(data), data.shape[0] * data.shape[1]) * hidden.numel()
 
     def run(shares: np.ndarray) -> tuple[list[float], list[int]]:
         errors, ranks, start = [], [], None
@@ -64,6 +64,15 @@ def block_fold(model: Factorization, data: Any, rows: np.ndarray, columns: np.nd
     return run
 
 
+def _spread(values: Tensor, count: int) -> float:
+    """The variance of ``count`` entries, of which all but ``values`` are zero."""
+    wide = values.to(torch.float64)
+    mean = float(wide.sum()) / count
+    total = float((wide - mean).square().sum()) + (count - wide.numel()) * mean * mean
+    floor = 1e-12 * float(wide.square().sum())  # of constant data
+    return max(total, floor, float(torch.finfo(torch.float64).tiny)) / count
+
+
 def _turned(data: Any) -> Any:
     return data.mT if isinstance(data, SparseData) else data.mT.contiguous()
 
@@ -73,7 +82,7 @@ def _entries(data: Any) -> Tensor:
 
 
 def entry_fold(model: Any, data: Observed, part: Tensor) -> Fold:
-    """The fold of some observed entries; its error is relative to their variance."""
+    """The fold of some observed entries; its error is relative to the variance of all of them."""
     held = torch.zeros(len(data.values), dtype=torch.bool)
     held[part] = True
     held = held.to(data.values.device)
@@ -81,8 +90,7 @@ def entry_fold(model: Any, data: Observed, part: Tensor) -> Fold:
         replace(data, values=data.values[kept], index=(data.index[0][kept], data.index[1][kept]))
         for kept in (~held, held)
     )
-    values = hidden.values.to(torch.float64)
-    spread = max(float((values - values.mean()).square().sum()), float(torch.finfo(torch.float64).tiny))
+    spread = _spread(data.values, len(data.values)) * len(hidden.values)
 
     def run(shares: np.ndarray) -> tuple[list[float], list[int]]:
         errors, ranks, start = [], [], None

@@ -39,6 +39,7 @@ from .losses import Squared
 from .matrices import RowSharding
 from .observed import Observed, ObservedDescent
 from .problem import (
+    INTERRUPTED,
     NOT_CERTIFIED,
     Certificate,
     FactorProblem,
@@ -215,7 +216,7 @@ class _FactorGrowth:
         self.pairs = balanced(self.latest or self.pairs, self.problem.rows)
         objective = self.problem.objective(self.pairs.U.mT, self.pairs.V.mT)
         self.history.append(objective)
-        return replace(NOT_CERTIFIED, method="interrupted before the certificate"), objective
+        return replace(NOT_CERTIFIED, method=INTERRUPTED), objective
 
     def descend(self, tol: float, sweeps: int) -> float:
         """Local descent, then prune and merge; returns the objective."""

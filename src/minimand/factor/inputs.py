@@ -3,6 +3,7 @@
 import math
 import numbers
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +76,20 @@ def require_lam(lam: Any) -> None:
         raise OptionError(
             f"{error}; try Share(0.1) or '10%', a share of lambda_max(Y), the smallest lam whose solution is zero"
         ) from None
+
+
+def lam_grid(lams: Any, largest: Callable[[], float]) -> np.ndarray:
+    """The numbers of a grid of λ; ``largest`` computes λmax, of which its elements may be shares."""
+    if isinstance(lams, str | Share) or not np.iterable(lams) or not len(lams):
+        raise OptionError(f"lams must be None or a sequence of numbers > 0 or shares of lambda_max, got {lams!r}")
+    for lam in lams:
+        try:
+            require_lam(lam)
+        except OptionError as error:
+            raise OptionError(f"lams must be numbers > 0 or shares of lambda_max: {error}") from None
+    shares = [as_share(lam) for lam in lams]
+    top = largest() if any(shares) else 0.0
+    return np.array([share.value * top if share else float(lam) for share, lam in zip(shares, lams, strict=True)])
 
 
 def require_entries(name: str, data: np.ndarray | Tensor, who: str, remedy: str) -> None:
@@ -208,11 +223,11 @@ class Units:
 
     def factor(self, x: Tensor, share: int = 2) -> Tensor:
         """A factor in the caller's units; it takes one of ``share`` equal shares of the exponent."""
-        return shifted(x, self.product // share)
+        return shifted(x, self.product / share)
 
     def lowered(self, x: Tensor, share: int = 2) -> Tensor:
         """A factor of the caller's in the middle of the range."""
-        return shifted(x, -self.product // share)
+        return shifted(x, -self.product / share)
 
     def weight(self, lam: float, largest: float) -> float:
         """The caller's λ there; ``largest`` is the largest entry of the caller's data."""
@@ -229,8 +244,10 @@ def comparable(name: str, value: float, largest: float) -> float:
     return value
 
 
-def shifted(tensor: Tensor, exponent: int) -> Tensor:
-    """2^exponent · ``tensor``, in two steps, because the power itself may lie outside the range."""
+def shifted(tensor: Tensor, exponent: float) -> Tensor:
+    """2^exponent · ``tensor``, in two steps, because the power itself may lie outside the range.
+
+    It is exact for whole exponents."""
     return tensor * 2.0 ** (exponent // 2) * 2.0 ** (exponent - exponent // 2) if exponent else tensor
 
 

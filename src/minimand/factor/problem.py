@@ -125,6 +125,8 @@ class Certificate:
         )
 
 
+#: The method of the certificate of an interrupted fit.
+INTERRUPTED = "interrupted before the certificate"
 #: The certificate of a fit with ``effort=None``: nothing was computed.
 NOT_CERTIFIED = Certificate(Status.UNDECIDED, math.inf, math.inf, 0.0, math.inf, "no certificate was requested")
 
@@ -153,7 +155,7 @@ class Factors:
         history: The objective per round; the last is ``objective``.
         iterations: The number of iterations made, at least 1.
         stop: Why the fit ended.
-        modes: (A, B, C) of a CP decomposition; None for matrices.
+        modes: (A, B, C, …) of a CP decomposition; None for matrices.
         later: Computes the certificate if the fit has postponed it; else None.
     """
 
@@ -164,7 +166,7 @@ class Factors:
     history: tuple[float, ...]
     iterations: int
     stop: Stop
-    modes: tuple[Tensor, Tensor, Tensor] | None = None
+    modes: tuple[Tensor, ...] | None = None
     later: Callable[[], Certificate] | None = None
 
     def in_units(self, units: Units) -> "Factors":
@@ -174,7 +176,8 @@ class Factors:
         U, V = units.factor(self.U), units.factor(self.V)
         history = tuple(raised(value, units.objective) for value in self.history)
         certificate, modes = self.certificate.in_units(units), self.modes
-        modes = None if modes is None else (U, units.factor(modes[1], 4), units.factor(modes[2], 4))
+        if modes is not None:
+            modes = U, *(units.factor(x, 2 * (len(modes) - 1)) for x in modes[1:])
         later = None if self.later is None else partial(_raised, self.later, units)
         moved = replace(self, U=U, V=V, objective=history[-1], certificate=certificate, history=history, modes=modes)
         return replace(moved, later=later)

@@ -1,4 +1,4 @@
-"""The estimator CPTensor: CP decomposition of a tensor of three dimensions."""
+"""The estimator CPTensor: CP decomposition of a tensor of three or more dimensions."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import OptionError, ShapeError
 from .checking import in_range
-from .cp import Modes, ascend, balanced_modes, grow_tensor, is_cp, modes_from, modes_from_codes, require_tensor
+from .cp import Modes, ascend, balanced_modes, grow_tensor, is_cp, modes_from, modes_from_codes, require_tensor, shares
 from .grown import GrownFactorization
 from .inputs import Units, same_kind
 from .problem import Factors, Report
@@ -22,12 +22,14 @@ class CPTensor(GrownFactorization):
     r"""CP decomposition that finds its own size,
 
     .. math:: \min_{r,A,B,C} \tfrac12\Bigl\|\mathcal{Y} - \sum_{i=1}^r a_i \otimes b_i \otimes c_i\Bigr\|^2
-        + \lambda\sum_i \|a_i\|\|b_i\|\|c_i\| .
+        + \lambda\sum_i \|a_i\|\|b_i\|\|c_i\| ,
+
+    with one factor more for each dimension of :math:`\mathcal{Y}` beyond three.
 
     The theory is that of matrices ([Vidal2018], from matrix to tensor factorisation). The polar is the largest singular
     value of a tensor, which is hard to compute: ascent bounds it from below, the smallest norm of an unfolding from
     above. The upper bound is tight for orthogonal components and loose in general, so ``UNDECIDED`` is common.
-    ``fit(Y, start=…)`` takes (A, B, C), tensorly's (weights, [A, B, C]), or the (U, V) of another fit.
+    ``fit(Y, start=…)`` takes (A, B, C, …), tensorly's (weights, [A, B, C, …]), or the (U, V) of another fit.
 
     Args:
         lam: :math:`\lambda > 0`.
@@ -40,8 +42,9 @@ class CPTensor(GrownFactorization):
         verbose: Show a progress bar.
 
     Attributes:
-        factors_: (A, B, C), each size × r, with :math:`\|a_i\| = \|b_i\|\|c_i\|` and :math:`\|b_i\| = \|c_i\|`, so that
-            A and the rows of ``components_``, :math:`b_i \otimes c_i`, are balanced.
+        factors_: (A, B, C, …), each size × r, with :math:`\|a_i\| = \|b_i\|\|c_i\|\cdots` and
+            :math:`\|b_i\| = \|c_i\| = \dots`, so that A and the rows of ``components_``,
+            :math:`b_i \otimes c_i \cdots`, are balanced.
 
     >>> import numpy as np
     >>> Y = np.zeros((3, 3, 3))
@@ -68,8 +71,8 @@ class CPTensor(GrownFactorization):
 
     def _checked_start(self, start: Any, data: Any, units: Units) -> Modes:
         if is_cp(start):
-            a, b, c = (x.mT.to(data) for x in in_range(modes_from(start, data), units, (2, 4, 4)))
-            return balanced_modes((a, b, c))
+            found = in_range(modes_from(start, data), units, shares(data.dim()))
+            return balanced_modes(tuple(x.mT.to(data) for x in found))
         U, V = super()._checked_start(start, data.flatten(1), units)  # codes and components of another fit, in a path
         return modes_from_codes((U, V), data)
 

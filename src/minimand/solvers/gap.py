@@ -115,7 +115,7 @@ class GapBound:
     @torch.no_grad()
     def objectives(self, x: Tensor) -> Tensor:
         """The objective of each sample."""
-        problem, x = self._wide, x.detach().to(self._wide.y.dtype)
+        problem, x = self._wide, self._inside(x.detach())
         total = self._samples(problem.datafit.values(self._image(x), problem.y))
         total = total + self._outputs(0.5 * problem.ridge * x * x)
         if problem.bias is not None:
@@ -130,7 +130,7 @@ class GapBound:
     def certificate(self, x: Tensor) -> PointCertificate:
         """What is known of x, by one product with A and one with its transpose."""
         problem, dims = self._wide, self.problem.output_dims
-        x = x.detach().to(problem.y.dtype)
+        x = self._inside(x.detach())
         t = self._image(x)
         u = problem.datafit.gradient(t, problem.y)
         data = problem.datafit.values(t, problem.y)
@@ -152,6 +152,17 @@ class GapBound:
             gap, slope = torch.minimum(gap, self._strong(x, pull, smooth, objective)), None
         descent = problem.less_ridge(self._slope(pull), x)
         return PointCertificate(objective, torch.where(gap.isnan(), torch.inf, gap), descent, slope)
+
+    def _inside(self, x: Tensor) -> Tensor:
+        """x in double precision; the nearest point of the domain of g where rounding to its own type moved x out."""
+        function, dims, wide = self._wide.function, self.problem.output_dims, x.to(self._wide.y.dtype)
+        if wide.dtype == x.dtype or holds(function.sums(wide, dims) < torch.inf):
+            return wide
+        near = function.prox(wide, torch.finfo(wide.dtype).eps)
+        size = self._outputs(wide.abs(), largest=True).clamp_min(1.0)
+        moved = self._outputs((near - wide).abs(), largest=True)
+        rounded = moved <= 16 * torch.finfo(x.dtype).eps * size
+        return torch.where(self._spread(rounded, wide), near, wide)
 
     def _image(self, x: Tensor) -> Tensor:
         """Aᵀx; at zero it takes no product."""
@@ -214,9 +225,9 @@ class GapBound:
     def _samples(self, values: Tensor) -> Tensor:
         return values.flatten(-self.problem.input_dims).sum(-1)
 
-    def _outputs(self, values: Tensor) -> Tensor:
-        values = values.expand(self.problem.shape)
-        return values.flatten(-self.problem.output_dims).sum(-1)
+    def _outputs(self, values: Tensor, *, largest: bool = False) -> Tensor:
+        values = values.expand(self.problem.shape).flatten(-self.problem.output_dims)
+        return values.amax(-1) if largest else values.sum(-1)
 
     def _spread(self, c: Tensor, like: Tensor, inputs: bool = False) -> Tensor:
         dims = self.problem.input_dims if inputs else self.problem.output_dims

@@ -246,7 +246,8 @@ def pushforward(f: Callable[..., Tensor], primals: tuple[Tensor, ...], tangents:
     """The Jacobian–vector product of ``f``; None is a zero tangent."""
     moving = [k for k, tangent in enumerate(tangents) if tangent is not None]
     along = _of(f, primals, moving)
-    at, change = tuple(primals[k] for k in moving), tuple(tangents[k] for k in moving)
+    # A gradient of equal numbers shares memory, to which torch would write a tangent.
+    at, change = tuple(primals[k].contiguous() for k in moving), tuple(tangents[k] for k in moving)
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_mode._current_level < 0:
         return torch.func.jvp(along, at, change)[1]
     # torch.func.jvp refuses to begin in a level of forward mode that the user has opened.

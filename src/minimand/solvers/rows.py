@@ -47,7 +47,10 @@ def stop_rows(watch: Watch) -> Callable[[Run], tuple[Tensor, int]]:
         while len(rows) and done < run.iterations:
             state, done = iterate(run.advance, state, min(run.solver.checked_every, run.iterations - done), start=done)
             objective, gap = bound(state.x)
-            stop = gap <= limits[rows] if bound.known else _measured(run, state.x) <= (watch.tol or 0.0) * watch.scale
+            stop = gap <= limits[rows]
+            if not bool(gap.isfinite().all()):
+                stop = torch.where(gap.isfinite(), stop, _measured(run, state.x) <= (watch.tol or 0.0) * watch.scale)
+            watch.all_stopped = bool(stop.all())
             last = done >= run.iterations
             shown = finished["objective"] + float(objective.sum()), finished["gap"] + float(gap.sum())
             last = watch.report(done, *shown, len(rows)) or last

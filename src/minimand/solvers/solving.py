@@ -10,14 +10,14 @@ from torch import Tensor
 from ..arguments import checked
 from ..errors import CapabilityError, OptionError, ShapeError, require_finite, require_positive, require_real
 from ..functions.base import widened
-from ..functions.separable import Zero
-from ..tracing import is_traced, unwrapped
+from ..tracing import holds, unwrapped
 from .adjoints import Adjoint, Run, Unroll
 from .base import Solver, State
 from .choosing import Choice, choose
 from .gap import GapBound
 from .implicit import Parts, transformed
 from .problem import Problem
+from .recession import require_minimum, require_range
 from .rows import stop_rows
 from .watching import Progress, Watch
 
@@ -124,6 +124,8 @@ def solve(
         with torch.no_grad():
             objective, optimality, gap = watch.measured(prepared, x)
     converged = None if reached is None else watch.reached(gap, optimality)
+    if converged is False or (converged and not holds(gap < torch.inf)):
+        require_minimum(watch.bound, x)
     return Solution(x, objective, optimality, iterations, converged, gap, used)
 
 
@@ -188,32 +190,13 @@ def _check_problem(problem: Problem, adjoint: Adjoint, x0: Tensor | None) -> Non
     if not isinstance(problem, Problem):
         raise CapabilityError(f"solve takes a Problem(operator, function, y), got a {type(problem).__name__}")
     problem.check()
-    _require_bounded(problem)
+    require_range(problem)
     if x0 is not None:
         require_real("x0", x0)
         if x0.shape != problem.shape:
             raise ShapeError(f"x0 has shape {tuple(x0.shape)}, but the problem's x has {tuple(problem.shape)}")
         problem.check_dtype("x0", x0)
         require_finite("x0", x0)
-
-
-def _require_bounded(problem: Problem) -> None:
-    """Raise for g = 0 without a ridge and a bias outside of the range of A, along which the objective falls forever."""
-    matrix, bias = problem.operator.matrix, problem.bias
-    if problem.ridge > 0 or bias is None or matrix is None or not isinstance(problem.function, Zero):
-        return
-    A, b = matrix.detach().double(), problem.full_bias().detach().double()
-    if is_traced(A) or is_traced(b) or A.dim() != 2:
-        return
-    b = b.expand(*b.shape[:-1], A.shape[0]).reshape(-1, A.shape[0])
-    left, values, _ = torch.linalg.svd(A, full_matrices=False)
-    basis = left[:, values > 1e-10 * values[0]]
-    outside = (b - b @ basis @ basis.mT).norm(dim=-1) - 1e-6 * b.norm(dim=-1)
-    if bool((outside > 0).any()):
-        raise OptionError(
-            f"the problem is unbounded: g = 0, there is no ridge, and the bias has a part of norm "
-            f"{float(outside.max()):.3g} outside of the range of the operator; add a ridge or a function"
-        )
 
 
 def _require_values(problem: Problem, x0: Tensor | None) -> None:

@@ -225,7 +225,10 @@ def _searched(problem: Problem, d: Tensor, line: _Line) -> Tensor:
             if holds((high - low <= 1e-3 * high) | (slope.abs() <= 1e-2 * line.slope)):
                 break
         t = line.image + _spread_inputs(problem, alpha) * line.shadow
-        change = total(datafit.values(t, y) - datafit.values(line.image, y)) + alpha * (0.5 * alpha * square + rest)
-        # The left end decreases the bound in any case; a full step from outside of the domain.
-        alpha = torch.where(change <= 0, alpha, low)
+        after, before = datafit.values(t, y), datafit.values(line.image, y)
+        change = total(after - before) + alpha * (0.5 * alpha * square + rest)
+        # The left end decreases the bound in any case; a full step from outside of the domain. Near the solution the
+        # change is smaller than its rounding error, and the slopes decide.
+        room = torch.finfo(change.dtype).eps * total(after.abs() + before.abs())
+        alpha = torch.where(change <= room, alpha, low)
         return torch.where(line.slope == torch.inf, torch.ones_like(alpha), alpha)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..tracing import is_compiled
+from ..tracing import holds, is_compiled
 from .base import State
 from .gap import GapBound, PointCertificate
 from .problem import Problem
@@ -40,6 +40,7 @@ class Watch:
     tol: float | None
     callback: Callable[[Progress], bool | None] | None
     verbose: bool
+    all_stopped: bool = False  # each sample by itself
     _seen: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
@@ -70,10 +71,10 @@ class Watch:
         return 0.5 * (self.tol or 0.0) * (first + first.mean())
 
     def reached(self, gap: Tensor, optimality: Tensor) -> bool:
-        """Whether the tolerance is reached."""
-        if self.bound.known:
+        """Whether the tolerance is reached; the optimality decides where no finite bound is found."""
+        if self.bound.known and holds(gap.isfinite()):
             return bool(gap <= (self.tol or 0.0) * self.first.abs().sum())
-        return bool(optimality <= (self.tol or 0.0) * self.scale)
+        return self.all_stopped or bool(optimality <= (self.tol or 0.0) * self.scale)
 
     def measured(self, problem: Problem, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Objective, optimality and gap at the solution. A graph has no gap, because its bound depends on values."""
@@ -117,8 +118,8 @@ class Watch:
                 known_now: PointCertificate | None = getattr(state, "certificate", None)
                 self.saw(x, *(self.bound(x) if known_now is None else known_now[:2]))
                 objective, gap = (values.sum() for values in self.at(x))
-                known = self.tol is not None and self.bound.known
-                measure = gap if self.tol is None or known else self.bound.problem.optimality(x)
+                known = self.tol is None or (self.bound.known and holds(gap.isfinite()))
+                measure = gap if known else self.bound.problem.optimality(x)
                 done_now = self.tol is not None and self.reached(gap, measure)
                 return self.report(done, float(objective), float(gap), self.bound.problem.rows) or done_now
 

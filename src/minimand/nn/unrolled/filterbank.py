@@ -2,23 +2,21 @@
 
 The bank is :class:`~minimand.operators.Conv2d` with zero padding that keeps the size. Convolution libraries are slow
 with one input or one output channel. Here the bank is a matrix product with shifted copies of the image, strip by strip
-so that everything stays in the cache. Its adjoint is a convolution with stride 4 to 16 phases of the image, followed by
-a pixel shuffle. On one core both take a third to a sixth of the time of torch's convolutions.
+so that everything stays in the cache. Its adjoint is a product with the transposed matrix, whose rows are added with
+the same shifts. On one core both take a fifth to a half of the time of torch's convolutions.
 """
 
 from collections.abc import Iterator
 
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.grad import conv2d_weight
 
 from ...tracing import is_traced
 
-__all__ = ["analysis", "strips", "synthesis"]
+__all__ = ["analysis", "inner", "patches", "scatter", "strips", "synthesis"]
 
-_STRIDE = 4
-# Numbers in the features of one strip: few enough for the cache, and enough to hide the overhead of the copies.
-_STRIP = 1 << 19
+# Numbers in the features of one strip: few enough for the cache, and enough to hide the overhead of the calls.
+_STRIP = 1 << 18
 
 
 def strips(height: int, width: int, features: int) -> Iterator[slice]:
@@ -30,13 +28,20 @@ def strips(height: int, width: int, features: int) -> Iterator[slice]:
 
 def patches(padded: Tensor, rows: slice, size: int) -> Tensor:
     """The shifted copies (C k², rows · W) of an image (C, H + k − 1, W + k − 1)."""
-    channels, width = padded.shape[0], padded.shape[2] - size + 1
-    count = rows.stop - rows.start
-    copies = padded.new_empty(channels, size, size, count, width)
+    channels, width, count = padded.shape[0], padded.shape[2] - size + 1, rows.stop - rows.start
+    part = padded[:, rows.start : rows.stop + size - 1]
+    return part.unfold(1, count, 1).unfold(2, width, 1).reshape(channels * size * size, count * width)
+
+
+def scatter(columns: Tensor, into: Tensor, rows: slice, size: int) -> None:
+    """The adjoint of :func:`patches`: add shifted copies (C k², rows · W) to an image (C, H + k − 1, W + k − 1)."""
+    channels, wide, count = into.shape[0], into.shape[2], rows.stop - rows.start
+    copies = columns.reshape(channels, size, size, count, wide - size + 1)
+    across = columns.new_zeros(channels, size, count, wide)
+    for j in range(size):
+        across[..., j : j + wide - size + 1] += copies[:, :, j]
     for i in range(size):
-        for j in range(size):
-            copies[:, i, j] = padded[:, rows.start + i : rows.stop + i, j : j + width]
-    return copies.reshape(channels * size * size, count * width)
+        into[:, rows.start + i : rows.stop + i] += across[:, i]
 
 
 def analysis(x: Tensor, weight: Tensor) -> Tensor:
@@ -55,28 +60,18 @@ def analysis(x: Tensor, weight: Tensor) -> Tensor:
 
 def synthesis(features: Tensor, weight: Tensor) -> Tensor:
     """The adjoint of :func:`analysis`; ``conv_transpose2d``."""
-    edge = weight.shape[-1] // 2
-    height, width = features.shape[-2:]
-    if is_traced(features) or features.device.type != "cpu" or min(height, width) < weight.shape[-1] + _STRIDE:
-        return F.conv_transpose2d(features, weight, padding=edge)
-    # Padding is the same on both sides, so it grows until the phases cover an image of any size.
-    extra = tuple(-(-((-side) % _STRIDE) // 2) for side in (height, width))
-    phases = F.conv2d(features, _phased(weight), stride=_STRIDE, padding=(edge + extra[0], edge + extra[1]))
-    image = F.pixel_shuffle(phases, _STRIDE)
-    return image[..., extra[0] : extra[0] + height, extra[1] : extra[1] + width]
+    count, channels, size, _ = weight.shape
+    if is_traced(features) or features.device.type != "cpu":
+        return F.conv_transpose2d(features, weight, padding=size // 2)
+    matrix, (batch, _, height, width) = weight.reshape(count, -1).mT.contiguous(), features.shape
+    out = features.new_zeros(batch, channels, height + size - 1, width + size - 1)
+    for given, into in zip(features, out, strict=True):
+        for rows in strips(height, width, count):
+            scatter(matrix @ given[:, rows].reshape(count, -1), into, rows, size)
+    return inner(out, size)
 
 
-def _phased(weight: Tensor) -> Tensor:
-    """The kernels (C · 16, F, k + 3, k + 3) of all phases: shifted copies of the flipped filters."""
-    features, channels, size, _ = weight.shape
-    flipped = weight.flip(-1, -2).transpose(0, 1)
-    wide = weight.new_zeros(channels, _STRIDE, _STRIDE, features, size + _STRIDE - 1, size + _STRIDE - 1)
-    for i in range(_STRIDE):
-        for j in range(_STRIDE):
-            wide[:, i, j, :, i : i + size, j : j + size] = flipped
-    return wide.flatten(0, 2)
-
-
-def weight_gradient(images: Tensor, features: Tensor, weight: Tensor) -> Tensor:
-    """The derivative of ⟨analysis(images), features⟩ with respect to the weight."""
-    return conv2d_weight(images, list(weight.shape), features, padding=weight.shape[-1] // 2)
+def inner(padded: Tensor, size: int) -> Tensor:
+    """Images without their padding of half a filter."""
+    edge = size // 2
+    return padded[..., edge : padded.shape[-2] - edge, edge : padded.shape[-1] - edge]

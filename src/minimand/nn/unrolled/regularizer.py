@@ -1,7 +1,6 @@
 r"""The learned regulariser :math:`R(x) = \sum_c \sum_i \psi_c((Wx)_{c,i})`, its value and its gradient."""
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +11,14 @@ from torch.autograd.function import once_differentiable
 from ...functions import Charbonnier
 from ...operators import Conv2d
 from ...tracing import is_traced
-from .filterbank import analysis, patches, strips, synthesis, weight_gradient
+from .filterbank import inner, patches, scatter, strips
 
 __all__ = ["RidgeRegularizer", "bank_norm_sq"]
 
 # Exponents this near to 1 are moved, so that 1/(1 − p) is finite in single precision.
 _APART = 1e-6
+# Squares t² above this are rounded down, so that powers stay finite in single precision.
+_LARGEST = 1e37
 
 
 class RidgeRegularizer(NamedTuple):
@@ -58,73 +59,49 @@ class RidgeRegularizer(NamedTuple):
 
     def value(self, x: Tensor) -> Tensor:
         """R of each sample, summed in float64."""
-        folded = self._folded(x)
-        return self.measured(folded)[1].reshape(len(x), x.shape[1] // self.weight.shape[1]).sum(1)
+        return self.evaluated(x)[0]
 
     def gradient(self, x: Tensor) -> Tensor:
         """The gradient; differentiable once in the image, the filters, scales and exponents."""
-        folded = self._folded(x)
+        folded, edge = self._folded(x), self.weight.shape[-1] // 2
         arguments = (folded, self.weight, 1 / self.scale, _apart(self.exponent))
-        if is_traced(x):
-            inner = Charbonnier(self.scale[:, None, None], self.exponent[:, None, None])
-            features = inner.gradient(F.conv2d(folded, self.weight, padding=self.weight.shape[-1] // 2))
-            return F.conv_transpose2d(features, self.weight, padding=self.weight.shape[-1] // 2).reshape(x.shape)
+        if _is_plain(x):
+            slopes = self.potential.gradient(F.conv2d(folded, self.weight, padding=edge))
+            return F.conv_transpose2d(slopes, self.weight, padding=edge).reshape(x.shape)
         if torch.is_grad_enabled() and any(each.requires_grad for each in arguments):
             found: Tensor = _Gradient.apply(*arguments)
+            return found.reshape(x.shape)
+        return self.evaluated(x)[1]
+
+    @torch.no_grad()
+    def evaluated(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """R of each sample in float64, and the gradient: one pass over the image that stores no features."""
+        folded = self._folded(x)
+        if _is_plain(x):
+            features = self.operator((x.shape[-2], x.shape[-1])).apply(folded)
+            values, slopes = self.potential.values(features.double()).flatten(1).sum(1), self.gradient(x)
         else:
-            found = synthesis(self._slopes_at(folded), self.weight)
-        return found.reshape(x.shape)
+            values, slopes = self._in_strips(folded)
+        return values.reshape(len(x), x.shape[1] // self.weight.shape[1]).sum(1), slopes.reshape(x.shape)
 
     def _folded(self, x: Tensor) -> Tensor:
         return x.reshape(-1, self.weight.shape[1], *x.shape[-2:])
 
-    @torch.no_grad()
-    def _slopes_at(self, x: Tensor) -> Tensor:
-        """ψ′ of the features of folded images, whose features are not stored."""
-        size, features, (batch, _, height, width) = self.weight.shape[-1], len(self.weight), x.shape
-        matrix, padded = self.weight.reshape(features, -1), F.pad(x, (size // 2,) * 4)
-        inverse, exponent = (1 / self.scale)[:, None], -_apart(self.exponent)[:, None]
-        out = x.new_empty(batch, features, height, width)
-        for image, into in zip(padded, out, strict=True):
-            for rows in strips(height, width, features):
-                u = matrix @ patches(image, rows, size)
-                v = (u * inverse).square_().log1p_().mul_(exponent).exp_().mul_(u)
-                into[:, rows] = v.reshape(features, -1, width)
-        return out
-
-    # Without derivatives, for a solver that keeps the features of its points
-
-    @torch.no_grad()
-    def measured(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The features of folded images and R of each, computed together while the features are in the cache."""
-        size, features = self.weight.shape[-1], len(self.weight)
-        batch, _, height, width = x.shape
-        matrix, padded = self.weight.reshape(features, -1), F.pad(x, (size // 2,) * 4)
-        inverse, exponent = (1 / self.scale)[:, None], _apart(self.exponent)[:, None]
-        out, sums = x.new_empty(batch, features, height, width), torch.zeros(batch, features, dtype=torch.float64)
-        sums = sums.to(x.device)
+    def _in_strips(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        size, count, (batch, _, height, width) = self.weight.shape[-1], len(self.weight), x.shape
+        matrix, padded = self.weight.reshape(count, -1), F.pad(x, (size // 2,) * 4)
+        back, inverse, exponent = matrix.mT.contiguous(), (1 / self.scale)[:, None], _apart(self.exponent)[:, None]
+        out, sums = torch.zeros_like(padded), torch.zeros(batch, count, dtype=torch.float64)
         for image, into, total in zip(padded, out, sums, strict=True):
-            for rows in strips(height, width, features):
+            for rows in strips(height, width, count):
                 u = matrix @ patches(image, rows, size)
-                into[:, rows] = u.reshape(features, -1, width)
-                logarithm = u.mul_(inverse).square_().log1p_()
-                total += logarithm.mul_(1 - exponent).expm1_().sum(1, dtype=torch.float64)
+                square = (u * inverse).square_().clamp_(max=_LARGEST)
+                power = torch.log1p(square).mul_(1 - exponent).expm1_()  # (1 + t²)^(1 − p) − 1
+                total += power.sum(1, dtype=torch.float64)
+                u.mul_(power.add_(1).div_(square.add_(1)))
+                scatter(back @ u, into, rows, size)
         factor = self.scale.double().square() / (2 * (1 - exponent[:, 0].double()))
-        return out, (sums * factor).sum(1)
-
-    @torch.no_grad()
-    def slopes(self, features: Tensor, before: Tensor | None = None, momenta: Sequence[float] = ()) -> Tensor:
-        """ψ′ of features, or of the points beyond them, ``features + β (features − before)`` with one β per image."""
-        inverse, exponent = (1 / self.scale)[:, None, None], -_apart(self.exponent)[:, None, None]
-        out = torch.empty_like(features)
-        for index, (given, into) in enumerate(zip(features, out, strict=True)):
-            beyond = before is not None and momenta[index] != 0
-            for rows in strips(given.shape[1], given.shape[2], len(given)):
-                u = given[:, rows]
-                if before is not None and beyond:
-                    u = torch.lerp(before[index][:, rows], u, 1 + momenta[index])
-                into[:, rows] = (u * inverse).square_().log1p_().mul_(exponent).exp_().mul_(u)
-        return out
+        return (sums * factor).sum(1), inner(out, size)
 
 
 class _Gradient(torch.autograd.Function):
@@ -132,35 +109,50 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, inverse: Tensor, exponent: Tensor) -> Tensor:
-        u = analysis(x, weight)
-        logarithm, slope = torch.empty_like(u), torch.empty_like(u)
-        for given, log, into in zip(u, logarithm, slope, strict=True):
-            torch.mul(given, inverse[:, None, None], out=log)
-            log.square_().log1p_()
-            torch.mul(log, -exponent[:, None, None], out=into)
-            into.exp_()
-        ctx.save_for_backward(x, weight, inverse, exponent, u, logarithm, slope)
-        return synthesis(u * slope, weight)
+        (batch, _, height, width), (count, _, size, _) = x.shape, weight.shape
+        features = x.new_empty(3, batch, count, height, width)
+        matrix, padded = weight.reshape(count, -1), F.pad(x, (size // 2,) * 4)
+        out = torch.zeros_like(padded)
+        for image, into, (u, log, share) in zip(padded, out, features.unbind(1), strict=True):
+            for rows in strips(height, width, count):
+                given = matrix @ patches(image, rows, size)
+                logarithm = (given * inverse[:, None]).square_().log1p_()
+                slope = (logarithm * -exponent[:, None]).exp_()
+                for part, stored in zip((given, logarithm, slope), (u, log, share), strict=True):
+                    stored[:, rows] = part.reshape(count, -1, width)
+                scatter(matrix.mT @ slope.mul_(given), into, rows, size)
+        ctx.save_for_backward(x, weight, inverse, exponent, features)
+        return inner(out, size)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight, inverse, exponent, u, logarithm, slope = ctx.saved_tensors
-        grad = grad.contiguous()
-        back = analysis(grad, weight)
-        change, value = torch.empty_like(u), torch.empty_like(u)
+        x, weight, inverse, exponent, features = ctx.saved_tensors
+        (_, _, height, width), (count, _, size, _) = x.shape, weight.shape
+        matrix, images, grads = weight.reshape(count, -1), *(F.pad(each, (size // 2,) * 4) for each in (x, grad))
+        out, to_weight = torch.zeros_like(images), torch.zeros_like(matrix)
         to_exponent, to_inverse = torch.zeros_like(exponent), torch.zeros_like(inverse)
-        for a, feature, log, w, d, v in zip(back, u, logarithm, slope, change, value, strict=True):
-            torch.mul(feature, w, out=v)
-            av = a * v
-            to_exponent -= (av * log).sum((1, 2))
-            share = torch.expm1(-log)  # −t²/(s² + t²)
-            to_inverse += (av * share).sum((1, 2))
-            share.mul_(2 * exponent[:, None, None]).add_(1).mul_(w)
-            torch.mul(a, share, out=d)
-        to_weight = weight_gradient(x, change, weight) + weight_gradient(grad, value, weight)
-        to_x = synthesis(change, weight) if ctx.needs_input_grad[0] else None
-        return to_x, to_weight, to_inverse * (2 * exponent / inverse), to_exponent
+        for image, back, into, given in zip(images, grads, out, features.unbind(1), strict=True):
+            for rows in strips(height, width, count):
+                u, log, slope = (part[:, rows].reshape(count, -1) for part in given)
+                copies = patches(back, rows, size)
+                a = (matrix @ copies).mul_(slope)
+                au, value = a * u, u * slope
+                to_exponent.sub_((au * log).sum(1))
+                square = (u * inverse[:, None]).square_()
+                share = square.div_(square + 1).neg_()  # −t²/(1 + t²)
+                to_inverse.add_(au.mul_(share).sum(1))
+                change = share.mul_(2 * exponent[:, None]).add_(1).mul_(a)
+                to_weight.addmm_(change, patches(image, rows, size).mT).addmm_(value, copies.mT)
+                if ctx.needs_input_grad[0]:
+                    scatter(matrix.mT @ change, into, rows, size)
+        to_x = inner(out, size) if ctx.needs_input_grad[0] else None
+        return to_x, to_weight.reshape(weight.shape), to_inverse * (2 * exponent / inverse), to_exponent
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether torch's own convolutions are used: in graphs, under function transforms, and on other devices."""
+    return is_traced(x) or x.device.type != "cpu"
 
 
 def _apart(exponent: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Proximal backpropagation for any torch optimizer: one linear solve per layer and step, not a ``solve()``."""
 
 import dataclasses
+import itertools
 import logging
 import math
 import warnings
@@ -277,8 +278,11 @@ class ProxProp(Sealed):
             self._precondition(optimizer)
             return None
 
-        def evaluate() -> Any:  # LBFGS evaluates several times per step.
-            self._after_step(optimizer, evaluated=True)
+        calls = itertools.count()
+
+        def evaluate() -> Any:  # LBFGS evaluates several times per step; rows from before the step count in the first.
+            if next(calls):
+                self._after_step(optimizer, evaluated=True)
             loss = closure()
             self._precondition(optimizer)
             return loss

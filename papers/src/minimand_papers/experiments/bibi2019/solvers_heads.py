@@ -46,8 +46,8 @@ class SolversHeadsOptions(ImageOptions):
         heads: Heads with their own initial weights and batches, for each rate.
         iters: Iterations of the solvers.
         trials: Evaluations of a stochastic head that are averaged.
-        bfloat16: Compute products in bfloat16 in training, of the network and of all heads; accuracies are measured in
-            float32.
+        bfloat16: Compute products in bfloat16 in training, of the network and of all heads, on devices with
+            instructions for it; accuracies are measured in float32.
     """
 
     batch: int = 500

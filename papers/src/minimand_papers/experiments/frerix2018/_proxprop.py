@@ -31,6 +31,7 @@ __all__ = [
     "ProxPropImageOptions",
     "Stepper",
     "TrainingClock",
+    "best_validation",
     "equal_loss",
     "figures",
     "fitted",
@@ -258,6 +259,11 @@ def figures(results: Results[Any], parts: list[str]) -> list[Plot]:
             results, parts, key="validation", over="training", title="Validation accuracy over time", y=right, x=seconds
         ),
     ]
+
+
+def best_validation(results: Results[Any], part: str) -> list[float]:
+    """The best validation accuracy of every seed."""
+    return [max(values) for values in results.curve(part, "validation").values() if values]
 
 
 def equal_loss(results: Results[Any], part: str, other: str) -> list[float]:

@@ -11,7 +11,18 @@ from ...context import Lab
 from ...drawing import bars
 from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...zoo import ProxPropConvNet
-from ._proxprop import BACKPROP, UNIT, ProxPropImageOptions, figures, fitted, lower, precondition, scaled
+from ._proxprop import (
+    BACKPROP,
+    UNIT,
+    ProxPropImageOptions,
+    best_validation,
+    equal_loss,
+    figures,
+    fitted,
+    lower,
+    precondition,
+    scaled,
+)
 
 VARIANTS = (BACKPROP, "ProxProp (cg3)", "ProxProp (cg10)", "ProxProp (exact)", "ProxProp (subsampled)")
 
@@ -45,11 +56,6 @@ def run(options: ProxPropAdamOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     yield from fitted(lab, model, optimizer, data, options.epochs)
 
 
-def _best(results: Results[ProxPropAdamOptions], part: str) -> list[float]:
-    """The best validation accuracy of every seed."""
-    return [max(values) for values in results.curve(part, "validation").values() if values]
-
-
 def compare(results: Results[ProxPropAdamOptions]) -> list[Comparison]:
     """Accuracies beside the paper's, the final loss, and the time of training."""
     options = results.options
@@ -63,13 +69,18 @@ def compare(results: Results[ProxPropAdamOptions]) -> list[Comparison]:
     for method in VARIANTS:
         own = {BACKPROP: 71.7, "ProxProp (cg3)": 72.9, "ProxProp (cg10)": 72.9}.get(method)
         paper = None if own is None else options.paper({"cifar10": own})
-        rows.append(Comparison(f"{method}, best validation accuracy", paper, _best(results, method), "%", note=note))
+        rows.append(
+            Comparison(f"{method}, best validation accuracy", paper, best_validation(results, method), "%", note=note)
+        )
     rows += [Comparison(f"{m}, full-batch loss", None, results.final(m, "loss"), digits=4) for m in VARIANTS]
     rows += [Comparison(f"{m}, time of training", None, results.final(m, "training"), " s") for m in VARIANTS]
     for part in (method + UNIT for method in VARIANTS if results.final(method + UNIT, "test")):
         rows.append(Comparison(f"{part}, test accuracy", None, results.final(part, "test"), "%"))
-        rows.append(Comparison(f"{part}, best validation accuracy", None, _best(results, part), "%"))
+        rows.append(Comparison(f"{part}, best validation accuracy", None, best_validation(results, part), "%"))
         rows.append(Comparison(f"{part}, full-batch loss", None, results.final(part, "loss"), digits=4))
+    for part in (method + kind for kind in options.kinds() for method in VARIANTS[1:]):
+        if found := equal_loss(results, part, BACKPROP + (UNIT if part.endswith(UNIT) else "")):
+            rows.append(Comparison(f"{part}, validation accuracy at BackProp's final loss", None, found, "%"))
     return rows
 
 
@@ -98,7 +109,10 @@ def claims(results: Results[ProxPropAdamOptions]) -> list[Claim]:
     losses = [[-gap for gap in results.paired(method, BACKPROP, "log_loss")] for method in methods]
     tests = [results.paired(method, BACKPROP, "test") for method in methods]
     peaks = [
-        [ours - theirs for ours, theirs in zip(_best(results, method), _best(results, BACKPROP), strict=True)]
+        [
+            ours - theirs
+            for ours, theirs in zip(best_validation(results, method), best_validation(results, BACKPROP), strict=True)
+        ]
         for method in methods
     ]
     return [
@@ -140,7 +154,7 @@ experiment = Experiment(
     ),
     presets={
         "smoke": Preset(ProxPropAdamOptions("digits", batch=50, limit=100, enlarge=2, epochs=2), (0,), 0.05),
-        "laptop": Preset(ProxPropAdamOptions(limit=15_000), (0, 1), 40),
+        "laptop": Preset(ProxPropAdamOptions(limit=15_000), (0, 1, 2), 95),
         "paper": Preset(ProxPropAdamOptions(epochs=50), (0, 1), 900),
     },
     parts=parts,

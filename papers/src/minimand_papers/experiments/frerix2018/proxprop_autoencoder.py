@@ -259,7 +259,7 @@ experiment = Experiment(
     ),
     presets={
         "smoke": Preset(_SMOKE, (0,), 0.1),
-        "laptop": Preset(ProxPropAutoencoderOptions(limit=10_000), (0, 1, 2), 25),
+        "laptop": Preset(ProxPropAutoencoderOptions(limit=10_000), (0, 1, 2, 3, 4), 60),
         "paper": Preset(ProxPropAutoencoderOptions(seconds=300.0, tuning_seconds=40.0), (0, 1, 2, 3, 4), 900),
     },
     parts=parts,

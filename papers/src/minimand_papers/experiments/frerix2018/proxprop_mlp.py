@@ -14,6 +14,7 @@ from ._proxprop import (
     PUBLISHED,
     UNIT,
     ProxPropImageOptions,
+    best_validation,
     equal_loss,
     figures,
     fitted,
@@ -79,8 +80,7 @@ def compare(results: Results[ProxPropMLPOptions]) -> list[Comparison]:
         own = None if paper is None else options.paper({"cifar10": paper})
         rows.append(Comparison(f"{part}, test accuracy", own, results.final(part, "test"), "%", note=note))
     for part in measured:
-        best = [max(values) for values in results.curve(part, "validation").values() if values]
-        rows.append(Comparison(f"{part}, best validation accuracy", None, best, "%"))
+        rows.append(Comparison(f"{part}, best validation accuracy", None, best_validation(results, part), "%"))
     for part in measured:
         base = BACKPROP + (UNIT if part.endswith(UNIT) else "")
         found = equal_loss(results, part, base)
@@ -189,7 +189,7 @@ experiment = Experiment(
         "smoke": Preset(
             ProxPropMLPOptions("digits", batch=100, limit=300, epochs=4, width=0.01, timed_width=0.02), (0, 1), 0.05
         ),
-        "laptop": Preset(ProxPropMLPOptions(), (0, 1), 80),
+        "laptop": Preset(ProxPropMLPOptions(), (0, 1, 2, 3, 4), 190),
         "paper": Preset(ProxPropMLPOptions(epochs=50, width=1.0, timed_epochs=0), (0, 1), 1800),
     },
     parts=parts,

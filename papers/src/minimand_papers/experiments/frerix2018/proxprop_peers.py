@@ -3,9 +3,10 @@
 import dataclasses
 import importlib
 import importlib.util
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from ._proxprop import (
     UNIT,
     ProxPropImageOptions,
     Stepper,
+    best_validation,
+    equal_loss,
     figures,
     fitted,
     mlp,
@@ -37,6 +40,19 @@ PACKAGES: Mapping[str, str] = {"SOAP": "pytorch_optimizer", "isaac": "isaac"}
 PEERS = (SGD, "Adam", "Muon", *PROXPROP, "SOAP", "isaac")
 
 
+class Setting(NamedTuple):
+    """A step size; for ProxProp also τθ and the last layer's step size as a fraction of the others'."""
+
+    rate: float
+    tau_theta: float = math.nan
+    head: float = 1.0
+
+    def words(self) -> str:
+        """The setting as the end of a part's name."""
+        own = "" if math.isnan(self.tau_theta) else f", τθ = {self.tau_theta:g}, last layer × {self.head:g}"
+        return f", τ = {self.rate:g}{own}"
+
+
 @dataclasses.dataclass(frozen=True)
 class ProxPropPeersOptions(ProxPropImageOptions):
     """The fully connected network by several optimizers, each with the best step size of one grid.
@@ -46,26 +62,36 @@ class ProxPropPeersOptions(ProxPropImageOptions):
             the packages pytorch_optimizer and isaac (the extra "peers").
         epochs: Epochs of every method at its chosen step size.
         tuning_epochs: Epochs of every method at every step size of the grid.
-        rates: The grid of step sizes, the same for all. For each seed the best by validation accuracy is chosen.
+        rates: The grid of step sizes of all methods but ProxProp. For each seed the best setting by validation
+            accuracy is chosen.
+        implicit_rates: The step sizes τ of ProxProp. Its settings are these with every value of τθ and one head each.
+        tau_theta: The proximal step τθ of ProxProp, for a mean loss and batches of 500.
+        taus: The values of τθ that are tried, as multiples of ``tau_theta``.
+        heads: The step sizes of ProxProp's explicit last layer, as fractions of τ.
         target: The validation accuracy in per cent; the time to reach it is measured.
         width: A factor on the hidden widths.
-        tau_theta: The proximal step τθ of ProxProp, for a mean loss and batches of 500.
-        inputs: "standardised" or "unit" (pixels/255).
     """
 
-    inputs: Literal["unit", "standardised", "both"] = "standardised"
     methods: tuple[str, ...] = PEERS
     epochs: int = 10
     tuning_epochs: int = 2
     rates: tuple[float, ...] = (3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 3e-3, 1e-3, 3e-4)
+    implicit_rates: tuple[float, ...] = (10.0, 3.0, 1.0)
+    tau_theta: float = 0.05
+    taus: tuple[float, ...] = (10.0, 1.0, 0.1)
+    heads: tuple[float, ...] = (1.0, 0.3, 0.1)
     target: float = 42.0
     width: float = 0.25
-    tau_theta: float = 0.05
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.inputs == "both":
-            raise OptionError("proxprop-peers runs one kind of inputs: standardised or unit")
+    def settings(self, method: str) -> tuple["Setting", ...]:
+        """The settings that are tried. ProxProp's are a Latin square: every pair of values of two arguments once."""
+        if method not in PROXPROP:
+            return tuple(Setting(rate) for rate in self.rates)
+        return tuple(
+            Setting(rate, tau * self.tau_theta, self.heads[(i + j) % len(self.heads)])
+            for i, rate in enumerate(self.implicit_rates)
+            for j, tau in enumerate(self.taus)
+        )
 
 
 class Muon(torch.optim.Optimizer):
@@ -135,16 +161,21 @@ def _methods(options: ProxPropPeersOptions) -> list[str]:
     return [method for method in options.methods if _installed(method)]
 
 
-def _trial(method: str, rate: float) -> str:
-    return f"{method}, τ = {rate:g}"
+def _trials(options: ProxPropPeersOptions, method: str, kind: str) -> dict[str, Setting]:
+    """The names of the short runs of a method, with their settings."""
+    return {method + setting.words() + kind: setting for setting in options.settings(method)}
+
+
+def _tuned(options: ProxPropPeersOptions, methods: Sequence[str]) -> list[str]:
+    """The names of the parts at the chosen settings."""
+    return [method + kind for kind in options.kinds() for method in methods]
 
 
 def parts(options: ProxPropPeersOptions) -> list[Part]:
-    """Every method at every step size for a short while, then at its best."""
-    methods = _methods(options)
-    trials = [Part(_trial(method, rate)) for method in methods for rate in options.rates]
-    needs = {method: tuple(_trial(method, rate) for rate in options.rates) for method in methods}
-    return [*trials, *(Part(method, needs[method]) for method in methods)]
+    """Every method at every setting for a short while, then at its best."""
+    pairs = [(method, kind) for kind in options.kinds() for method in _methods(options)]
+    trials = [Part(trial) for pair in pairs for trial in _trials(options, *pair)]
+    return [*trials, *(Part("".join(pair), tuple(_trials(options, *pair))) for pair in pairs)]
 
 
 def curved(model: nn.Sequential) -> None:
@@ -158,8 +189,8 @@ def curved(model: nn.Sequential) -> None:
         model[place] = layer
 
 
-def optimizer_of(method: str, model: nn.Sequential, rate: float, tau_theta: float) -> Stepper:
-    """The method's optimizer, without weight decay."""
+def optimizer_of(method: str, model: nn.Sequential, rate: float, tau_theta: float, head: float = 1.0) -> Stepper:
+    """The method's optimizer, without weight decay; ``head`` times the step size is that of ProxProp's last layer."""
     if method == "Adam":
         return torch.optim.Adam(model.parameters(), lr=rate)
     if method == "SOAP":
@@ -170,30 +201,36 @@ def optimizer_of(method: str, model: nn.Sequential, rate: float, tau_theta: floa
         rest = [parameter for parameter in model.parameters() if parameter.ndim != 2]
         return _Both(Muon(matrices, rate), torch.optim.SGD(rest, lr=rate, momentum=0.95, nesterov=True))
     optimizer = nesterov(model, rate)
+    if head != 1:
+        *_, last = (layer for layer in model if isinstance(layer, nn.Linear))
+        own = list(last.parameters())
+        optimizer.param_groups[0]["params"] = [p for p in model.parameters() if all(p is not q for q in own)]
+        optimizer.add_param_group({"params": own, "lr": head * rate})
     precondition(model, optimizer, method if method in METHODS else BACKPROP, tau_theta)
     return optimizer
 
 
-def _chosen(options: ProxPropPeersOptions, method: str, lab: Lab) -> float:
-    """The step size with the best validation accuracy; the smallest of several."""
-    found = {rate: float(lab.kept(_trial(method, rate), "tuned")["validation"]) for rate in options.rates}
-    return max(found, key=lambda rate: (found[rate], -rate))
+def _chosen(options: ProxPropPeersOptions, method: str, kind: str, lab: Lab) -> Setting:
+    """The setting with the best validation accuracy; the smallest of several."""
+    trials = _trials(options, method, kind)
+    found = {trial: float(lab.kept(trial, "tuned")["validation"]) for trial in trials}
+    return trials[max(trials, key=lambda trial: (found[trial], -trials[trial].rate))]
 
 
 def run(options: ProxPropPeersOptions, part: str, lab: Lab) -> Iterator[Metrics]:
-    """Train one network from scratch: a trial of a step size, or at the chosen one."""
-    data = options.loaders_for(lab, UNIT if options.inputs == "unit" else "")
-    method, trial, number = part.partition(", τ = ")
-    rate = float(number) if trial else _chosen(options, method, lab)
+    """Train one network from scratch: a trial of a setting, or at the chosen one."""
+    data, kind = options.loaders_for(lab, part), UNIT if part.endswith(UNIT) else ""
+    method, trial, _ = part.removesuffix(UNIT).partition(", τ = ")
+    setting = _trials(options, method, kind)[part] if trial else _chosen(options, method, kind, lab)
     model = mlp(data, options.width)
     if method == "isaac":
         curved(model)
     model.to(lab.device)
-    optimizer = optimizer_of(method, model, rate, options.tau_theta)
+    optimizer = optimizer_of(method, model, *setting)
     diverged = False
     for record in fitted(lab, model, optimizer, data, options.tuning_epochs if trial else options.epochs):
         diverged = bool(record.get("diverged", False))
-        yield {**record, "rate": rate}
+        yield {**record, "rate": setting.rate, "tau_theta": setting.tau_theta, "head": setting.head}
     if trial:
         reached = -math.inf if diverged else accuracy(lab, model, data.validation)
         lab.keep("tuned", {"validation": torch.tensor(reached)})
@@ -210,55 +247,69 @@ def _times(results: Results[ProxPropPeersOptions], method: str) -> list[float]:
     return found
 
 
+def _settings(results: Results[ProxPropPeersOptions], part: str) -> list[Setting]:
+    """The chosen setting of every seed."""
+    found = [results.final(part, key) for key in Setting._fields]
+    return [Setting(*values) for values in itertools.zip_longest(*found, fillvalue=math.nan)]
+
+
 def compare(results: Results[ProxPropPeersOptions]) -> list[Comparison]:
-    """Time to the target, test accuracy and final loss; the paper gives none of these."""
-    methods = [method for method in results.options.methods if method in results.records or _installed(method)]
-    rows = []
-    for method in methods:
-        rates = ", ".join(f"{rate:g}" for rate in results.final(method, "rate"))
-        note = f"chosen step sizes: {rates}" if rates else ""
-        rows.append(Comparison(f"{method}, test accuracy", None, results.final(method, "test"), "%", note=note))
-    rows += [Comparison(f"{m}, full-batch loss", None, results.final(m, "loss"), digits=4) for m in methods]
-    rows += [Comparison(f"{m}, time of training", None, results.final(m, "training"), " s") for m in methods]
-    for method in methods:
-        times, seeds = _times(results, method), len(results.final(method, "validation"))
+    """Accuracies, final loss, time of training, and time to the target; the paper gives none of these."""
+    options, rows = results.options, list[Comparison]()
+    tuned = [part for part in _tuned(options, options.methods) if part in results.records]
+    tuned = tuned or _tuned(options, [method for method in options.methods if _installed(method)])
+    for part in tuned:
+        chosen = "; ".join(setting.words().removeprefix(", ") for setting in _settings(results, part))
+        note = f"chosen: {chosen}" if chosen else ""
+        rows.append(Comparison(f"{part}, test accuracy", None, results.final(part, "test"), "%", note=note))
+    for part in tuned:
+        best = best_validation(results, part)
+        rows.append(Comparison(f"{part}, best validation accuracy", None, best, "%"))
+    for part in (part for part in tuned if part.startswith(PROXPROP)):
+        base = SGD + (UNIT if part.endswith(UNIT) else "")
+        if found := equal_loss(results, part, base):
+            rows.append(Comparison(f"{part}, validation accuracy at SGD's final loss", None, found, "%"))
+    rows += [Comparison(f"{part}, full-batch loss", None, results.final(part, "loss"), digits=4) for part in tuned]
+    rows += [Comparison(f"{part}, time of training", None, results.final(part, "training"), " s") for part in tuned]
+    for part in tuned:
+        times, seeds = _times(results, part), len(results.final(part, "validation"))
         note = "" if len(times) == seeds else f"{seeds - len(times)} of {seeds} seeds did not reach it"
         # A method that never reached it has no time; the findings say so.
         if times:
-            label = f"{method}, time to {results.options.target:g} % validation"
+            label = f"{part}, time to {options.target:g} % validation"
             rows.append(Comparison(label, None, times, " s", note=note))
     return rows
 
 
 def plots(results: Results[ProxPropPeersOptions]) -> list[Plot]:
     """Loss and accuracy of the tuned methods over epochs and time, and the test accuracies as bars."""
-    tuned = [method for method in results.options.methods if method in results.records]
+    tuned = [part for part in _tuned(results.options, results.options.methods) if part in results.records]
     shown = [row for row in compare(results) if row.label.endswith("test accuracy")]
     return [*figures(results, tuned), bars(shown, title="Test accuracy", y="accuracy, %")]
 
 
 def findings(results: Results[ProxPropPeersOptions]) -> Sequence[str | Difference]:
     """ProxProp against each other method, the times to the target, and the methods that were not run."""
-    methods = [method for method in results.options.methods if results.final(method, "test")]
-    sentences: list[str | Difference] = []
-    for ours in (method for method in PROXPROP if method in methods):
-        others = [method for method in methods if method not in PROXPROP]
-        sentences += [difference(results, ours, other, quantity="test accuracy") for other in others]
-    times = {method: _times(results, method) for method in methods}
-    ordered = sorted((method for method in methods if times[method]), key=lambda m: mean_std(times[m])[0])
-    if ordered:
-        order = ", ".join(f"{method} {mean_std(times[method])[0]:.3g} s" for method in ordered)
-        sentences.append(
-            f"Mean training time to {results.options.target:g} % validation accuracy (seeds that reached it): {order}."
-        )
-    sentences += [f"{method} did not reach {results.options.target:g} %." for method in methods if not times[method]]
-    grid = results.options.rates
-    for method in methods:
-        edge = {rate for rate in results.final(method, "rate") if rate in (max(grid), min(grid))}
-        sentences += [
-            f"{method} chose a step size at the edge of the grid, {rate:g}; a wider grid may give a better one."
-            for rate in edge
-        ]
+    sentences, options = list[str | Difference](), results.options
+    for kind in options.kinds():
+        methods = [method for method in options.methods if results.final(method + kind, "test")]
+        for ours in (method for method in PROXPROP if method in methods):
+            others = [method + kind for method in methods if method not in PROXPROP]
+            sentences += [difference(results, ours + kind, other, quantity="test accuracy") for other in others]
+        times = {method + kind: _times(results, method + kind) for method in methods}
+        ordered = sorted((part for part in times if times[part]), key=lambda part: mean_std(times[part])[0])
+        if ordered:
+            order = ", ".join(f"{part} {mean_std(times[part])[0]:.3g} s" for part in ordered)
+            sentences.append(
+                f"Mean training time to {options.target:g} % validation accuracy (seeds that reached it): {order}."
+            )
+        sentences += [f"{part} did not reach {options.target:g} %." for part in times if not times[part]]
+        for method in methods:
+            grid = options.implicit_rates if method in PROXPROP else options.rates
+            sentences += [
+                f"{method + kind} chose a step size at the edge, {rate:g}; a wider grid may give a better one."
+                for rate in {setting.rate for setting in _settings(results, method + kind)} & {max(grid), min(grid)}
+            ]
     return [*sentences, *_left_out(results)]
 
 
@@ -266,7 +317,8 @@ def _left_out(results: Results[ProxPropPeersOptions]) -> list[str]:
     """The methods without a run, and why."""
     sentences = []
     for method, package in PACKAGES.items():
-        if results.records and method in results.options.methods and method not in results.records:
+        ran = any(part in results.records for part in _tuned(results.options, [method]))
+        if results.records and method in results.options.methods and not ran:
             sentences.append(f"{method} was not run: the package {package} was not installed.")
     return [*sentences, _NO_KFAC]
 
@@ -278,8 +330,10 @@ experiment = Experiment(
     about=(
         "The fully connected network of [Frerix2018] by SGD with Nesterov momentum 0.95, Adam, Muon (in float32, "
         "biases by that SGD), SOAP, isaac and ProxProp, exact and by 3 conjugate gradient iterations, around that SGD. "
-        "Every method tries the same grid of step sizes for a few epochs; the one with the best validation accuracy is "
-        "then trained from scratch. Other settings are the packages' own, without weight decay. Test accuracy and "
+        "Every method tries nine settings for a few epochs; the one with the best validation accuracy is then trained "
+        "from scratch. They are nine step sizes; for ProxProp a Latin square of three values each of τ, τθ and the "
+        "step size of its explicit last layer. Inputs are standardised or pixels/255, which the authors feed. Other "
+        "settings are the packages' own, without weight decay. Test accuracy and "
         "the seconds of training steps until a validation accuracy are measured; times are only comparable when "
         "nothing else runs on the machine."
     ),
@@ -292,6 +346,8 @@ experiment = Experiment(
                 epochs=5,
                 tuning_epochs=2,
                 rates=(1.0, 0.01),
+                implicit_rates=(1.0,),
+                taus=(10.0, 1.0),
                 target=20.0,
                 width=0.02,
             ),
@@ -299,7 +355,7 @@ experiment = Experiment(
             0.05,
         ),
         # More than half of the time is SOAP's and Muon's.
-        "laptop": Preset(ProxPropPeersOptions(limit=10_000), (0, 1), 45),
+        "laptop": Preset(ProxPropPeersOptions(limit=10_000), (0, 1, 2, 3, 4), 230),
         "paper": Preset(ProxPropPeersOptions(epochs=50, width=1.0, target=52.0), (0, 1), 6000),
     },
     parts=parts,

@@ -257,7 +257,7 @@ experiment = Experiment(
             (0,),
             0.05,
         ),
-        "laptop": Preset(ProxPropStepSizesOptions(limit=10_000), (0, 1), 50),
+        "laptop": Preset(ProxPropStepSizesOptions(limit=10_000), (0, 1, 2, 3, 4), 210),
         "paper": Preset(ProxPropStepSizesOptions(epochs=50, width=1.0), (0, 1), 16_000),
     },
     parts=parts,

@@ -1,0 +1,85 @@
+"""Problems without a minimum, because the objective falls forever along a direction."""
+
+import torch
+from torch import Tensor
+
+from ..errors import OptionError
+from ..functions.separable import Zero
+from ..operators.dense import Dense
+from ..tracing import is_traced
+from .gap import GapBound
+from .problem import Problem
+
+__all__ = ["require_minimum", "require_range"]
+
+_FAR = 1e13  # steps of the first iteration's length
+_TINY = 1e-16  # a step of a prox that projects only
+_ROUNDS = 100  # projections in turn
+_NULL = 1e-10  # singular values below this share of the largest are zero
+
+
+def require_range(problem: Problem) -> None:
+    """Raise for g = 0 without a ridge and a bias outside of the range of A, along which the objective falls forever."""
+    matrix, bias = _matrices(problem), problem.bias
+    if problem.ridge > 0 or bias is None or matrix is None or not isinstance(problem.function, Zero):
+        return
+    A, b = matrix.detach().double(), problem.full_bias().detach().double()
+    if is_traced(A) or is_traced(b):
+        return
+    b = b.expand(*b.shape[:-1], A.shape[-2]).unsqueeze(-1)
+    outside = (b - _range(A) @ b).norm(dim=(-2, -1)) - 1e-6 * b.norm(dim=(-2, -1))
+    if bool((outside > 0).any()):
+        raise OptionError(
+            f"the problem is unbounded: g = 0, there is no ridge, and the bias has a part of norm "
+            f"{float(outside.max()):.3g} outside of the range of the operator; add a ridge or a function"
+        )
+
+
+@torch.no_grad()
+def require_minimum(bound: GapBound, x: Tensor) -> None:
+    """Raise where the objective falls at a constant rate from x along a direction in which x has grown, or in which a
+    long proximal gradient step leads, up to a length at which every bounded objective of finite precision has risen."""
+    problem, dims = bound.problem, bound.problem.output_dims
+    if problem.ridge > 0 or is_traced(x) or not x.numel():
+        return
+    x, begin = x.detach().double(), problem.linear().detach().double()
+    norm = lambda v: v.flatten(-dims).norm(dim=-1).reshape(*v.shape[:-dims], *(1,) * dims)  # noqa: E731
+    steep = norm(begin)
+    far = torch.maximum(_FAR * steep / problem.scale().double(), 10 * norm(x))
+    start, descent = bound.objectives(x), bound.certificate(x).descent
+    long = 1e6 * far / steep
+    for way in (x, problem.function.prox(x + long * descent, long) - x):
+        way = _receding(problem, way / norm(way), far)
+        ends = [problem.function.prox(x + length * way, _TINY) for length in (1e-3 * far, far)]
+        near, rate = ((bound.objectives(end) - start) / norm(end - x).reshape(start.shape) for end in ends)
+        falls = (rate < -1e-6 * steep.reshape(start.shape)) & (rate < 0.5 * near)
+        if bool(falls.any()):
+            raise OptionError(
+                f"the problem is unbounded: the objective falls by {-float(rate[falls].min()):.3g} per unit of length "
+                f"along a direction, still at a length of {float(far.max()):.0e}; add a ridge, or a function that grows "
+                f"faster than the bias"
+            )
+
+
+def _receding(problem: Problem, way: Tensor, far: Tensor) -> Tensor:
+    """The direction, by alternating projections on the directions along which the square does not grow, where they can
+    be computed, and on those along which g is finite."""
+    matrix = _matrices(problem)
+    if not problem.is_quadratic or matrix is None:
+        return way
+    A = matrix.detach().double()
+    project = torch.eye(A.shape[-2], dtype=A.dtype, device=A.device) - _range(A)
+    for _ in range(_ROUNDS):
+        way = problem.function.prox(far * (project @ way.unsqueeze(-1)).squeeze(-1), _TINY) / far
+    return way
+
+
+def _matrices(problem: Problem) -> Tensor | None:
+    """The matrix of the operator, or those of all samples."""
+    operator = problem.operator
+    return operator.weight if isinstance(operator, Dense) else operator.matrix
+
+
+def _range(A: Tensor) -> Tensor:
+    """The projection on the range of A."""
+    return A @ torch.linalg.pinv(A, rtol=_NULL)
