@@ -180,7 +180,7 @@ def test_a_layer_that_was_replaced_is_named_and_not_trained_in_place_of_the_new_
     net[0] = nn.Linear(6, 8).double()
     for method in methods:
         for call in (lambda m=method: m.step(x, y), lambda m=method: m.fit([(x, y)], 1)):
-            with pytest.raises(OptionError, match="replaced since (LPOM|MAC) read it"):
+            with pytest.raises(OptionError, match=r"replaced since (LPOM|MAC) read it"):
                 call()
     assert methods[0].backward(x, y) > 0
     assert net[0].weight.grad is not None
@@ -193,7 +193,7 @@ def test_refuses_data_parallel_networks_and_optimizers_that_need_a_closure():
     wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
     nn.Module.__init__(wrapped)
     wrapped.module = net
-    with pytest.raises(CapabilityError, match="averages the gradients of loss.backward"):
+    with pytest.raises(CapabilityError, match="averages the gradients of"):
         LPOM(wrapped)
     with pytest.raises(CapabilityError, match="x is sparse"):
         LPOM(net).backward(x.to_sparse(), y)

@@ -23,6 +23,7 @@ from ...errors import (
 )
 from ...network.nested import tensors
 from .chain import LayerChain, parse
+from .gradient import RATIO, REDUCTIONS
 from .losses import LOSSES, Loss, encode_targets
 from .maps import AffineMap, update_running_statistics
 from .options import NO_BATCH, Epoch, Recipe, batches, check_loader, weights_per_layer
@@ -30,15 +31,11 @@ from .runs import MiniBatchRun, MonotoneRun, OptimizerRun, Run, check_optimizer
 from .variables import Variables, batch_size, plain_tensor, plainly, stamp
 from .weights import Direction, weight_directions
 
-__all__ = ["REDUCTIONS", "Lifted", "Variables", "plain_tensor"]
+__all__ = ["Lifted", "Variables", "plain_tensor"]
 
-REDUCTIONS = ("mean", "sum")
-#: The factor from the μ of a layer to that of the layer above, in :meth:`Lifted.backward`.
-GRADIENT_RATIO = 0.1
 MODES = ("fast", "monotone")
 #: The ridge of a full weight step, relative to the mean eigenvalue of the Gram matrix.
 RELATIVE_RIDGE = 1e-6
-
 
 V = TypeVar("V", bound=Variables)
 
@@ -118,8 +115,7 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
 
     def _require_trained(self) -> None:
         """Raise if nothing may move, or if the layers are no longer those of the network."""
-        now = tuple(self.model.modules())
-        if len(now) != len(self._modules) or any(a is not b for a, b in zip(now, self._modules, strict=True)):
+        if list(map(id, self.model.modules())) != list(map(id, self._modules)):
             kind = type(self).__name__
             raise OptionError(f"a module of the network was replaced since {kind} read it; make the {kind} again")
         self.chain.require_trained()
@@ -176,8 +172,7 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
 
     def _first_mu(self) -> tuple[float, ...]:
         """The given μ, or the defaults of :meth:`step`."""
-        top = self._count() - 1
-        return self._given_mu or tuple(self.step_ratio ** (k - top) for k in range(top + 1))
+        return self._given_mu or tuple(self.step_ratio**-k for k in reversed(range(self._count())))
 
     def _after_epoch(self) -> None:
         """Update between epochs, for example raise the penalty."""
@@ -245,7 +240,7 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
             raise OptionError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
         self._require_trained()
         kept, top = self._mu, len(self.chain) - 1
-        self._mu = self._given_mu or tuple(GRADIENT_RATIO ** (k - top) for k in range(top + 1))
+        self._mu = self._given_mu or tuple(RATIO ** (k - top) for k in range(top + 1))
         try:
             v = self._forward_variables(x, y)
             loss = float(v.loss.value(v.output))

@@ -137,8 +137,8 @@ def check_modules(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise CapabilityError(
-                f"{path or 'the network'} is a DistributedDataParallel, which averages the gradients of loss.backward() "
-                f"only; pass its .module, and average .grad over the processes before optimizer.step()"
+                f"{path or 'the network'} is a DistributedDataParallel, which averages the gradients of "
+                f"loss.backward() only; pass its .module, and average .grad over the processes before optimizer.step()"
             )
         if isinstance(module, SolverLayer):
             raise ChainError(

@@ -18,7 +18,7 @@ from .program import Head, LinearCall, Program, UnitCall, compile_network
 from .tape import Cotangents, Tape, forward, name_first_nonfinite
 from .units import Unit
 
-__all__ = ["GraphPass", "LiftedGraph", "head_residual"]
+__all__ = ["RATIO", "REDUCTIONS", "GraphPass", "LiftedGraph", "head_residual"]
 
 REDUCTIONS = ("mean", "sum")
 #: Upper μ over lower μ of the gradient.

@@ -139,11 +139,9 @@ class AffineMap:
     def _standardization(self) -> tuple[Tensor, Tensor]:
         """The mean of the normalisation, and one over its standard deviation."""
         norm: Any = self.layer.norm
-        measured = self.statistics
-        mean, variance = (
-            (norm.running_mean, norm.running_var) if measured is None else (measured.mean, measured.variance)
-        )
-        return mean, torch.rsqrt(variance + norm.eps)
+        if self.statistics is not None:
+            return self.statistics.mean, torch.rsqrt(self.statistics.variance + norm.eps)
+        return norm.running_mean, torch.rsqrt(norm.running_var + norm.eps)
 
     def columns(self, e: Tensor) -> Tensor:
         """A tensor of z's shape as rows × outputs, in the order of :meth:`rows`."""

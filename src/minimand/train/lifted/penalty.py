@@ -25,8 +25,8 @@ class BlockPenalty(SplitLifted):
 
     Args:
         model: A chain of Linear or Conv2d and monotone activations; trained in place.
-        mu: As in :class:`LPOM`, but if it is None, :meth:`step`, which makes ten sweeps, has :math:`\mu = 1` at the output
-            and a twentieth of the next layer's below.
+        mu: As in :class:`LPOM`, but if it is None, :meth:`step` has :math:`\mu = 1` at the output and in every other
+            layer a twentieth of the next layer's. A step makes ten sweeps.
         loss: ``"squared"`` or ``"cross_entropy"``.
         recipe: Options of the mini-batch mode.
 

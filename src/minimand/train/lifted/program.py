@@ -39,8 +39,9 @@ _REARRANGEMENTS = {
     "index_select", "reshape_as", "view_as", "diagonal", "unfold",
 }  # fmt: skip
 _REMEDY = (
-    "lifted training takes linear layers, normalisations, poolings, additions, concatenations and monotone activations; "
-    "an own function that acts entry by entry, does not fall and has a finite slope belongs in a module of its own"
+    "lifted training takes linear layers, normalisations, poolings, additions, concatenations and monotone "
+    "activations; an own function that acts entry by entry, does not fall and has a finite slope belongs in a module "
+    "of its own"
 )
 
 

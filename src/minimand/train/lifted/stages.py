@@ -5,7 +5,6 @@ import itertools
 import time
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ...arguments import checked

@@ -23,8 +23,8 @@ _FEW_BLOCKS = 16
 class Direction(NamedTuple):
     """A change of a layer's weight (outputs × inputs) and bias.
 
-    The change of the weight is ``left @ right``, or ``right`` if ``left`` is None. ``norm`` are the changes of scale and
-    shift of the layer's batch normalisation.
+    The change of the weight is ``left @ right``, or ``right`` if ``left`` is None. ``norm`` are the changes of scale
+    and shift of the layer's batch normalisation.
     """
 
     left: Tensor | None

@@ -113,7 +113,8 @@ experiment = Experiment(
         "Training and test accuracy after every epoch on MNIST and CIFAR-10, from the same initial weights and with "
         "the same batches. The source shows curves without numbers and does not name the networks; ours are options. "
         "LPOM-SGD is SGD with LPOM's own gradient. Each method has three candidates (loss and damping for LPOM, the "
-        "learning rate for the optimizers, on the cross-entropy); the one that ends best on a tenth of the training images is shown. The seconds are those of training alone. "
+        "learning rate for the optimizers, on the cross-entropy); the one "
+        "that ends best on a tenth of the training images is shown. The seconds are those of training alone. "
         "The control has random hidden layers and a ridge regression on top."
     ),
     presets={
