@@ -239,6 +239,53 @@ def test_a_linear_layer_caches_its_gram(rows):
     prox.detach()
 
 
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"method": "cg", "cg_iters": 30}])
+def test_few_rows_are_cached_by_their_largest_eigenvalues(options):
+    """Kept: ``rank`` eigenpairs of the mean; all other directions have the mean of the rows' other eigenvalues."""
+    torch.manual_seed(0)
+    net = nn.Linear(9, 3).double()
+    prox, optimizer = _start(net, gram=CachedGram(every=2, decay=0.25, rank=2), **options)
+    old, rest = None, 0.0
+    for step in range(5):
+        x = torch.randn(4 + step, 9, dtype=torch.float64)
+        A = torch.cat([x, x.new_ones(len(x), 1)], 1)
+        if step % 2 == 0:
+            mean = A.T @ A / len(A) if old is None else 0.75 * A.T @ A / len(A) + 0.25 * old
+            sizes, vectors = torch.linalg.eigh(mean)
+            others = len(A) - 2 if old is None else len(A)
+            rest, V = 0.25 * rest + float(sizes[:-2].sum() / others), vectors[:, -2:]
+            old = V * sizes[-2:] @ V.T
+        optimizer.zero_grad()
+        _loss(net(x)).backward()
+        other = copy.deepcopy(net)
+        other.zero_grad()
+        _loss(other(x)).backward()
+        G = torch.cat([other.weight.grad, other.bias.grad[:, None]], 1)
+        optimizer.step()
+        eye = torch.eye(10, dtype=torch.float64)
+        D = torch.linalg.solve(len(x) * (old + rest * (eye - V @ V.T)) + eye / TAU, G.T).T
+        torch.testing.assert_close(torch.cat([net.weight.grad, net.bias.grad[:, None]], 1), D)
+    prox.detach()
+
+
+def test_a_cached_gram_follows_the_number_of_rows():
+    """From few rows to many the kept eigenpairs become a whole matrix, and few rows are added to that."""
+    torch.manual_seed(0)
+    net, mean = nn.Linear(5, 3, bias=False).double(), None
+    prox, optimizer = _start(net, gram=CachedGram(every=1))
+    for rows in (3, 4, 9, 2, 7):
+        x = torch.randn(rows, 5, dtype=torch.float64)
+        mean = x.T @ x / rows if mean is None else 0.5 * x.T @ x / rows + 0.5 * mean
+        optimizer.zero_grad()
+        for part in x.split(2):
+            _loss(net(part)).backward()
+        G = net.weight.grad.clone()
+        optimizer.step()
+        D = torch.linalg.solve(rows * mean + torch.eye(5, dtype=torch.float64) / TAU, G.T).T
+        torch.testing.assert_close(net.weight.grad, D)
+    prox.detach()
+
+
 class _Power(Own):
     def forward(self, x):
         return x @ (self.kernel**2).T + self.shift

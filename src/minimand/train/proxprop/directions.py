@@ -7,6 +7,7 @@ Gradients and directions are lists: the weight's part as outputs × columns, the
 Source: [Frerix2018], Proposition 2, eqs. 13–16 and 44.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import NonFiniteError
+from ...errors import NonFiniteError, OptionError
 from ...linalg import gram
 from ...operators.patch_grams import row_gram
 from ...solvers.linear import RidgeFactor, conjugate_gradient, gram_factor
@@ -99,6 +100,53 @@ class _Metric:
         return (gradient.to(self._inverse.dtype) @ self._inverse).to(gradient.dtype)
 
 
+@dataclass(frozen=True)
+class _LowRank:
+    """A Gram matrix by its largest eigenvalues: ``rows`` are eigenvectors times roots; ``rest`` are all others."""
+
+    rows: Tensor
+    rest: float
+    tau: Tau
+
+    @functools.cached_property
+    def sizes(self) -> Tensor:
+        """The eigenvalues of the rows."""
+        return self.rows.square().sum(1, dtype=torch.float64)
+
+    @functools.cached_property
+    def shift(self) -> float:
+        """The ridge."""
+        others = self.rows.shape[1] - len(self.rows)
+        return _shift(self.tau, lambda: float(self.sizes.sum() + others * self.rest) / self.rows.shape[1])
+
+    def direction(self, gradient: list[Tensor], options: ProxPropOptions) -> list[Tensor]:
+        """The direction of a gradient, in its memory."""
+        low, high = self.rest + self.shift, self.sizes + self.shift
+        if options.method == "cg":
+            scale = ((high - low) / self.sizes).to(self.rows)
+            apply = lambda v: low * v + (v @ self.rows.mT * scale) @ self.rows  # noqa: E731
+            parts = _conjugate(apply, torch.cat(gradient, 1), options).split([part.shape[1] for part in gradient], 1)
+            return list(parts)
+        parts = self.rows.split([part.shape[1] for part in gradient], 1)
+        along = sum(part @ rows.mT for part, rows in zip(gradient, parts, strict=True))
+        along = along * ((1 / high - 1 / low) / self.sizes).to(self.rows)
+        return [part.addmm_(along, rows, beta=1 / low) for part, rows in zip(gradient, parts, strict=True)]
+
+
+def _truncated(rows: Tensor, old: Tensor | None, rest: float, rule: CachedGram) -> tuple[Tensor, float]:
+    """The average of two Gram matrices, BᵀB of rows and of a :class:`_LowRank`, as the rows and the rest of one."""
+    rows = rows.double()
+    if old is not None:
+        rows, rest = torch.cat([(1 - rule.decay) ** 0.5 * rows, rule.decay**0.5 * old.double()]), rule.decay * rest
+    kernel = gram(rows, half=True)
+    if not torch.isfinite(kernel).all():
+        raise NonFiniteError("the inputs hold NaN or Inf, or overflow")
+    sizes, vectors = torch.linalg.eigh(kernel)
+    kept = min(rule.rank, int((sizes > len(sizes) * torch.finfo(sizes.dtype).eps * sizes[-1]).sum()))
+    others = sizes[: len(sizes) - kept].clamp(min=0)
+    return vectors[:, len(sizes) - kept :].mT @ rows, rest + (float(others.mean()) if len(others) else 0.0)
+
+
 @dataclass
 class Attachment:
     """State that all layers of one ProxProp share; ``distributed``: Gram matrices are summed over processes.
@@ -125,6 +173,17 @@ class Attachment:
         new: Any = {key: Relative(lrs[key]) if isinstance(tau, Relative) else lrs[key] for key, tau in old.items()}
         return new if isinstance(given, dict) else new[""]
 
+    def replace_tau(self, value: Any) -> None:
+        """Set τθ; a scheduler continues from the new values."""
+        options = dataclasses.replace(self.options, tau_theta=value)
+        if self.schedule is not None:
+            new = TauSchedule(options.taus())
+            if [g["pattern"] for g in new.param_groups] != [g["pattern"] for g in self.schedule.param_groups]:
+                raise OptionError("tau_theta follows a scheduler; a new value needs the same patterns as the old one")
+            for group, given in zip(self.schedule.param_groups, new.param_groups, strict=True):
+                group["lr"] = given["lr"]
+        self.options = options
+
 
 class CallWatch:
     """A forward pre-hook that notes which layer was called last. In copies of the model it does nothing."""
@@ -143,11 +202,15 @@ class CallWatch:
 
 @dataclass
 class GramCache:
-    """A running mean of Gram matrices per row, the last metric computed from it, its rows, and the steps taken."""
+    """A running mean of Gram matrices per row, the last metric computed from it, its rows, and the steps taken.
+
+    The mean is a matrix, groups × n × n, or the rows of a :class:`_LowRank` with its ``rest``.
+    """
 
     steps: int = 0
     mean: Tensor | None = None
-    metric: _Metric | None = None
+    rest: float = 0.0
+    metric: _Metric | _LowRank | None = None
     rows: int = 0
     # Whether float32 was once too imprecise for this layer's Gram matrix; products are then in float64.
     wide: bool = False
@@ -172,8 +235,11 @@ class RowAccumulator:
 
     def stores(self, count: int) -> bool:
         """Whether with ``count`` more rows there are fewer than columns, so that they are stored."""
+        return self._cached is None and self._few(count)
+
+    def _few(self, count: int) -> bool:
         dual = self.trains_weight and self.gram is None and self.map.dual and not self.shared.distributed
-        return dual and self._cached is None and 0 < self.count + count < sum(self.sizes)
+        return dual and 0 < self.count + count < sum(self.sizes)
 
     def updates(self) -> bool:
         """Whether the rule needs a new Gram matrix at this step."""
@@ -184,15 +250,18 @@ class RowAccumulator:
         count = self.map.count(delta)
         if count == 0:
             return
-        stores = self.stores(count)
+        stores, mean = self.stores(count), self.cache.mean
+        low = self._cached is not None and self._few(count) and (mean is None or mean.dim() == 2)
         self.count, self.inputs = self.count + count, self.inputs + x.sum(dtype=torch.float64)
-        if stores:
-            a, delta = to_working_precision(self.map.rows(x)), to_working_precision(self.map.deltas(delta))
+        if stores or (low and self.updates()):
+            a = to_working_precision(self.map.rows(x))
             a = torch.cat([a, a.new_ones(count, 1)], 1) if self.ones else a
+            delta = to_working_precision(self.map.deltas(delta)) if stores else None
             if self.a is not None:
-                a, delta, mark = torch.cat([self.a, a]), torch.cat([self.delta, delta]), self.mark + mark
+                a, delta = torch.cat([self.a, a]), torch.cat([self.delta, delta]) if stores else None
+                mark = self.mark + mark if stores else None
             self.a, self.delta, self.mark = a, delta, mark
-        elif self.updates():
+        elif not low and self.updates():
             self.metric = self._sum(x, count, options)
             if options.method != "cg" and self.trains_weight and not self.metric.accurate():
                 self.cache.wide = True
@@ -214,12 +283,15 @@ class RowAccumulator:
 
     def direction(self, gradient: list[Tensor] | None, options: ProxPropOptions) -> list[Tensor]:
         """The direction of a gradient; None is the gradient δᵀA of stored rows. It may overwrite the gradient."""
-        if self.a is not None:
+        if self.a is not None and self._cached is None:
             return self._dual(1.0, options) if gradient is None else self._received(gradient, options)
         assert gradient is not None
+        metric = self._step_metric(options)
+        if isinstance(metric, _LowRank):
+            return metric.direction(gradient, options)
         whole = torch.cat(gradient, 1) if len(gradient) > 1 else gradient[0]
         whole = whole.unflatten(0, (self.map.groups, -1))
-        made = self._step_metric(options).direction(whole, options)
+        made = metric.direction(whole, options)
         return list(made.flatten(0, 1).split(self.sizes, 1))
 
     def _received(self, gradient: list[Tensor], options: ProxPropOptions) -> list[Tensor]:
@@ -279,19 +351,24 @@ class RowAccumulator:
         pairs = (torch.stack([units, units @ kernel], -2) for units in target.split(_UNITS))
         return torch.cat([_conjugate(apply, some, options, **how)[:, 0] for some in pairs])
 
-    def _step_metric(self, options: ProxPropOptions) -> _Metric:
+    def _step_metric(self, options: ProxPropOptions) -> _Metric | _LowRank:
         """The metric of this step: of its rows, or from the cache."""
-        rule, cache, metric, tau = self._cached, self.cache, self.metric, cast(Tau, options.tau_theta)
+        rule, cache, tau = self._cached, self.cache, cast(Tau, options.tau_theta)
         if rule is None:
-            return metric if metric and metric.tau == tau else _Metric(self.gram, tau)
-        metric, mean = cache.metric, cache.mean
-        if self.gram is not None:
-            fresh = self.gram / max(self.count, 1)
-            metric, mean = None, fresh if mean is None else rule.decay * mean + (1 - rule.decay) * fresh
+            return self.metric if self.metric and self.metric.tau == tau else _Metric(self.gram, tau)
+        metric, mean, rest, count = cache.metric, cache.mean, cache.rest, max(self.count, 1)
+        if self.a is not None:
+            metric, (mean, rest) = None, _truncated(self.a / count**0.5, mean, rest, rule)
+            mean = mean.to(self.a.dtype)
+        elif self.gram is not None:
+            old = mean if mean is None or mean.dim() == 3 else (mean.mT @ mean)[None]
+            fresh = self.gram / count
+            metric, mean = None, fresh if old is None else rule.decay * old + (1 - rule.decay) * fresh
         assert mean is not None
         if metric is None or cache.rows != self.count or metric.tau != tau:
-            metric = _Metric(mean * self.count, tau, kept=True)
-        self.renewed = {"mean": mean, "metric": metric, "rows": self.count}
+            low = mean.dim() == 2
+            metric = _LowRank(mean * count**0.5, rest * count, tau) if low else _Metric(mean * count, tau, kept=True)
+        self.renewed = {"mean": mean, "rest": rest, "metric": metric, "rows": self.count}
         return metric
 
     def reduce(self, device: torch.device, group: dist.ProcessGroup | None) -> None:

@@ -22,7 +22,7 @@ from ...network.state import is_dtensor
 from ...network.uses import Use, uses
 from .directions import Attachment, GramCache, RowAccumulator, fingerprint, to_working_precision
 from .maps import DirectMap, ProductMap, TransposedConvMap, WeightMap
-from .options import ProxPropOptions
+from .options import ProxPropOptions, require_tau
 
 __all__ = ["GraphHooks", "LayerHooks", "WeightUnit", "local"]
 
@@ -52,8 +52,7 @@ class WeightUnit:
     """A weight with its bias, or some of their rows, that is one linear system; and the rows in their ``.grad``.
 
     Args:
-        path: The path of the module that has the parameters.
-        module: That module.
+        path, module: The module that has the parameters.
         map: The linear map; None: it is found at the first call.
         shared: The state of the ProxProp.
         cache: The kept Gram matrix.
@@ -81,8 +80,9 @@ class WeightUnit:
             kind: p for kind, p in parameters.items() if p is not None and is_dtensor(p) and p.requires_grad
         }
         self.called, self._handles = False, dict[int, Any]()
-        # By parameter: the stamp of a direction that its optimizer has not used yet.
+        # By parameter: the stamp of a direction that its optimizer has not used yet, and of one that it has.
         self.unused: dict[int, tuple[int, int]] = {}
+        self.used: dict[int, tuple[int, int]] = {}
         self._lock = threading.Lock()  # the backward passes of several threads add to the same rows
         self.forget()
 
@@ -97,7 +97,7 @@ class WeightUnit:
         self.rows: RowAccumulator | None = None
         # By run of the autograd engine: the calls whose gradient is not yet accumulated.
         self._pending: dict[int, list[Any]] = {}
-        self._stamps: list[tuple[int, int]] = []
+        self._stamps: dict[int, tuple[int, int]] = {}
 
     def without_autocast(self) -> torch.autocast:
         """A context without autocast, in which products keep their precision."""
@@ -133,6 +133,8 @@ class WeightUnit:
         made = copy.copy(self.shared.options)  # not replace(): its checks take time in every step
         object.__setattr__(made, "tau_theta", self.shared.taus())
         object.__setattr__(made, "tau_theta", own[0] if own else made.tau_of(self.path))
+        if self.shared.schedule is not None:
+            require_tau(f"layer '{self.path}': tau_theta as set by its scheduler", made.tau_theta)
         return made
 
     def watch(self) -> None:
@@ -148,20 +150,29 @@ class WeightUnit:
         run = torch._C._current_graph_task_id()
         if run not in self._pending:
             with self._lock:
-                self._require_used()
                 self.drop_stale()
+                self._require_empty()
             self._pending[run] = []
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._pending.pop(run, None))  # type: ignore[arg-type]
         return self._pending[run]
 
-    def _require_used(self) -> None:
-        """Raise if a gradient still holds a direction, because only one of the layer's optimizers made a step."""
-        stamps = {id(p): _stamp(p.grad) for p in self.held.values() if p.grad is not None}
-        left = [key for key, stamp in self.unused.items() if stamps.get(key) == stamp]
-        self.unused = {}
-        if left:
+    def _require_empty(self) -> None:
+        """Raise if ``.grad`` holds a direction, or in fused mode anything, to which this pass would add."""
+        now = self.stamps()
+        left, old = (any(now.get(key) == at for key, at in some.items()) for some in (self.unused, self.used))
+        self.unused, self.used, why = {}, {}, ""
+        if left or old:
             why = "another optimizer has used a part of its direction; step all of them, or call zero_grad()"
-            raise CapabilityError(f"layer '{self.path}': a backward pass would add a gradient to a direction: {why}")
+            why = why if left else ".grad holds the direction of the last step; call zero_grad() after it"
+            why = f"a backward pass would add a gradient to a direction: {why}"
+        elif self.shared.options.fused and self.rows is None and any(bool(grad.any()) for grad in self._grads()):
+            why = ".grad holds a gradient from before; call zero_grad(), or use fused=False"
+            why = f"fused=True takes one backward pass per step: {why}"
+        if why:
+            raise CapabilityError(f"layer '{self.path}': {why}")
+
+    def _grads(self) -> list[Tensor]:
+        return [local(p.grad) for p in self.held.values() if p.grad is not None]
 
     def _accumulated(self, parameter: Tensor) -> None:
         """Add the rows, now that their gradient is in ``.grad``."""
@@ -184,22 +195,22 @@ class WeightUnit:
             self.rows.metric = None
         calls.clear()
         if run in self._pending:
-            self._stamps = self._seen()
+            self._stamps = self.stamps()
 
     def _stacked(self, calls: list[Any]) -> list[Any]:
         """The calls; those of a recurrent layer, one per time step, as one."""
-        if len(calls) == 1 or not isinstance(self.map, ProductMap):
-            return calls
-        return [(torch.cat([x for x, _, _ in calls]), torch.cat([delta for _, delta, _ in calls]), None)]
+        several = len(calls) > 1 and isinstance(self.map, ProductMap)
+        return [(torch.cat([x for x, _, _ in calls]), torch.cat([d for _, d, _ in calls]), None)] if several else calls
 
-    def _seen(self) -> list[tuple[int, int]]:
-        return [_stamp(p.grad) for p in self.held.values() if p.grad is not None]
+    def stamps(self) -> dict[int, tuple[int, int]]:
+        """By parameter: memory and version of its gradient."""
+        return {id(p): _stamp(p.grad) for p in self.held.values() if p.grad is not None}
 
     def drop_stale(self) -> None:
         """Discard the rows if ``.grad`` was removed or zeroed since they contributed to it."""
-        grads = [local(p.grad) for p in self.held.values() if p.grad is not None]
+        grads = self._grads()
         # A gradient that was zero when it was accumulated has rows. A shard may be zero while others are not.
-        unseen = not self.sharded and self._seen() != self._stamps
+        unseen = not self.sharded and self.stamps() != self._stamps
         if not grads or (unseen and not any(bool(grad.any()) for grad in grads)):
             self.rows = None
 
@@ -216,14 +227,14 @@ class WeightUnit:
         parts = {kind: local(grad)[spans[kind]] for kind, grad in grads.items()}
         assert self.rows is not None
         assert map is not None
-        if not len(next(iter(parts.values()))):  # an empty shard
+        if not next(iter(parts.values())).numel():  # an empty shard
             return
         with self.without_autocast():
             made = self.rows.direction(self.matrices(*parts.values()), self.options)
         for (kind, part), matrix in zip(parts.items(), made, strict=True):
             if held[kind].grad is not None and matrix.data_ptr() != part.data_ptr():
                 part.copy_(map.shaped(matrix, part))
-        self.unused = {id(p): _stamp(p.grad) for p in held.values() if p.grad is not None}
+        self.unused = self.stamps()
 
 
 def local(grad: Tensor) -> Tensor:
@@ -236,16 +247,15 @@ def _stamp(grad: Tensor) -> tuple[int, int]:
     return local(grad).data_ptr(), grad._version
 
 
-class LayerHooks:
-    """The forward pass of an attached Linear or convolution. Copies of the model have the plain pass."""
-
-    def __init__(self, path: str, module: nn.Module, unit: WeightUnit) -> None:
-        assert isinstance(unit.map, DirectMap)
-        self.path, self.unit, self.map, self.shared = path, unit, unit.map, unit.shared
-        self.module: Any = module
-        module.forward = self
+class _Forward:
+    """The forward pass of an attached module. Copies of the model have the plain pass."""
 
     of_proxprop = True
+
+    def __init__(self, path: str, module: nn.Module, shared: Attachment) -> None:
+        self.path, self.shared = path, shared
+        self.module: Any = module
+        self.module.forward = self
 
     def remove(self) -> None:
         """Restore the module's forward pass."""
@@ -254,13 +264,22 @@ class LayerHooks:
     def __reduce__(self) -> tuple[Any, ...]:
         return _plain_forward, (self.module,)
 
+
+class LayerHooks(_Forward):
+    """The forward pass of an attached Linear or convolution."""
+
+    def __init__(self, path: str, module: nn.Module, unit: WeightUnit) -> None:
+        assert isinstance(unit.map, DirectMap)
+        super().__init__(path, module, unit.shared)
+        self.unit, self.map = unit, unit.map
+
     # A compiled graph cannot contain the accumulation, which is a side effect: the graph breaks at the layer.
     @torch.compiler.disable
     def __call__(self, input: Tensor) -> Tensor:
         """The layer's output, through the autograd function if a gradient may follow."""
         unit, module = self.unit, self.module
-        trained = unit.trained.values()
-        plain = not torch.is_grad_enabled() or not trained or any(not p.is_leaf for p in trained) or unit.is_last
+        trained = list(unit.trained.values())
+        plain = not torch.is_grad_enabled() or not trained or not all(p.is_leaf for p in trained) or unit.is_last
         try:
             if plain or torch._C._functorch.is_functorch_wrapped_tensor(input):
                 out: Tensor = _plain_forward(module)(input)
@@ -311,22 +330,12 @@ class LayerHooks:
         return ahead, parts.get("weight"), parts.get("bias")
 
 
-class GraphHooks:
+class GraphHooks(_Forward):
     """The forward pass of an attached module whose products are in the autograd graph; ``strict``: or an error."""
 
     def __init__(self, path: str, module: nn.Module, units: list[WeightUnit], strict: bool) -> None:
-        self.path, self.units, self.shared, self._strict = path, units, units[0].shared, strict
-        self.module: Any = module
-        self.opaque = ""
-        module.forward = self
-
-    of_proxprop = True
-
-    def remove(self) -> None:
-        """Restore the module's forward pass."""
-        del self.module.__dict__["forward"]
-
-    __reduce__ = LayerHooks.__reduce__
+        super().__init__(path, module, units[0].shared)
+        self.units, self._strict, self.opaque = units, strict, ""
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -339,7 +348,9 @@ class GraphHooks:
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             why = "activation checkpoints without reentry and other saved-tensor hooks hide its products from ProxProp"
             raise CapabilityError(f"layer '{self.path}': {why}; pass use_reentrant=True, or exclude the layer")
-        with _decomposed(self.module):
+        # An LSTM runs as single operations: oneDNN's fused one hides its products.
+        fused = isinstance(self.module, nn.LSTM)
+        with torch.backends.mkldnn.flags(False, None, None, None) if fused else contextlib.nullcontext():  # type: ignore[no-untyped-call]
             out = _plain_forward(self.module)(*args, **kwargs)
         found = list(uses([leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)], inputs))
         watched = [(unit, use) for unit in units for use in _of(unit, found)]
@@ -387,14 +398,3 @@ def _recording(unit: WeightUnit, use: Use, shared: Attachment) -> Callable[[Any]
         unit.pending().append((x, delta.detach(), None))
 
     return record
-
-
-@contextlib.contextmanager
-def _decomposed(module: nn.Module) -> Iterator[None]:
-    """An LSTM as single operations instead of oneDNN's fused one, which hides its products."""
-    enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(enabled and not isinstance(module, nn.LSTM))
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(enabled)

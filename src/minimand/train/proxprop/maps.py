@@ -212,6 +212,10 @@ def candidates(path: str, module: nn.Module, maps: Mapping[type, Mapping[str, st
     """The weights of a module other than a Linear or convolution that multiply rows; empty if there are none."""
     kind, inner = type(module), f"{path}." if path else ""
     if kind in maps:
+        missing = [n for pair in maps[kind].items() for n in pair if n is not None and not hasattr(module, n)]
+        if missing:
+            own = ", ".join(module._parameters)
+            raise OptionError(f"maps names {', '.join(missing)} of {kind.__name__}, but layer '{path}' has {own}")
         found = [Candidate(path, pair) for pair in maps[kind].items()]
     elif isinstance(module, nn.MultiheadAttention) and kind.forward is nn.MultiheadAttention.forward:
         e, packed = module.embed_dim, module.in_proj_weight is not None
@@ -253,6 +257,9 @@ def discover(model: nn.Module, options: ProxPropOptions) -> Discovery:
     direct = {p: (m, known) for p, m in model.named_modules() if (known := direct_map(m)) and p not in inside | fused}
     modules = {path: module for path, (module, _) in direct.items()}
     order, elsewhere = _forward_pass(model, modules, graphs)
+    foreign = (m for p, m in model.named_modules() if p not in direct and p not in inside)
+    tied = {id(p) for module in foreign for p in module._parameters.values() if p is not None}
+    elsewhere |= {path for path, (m, _) in direct.items() if any(id(p) in tied for p in m._parameters.values())}
     # A parametrisation computes weight or bias from other parameters.
     own = [p for p, (m, _) in direct.items() if p not in elsewhere and {"weight", "bias"} <= m._parameters.keys()]
     listed = [path for path, _ in model.named_modules() if path in inside.union(own)]
@@ -273,7 +280,8 @@ def discover(model: nn.Module, options: ProxPropOptions) -> Discovery:
     alone = options.skip_last and not order and len(found) == 1 and not others and not graphs
     if (not found and not graphs) or alone:
         last = next(iter(found), last)
-        why = "there is none" if last is None else f"'{last}' is the only one and skip_last keeps it explicit"
+        why = f"include and exclude leave none of {', '.join(listed)}" if listed and not kept else "there is none"
+        why = why if last is None else f"'{last}' is the only one and skip_last keeps it explicit"
         solvers = [path for path, module in model.named_modules() if isinstance(module, SolverLayer)]
         also = f" (of solver layers, here {', '.join(solvers)}, it takes none)" if solvers else ""
         raise OptionError(f"ProxProp needs an nn.Linear or nn.Conv1d to nn.Conv3d layer in the model, but {why}{also}")
@@ -328,13 +336,15 @@ def _problems(
         holders = [(path, n) for path, m in modules for n, p in m._parameters.items() if p is parameter]
         if len(holders) > 1 and not _stackable(module, holders, direct):
             where = ", ".join(f"{path}.{n}" for path, n in holders)
-            problems.append(f"shares its {name} ({where}) with a layer of another kind; give each its own parameters")
+            problems.append(f"shares its {name} ({where}) with a layer of another kind; exclude both, or untie them")
     if "meta" in devices or any(isinstance(p, UninitializedParameter) for p in parameters.values()):
         problems.append("has no data: it is lazy or on the meta device (initialise it first)")
     elif len(devices) > 1:
         problems.append(f"is spread over the devices {', '.join(sorted(devices))} (move it to one)")
     elif any(p.is_inference() for p in parameters.values()):
         problems.append("was made in inference mode (build it outside of torch.inference_mode())")
+    if any(p.is_complex() for p in parameters.values()):
+        problems.append("has complex parameters (exclude it)")
     for name, parameter in parameters.items():
         if is_dtensor(parameter) and not _by_outputs(module, parameter, graph):
             layout = ", ".join(map(str, getattr(parameter, "placements", ())))

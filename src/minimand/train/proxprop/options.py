@@ -26,6 +26,8 @@ __all__ = [
     "check_optimizers",
     "match",
     "paper_tau_theta",
+    "parameters_of",
+    "require_tau",
     "unwrapped",
 ]
 
@@ -96,15 +98,21 @@ class CachedGram:
 
     The average is per row and is multiplied by the number of rows of the step. ``decay`` is the weight of the old
     average; 0 discards it. ``of`` is the rule for new Gram matrices of convolutions; other layers use all rows.
+
+    Of a layer with fewer rows than columns the ``rank`` largest eigenvalues and their eigenvectors are kept; the mean
+    of the rows' other eigenvalues stands for all others. An inverse of all columns would cost more than an exact solve.
+    Directions for later rows are as close to the exact ones as with all eigenvalues, which are those of older rows.
     """
 
     every: int = 10
     decay: float = 0.5
     of: ExactGram | SubsampledGram = SubsampledGram()
+    rank: int = 32
 
     def __post_init__(self) -> None:
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise OptionError(f"every of a CachedGram must be a whole number ≥ 1, got {self.every!r}")
+        for name, value in (("every", self.every), ("rank", self.rank)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise OptionError(f"{name} of a CachedGram must be a whole number ≥ 1, got {value!r}")
         if not 0 <= self.decay < 1:
             raise OptionError(f"the decay of a CachedGram must lie in [0, 1), got {self.decay}")
 
@@ -123,7 +131,8 @@ def match(patterns: Iterable[str], paths: Iterable[str]) -> set[str]:
     return {path for pattern in asked for path in fnmatch.filter(listed, pattern)}
 
 
-def _require_tau(name: str, value: Any) -> None:
+def require_tau(name: str, value: Any) -> None:
+    """Raise OptionError unless the value is a positive number or a Relative."""
     if isinstance(value, Tensor):
         raise OptionError(f"{name} must be a number or Relative(…), got a tensor; use float(…)")
     if not isinstance(value, Relative):
@@ -149,7 +158,9 @@ class ProxPropOptions:
         if isinstance(self.tau_theta, Mapping):
             object.__setattr__(self, "tau_theta", dict(self.tau_theta))
         for pattern, tau in self.tau_theta.items() if isinstance(self.tau_theta, dict) else [("", self.tau_theta)]:
-            _require_tau(f"tau_theta of {pattern!r}" if pattern else "tau_theta", tau)
+            if not isinstance(pattern, str):
+                raise OptionError(f"the keys of tau_theta are patterns of paths, such as '0', got {pattern!r}")
+            require_tau(f"tau_theta of {pattern!r}" if pattern else "tau_theta", tau)
         require_positive("cg_tol", 1.0 if self.cg_tol is None else self.cg_tol)
         if isinstance(self.gram, str):
             object.__setattr__(self, "gram", _NAMED.get(self.gram, self.gram))
@@ -212,6 +223,11 @@ IN_BACKWARD = (
 )
 
 
+def parameters_of(*optimizers: Optimizer) -> dict[int, Tensor]:
+    """The parameters of optimizers by their ids."""
+    return {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+
+
 def unwrapped(optimizer: Any) -> Optimizer:
     """The torch optimizer inside those of accelerate and Lightning, which have it as their attribute ``optimizer``."""
     while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
@@ -234,13 +250,13 @@ def check_optimizers(owners: Sequence[Optimizer], units: Iterable[tuple[str, Any
         if name is not None
     }
     trained = {name: p for name, p in named.items() if p is not None and p.requires_grad}
-    every = {id(p) for optimizer in owners for group in optimizer.param_groups for p in group["params"]}
+    every = parameters_of(*owners)
     for optimizer in owners:
         if any(
             hasattr(getattr(h, "__self__", None), "tau_schedule") for h in optimizer._optimizer_step_pre_hooks.values()
         ):
             raise OptionError("this optimizer has a ProxProp already; detach it, or give one ProxProp all layers")
-        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        owned = parameters_of(optimizer)
         if trained and len(owners) > 1 and not any(id(p) in owned for p in trained.values()):
             raise OptionError(f"the optimizer {type(optimizer).__name__} owns no parameter of a layer; leave it out")
     if any(getattr(p, "_in_backward_optimizers", None) for p in trained.values()):
@@ -264,7 +280,7 @@ def check_keys(optimizers: Iterable[Optimizer], layers: Mapping[str, Iterable[Te
         tau: Any = group.get("tau_theta")
         paths = {owned[id(p)] for p in group["params"] if id(p) in owned}
         if "tau_theta" in group:
-            _require_tau("tau_theta of a parameter group", tau)
+            require_tau("tau_theta of a parameter group", tau)
             if not paths:
                 raise OptionError("tau_theta has no effect in a parameter group without a layer that ProxProp steps")
         for path in paths:

@@ -1,6 +1,5 @@
 """Proximal backpropagation for any torch optimizer: one linear solve per layer and step, not a ``solve()``."""
 
-import dataclasses
 import itertools
 import logging
 import math
@@ -26,6 +25,7 @@ from .options import (
     check_keys,
     check_optimizers,
     match,
+    parameters_of,
     unwrapped,
 )
 
@@ -54,7 +54,7 @@ class ProxProp(Sealed):
         model: A network. Linear, convolutions, transposed convolutions, ``nn.MultiheadAttention`` (its projections),
             recurrent layers and cells, and the ``Conv1D`` of transformers are preconditioned. Other modules keep plain
             gradients; the log lists them. A layer that is called several times stacks its rows, and so do layers of
-            the same kind that share weight and bias; other shared parameters raise an error.
+            the same kind that share weight and bias; a layer tied to an embedding keeps its plain gradient.
         tau_theta: :math:`\tau_\theta > 0`, absolute; or :class:`Relative`; or a dictionary of patterns of paths with
             such values, of which the last that matches counts (1.0 if none does). Small values give nearly
             :math:`\tau_\theta` times the plain gradient. The attribute ``tau_theta`` can be set while training, and
@@ -137,16 +137,9 @@ class ProxProp(Sealed):
 
     @tau_theta.setter
     def tau_theta(self, value: Tau | Mapping[str, Tau]) -> None:
-        shared, options = self._shared, dataclasses.replace(self._shared.options, tau_theta=value)
         if isinstance(value, Mapping):
             match(value, self._paths())
-        if shared.schedule is not None:
-            new = TauSchedule(options.taus())
-            if [g["pattern"] for g in new.param_groups] != [g["pattern"] for g in shared.schedule.param_groups]:
-                raise OptionError("tau_theta follows a scheduler; a new value needs the same patterns as the old one")
-            for group, given in zip(shared.schedule.param_groups, new.param_groups, strict=True):
-                group["lr"] = given["lr"]
-        shared.options = options
+        self._shared.replace_tau(value)
 
     def tau_schedule(self) -> TauSchedule:
         r"""An optimizer whose learning rates are the values of :math:`\tau_\theta`, for torch's schedulers.
@@ -179,9 +172,8 @@ class ProxProp(Sealed):
         several weights, such as an LSTM, is listed once; the output projection of an attention has its own path.
         """
         called = {path for unit in self._units.values() if unit.called for path in unit.paths}
-        opaque = {
-            unit.path for hook in self._hooks if isinstance(hook, GraphHooks) and hook.opaque for unit in hook.units
-        }
+        hidden = [hook for hook in self._hooks if isinstance(hook, GraphHooks) and hook.opaque]
+        opaque = {unit.path for hook in hidden for unit in hook.units}
         known = self._paths()
         called |= set() if self._stepped else set(known) if self._found.called is None else self._found.called
         trained = {path for path in known if is_trained(self._model.get_submodule(path))}
@@ -213,25 +205,21 @@ class ProxProp(Sealed):
         check_optimizers(owners, [unit[:3] for unit in self._weights.values()])
         self._check_groups(owners)
         several = not self._alone and dist.is_available() and dist.is_initialized()
-        shared.distributed = several and dist.get_world_size(self._group) > 1
+        shared.distributed, shared.optimizers = several and dist.get_world_size(self._group) > 1, owners
         if shared.distributed and shared.options.fused:
             raise OptionError("fused=True works in one process only; use fused=False, which sums the Gram matrices")
-        shared.optimizers = owners
         self._hook()
         for optimizer in owners:
-            self._handles += [
-                optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_step_post_hook(self._after_step),
-            ]
-        self._handles += [
-            owners[0].register_state_dict_post_hook(lambda _, state: state | {_KEY: self.state_dict()}),
-            owners[0].register_load_state_dict_pre_hook(self._load_with),
-        ]
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        saving, loading = owners[0].register_state_dict_post_hook, owners[0].register_load_state_dict_pre_hook
+        self._handles += [saving(lambda _, state: state | {_KEY: self.state_dict()}), loading(self._load_with)]
         for path, other in self._found.others.items() if shared.undecided else ():
             self._handles.append(other.register_forward_pre_hook(CallWatch(shared, path)))
         if not self.layers:
-            frozen = ", ".join(map(_named, self._paths()))
-            _log.warning("ProxProp: no step is implicit until one is unfrozen: %s", frozen)
+            _log.warning(
+                "ProxProp: no step is implicit until one is unfrozen: %s", ", ".join(map(_named, self._paths()))
+            )
         plain = [f"{path or 'the model'} ({kind})" for path, kind in self.plain.items() if path != shared.last]
         if plain:
             _log.warning("ProxProp: plain gradients for %s", ", ".join(plain))
@@ -291,14 +279,13 @@ class ProxProp(Sealed):
 
     def _of(self, optimizer: Optimizer) -> list[WeightUnit]:
         """The units of which the optimizer owns a parameter."""
-        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return [unit for unit in self._units.values() if any(id(p) in owned for p in unit.held.values())]
+        owned = parameters_of(optimizer)
+        return [unit for unit in self._units.values() if owned.keys() & set(map(id, unit.held.values()))]
 
     @torch.no_grad()
     def _precondition(self, optimizer: Optimizer) -> None:
         self._check_groups(self._shared.optimizers)
-        units = [unit for unit in self._of(optimizer) if not unit.is_last and not unit.unused]
-        active = [unit for unit in units if any(p.grad is not None for p in unit.held.values())]
+        active = [unit for unit in self._of(optimizer) if not unit.is_last and not unit.unused and unit.stamps()]
         for unit in active:
             unit.drop_stale()
             if self._shared.distributed and unit.map is not None:
@@ -307,8 +294,8 @@ class ProxProp(Sealed):
         unseen = {unit.path for unit in active if unit.rows is None and not unit.called} - self._warned
         self._warned |= unseen
         if unseen:
-            named = ", ".join(path or "the model" for path in sorted(unseen))
-            _log.warning("ProxProp: plain gradients for %s, whose forward is never called", named)
+            listed = ", ".join(path or "the model" for path in sorted(unseen))
+            _log.warning("ProxProp: plain gradients for %s, whose forward is never called", listed)
         origin = self._bad_origin(active)
         for unit in active:
             try:
@@ -320,17 +307,15 @@ class ProxProp(Sealed):
             why = f"{origin} holds NaN or Inf; lower the learning rate or clean the data"
             warnings.warn(f"ProxProp skips this step: {why}", RuntimeWarning, stacklevel=2)
             # Without gradients the optimizer changes neither parameters nor its state.
-            for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            for parameter in (p for p in parameters_of(optimizer).values() if p.grad is not None):
                 self._skipped_grads.append((parameter, parameter.grad))
                 parameter.grad = None
 
     def _bad_origin(self, active: list[WeightUnit]) -> str:
-        """Where the first NaN or Inf is, in words; empty if all gradients of all optimizers are finite."""
-        every = [
-            p for optimizer in self._shared.optimizers for group in optimizer.param_groups for p in group["params"]
-        ]
+        """Where the first NaN or Inf is, in words; empty if all gradients are finite."""
         # A sum is cheaper than a test of all entries, but it may overflow: then test the entries.
-        grads = {id(p): local(p.grad) for p in every if p.grad is not None}
+        every = parameters_of(*self._shared.optimizers)
+        grads = {key: local(p.grad) for key, p in every.items() if p.grad is not None}
         bad = {
             key for key, g in grads.items() if not torch.isfinite(g.sum()) and not torch.isfinite(g.to_dense()).all()
         }
@@ -354,12 +339,13 @@ class ProxProp(Sealed):
         for parameter, grad in self._skipped_grads:
             parameter.grad = grad if parameter.grad is None else parameter.grad
         self._skipped_grads = []
-        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        owned = parameters_of(optimizer)
         for unit in self._of(optimizer):
             # The unit's first step counts; its other optimizers find the direction in place.
             if taken and unit.rows is not None:
                 vars(unit.cache).update(unit.rows.renewed)
                 unit.cache.steps += 1
+                unit.used = unit.stamps()
             unit.unused = {} if evaluated else {key: at for key, at in unit.unused.items() if key not in owned}
             unit.forget()
         self._stepped = self._stepped or taken
@@ -368,7 +354,7 @@ class ProxProp(Sealed):
 
     def state_dict(self) -> dict[str, Any]:
         """Steps taken, τθ, cached Gram matrices, layers that need float64; without rows accumulated since the step."""
-        grams = {key: (cache.mean, cache.rows) for key, cache in self._caches.items() if cache.mean is not None}
+        grams = {key: (c.mean, c.rows, c.rest) for key, c in self._caches.items() if c.mean is not None}
         turns = {key: cache.steps for key, cache in self._caches.items()}
         kept = {"turn": turns, "tau_theta": self.tau_theta, "layers": self._shapes(), "grams": grams}
         return kept | {"wide": [key for key, cache in self._caches.items() if cache.wide]}
@@ -387,12 +373,20 @@ class ProxProp(Sealed):
             raise ShapeError(f"the saved state is from another network: its weights are {saved}, here they are {own}")
         self.tau_theta = state["tau_theta"]
         for key, cache in self._caches.items():
-            # One number for all layers is the form of version 0.1.
-            cache.steps = int(state["turn"][key] if isinstance(state["turn"], dict) else state["turn"])
-            mean, cache.rows = state["grams"].get(key, (None, 0))
-            _, module, names, _, _ = self._weights[key]
-            cache.mean = None if mean is None else mean.clone().to(getattr(module, names[0]).device)
-            cache.metric, cache.wide = None, key in state.get("wide", ())
+            _, module, names, _, map = self._weights[key]
+            try:
+                # One number for all layers is the form of version 0.1.
+                steps = int(state["turn"][key] if isinstance(state["turn"], dict) else state["turn"])
+                mean, rows, *rest = state["grams"].get(key, (None, 0))
+                mean = None if mean is None else mean.clone().to(getattr(module, names[0]).device)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise OptionError(f"the saved state of layer '{key}' is damaged; pass another one") from error
+            if None not in (mean, map) and mean.shape[-1] not in (map.columns, map.columns + 1):
+                raise ShapeError(
+                    f"the saved Gram matrix of layer '{key}' has {mean.shape[-1]} columns, not {map.columns}"
+                )
+            cache.steps, cache.mean, cache.rows, cache.metric = steps, mean, int(rows), None
+            cache.rest, cache.wide = float(*rest), key in state.get("wide", ())
 
     def _load_with(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         if _KEY in state:
