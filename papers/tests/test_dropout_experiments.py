@@ -21,6 +21,7 @@ NAMES = [
     "dropout-mnist",
     "grow-relu-1d",
     "grow-relu-digits",
+    "grow-alexnet",
     "degree-mismatch",
     "jacobian-regularizer",
 ]
@@ -80,6 +81,14 @@ def _growth_is_no_certificate_in_many_dimensions(results: Results[Any]) -> None:
     assert results.final("grown", "bound")[0] >= results.final("grown", "polar")[0]
 
 
+def _parallel_networks_are_judged_honestly(results: Results[Any]) -> None:
+    values = next(iter(results.curve("grown", "objective").values()))
+    assert values[-1] < values[0]
+    assert 1 <= results.final("grown", "networks")[0] <= results.options.networks
+    assert results.final("grown", "bound")[0] >= results.final("grown", "polar")[0]
+    assert next(iter(results.curve("grown", "status").values()))[-1] in ("UNDECIDED", "IMPROVABLE", "CERTIFIED")
+
+
 def _only_mismatched_degrees_are_trapped(results: Results[Any]) -> None:
     assert results.final("weight decay, K = 3", "trapped") == [100.0]
     assert results.final("weight decay, K = 2", "trapped") == [0.0]
@@ -104,6 +113,7 @@ LAWS = dict(
             _accuracies_are_percentages,
             _growth_is_certified_and_below_random_starts,
             _growth_is_no_certificate_in_many_dimensions,
+            _parallel_networks_are_judged_honestly,
             _only_mismatched_degrees_are_trapped,
             _accuracies_are_percentages,
         ],

@@ -90,6 +90,7 @@ SOURCES: Mapping[str, Publication] = {
                 "rpca-video",
                 "grow-relu-1d",
                 "grow-relu-digits",
+                "grow-alexnet",
                 "jacobian-regularizer",
                 "dropout-mnist",
                 "dropout-factorization",

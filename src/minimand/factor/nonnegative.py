@@ -10,6 +10,7 @@ from ..functions import PositiveSemidefinite
 from ..norms.spectral import EPS, certified_lambda_max
 from ..solvers.iterate import iterate
 from .bounds import BUDGET, DEFAULT, VECTOR, Bound, BoundOptions, affordable_bound, split_matrix
+from .branching import SHORTEST, branched_bound
 from .matrices import DualMatrix
 
 __all__ = ["doubly_nonnegative_bound", "perron_bound"]
@@ -18,6 +19,7 @@ CHECK_EVERY = 20
 RELAXATION = 1.6
 MAX_ADMM = 600
 PERRON = 5
+BRANCH = 30  # operations of a product of matrices in the time of one on cones
 
 
 def doubly_nonnegative_bound(matrix: DualMatrix, level: float, options: BoundOptions = DEFAULT) -> Bound:
@@ -37,7 +39,8 @@ def doubly_nonnegative_bound(matrix: DualMatrix, level: float, options: BoundOpt
     The norms of Z and of its positive part are tried first. If neither is at most ``level``, the norm of
     :math:`Z + N` with a rectangular :math:`N \ge 0` follows, which is M + N without its diagonal blocks and costs far
     less (:func:`split_matrix`), and then the relaxation, to within the accuracy, for as many iterations as the effort
-    allows, from the W of the current factors.
+    allows, from the W of the current factors. If the shorter side has at most five entries, branch and bound decides
+    what the relaxation leaves open (:func:`~minimand.factor.branching.branched_bound`).
 
     >>> from .residual import DenseDual
     >>> Z = torch.tensor([[1.0, -1.0], [-1.0, 1.0]])          # norm 2; the polar over u, v ≥ 0 is 1
@@ -58,7 +61,16 @@ def doubly_nonnegative_bound(matrix: DualMatrix, level: float, options: BoundOpt
     if pairs is not None:
         pairs = (matrix.rows.gather(pairs[0].mT.contiguous()).mT, pairs[1])
     value = _relaxation(Z, level, iterations, pairs, accuracy)
-    return Bound(value, "doubly non-negative dual") if value < bound.value else bound
+    bound = Bound(value, "doubly non-negative dual") if value < bound.value else bound
+    if bound.value <= level * (1 + accuracy) or min(Z.shape) > SHORTEST:
+        return bound
+    # A search that its limits end leaves cones with loose bounds, so the accuracy is reached in steps.
+    for step in (10, 3, 1):
+        value = branched_bound(Z, level, step * accuracy, options.effort * BUDGET / BRANCH)
+        if value >= bound.value:
+            break
+        bound = Bound(value, "branch and bound")
+    return bound
 
 
 def _norm_bound(matrix: DualMatrix, level: float, options: BoundOptions) -> Bound:

@@ -1,5 +1,6 @@
 """Certificates of networks with one hidden ReLU layer: a bound on the distance to the minimum over all widths."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -9,11 +10,13 @@ from ..arguments import checked
 from ..errors import OptionError, ShapeError, require_finite, require_positive
 from ..factor.inputs import Units, leveled, middle, real, shifted
 from ..factor.problem import Certificate, judge
+from .losses import LOSSES, OutputLoss
 from .polar import Polar, ascend, exact_polar, upper_bound
 
-__all__ = ["certify_relu", "dual_gap", "judge_relu", "judge_residual", "objective", "polar_of", "with_ones"]
+__all__ = ["certify_relu", "judge_relu", "judge_residual", "objective", "polar_of", "with_ones"]
 
 _POLARS = ("auto", "exact", "ascent")
+SQUARED = LOSSES["squared"]
 _Bounds = tuple[float, float, str]  # the lower and the upper bound on a polar, and their method
 # Above this many rows the sweep for three columns, quadratic in the rows, takes longer than the fit.
 _SPATIAL_ROWS = 600
@@ -46,9 +49,9 @@ class ReluData(NamedTuple):
         return cls(shifted(X, -t), shifted(Y, -s), units.weight(lam, largest)), units
 
 
-def objective(X: Tensor, Y: Tensor, W: Tensor, V: Tensor, lam: float) -> float:
-    r""":math:`\tfrac12\|Y - \max(XW^\top, 0)V\|^2 + \lambda\sum_i\|w_i\|\|v_i\|`; X includes the column of ones."""
-    return float(0.5 * (Y - torch.relu(X @ W.mT) @ V).square().sum() + lam * (W.norm(dim=1) * V.norm(dim=1)).sum())
+def objective(X: Tensor, Y: Tensor, W: Tensor, V: Tensor, lam: float, loss: OutputLoss = SQUARED) -> float:
+    r""":math:`\ell(\max(XW^\top, 0)V) + \lambda\sum_i\|w_i\|\|v_i\|`; X includes the column of ones."""
+    return float(loss.value(torch.relu(X @ W.mT) @ V, Y) + lam * (W.norm(dim=1) * V.norm(dim=1)).sum())
 
 
 def polar_of(X: Tensor, R: Tensor, method: str, starts: Tensor) -> Polar:
@@ -64,59 +67,49 @@ def polar_of(X: Tensor, R: Tensor, method: str, starts: Tensor) -> Polar:
     return Polar(best, max(upper_bound(X, R), best), directions, values, "ascent from below, norms from above")
 
 
-def dual_gap(Y: Tensor, R: Tensor, value: float, lam: float, upper: float, error: float = 0.0) -> float:
-    r"""The duality gap: a bound on the objective's distance to the global minimum over all widths, at any weights.
-
-    Let R be the residual and :math:`\hat p` an upper bound on its polar. With
-    :math:`c = \operatorname{clip}(\langle Y, R\rangle/\|R\|^2, 0, \lambda/\hat p)` the point cR is dual feasible, and
-    :math:`f - c\langle Y, R\rangle + \tfrac12 c^2\|R\|^2` is the gap. Inputs are float64; ``error`` bounds the norm of
-    the rounding error of R.
-
-    >>> Y = torch.tensor([[2.0]]).double()
-    >>> round(dual_gap(Y, Y, 2.0, 1.0, 2.0), 6)
-    0.5
-    """
-    inner, square = float((Y * R).sum()), float(R.square().sum())
-    scale = inner / square if square > 0 else 0.0
-    scale = max(min(scale, lam / upper), 0.0) if upper > 0 else max(scale, 0.0)
-    # A bound on the rounding error of both values, which are sums over the entries of Y, is added.
-    room = 4 * torch.finfo(torch.float64).eps * (Y.numel() + 8) * (float(Y.square().sum()) + value)
-    room += error * (square**0.5 + error)
-    return min(value + room, value - (scale * inner - 0.5 * scale**2 * square) + room)
-
-
 def judge_residual(
-    Y: Tensor, R: Tensor, value: float, *, lam: float, polar: _Bounds, image: float, tol: float, error: float
+    Y: Tensor,
+    R: Tensor,
+    value: float,
+    *,
+    lam: float,
+    polar: _Bounds,
+    image: float,
+    tol: float,
+    error: float,
+    loss: OutputLoss = SQUARED,
 ) -> Certificate:
     r"""The certificate of a network from its residual R, its objective, and the bounds on the polar with their method.
 
     A slope p above λ gives ``IMPROVABLE`` only if adding its direction lowers the objective by more than the tolerance.
-    The decrease is :math:`(p - \lambda)^2/(2\|\phi\|^2)`, where ``image`` is the norm :math:`\|\phi\|` of the
-    direction's output. Zero requires no decrease, and infinity excludes ``IMPROVABLE``. ``error`` bounds the norm of
-    the rounding error of R.
+    The decrease is :math:`(p - \lambda)^2/(2\kappa\|\phi\|^2)`, where κ is the curvature of the loss and ``image`` the
+    norm :math:`\|\phi\|` of the direction's output. Zero requires no decrease, and infinity excludes ``IMPROVABLE``.
+    ``error`` bounds the norm of the rounding error of R.
     """
     lower, upper, method = polar
     return judge(
-        gap=dual_gap(Y, R, value, lam, upper, error),
+        gap=loss.gap(Y, R, value, lam / upper if upper > 0 else math.inf, error),
         objective=value,
         polar_lower=lower,
         polar_upper=upper,
-        lam=lam + image * (2 * tol * value) ** 0.5,
+        lam=lam + image * (2 * loss.curvature * tol * value) ** 0.5,
         tol=tol,
         method=method,
     )
 
 
-def judge_relu(X: Tensor, Y: Tensor, W: Tensor, V: Tensor, lam: float, polar: Polar, tol: float) -> Certificate:
+def judge_relu(
+    X: Tensor, Y: Tensor, W: Tensor, V: Tensor, lam: float, polar: Polar, tol: float, loss: OutputLoss = SQUARED
+) -> Certificate:
     """The certificate from bounds on the polar; an exact polar requires no decrease for ``IMPROVABLE``."""
-    R = Y - torch.relu(X @ W.mT) @ V
+    R = loss.residual(torch.relu(X @ W.mT) @ V, Y)
     bounds = (polar.lower, polar.upper, polar.method)
     known = not polar.exact and len(polar.directions) > 0
     image = float(torch.relu(X @ polar.directions[0]).norm()) if known else 0.0
     size = float(Y.norm() + X.norm() * (W.norm(dim=1) * V.norm(dim=1)).sum())
     error = 2 * (len(W) + X.shape[1] + 4) * torch.finfo(torch.float64).eps * size
-    value = objective(X, Y, W, V, lam)
-    return judge_residual(Y, R, value, lam=lam, polar=bounds, image=image, tol=tol, error=error)
+    value = objective(X, Y, W, V, lam, loss)
+    return judge_residual(Y, R, value, lam=lam, polar=bounds, image=image, tol=tol, error=error, loss=loss)
 
 
 @checked

@@ -9,6 +9,8 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor
 
+from .losses import LOSSES, OutputLoss
+
 __all__ = ["Neurons", "descend", "descend_in_cells", "merge_neurons", "prune_and_balance"]
 
 
@@ -91,8 +93,10 @@ def _lbfgs(
     return matrices(_minimize(scaled, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options).x)
 
 
-def descend(X: Tensor, Y: Tensor, neurons: Neurons, lam: float, iterations: int) -> Neurons:
-    r"""A local minimum over all weights, by L-BFGS on :math:`\tfrac12\|Y - f\|^2 + \tfrac\lambda2(\|W\|^2 + \|V\|^2)`.
+def descend(
+    X: Tensor, Y: Tensor, neurons: Neurons, lam: float, iterations: int, loss: OutputLoss = LOSSES["squared"]
+) -> Neurons:
+    r"""A local minimum over all weights, by L-BFGS on :math:`\ell(f) + \tfrac\lambda2(\|W\|^2 + \|V\|^2)`.
 
     At balanced weights this equals the objective; elsewhere it is larger.
     """
@@ -101,17 +105,19 @@ def descend(X: Tensor, Y: Tensor, neurons: Neurons, lam: float, iterations: int)
     def value(W: np.ndarray, V: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
         before = inputs @ W.T
         hidden = np.maximum(before, 0)
-        error = hidden @ V - target
+        fit, error = loss.array(hidden @ V, target)
         to_W = ((error @ V.T) * (before > 0)).T @ inputs + lam * W
         to_V = hidden.T @ error + lam * V
         point = np.concatenate([W.ravel(), V.ravel()])
-        return 0.5 * float((error**2).sum()) + 0.5 * lam * float(point @ point), to_W, to_V
+        return fit + 0.5 * lam * float(point @ point), to_W, to_V
 
     W, V = _lbfgs(value, neurons.W.numpy(), neurons.V.numpy(), None, iterations)
     return prune_and_balance(Neurons(torch.from_numpy(W.copy()), torch.from_numpy(V.copy())))
 
 
-def descend_in_cells(X: Tensor, Y: Tensor, neurons: Neurons, lam: float, iterations: int) -> Neurons:
+def descend_in_cells(
+    X: Tensor, Y: Tensor, neurons: Neurons, lam: float, iterations: int, loss: OutputLoss = LOSSES["squared"]
+) -> Neurons:
     r"""A local minimum over weights that stay in their cells, where the objective is smooth.
 
     Each neuron is :math:`w_i = \sum_k c_{ik} e_{ik}` with :math:`c \ge 0`. With two columns the :math:`e_{ik}` are the
@@ -125,11 +131,11 @@ def descend_in_cells(X: Tensor, Y: Tensor, neurons: Neurons, lam: float, iterati
 
     def value(c: np.ndarray, V: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
         hidden = (c[:, None, :] @ features)[:, 0].T
-        error = hidden @ V - target
+        fit, error = loss.array(hidden @ V, target)
         pull = (squares @ c[:, :, None])[:, :, 0]
         back = (features @ (V @ error.T)[:, :, None])[:, :, 0]
-        loss = 0.5 * float((error**2).sum()) + 0.5 * lam * float((c * pull).sum() + (V**2).sum())
-        return loss, back + lam * pull, hidden.T @ error + lam * V
+        total = fit + 0.5 * lam * float((c * pull).sum() + (V**2).sum())
+        return total, back + lam * pull, hidden.T @ error + lam * V
 
     bounds: _Bounds = [(0.0, None)] * start.size + [(None, None)] * outgoing.size
     c, V = _lbfgs(value, start, outgoing, bounds, iterations)

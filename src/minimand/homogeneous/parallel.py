@@ -4,20 +4,22 @@ import copy
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..arguments import checked
-from ..errors import CapabilityError, OptionError, Sealed, ShapeError, require_finite, require_positive, require_real
+from ..errors import OptionError, Sealed, require_positive
 from ..factor.inputs import Units, middle, raised, shifted
 from ..factor.problem import Certificate, Status
 from ..solvers.base import require_count
 from ..solvers.iterate import iterate
-from .bound import NO_BOUND, chain_bound, chain_layers
+from .bound import NO_BOUND, chain_bound, chain_gain, chain_layers
 from .certificate import NEAR_ONE, judge_residual
 from .degree import probe_input, require_homogeneous, require_mode_independent
+from .descending import minimize, minimize_batches, outputs, require_data, resize_for_checkpoint
+from .losses import LOSSES
 from .regularizers import balance, factor_norms, path_norm, product_of_norms, smooth_surrogate, weight_decay
 
 __all__ = ["ParallelNetwork"]
@@ -28,25 +30,26 @@ _BY_NORMS: dict[str, Callable[[nn.Module], Tensor]] = {
     "weight_decay": weight_decay,
 }
 _REGULARIZERS = (*_BY_NORMS, "path")
-# Binary exponents of the largest input, beyond which its powers leave the range.
-_INPUTS = {torch.float32: 40, torch.float64: 320}
 
 
 class ParallelNetwork(Sealed, nn.Module):
     r"""A sum of subnetworks :math:`\Phi(x) = \sum_{i=1}^r \phi(x; W_i)` with a regulariser that limits their number.
 
-    .. math:: \min_{r, W}\; \tfrac12\|y - \Phi(X)\|^2 + \lambda\sum_{i=1}^r \theta(W_i)
+    .. math:: \min_{r, W}\; \ell(y, \Phi(X)) + \lambda\sum_{i=1}^r \theta(W_i),
+
+    where ℓ is :math:`\tfrac12\|y - \Phi(X)\|^2` or the cross-entropy, summed over the samples.
 
     If φ and θ are positively homogeneous of the same degree, a local minimum that no additional subnetwork improves is
     global ([Vidal2018]; Haeffele and Vidal 2017). :meth:`fit` is the meta-algorithm: descend, search for a subnetwork
-    with :math:`\langle R, \phi(X; W)\rangle > \lambda\theta(W)` for the residual R, add it, descend again.
+    with :math:`\langle R, \phi(X; W)\rangle > \lambda\theta(W)` for :math:`R = -\nabla\ell`, add it, descend again.
 
     The search is an ascent from random starts, so a failed search proves nothing. An upper bound on the polar is known
-    in three cases: :math:`\|R^\top X\|_F` for one linear layer and :math:`\|R^\top X\|` for several, which are both
-    attained, and :math:`\|R\|_F\|X\|` for chains of linear layers and ReLUs. The status is ``CERTIFIED`` only if such a
-    bound suffices. It is ``IMPROVABLE`` only if the subnetwork found lowers the objective f by more than ``tol`` · f.
-    Adding it gains :math:`(p - \lambda)^2/(2\|\phi(X)\|^2)`, so its slope p must exceed λ by
-    :math:`\|\phi(X)\|(2\,\mathrm{tol}\,f)^{1/2}`. Otherwise the status is ``UNDECIDED``.
+    for chains that begin with a linear layer or a convolution: :math:`\|R^\top X\|_F` of one linear layer and
+    :math:`\|R^\top X\|` of several, which are both attained, and a product of norms with ReLUs, pooling or maxout. The
+    status is ``CERTIFIED`` only if such a bound suffices. It is ``IMPROVABLE`` only if the subnetwork found lowers the
+    objective f by more than ``tol`` · f. With the curvature κ of the loss (1, or ½ for the cross-entropy) it gains
+    :math:`(p - \lambda)^2/(2\kappa\|\phi(X)\|^2)`, so its slope p must exceed λ by
+    :math:`\|\phi(X)\|(2\kappa\,\mathrm{tol}\,f)^{1/2}`. Otherwise the status is ``UNDECIDED``.
 
     The subnetworks take the dtype and device of the inputs of :meth:`fit`. A state dict with any number of subnetworks
     can be loaded.
@@ -60,10 +63,17 @@ class ParallelNetwork(Sealed, nn.Module):
             degree. ``"path"``: the norm over all paths, of the same degree but without an upper bound on the polar.
             ``"weight_decay"``, for comparison: its degree is 2, so with more than two layers nothing is proved, the
             status is ``UNDECIDED``, and :meth:`fit` only descends.
+        loss: ``"squared"``, or ``"cross_entropy"`` for outputs n_samples × n_classes and a y of labels or of rows of
+            probabilities.
         initial: The number of random subnetworks from which :meth:`fit` starts.
         max_networks: The largest number of subnetworks.
         restarts: The number of starts of the search for a new subnetwork.
-        descent: L-BFGS iterations of a local descent, and of each start of a search.
+        descent: L-BFGS iterations of a local descent, and of each start of a search; passes over the data with
+            ``batch_size``.
+        batch_size: None: L-BFGS on all samples. A number: Adam on mini-batches of this size, and evaluations in parts
+            of it, for data and networks that L-BFGS takes too long for. A descent then does not end at a local minimum,
+            but gap and status hold at any point.
+        rate: The rate of Adam, from which it falls linearly to zero.
         tol: The relative gap at which the status is ``CERTIFIED``.
 
     Attributes:
@@ -89,19 +99,27 @@ class ParallelNetwork(Sealed, nn.Module):
         lam: float,
         *,
         regularizer: Literal["product", "surrogate", "weight_decay", "path"] = "product",
+        loss: Literal["squared", "cross_entropy"] = "squared",
         initial: int = 0,
         max_networks: int = 20,
         restarts: int = 8,
         descent: int = 200,
+        batch_size: int | None = None,
+        rate: float = 1e-2,
         tol: float = 1e-3,
     ) -> None:
         super().__init__()
         require_positive("lam", lam)
         require_positive("tol", tol)
+        require_positive("rate", rate)
+        if loss not in LOSSES:
+            raise OptionError(f"loss must be one of {', '.join(LOSSES)}, got {loss!r}")
         if regularizer not in _REGULARIZERS:
             raise OptionError(f"regularizer must be one of {', '.join(_REGULARIZERS)}, got {regularizer!r}")
         for name, count in (("max_networks", max_networks), ("restarts", restarts), ("descent", descent)):
             require_count(name, count)
+        if batch_size is not None:
+            require_count("batch_size", batch_size)
         if isinstance(initial, bool) or not isinstance(initial, int) or not 0 <= initial <= max_networks:
             raise OptionError(
                 f"initial must be a whole number from 0 to max_networks = {max_networks}, got {initial!r}"
@@ -112,6 +130,9 @@ class ParallelNetwork(Sealed, nn.Module):
         self.regularizer = regularizer
         self.initial, self.max_networks = initial, max_networks
         self.restarts, self.descent = restarts, descent
+        self.batch_size, self.rate = batch_size, rate
+        self.loss: str = loss
+        self._ell = LOSSES[loss]
         self.subnetworks = nn.ModuleList()
         # Tuples keep the pattern and the direction from being registered as submodules.
         self._pattern = (make_subnetwork(),)
@@ -130,7 +151,7 @@ class ParallelNetwork(Sealed, nn.Module):
             self._degree = require_homogeneous(self._pattern[0], probe)
         self.certificate_: Certificate | None = None
         self.history_: list[float] = []
-        self.register_load_state_dict_pre_hook(_resize_for_checkpoint)
+        self.register_load_state_dict_pre_hook(resize_for_checkpoint)
 
     @property
     def direction_(self) -> nn.Module | None:
@@ -140,12 +161,12 @@ class ParallelNetwork(Sealed, nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The sum of the subnetworks' outputs."""
         if not self.subnetworks:
-            return torch.zeros_like(_outputs(self._copy(x), x))
+            return torch.zeros_like(outputs(self._copy(x), x))
         return torch.stack([net(x) for net in self.subnetworks]).sum(0)
 
     def predict(self, x: Tensor) -> Tensor:
         """The outputs, without gradients."""
-        return _outputs(self, x)
+        return outputs(self, x, self.batch_size)
 
     def penalty(self, x: Tensor | None = None) -> Tensor:
         r"""The term :math:`\lambda\sum_i\theta(W_i)` of the objective, for training loops.
@@ -157,8 +178,9 @@ class ParallelNetwork(Sealed, nn.Module):
         return self._lam * torch.stack([self._theta(net, x) for net in self.subnetworks]).sum()
 
     def objective(self, x: Tensor, y: Tensor) -> Tensor:
-        r""":math:`\tfrac12\|y - \Phi(x)\|^2`, summed, plus the penalty."""
-        return 0.5 * (y - self(x)).square().sum() + self.penalty(x)
+        r"""The loss, summed over the samples, plus the penalty."""
+        found = self(x)
+        return self._ell.value(found, self._ell.targets(y, found)) + self.penalty(x)
 
     @checked
     def fit(self, x: Tensor, y: Tensor) -> "ParallelNetwork":
@@ -191,7 +213,7 @@ class ParallelNetwork(Sealed, nn.Module):
         The parameters of a network of degree K scale by :math:`2^{e/K}`, its outputs by :math:`2^e`, θ by its degree.
         """
         assert self._degree is not None
-        exponent = middle(float(y.abs().max()), limit=NEAR_ONE)
+        exponent = middle(float(y.abs().max()), limit=NEAR_ONE) if self.loss == "squared" else 0
         exponent -= exponent % self._degree
         degree = 2 if self.regularizer == "weight_decay" else self._degree
         return Units(2 * exponent - exponent // self._degree * degree, 2 * exponent)
@@ -235,18 +257,9 @@ class ParallelNetwork(Sealed, nn.Module):
 
     def _checked(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Check the data and return x and y in the dtype and on the device of x."""
-        for name, tensor in (("x", x), ("y", y)):
-            require_real(name, tensor)
-            require_finite(name, tensor)
-        if x.dtype not in (torch.float32, torch.float64):
-            raise CapabilityError(f"x is {x.dtype}, but growth needs float32 or float64; convert it with .float()")
-        if not x.dim() or not x.numel() or middle(float(x.abs().max()), limit=_INPUTS[x.dtype]):
-            raise OptionError(f"x is empty, or its powers leave the range of {x.dtype}: scale its entries to near one")
-        x, y = x.detach(), y.detach().to(x)
-        pattern = self._copy(x)
-        shape = tuple(_outputs(pattern, x).shape)
-        if shape != tuple(y.shape):
-            raise ShapeError(f"the subnetworks give outputs of shape {shape}, but y has {tuple(y.shape)}")
+        require_data(x, y, labels=self.loss == "cross_entropy")
+        x, pattern = x.detach(), self._copy(x)
+        y = self._ell.targets(y.detach().to(x.device), outputs(pattern, x, self.batch_size))
         if not bool((factor_norms(pattern) > 0).all()):
             raise OptionError(
                 "make_subnetwork returns a layer of zeros, from which no ascent can start; draw its weights at random"
@@ -255,6 +268,7 @@ class ParallelNetwork(Sealed, nn.Module):
             probe = torch.randn(min(len(x), 8), *x.shape[1:], generator=torch.Generator().manual_seed(0))
             self._degree = require_homogeneous(pattern, probe.to(x.device))
         self._layers = chain_layers(self._pattern[0], x.double())
+        self._gain = chain_gain(self._layers)
         return x, y
 
     def _grow(self, x: Tensor, y: Tensor) -> bool:
@@ -267,11 +281,11 @@ class ParallelNetwork(Sealed, nn.Module):
         if len(self.subnetworks) >= self.max_networks:
             return False
         before, added = copy.deepcopy(self.subnetworks), copy.deepcopy(found)
-        self._scale(added, (slope - self._lam) / float(_outputs(found, x).square().sum()))
+        self._scale(added, (slope - self._lam) / (self._ell.curvature * self._square(found, x)))
         self.subnetworks.append(added)
         self._descend(x, y)
         last = self.history_[-1]
-        if not float(self.objective(x, y).detach()) < last:
+        if not self._value(x, y) < last:
             self.subnetworks = before
             return False
         self._assess(x, y)
@@ -279,11 +293,18 @@ class ParallelNetwork(Sealed, nn.Module):
         return max(last - self.history_[-1], self._predicted_gain(x)) > 1e-2 * self.tol * last
 
     def _predicted_gain(self, x: Tensor) -> float:
-        r"""The least gain from adding the subnetwork found, :math:`(p - \lambda)_+^2/(2\|\phi(X)\|^2)`."""
+        r"""The least gain from adding the subnetwork found, :math:`(p - \lambda)_+^2/(2\kappa\|\phi(X)\|^2)`."""
         assert self._found is not None
         found, slope = self._found
-        room, square = max(slope - self._lam, 0.0), float(_outputs(found, x).square().sum())
-        return room**2 / (2 * square) if room > 0 else 0.0
+        room = max(slope - self._lam, 0.0)
+        return room**2 / (2 * self._ell.curvature * self._square(found, x)) if room > 0 else 0.0
+
+    def _square(self, net: nn.Module, x: Tensor) -> float:
+        return float(outputs(net, x, self.batch_size).square().sum())
+
+    @torch.no_grad()
+    def _value(self, x: Tensor, y: Tensor) -> float:
+        return float(self._ell.value(self.predict(x), y) + self.penalty(x))
 
     @torch.no_grad()
     def _scale(self, net: nn.Module, factor: float) -> None:
@@ -294,7 +315,9 @@ class ParallelNetwork(Sealed, nn.Module):
 
     def _descend(self, x: Tensor, y: Tensor) -> None:
         """Descend to a local minimum, remove zero subnetworks, and balance the others, which changes no output."""
-        _minimize(list(self.subnetworks.parameters()), lambda: self.objective(x, y), self.descent)
+        self._minimize(
+            self.subnetworks, x, y, lambda x, y, share: self._ell.value(self(x), y) * share + self.penalty(x)
+        )
         if self.regularizer == "weight_decay":
             return
         with torch.no_grad():
@@ -304,29 +327,43 @@ class ParallelNetwork(Sealed, nn.Module):
         for net in kept:
             balance(net)
 
+    def _minimize(self, net: nn.Module, x: Tensor, y: Tensor, value: Callable[[Tensor, Tensor, float], Tensor]) -> None:
+        """Descend; the third argument of ``value`` is the number of samples per sample of its batch."""
+        if self.batch_size is None:
+            minimize(list(net.parameters()), lambda: value(x, y, 1.0), self.descent)
+            return
+        minimize_batches(
+            net.parameters(),
+            lambda part, other: value(part, other, len(x) / len(part)),
+            (x, y),
+            batch_size=self.batch_size,
+            passes=self.descent,
+            rate=self.rate,
+        )
+
     def _assess(self, x: Tensor, y: Tensor) -> None:
         """Search for a new subnetwork, and compute the objective and the certificate in float64."""
-        found = self._search(x, y - self.predict(x))
+        found = self._search(x, self._ell.residual(self.predict(x), y))
         X, Y = x.double(), y.double()
-        nets = copy.deepcopy(self.subnetworks).double()
+        nets, steepest = copy.deepcopy(self.subnetworks).double(), copy.deepcopy(found).double()
         with torch.no_grad():
-            R = Y - sum((net(X) for net in nets), torch.zeros_like(Y))
+            total = sum((outputs(net, X, self.batch_size) for net in nets), torch.zeros_like(Y))
+            R = self._ell.residual(total, Y)
             penalty = sum(float(self._theta(net, X)) for net in nets)
             sizes = sum(float(product_of_norms(net)) for net in nets)
-            slope = float(self._slope(copy.deepcopy(found).double(), X, R))
-        value = 0.5 * float(R.square().sum()) + self._lam * penalty
+            slope = float((R * outputs(steepest, X, self.batch_size)).sum() / self._size(steepest, X))
+        value = float(self._ell.value(total, Y)) + self._lam * penalty
         upper, method = self._upper_bound(X, R, slope)
         # If the degrees differ, a slope above λ does not imply a lower objective.
-        image = float(_outputs(found, x).norm()) if self._degrees_match() else math.inf
+        image = self._square(found, x) ** 0.5 if self._degrees_match() else math.inf
         self._found = found, slope
         self.history_.append(value)
         # A bound on the rounding error of the outputs, for the networks that have a bound on the polar.
-        widths = sum(parameter.shape[-1] for parameter in found.parameters())
-        error = float(Y.norm()) + math.hypot(float(X.norm()), len(X) ** 0.5) * sizes
+        widths = sum(parameter[0].numel() for parameter in found.parameters() if parameter.dim() > 1)
+        error = float(Y.norm()) + math.hypot(float(X.norm()), len(X) ** 0.5) * sizes * self._gain
         error *= 2 * (widths + len(nets) + 8) * torch.finfo(torch.float64).eps
-        self.certificate_ = judge_residual(
-            Y, R, value, lam=self._lam, polar=(slope, upper, method), image=image, tol=self.tol, error=error
-        )
+        polar, options = (slope, upper, method), {"lam": self._lam, "image": image, "tol": self.tol, "error": error}
+        self.certificate_ = judge_residual(Y, R, value, polar=polar, loss=self._ell, **options)
 
     def _upper_bound(self, X: Tensor, R: Tensor, slope: float) -> tuple[float, str]:
         """An upper bound on the polar, and its method."""
@@ -347,52 +384,17 @@ class ParallelNetwork(Sealed, nn.Module):
     def _search(self, x: Tensor, residual: Tensor) -> nn.Module:
         """The steepest subnetwork found, balanced, with θ = 1."""
         found = [self._climb(self._make(x), x, residual) for _ in range(self.restarts)]
-        with torch.no_grad():
-            return max(found, key=lambda net: float(self._slope(net, x, residual)))
+
+        @torch.no_grad()
+        def slope(net: nn.Module) -> float:
+            return float((residual * outputs(net, x, self.batch_size)).sum() / self._size(net, x))
+
+        return max(found, key=slope)
 
     def _climb(self, net: nn.Module, x: Tensor, residual: Tensor) -> nn.Module:
         # Scaled to order one, so that the optimizer's tolerances are relative.
         size = float(residual.norm()) * float(x.norm()) or 1.0
-        _minimize(list(net.parameters()), lambda: -self._slope(net, x, residual) / size, self.descent)
+        self._minimize(net, x, residual, lambda x, r, share: -self._slope(net, x, r) * share / size)
         balance(net)
         self._scale(net, 1 / float(self._size(net, x).detach()))
         return net
-
-
-def _outputs(net: nn.Module, x: Tensor) -> Tensor:
-    """The outputs without gradients; a ShapeError if the network rejects the inputs."""
-    try:
-        with torch.no_grad():
-            return net(x)
-    except RuntimeError as error:
-        raise ShapeError(
-            f"the subnetworks do not take inputs of shape {tuple(x.shape)} and {x.dtype}: {error}"
-        ) from error
-
-
-def _minimize(parameters: list[nn.Parameter], value: Callable[[], Tensor], iterations: int) -> None:
-    """Descend to a local minimum by L-BFGS, in place."""
-    optimizer = torch.optim.LBFGS(
-        parameters, max_iter=iterations, line_search_fn="strong_wolfe", tolerance_grad=1e-9, tolerance_change=1e-14
-    )
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = value()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    optimizer.zero_grad()
-
-
-def _resize_for_checkpoint(module: ParallelNetwork, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before loading: create or remove subnetworks to match the number in the checkpoint."""
-    start = f"{prefix}subnetworks."
-    held = [key for key in state_dict if key.startswith(start)]
-    if not held:
-        return
-    count = len({key.removeprefix(start).partition(".")[0] for key in held})
-    kept = list(module.subnetworks)[:count]
-    fresh = [module._make(state_dict[held[0]]) for _ in range(count - len(kept))]
-    module.subnetworks = nn.ModuleList([*kept, *fresh])
