@@ -34,6 +34,22 @@ def test_ridge_factor_is_differentiable():
     assert torch.autograd.gradcheck(lambda A, r: ridge_factor(A.T, 0.5).solve(r[:, :3]), (A, rows))
 
 
+@pytest.mark.parametrize("shape", [(3, 5), (5, 3), (2, 3, 5)])
+def test_every_derivative_of_a_factored_system(shape):
+    """Second derivatives, batches of gradients, a learned shift, and forward mode over reverse mode."""
+    g = torch.Generator().manual_seed(0)
+    A = torch.randn(shape, generator=g, dtype=torch.float64, requires_grad=True)
+    rows = torch.randn(*shape[:-2], 4, shape[-2], generator=g, dtype=torch.float64, requires_grad=True)
+    shift = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    f = lambda A, rows, shift: ridge_factor(A, shift).solve(rows)  # noqa: E731
+    inputs = (A, rows, shift)
+    assert torch.autograd.gradcheck(f, inputs, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(f, inputs, check_fwd_over_rev=True)
+    exact = torch.linalg.solve(A @ A.mT + shift * torch.eye(shape[-2]), rows.mT).mT
+    torch.testing.assert_close(f(*inputs), exact)
+    torch.testing.assert_close(ridge_factor(A, 0.5).inverse(), torch.linalg.inv(A @ A.mT + 0.5 * torch.eye(shape[-2])))
+
+
 @pytest.mark.parametrize("rows", [3, 255, 256, 301])
 def test_the_gram_by_blocks_is_the_gram_with_its_gradient(rows):
     matrix = torch.randn(rows, 20, dtype=torch.float64, requires_grad=True)

@@ -9,7 +9,7 @@ from sklearn.linear_model import Lasso
 
 from minimand import solve
 from minimand.adjoints import Implicit
-from minimand.errors import CapabilityError, OptionError, ShapeError
+from minimand.errors import CapabilityError, ShapeError
 from minimand.functions import (
     L1,
     Ball,

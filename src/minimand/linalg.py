@@ -29,7 +29,7 @@ def gram(matrix: Tensor, *, half: bool = False) -> Tensor:
     """
     if matrix.requires_grad or is_traced(matrix):
         rule = _CompiledGram if is_compiled(matrix) else _Gram
-        return rule.apply(matrix)
+        return rule.apply(matrix, half)
     return _product(matrix, half)
 
 
@@ -55,19 +55,19 @@ def _by_blocks(matrix: Tensor, half: bool) -> Tensor:
 
 class _CompiledGram(torch.autograd.Function):
     @staticmethod
-    def forward(matrix: Tensor) -> Tensor:
-        return _product(matrix)
+    def forward(matrix: Tensor, half: bool) -> Tensor:
+        return _product(matrix, half)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+    def setup_context(ctx: Any, inputs: tuple[Tensor, bool], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.save_for_forward(inputs[0])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (matrix,) = ctx.saved_tensors
         # Copying a transpose goes in blocks; as a term of a sum it is read in strides, which takes four times as long.
-        return (grad.mT.contiguous() + grad).to(matrix.dtype) @ matrix
+        return (grad.mT.contiguous() + grad).to(matrix.dtype) @ matrix, None
 
 
 class _Gram(_CompiledGram):
@@ -76,7 +76,7 @@ class _Gram(_CompiledGram):
     generate_vmap_rule = True
 
     @forward_rule
-    def jvp(ctx: Any, saved: list[Tensor], tangent: Tensor) -> Tensor:
+    def jvp(ctx: Any, saved: list[Tensor], tangent: Tensor, _: None) -> Tensor:
         half = tangent @ saved[0].mT
         return half + half.mT
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..arguments import checked
 from ..errors import OptionError, require_positive
-from .base import Separable, Step, check_step, indicator, scaled, slack
+from .base import Separable, Step, check_step, indicator, scaled, slack, widened
 
 __all__ = [
     "LeakyHinge",
@@ -84,6 +84,12 @@ class NonNegative(Separable):
     def values(self, x: Tensor) -> Tensor:
         """Zero where x ≥ 0, +inf elsewhere."""
         return indicator(x >= -slack(x), x)
+
+    def sums(self, x: Tensor, dims: int) -> Tensor:
+        """Zero where the smallest entry of a sample is not negative, +inf elsewhere."""
+        wide = widened(x)
+        least = wide.flatten(wide.dim() - dims).amin(-1) if dims else wide
+        return indicator(least >= -slack(wide), least)
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """``torch.relu(x)``."""

@@ -2,7 +2,7 @@ r"""Linear systems with a ridge: a Cholesky factorisation and conjugate gradient
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from ..errors import OptionError, require_finite
 from ..functions.base import widened
 from ..linalg import gram
 from ..norms.exporting import traced_values
-from ..tracing import exporting_to_onnx, holds, is_traced
+from ..tracing import constant, exporting_to_onnx, forward_rule, holds, is_traced
 from .iterate import iterate
 
 __all__ = ["RidgeFactor", "conjugate_gradient", "gram_factor", "ridge_factor"]
@@ -32,7 +32,8 @@ class RidgeFactor:
     r"""A Cholesky factor that applies :math:`(AA^\top + sI)^{-1}` to rows; see :func:`ridge_factor`.
 
     ``damping`` was added to the shift so that the factorisation succeeded; it is almost always zero. In a graph for
-    ONNX, which has no triangular solve, ``inverted`` holds the inverse instead of the factor.
+    ONNX, which has no triangular solve, ``inverted`` says that the inverse takes the place of the factor. Where
+    derivatives are recorded, ``system`` has those of the matrix that was factored.
     """
 
     factor: Tensor
@@ -40,6 +41,7 @@ class RidgeFactor:
     matrix: Tensor | None
     damping: float = 0.0
     inverted: bool = False
+    system: Tensor | None = None
 
     def solve(self, rows: Tensor) -> Tensor:
         """(AAᵀ + sI)⁻¹ r for each row r of ``rows``."""
@@ -51,7 +53,8 @@ class RidgeFactor:
 
     def inverse(self) -> Tensor:
         """(AAᵀ + sI)⁻¹; for many rows a product with it is faster than two triangular solves."""
-        back = torch.cholesky_inverse(self.factor)
+        unit = torch.eye(self.factor.shape[-1], dtype=self.factor.dtype, device=self.factor.device)
+        back = torch.cholesky_inverse(self.factor) if self.system is None else self._back(unit.expand_as(self.factor))
         if self.matrix is None:
             return back
         identity = torch.eye(self.matrix.shape[-2], dtype=back.dtype, device=back.device)
@@ -70,9 +73,42 @@ class RidgeFactor:
         if self.inverted:
             return rows @ self.factor
         flat = rows if self.factor.dim() > 2 else rows.reshape(-1, rows.shape[-1])
-        half = torch.linalg.solve_triangular(self.factor.mT, flat.to(self.factor.dtype), upper=True, left=False)
-        solved = torch.linalg.solve_triangular(self.factor, half, upper=False, left=False)
+        flat = flat.to(self.factor.dtype)
+        solved = _solved(self.factor, flat) if self.system is None else _Solve.apply(flat, self.system, self.factor)
         return solved.reshape(rows.shape).to(rows.dtype)
+
+
+def _solved(factor: Tensor, rows: Tensor) -> Tensor:
+    half = torch.linalg.solve_triangular(factor.mT, rows, upper=True, left=False)
+    return torch.linalg.solve_triangular(factor, half, upper=False, left=False)
+
+
+class _Solve(torch.autograd.Function):
+    """Rows times the inverse of a symmetric system, by its factor. The derivative takes one solve and one product;
+    those of a factorisation take several of its size."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rows: Tensor, system: Tensor, factor: Tensor) -> Tensor:
+        return _solved(factor, rows)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(output, *inputs[1:])
+        ctx.save_for_forward(output, *inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, system, factor = ctx.saved_tensors
+        u = _Solve.apply(grad, system, factor)
+        return u, (x.mT @ u).neg().sum_to_size(system.shape) if ctx.needs_input_grad[1] else None, None
+
+    @forward_rule
+    def jvp(ctx: Any, saved: list[Tensor], rows: Tensor | None, system: Tensor | None, _: None) -> Tensor:
+        x, at, factor = saved
+        change = torch.zeros_like(x) if rows is None else rows
+        return _Solve.apply(change if system is None else change - x @ system, at, factor)
 
 
 def ridge_factor(matrix: Tensor, shift: float | Tensor) -> RidgeFactor:
@@ -113,6 +149,13 @@ def gram_factor(product: Tensor, shift: float | Tensor) -> RidgeFactor:
                 inverse = torch.linalg.inv(_shifted(known[0].detach().double(), shift)).to(product.dtype)
             return RidgeFactor(inverse, shift, None, inverted=True)
         return RidgeFactor(torch.linalg.cholesky(_shifted(product, shift)), shift, None)
+    learned = isinstance(shift, Tensor) and shift.requires_grad
+    if product.requires_grad or learned:
+        with constant():
+            found = gram_factor(product.detach(), shift.detach() if isinstance(shift, Tensor) else shift)
+        # A number on the diagonal changes no derivative.
+        system = _shifted(product, shift) if learned else product
+        return dataclasses.replace(found, shift=shift + found.damping, system=system)
     factor, failed = _cholesky(_shifted(product, shift))
     if not failed:
         return RidgeFactor(factor, shift, None)

@@ -56,8 +56,8 @@ def require_minimum(bound: GapBound, x: Tensor) -> None:
         if bool(falls.any()):
             raise OptionError(
                 f"the problem is unbounded: the objective falls by {-float(rate[falls].min()):.3g} per unit of length "
-                f"along a direction, still at a length of {float(far.max()):.0e}; add a ridge, or a function that grows "
-                f"faster than the bias"
+                f"along a direction, still at a length of {float(far.max()):.0e}; add a ridge, or a function that "
+                f"grows faster than the bias"
             )
 
 

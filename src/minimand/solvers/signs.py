@@ -61,7 +61,7 @@ def _aim(gram: Tensor, linear: Tensor, weight: Tensor, x: Tensor, sign: Tensor) 
     """The minimiser of some signs; None where the system is singular."""
     index = sign.nonzero().squeeze(-1)
     while len(index):
-        part = gram[index][:, index]
+        part = gram.index_select(0, index).index_select(1, index)
         factor, info = torch.linalg.cholesky_ex(part)
         if int(info):
             return None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import checked
-from ..errors import CapabilityError, OptionError, ShapeError, require_finite, require_positive, require_real
+from ..errors import CapabilityError, ShapeError, require_finite, require_positive, require_real
 from ..functions.base import widened
 from ..tracing import holds, unwrapped
 from .adjoints import Adjoint, Run, Unroll
