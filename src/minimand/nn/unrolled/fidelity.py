@@ -10,7 +10,7 @@ from ...operators import LinearOperator
 from ...solvers import Datafit, Quadratic
 from ...solvers.linear import conjugate_gradient
 
-__all__ = ["Fidelity", "tight_constant", "tightness"]
+__all__ = ["Fidelity", "in_full", "tight_constant", "tightness"]
 
 # Conjugate gradient iterations of a proximal step if it has no closed form.
 _ROUNDS = 8
@@ -109,7 +109,7 @@ def tightness(operator: LinearOperator) -> tuple[float, float]:
     r"""The c for which :math:`\Phi^\top\Phi\Phi^\top w` is nearest to :math:`c\,\Phi^\top w` for a random w, and the
     relative error, which is zero if :math:`\Phi^\top\Phi` is c times a projection: c = 1 for orthonormal rows and
     masks."""
-    generator = torch.Generator().manual_seed(0)
+    generator, operator = torch.Generator().manual_seed(0), in_full(operator)
     w = torch.randn(1, *operator.output_shape, generator=generator).to(operator.device, operator.dtype)
     back = operator.adjoint(w).double()
     size = float(back.norm())
@@ -125,4 +125,13 @@ def tightness(operator: LinearOperator) -> tuple[float, float]:
 def tight_constant(operator: LinearOperator) -> float | None:
     """The c for which ΦᵀΦ is c times a projection up to rounding, or None."""
     factor, error = tightness(operator)
-    return factor if error <= _TIGHT else None
+    half = operator.has_weight and operator.dtype in (torch.bfloat16, torch.float16)
+    # Rows that were rounded to half precision are orthonormal up to that; the projection then contracts.
+    return factor if error <= (max(_TIGHT, 4 * torch.finfo(operator.dtype).eps) if half else _TIGHT) else None
+
+
+def in_full(operator: LinearOperator) -> LinearOperator:
+    """The operator with a weight in half precision widened to float32."""
+    if operator.has_weight and operator.dtype in (torch.bfloat16, torch.float16):
+        return operator.with_weight(operator.weight.float())
+    return operator

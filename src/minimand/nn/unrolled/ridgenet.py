@@ -8,19 +8,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...arguments import check_methods
-from ...errors import OptionError, Sealed, ShapeError, require_finite, require_positive, require_real
+from ...errors import CapabilityError, OptionError, Sealed, ShapeError, require_positive
 from ...functions.base import widened
 from ...operators import LinearOperator, check_operator
-from ...solvers import FISTA, Choice, Datafit, Poisson, Quadratic, Solution
+from ...solvers import FISTA, Choice, Datafit, Poisson, Problem, Quadratic, Solution
 from ...solvers.base import require_count
 from ...solvers.iterate import iterate
 from ...solvers.momentum import fista_weight, nesterov_schedule
 from .base import _check_target
 from .descent import Descended, descend
-from .fidelity import Fidelity, tight_constant
+from .fidelity import Fidelity, in_full, tight_constant
 from .parameters import Interval, constrain
 from .regularizer import RidgeRegularizer, bank_norm_sq
-from .ridgesetup import THEOREMS, check_datafit_option, check_sizes, cosines, exponent_range, refuse_exact
+from .ridgeproblem import problem_of
+from .ridgesetup import (
+    THEOREMS,
+    check_datafit_option,
+    check_sizes,
+    cosines,
+    exponent_range,
+    given_start,
+    in_full_precision,
+    refuse_exact,
+    refuse_traced,
+)
 from .sensor import Sensor
 
 __all__ = ["RidgeNet"]
@@ -171,15 +182,16 @@ class RidgeNet(Sealed, nn.Module):
 
     def regularizer(self) -> RidgeRegularizer:
         """R with the present parameters: filters of zero mean, scaled so that the norm of W is about one."""
-        centred = self.filters - self.filters.mean((-2, -1), keepdim=True)
-        return RidgeRegularizer(centred / bank_norm_sq(centred).sqrt(), self.log_scale.exp(), self.exponent)
+        filters, scale, exponent = (widened(each) for each in (self.filters, self.log_scale, self.exponent))
+        centred = filters - filters.mean((-2, -1), keepdim=True)
+        return RidgeRegularizer(centred / bank_norm_sq(centred).sqrt(), scale.exp(), exponent)
 
     def data_weight(self) -> Tensor | None:
         r"""The weight :math:`\mu = T/\sigma^2` of the data term; None for exact measurements."""
         if self.noise is None:
             return None
         assert isinstance(self.log_temperature, Tensor)
-        return (self.log_temperature - 2 * math.log(self.noise)).exp()
+        return (widened(self.log_temperature) - 2 * math.log(self.noise)).exp()
 
     def fidelity(self, y: Tensor) -> Fidelity:
         """The data term of these measurements, which are checked first."""
@@ -195,7 +207,21 @@ class RidgeNet(Sealed, nn.Module):
         if min(height, width) < size:
             raise ShapeError(f"an image of {height} × {width} is smaller than the filters of {size} × {size}")
         tight, bound = self._tightness(operator), self._sensor.norm_sq(operator)
-        return Fidelity(operator, y, self.data_weight(), tight, bound, self.datafit)
+        return Fidelity(in_full(operator), widened(y), self.data_weight(), tight, bound, self.datafit)
+
+    def problem(self, y: Tensor) -> Problem:
+        r"""The objective of these measurements in the grammar: :class:`~minimand.functions.Charbonnier` after the bank
+        of filters, and the data term as a function with a prox; for the guarantee ``"convex"``.
+
+        ``minimand.solvers.solve(net.problem(y))`` finds the minimum that :meth:`solve` finds, by any solver.
+        """
+        if self.guarantee != "convex":
+            raise CapabilityError(
+                f"a problem is convex, and this network has the guarantee {self.guarantee!r}; use net.solve(y), or "
+                f'build it with guarantee="convex"'
+            )
+        with torch.no_grad():
+            return problem_of(self.regularizer(), self.fidelity(y))
 
     def _tightness(self, operator: LinearOperator) -> float | None:
         key = self._sensor.changes() if self._sensor.fixed is not None else operator.input_shape
@@ -206,15 +232,16 @@ class RidgeNet(Sealed, nn.Module):
         return self._tight[key]
 
     def _check_operator(self) -> None:
-        fixed = self._sensor.fixed
-        if fixed is None:
+        if (fixed := self._sensor.fixed) is None:
             return
         if not fixed.has_weight:
             check_operator(fixed, trials=2)
         self._tightness(fixed)
+        self._sensor.norm_sq(fixed)  # known before a graph is exported
 
     # Phases
 
+    @in_full_precision
     def unrolled(self, y: Tensor) -> Tensor:
         """The images (B, C, H, W) after the learned phases, differentiable."""
         return self._phases(self.fidelity(y), self.regularizer())[0]
@@ -247,6 +274,7 @@ class RidgeNet(Sealed, nn.Module):
             state = iterate(accelerated, (x, x, torch.ones(())), count)[0]
         return iterate(accelerated, state, _DIFFERENTIATED)[0][0]
 
+    @in_full_precision
     def loss(self, y: Tensor, target: Tensor, *, tail: int = 0) -> Tensor:
         """The mean squared error after the phases; with ``tail`` that of later iterations, for which the phases are a
         start without derivatives. Training alternates both in its second half (:class:`RidgeTrainer`)."""
@@ -258,7 +286,7 @@ class RidgeNet(Sealed, nn.Module):
             x, _ = self._phases(fidelity, regularizer)
         if target.numel() != x.numel() or len(target) != len(x):
             raise ShapeError(f"the target has shape {tuple(target.shape)}, but the reconstruction {tuple(x.shape)}")
-        return F.mse_loss(x, target.reshape(x.shape))
+        return F.mse_loss(x, widened(target).reshape(x.shape))
 
     # Reconstruction
 
@@ -269,6 +297,7 @@ class RidgeNet(Sealed, nn.Module):
             return _shaped(self.unrolled(y), y, self._sensor)
         return _shaped(self.descended(y, tol=tol).x, y, self._sensor)
 
+    @in_full_precision
     @torch.no_grad()
     def descended(
         self, y: Tensor, *, tol: float = 1e-4, iterations: int = _MOST, x0: Tensor | None = None
@@ -283,14 +312,16 @@ class RidgeNet(Sealed, nn.Module):
         """
         require_positive("tol", tol, zero=True)
         require_count("iterations", iterations)
+        refuse_traced(y)
         fidelity, regularizer = self.fidelity(y), self.regularizer()
         if x0 is None:
             x, _ = self._phases(fidelity, regularizer)
         else:
-            x = _start(x0, fidelity)
+            x = given_start(x0, fidelity)
             x = x if fidelity.weight is not None else fidelity.step(x, 1.0)
         return descend(regularizer, fidelity, x, self.smoothness(fidelity.operator), iterations, tol)
 
+    @in_full_precision
     @torch.no_grad()
     def solve(self, y: Tensor, *, tol: float = 1e-4, iterations: int = _MOST, x0: Tensor | None = None) -> Solution:
         """Minimise the objective: the reconstruction with its objective, optimality, iterations and convergence.
@@ -364,14 +395,6 @@ class RidgeNet(Sealed, nn.Module):
         return f"phases={self.phases}, filters={filters}, size={size}, guarantee={self.guarantee!r}, {data}"
 
 
-def _start(x0: Tensor, fidelity: Fidelity) -> Tensor:
-    require_real("x0", x0)
-    require_finite("x0", x0)
-    shape = (len(fidelity.y), *fidelity.operator.input_shape)
-    if x0.numel() != math.prod(shape):
-        raise ShapeError(f"x0 has shape {tuple(x0.shape)}, but the images have {shape}")
-    return x0.reshape(shape).to(fidelity.y)
-
-
 def _shaped(x: Tensor, y: Tensor, sensor: Sensor) -> Tensor:
+    x = x.to(y.dtype)
     return x.flatten(1) if sensor.matrix is not None and y.dim() == 2 else x

@@ -1,17 +1,37 @@
 """The options of RidgeNet: their checks, the theorems of its guarantees, and the initial filters."""
 
+import functools
 import math
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
-from ...errors import OptionError
+from ...errors import CapabilityError, OptionError, ShapeError, require_finite, require_real
 from ...operators import LinearOperator
 from ...solvers import Datafit, Quadratic
 from ...solvers.base import require_count
-from .fidelity import tightness
+from ...solvers.implicit import full_precision
+from ...tracing import is_traced
+from .fidelity import Fidelity, tightness
 
-__all__ = ["RANGES", "THEOREMS", "check_datafit_option", "check_sizes", "cosines", "exponent_range", "refuse_exact"]
+__all__ = [
+    "RANGES",
+    "THEOREMS",
+    "check_datafit_option",
+    "check_sizes",
+    "cosines",
+    "exponent_range",
+    "given_start",
+    "in_full_precision",
+    "refuse_exact",
+    "refuse_traced",
+]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 #: The range of exponents for which each guarantee is proved.
 RANGES = {"convex": (0.0, 0.5), "convergent": (0.0, 1.0), "descent": (0.0, 2.0)}
@@ -68,6 +88,37 @@ def refuse_exact(operator: LinearOperator) -> None:
         f"exact measurements need orthonormal rows, up to one factor c, but ΦᵀΦΦᵀ differs from c Φᵀ by "
         f"{tightness(operator)[1]:.2g} relative to it on a random vector; orthonormalise the rows, or give noise=σ"
     )
+
+
+def refuse_traced(y: Tensor) -> None:
+    """Raise where the number of iterations cannot depend on values: in transforms of torch.func and exported graphs."""
+    if is_traced(y) and not is_dynamo_compiling():
+        raise CapabilityError(
+            "the number of iterations to a tolerance depends on values, which torch.func and torch.export hide; "
+            "use net.unrolled(y), the learned phases, there"
+        )
+
+
+def in_full_precision(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A method of a network with autocast off: bounds hold for products in the type of the parameters."""
+
+    @functools.wraps(method)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        net: Any = args[0]
+        with full_precision(net.filters):
+            return method(*args, **kwargs)
+
+    return call
+
+
+def given_start(x0: Tensor, fidelity: Fidelity) -> Tensor:
+    """A start of the user's, as a batch of images."""
+    require_real("x0", x0)
+    require_finite("x0", x0)
+    shape = (len(fidelity.y), *fidelity.operator.input_shape)
+    if x0.numel() != math.prod(shape):
+        raise ShapeError(f"x0 has shape {tuple(x0.shape)}, but the images have {shape}")
+    return x0.reshape(shape).to(fidelity.y)
 
 
 def cosines(filters: int, inputs: int, size: int) -> Tensor:

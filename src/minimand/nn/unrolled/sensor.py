@@ -16,6 +16,7 @@ from ...errors import (
     require_real,
     require_values,
 )
+from ...functions.base import widened
 from ...operators import BlockSensing, Dense, LinearOperator, as_operator, check_operator
 from ...solvers.linear import conjugate_gradient
 from ...tracing import is_traced
@@ -147,7 +148,9 @@ class Sensor(nn.Module):
 
     def check_energy(self, operator: LinearOperator, y: Tensor) -> None:
         """Raise for measurements of bytes."""
-        energy, most = _energy(y), _ENERGY_SLACK * math.prod(operator.input_shape) * self.norm_sq(operator)
+        if is_traced(y):
+            return
+        energy, most = _energy(widened(y)), _ENERGY_SLACK * math.prod(operator.input_shape) * self.norm_sq(operator)
         if energy > most:
             raise OptionError(
                 f"y has energy {energy:.3g}, too large for pixels in [0, 1]; divide the images by their largest "
@@ -160,7 +163,7 @@ class Sensor(nn.Module):
         :math:`\min_x \tfrac12\|\Phi x - y\|^2 + \tfrac\varepsilon2\|\Phi\|^2\|\nabla x\|^2`, by conjugate gradients."""
         if self.initial is not None:
             height, width = operator.input_shape[-2:]
-            return BlockSensing(self.initial.mT, (height, width)).adjoint(y)
+            return BlockSensing(self.initial.mT.to(y.dtype), (height, width)).adjoint(y)
         smooth = _SMOOTHNESS * self.norm_sq(operator)
 
         def system(x: Tensor) -> Tensor:
