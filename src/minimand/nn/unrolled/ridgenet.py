@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ...arguments import check_methods
 from ...errors import OptionError, Sealed, ShapeError, require_finite, require_positive, require_real
 from ...functions.base import widened
+from ...norms.spectral import powers_of_two
 from ...operators import LinearOperator, check_operator
 from ...solvers import FISTA, Choice, Datafit, Poisson, Quadratic, Solution
 from ...solvers.base import require_count
@@ -172,6 +173,8 @@ class RidgeNet(Sealed, nn.Module):
     def regularizer(self) -> RidgeRegularizer:
         """R with the present parameters: filters of zero mean, scaled so that the norm of W is about one."""
         centred = self.filters - self.filters.mean((-2, -1), keepdim=True)
+        # Squares of entries near one exist.
+        centred = centred / powers_of_two(centred.detach().flatten(), 0)
         return RidgeRegularizer(centred / bank_norm_sq(centred).sqrt(), self.log_scale.exp(), self.exponent)
 
     def data_weight(self) -> Tensor | None:
