@@ -336,6 +336,12 @@ def test_layers_refuse_options_of_their_records_and_take_names_of_the_user(copie
             layer.tau = 0.1
 
 
+@pytest.mark.parametrize("name", ["strenght", "eval_mod", "solvers", "ridgee", "generater"])
+def test_layers_refuse_names_that_are_nearly_their_own(name: str) -> None:
+    with pytest.raises(ReadOnlyError, match=f"SolverLinear.{name} would have no effect; did you mean"):
+        setattr(SolverLinear(3, 2), name, 0.5)
+
+
 def test_a_subclass_of_the_users_sets_its_own_attributes() -> None:
     class Scaled(SolverLinear):
         def __init__(self) -> None:

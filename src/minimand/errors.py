@@ -5,6 +5,7 @@ Every exception is a :class:`MinimandError` and also a builtin exception (such a
 """
 
 import dataclasses
+import difflib
 import functools
 import inspect
 import re
@@ -175,12 +176,16 @@ def require_positive(name: str, value: float, *, zero: bool = False) -> None:
         raise OptionError(f"{name} must be a finite number {bound}, got {value}")
 
 
+# The likeness of names from which one is taken for a slip of the pen for the other.
+_NEAR = 0.86
+
+
 class Sealed:
     """A base of classes that refuse assignments which they would ignore.
 
     After construction a public attribute can be set if it is a property with a setter, one of ``_settable``, or a
     parameter, buffer or child of a module. Everything else raises :class:`ReadOnlyError`, except that modules take
-    names which are neither their own, nor arguments of their constructor, nor options of a record that they hold.
+    names which are neither nearly their own, nor arguments of their constructor, nor options of a record they hold.
     """
 
     _settable: ClassVar[tuple[str, ...]] = ()
@@ -213,9 +218,12 @@ class Sealed:
         if _has_setter(member) or (module is not None and name in module._modules):
             return
         known = (self._sealed or frozenset()).union(_options(vars(self).values()))
-        if module is not None and name not in known and not isinstance(member, property):
-            return
         free = {*self._settable, *(n for n, member in inspect.getmembers_static(kind) if _has_setter(member))}
+        if module is not None and name not in known and not isinstance(member, property):
+            names = sorted(n for n in (*known, *free) if not n.startswith("_"))
+            if near := difflib.get_close_matches(name, names, 1, _NEAR):
+                raise ReadOnlyError(f"{kind.__name__}.{name} would have no effect; did you mean {near[0]}?")
+            return
         can = ", ".join(sorted(n for n in free if not n.startswith("_")))
         raise ReadOnlyError(
             f"{kind.__name__}.{name} cannot be set after construction; build another {kind.__name__}"

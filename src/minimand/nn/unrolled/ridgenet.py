@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ...arguments import check_methods
 from ...errors import CapabilityError, OptionError, Sealed, ShapeError, require_positive
 from ...functions.base import widened
+from ...norms.spectral import powers_of_two
 from ...operators import LinearOperator, check_operator
 from ...solvers import FISTA, Choice, Datafit, Poisson, Problem, Quadratic, Solution
 from ...solvers.base import require_count
@@ -184,6 +185,8 @@ class RidgeNet(Sealed, nn.Module):
         """R with the present parameters: filters of zero mean, scaled so that the norm of W is about one."""
         filters, scale, exponent = (widened(each) for each in (self.filters, self.log_scale, self.exponent))
         centred = filters - filters.mean((-2, -1), keepdim=True)
+        # Squares of entries near one exist.
+        centred = centred / powers_of_two(centred.detach().flatten(), 0)
         return RidgeRegularizer(centred / bank_norm_sq(centred).sqrt(), scale.exp(), exponent)
 
     def data_weight(self) -> Tensor | None:
