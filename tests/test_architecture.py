@@ -28,7 +28,7 @@ ALLOWED = {
     "operators": {"arguments", "errors", "geometry", "linalg", "norms", "tracing"},
     "solvers": {"arguments", "errors", "functions", "linalg", "norms", "operators", "tracing"},
     "adjoints": {"solvers"},
-    "network": {"arguments", "errors", "functions"},
+    "network": {"arguments", "errors", "functions", "norms"},
     "nn": {"arguments", "errors", "functions", "linalg", "network", "norms", "operators", "solvers", "tracing"},
     # Training methods and penalties recognise the layers and dropouts of nn.
     "train": {"arguments", "errors", "functions", "geometry", "linalg", "network", "nn", "operators", "solvers"},

@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import minimand
 from minimand.errors import ConversionError
-from minimand.nn import SolverLinear, SolverOptions, convert, revert
+from minimand.nn import SolverLinear, SolverOptions, convert, explain, revert, sample
 from minimand.solvers import ProxGD, ProxSG
 
 from .cases.conversion import ONE, forwarding, network, solver_layers
@@ -210,3 +211,30 @@ def test_a_generated_forward_is_converted_and_copied_and_its_additions_are_refus
     assert torch.equal(copy.deepcopy(net)(x), net(x))
     assert not torch.equal(net(x), model(x))
     assert torch.equal(revert(net)(x), model(x))
+
+
+class _Clones(TorchDispatchMode):
+    """The sizes of the tensors that are cloned."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is torch.ops.aten.clone:
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_conversion_copies_no_weight():
+    """Trackers hold buffers as large as the weights; a run that is undone replaces them and does not write there."""
+    net = nn.Sequential(nn.Linear(50, 60), nn.BatchNorm1d(60), nn.ReLU(), nn.Linear(60, 40))
+    x = torch.randn(4, 50)
+    with _Clones() as seen:
+        converted = convert(net, ProxGD(3), example=x)
+        sample(nn.Sequential(converted, nn.Dropout()), x, n=2)
+    assert seen.sizes
+    assert max(seen.sizes) < 40 * 50
+    before = [layer.tracker.reference for layer in (converted[0], converted[3])]
+    explain(converted, x)
+    assert all(layer.tracker.reference is old for layer, old in zip((converted[0], converted[3]), before, strict=True))

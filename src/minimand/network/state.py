@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..norms import LipschitzTracker
+
 __all__ = ["Saved", "is_dtensor", "preserved", "snapshot", "version"]
 
 #: One run at a time: a run changes training flags and hooks of the modules.
@@ -88,8 +90,10 @@ def preserved(model: nn.Module) -> Iterator[Saved]:
             saved = Saved()
             undo = [*map(_attributes, model.modules()), *map(_gradient, model.parameters())]
             undo += [_random_states(), saved.restore]
-            for buffer in model.buffers():
-                saved.add(buffer)
+            # A tracker replaces its buffer, which is as large as the weight, and never writes to it.
+            for module in (module for module in model.modules() if not isinstance(module, LipschitzTracker)):
+                for buffer in module.buffers(recurse=False):
+                    saved.add(buffer)
             for generator in (value for module in model.modules() for value in vars(module).values()):
                 if isinstance(generator, torch.Generator):
                     saved.add_generator(generator)
