@@ -80,7 +80,7 @@ def require_lam(lam: Any) -> None:
 
 def lam_grid(lams: Any, largest: Callable[[], float]) -> np.ndarray:
     """The numbers of a grid of λ; ``largest`` computes λmax, of which its elements may be shares."""
-    if isinstance(lams, str | Share) or not np.iterable(lams) or not len(lams):
+    if isinstance(lams, str | Share) or not np.iterable(lams) or not list(lams):
         raise OptionError(f"lams must be None or a sequence of numbers > 0 or shares of lambda_max, got {lams!r}")
     for lam in lams:
         try:

@@ -19,8 +19,10 @@ BLOCK = 16_000_000
 _CONVOLUTIONS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 _MAX_POOLS = {nn.MaxPool1d: 1, nn.MaxPool2d: 2, nn.MaxPool3d: 3}
 _MEAN_POOLS = {nn.AvgPool1d: 1, nn.AvgPool2d: 2, nn.AvgPool3d: 3}
-_GLOBAL_POOLS = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
-_GLOBAL_POOLS += (nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d)
+_GLOBAL_POOLS = (
+    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+    *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
+)
 _SHAPES = (nn.Identity, nn.Flatten, nn.Unflatten)
 
 
@@ -165,9 +167,9 @@ def _gain(layer: nn.Module) -> float | None:
     if isinstance(layer, nn.LeakyReLU) and kind is nn.LeakyReLU:
         return max(1.0, abs(layer.negative_slope))
     if kind in _MAX_POOLS:
-        return None if layer.return_indices else _overlap(layer, _MAX_POOLS[kind]) ** 0.5  # type: ignore[index]
+        return None if layer.return_indices else _overlap(layer, _MAX_POOLS[kind]) ** 0.5
     if kind in _MEAN_POOLS:
-        return _mean_gain(layer, _MEAN_POOLS[kind])  # type: ignore[index]
+        return _mean_gain(layer, _MEAN_POOLS[kind])
     if isinstance(layer, _GLOBAL_POOLS) and kind in _GLOBAL_POOLS:
         size = layer.output_size
         return 1.0 if set(size if isinstance(size, tuple) else (size,)) == {1} else None
@@ -189,5 +191,5 @@ def _mean_gain(layer: nn.Module, dims: int) -> float | None:
     if getattr(layer, "divisor_override", None) is not None:
         return None
     whole = not layer.ceil_mode and (layer.count_include_pad or set(_ntuple(dims)(layer.padding)) == {0})
-    entries = math.prod(_ntuple(dims)(layer.kernel_size)) if whole else 1  # type: ignore[arg-type]
+    entries = math.prod(_ntuple(dims)(layer.kernel_size)) if whole else 1
     return (_overlap(layer, dims) / entries) ** 0.5

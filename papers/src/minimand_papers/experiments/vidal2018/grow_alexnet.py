@@ -51,7 +51,7 @@ class GrowAlexNetOptions:
     rate: float = 5e-3
 
 
-def subnetwork(options: GrowAlexNetOptions, shape: tuple[int, int, int], classes: int) -> nn.Sequential:
+def subnetwork(options: GrowAlexNetOptions, shape: tuple[int, ...], classes: int) -> nn.Sequential:
     """Two convolutions with max pooling, a hidden layer and the outputs; a bias in the first layer only.
 
     Local response normalisation and dropout of the original are left out: they are not homogeneous.
