@@ -12,8 +12,7 @@ comes from the implicit function theorem:
 # %%
 # Descend on the weight
 # ---------------------
-# The penalty is scaled by its weight: :math:`\lambda\|x_G\| = \|z_G\|` with :math:`x = z/\lambda`, so that the weight
-# is a factor of the data, through which gradients flow.
+# The weight of :class:`~minimand.functions.GroupL2` is a tensor, which gradients reach.
 
 import matplotlib.pyplot as plt
 import torch
@@ -34,9 +33,8 @@ train, val = slice(0, 120), slice(120, 400)
 
 
 def validation(log_weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    weight = log_weight.exp()
-    problem = Problem(Dense((X[train] / weight).mT), GroupL2(1.0, groups), y[None, train], datafit=Logistic())
-    x = solve(problem, tol=1e-8, adjoint=Implicit()).x[0] / weight
+    problem = Problem(Dense(X[train].mT), GroupL2(log_weight.exp(), groups), y[None, train], datafit=Logistic())
+    x = solve(problem, tol=1e-8, adjoint=Implicit()).x[0]
     return Logistic().values(X[val] @ x, y[val]).mean(), x.detach()
 
 
