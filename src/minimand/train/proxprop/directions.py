@@ -256,11 +256,11 @@ class RowAccumulator:
         if stores or (low and self.updates()):
             a = to_working_precision(self.map.rows(x))
             a = torch.cat([a, a.new_ones(count, 1)], 1) if self.ones else a
-            delta = to_working_precision(self.map.deltas(delta)) if stores else None
-            if self.a is not None:
-                a, delta = torch.cat([self.a, a]), torch.cat([self.delta, delta]) if stores else None
-                mark = self.mark + mark if stores else None
-            self.a, self.delta, self.mark = a, delta, mark
+            self.a = a if self.a is None else torch.cat([self.a, a])
+            if stores:
+                delta = to_working_precision(self.map.deltas(delta))
+                self.delta = delta if self.delta is None else torch.cat([self.delta, delta])
+                self.mark = mark if self.mark is None else self.mark + mark
         elif not low and self.updates():
             self.metric = self._sum(x, count, options)
             if options.method != "cg" and self.trains_weight and not self.metric.accurate():

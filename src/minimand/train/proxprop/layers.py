@@ -255,7 +255,7 @@ class _Forward:
     def __init__(self, path: str, module: nn.Module, shared: Attachment) -> None:
         self.path, self.shared = path, shared
         self.module: Any = module
-        self.module.forward = self
+        object.__setattr__(module, "forward", self)
 
     def remove(self) -> None:
         """Restore the module's forward pass."""
@@ -350,7 +350,7 @@ class GraphHooks(_Forward):
             raise CapabilityError(f"layer '{self.path}': {why}; pass use_reentrant=True, or exclude the layer")
         # An LSTM runs as single operations: oneDNN's fused one hides its products.
         fused = isinstance(self.module, nn.LSTM)
-        with torch.backends.mkldnn.flags(False, None, None, None) if fused else contextlib.nullcontext():  # type: ignore[no-untyped-call]
+        with torch.backends.mkldnn.flags(False, None, None, None) if fused else contextlib.nullcontext():
             out = _plain_forward(self.module)(*args, **kwargs)
         found = list(uses([leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)], inputs))
         watched = [(unit, use) for unit in units for use in _of(unit, found)]

@@ -307,8 +307,8 @@ class ProxProp(Sealed):
             why = f"{origin} holds NaN or Inf; lower the learning rate or clean the data"
             warnings.warn(f"ProxProp skips this step: {why}", RuntimeWarning, stacklevel=2)
             # Without gradients the optimizer changes neither parameters nor its state.
-            for parameter in (p for p in parameters_of(optimizer).values() if p.grad is not None):
-                self._skipped_grads.append((parameter, parameter.grad))
+            for parameter in parameters_of(optimizer).values():
+                self._skipped_grads += [] if parameter.grad is None else [(parameter, parameter.grad)]
                 parameter.grad = None
 
     def _bad_origin(self, active: list[WeightUnit]) -> str:
@@ -381,7 +381,7 @@ class ProxProp(Sealed):
                 mean = None if mean is None else mean.clone().to(getattr(module, names[0]).device)
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise OptionError(f"the saved state of layer '{key}' is damaged; pass another one") from error
-            if None not in (mean, map) and mean.shape[-1] not in (map.columns, map.columns + 1):
+            if mean is not None and map is not None and mean.shape[-1] not in (map.columns, map.columns + 1):
                 raise ShapeError(
                     f"the saved Gram matrix of layer '{key}' has {mean.shape[-1]} columns, not {map.columns}"
                 )
