@@ -36,12 +36,12 @@ def _plain(data: Any) -> Any:
 
 
 def block_fold(model: Factorization, data: Any, rows: np.ndarray, columns: np.ndarray) -> Fold:
-    """The fold of one block; its error is relative to the variance of the data."""
+    """The fold of one block; its error is relative to that of the block's mean."""
     others = _rest(data.shape[0], rows), _rest(data.shape[1], columns)
     seen, below, beside = (_submatrix(data, r, c) for r, c in (others, (rows, others[1]), (others[0], columns)))
     block = _submatrix(data, rows, columns)
     hidden = (block[:] if isinstance(block, SparseData) else block).to(torch.float64)
-    spread = _spread(_entries(data), data.shape[0] * data.shape[1]) * hidden.numel()
+    spread = _reference(hidden, _spread(_entries(data), data.shape[0] * data.shape[1]))
 
     def run(shares: np.ndarray) -> tuple[list[float], list[int]]:
         errors, ranks, start = [], [], None
@@ -64,6 +64,12 @@ def block_fold(model: Factorization, data: Any, rows: np.ndarray, columns: np.nd
     return run
 
 
+def _reference(hidden: Tensor, variance: float) -> float:
+    """The error of the mean of hidden entries; of few or equal ones, that of as many with the variance of the data."""
+    own, whole = float((hidden - hidden.mean()).square().sum()), variance * hidden.numel()
+    return own if own > 0.1 * whole else whole
+
+
 def _spread(values: Tensor, count: int) -> float:
     """The variance of ``count`` entries, of which all but ``values`` are zero."""
     wide = values.to(torch.float64)
@@ -82,7 +88,7 @@ def _entries(data: Any) -> Tensor:
 
 
 def entry_fold(model: Any, data: Observed, part: Tensor) -> Fold:
-    """The fold of some observed entries; its error is relative to the variance of all of them."""
+    """The fold of some observed entries; its error is relative to their variance."""
     held = torch.zeros(len(data.values), dtype=torch.bool)
     held[part] = True
     held = held.to(data.values.device)
@@ -90,7 +96,7 @@ def entry_fold(model: Any, data: Observed, part: Tensor) -> Fold:
         replace(data, values=data.values[kept], index=(data.index[0][kept], data.index[1][kept]))
         for kept in (~held, held)
     )
-    spread = _spread(data.values, len(data.values)) * len(hidden.values)
+    spread = _reference(hidden.values.to(torch.float64), _spread(data.values, len(data.values)))
 
     def run(shares: np.ndarray) -> tuple[list[float], list[int]]:
         errors, ranks, start = [], [], None
