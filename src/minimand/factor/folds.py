@@ -46,12 +46,12 @@ def variance(data: Any) -> float:
 
 
 def block_fold(model: Factorization, data: Any, rows: np.ndarray, columns: np.ndarray, unit: float) -> Fold:
-    """The fold of one block; its error is the mean square divided by ``unit``."""
+    """The fold of one block; its error is relative to its variance, or to ``unit``, the data's, if that is far more."""
     others = _rest(data.shape[0], rows), _rest(data.shape[1], columns)
     seen, below, beside = (_submatrix(data, r, c) for r, c in (others, (rows, others[1]), (others[0], columns)))
     block = _submatrix(data, rows, columns)
     hidden = (block[:] if isinstance(block, SparseData) else block).to(torch.float64)
-    whole = unit * hidden.numel()
+    whole = _reference(hidden, unit)
 
     def run(shares: np.ndarray) -> tuple[list[float], list[int]]:
         errors, ranks, start = [], [], None
@@ -74,6 +74,12 @@ def block_fold(model: Factorization, data: Any, rows: np.ndarray, columns: np.nd
     return run
 
 
+def _reference(hidden: Tensor, variance: float) -> float:
+    """The error of the mean of hidden entries; of few or equal ones, that of as many with the variance of the data."""
+    own, whole = float((hidden - hidden.mean()).square().sum()), variance * hidden.numel()
+    return own if own > 0.1 * whole else whole
+
+
 def _turned(data: Any) -> Any:
     return data.mT if isinstance(data, SparseData) else data.mT.contiguous()
 
@@ -83,7 +89,8 @@ def _entries(data: Any) -> Tensor:
 
 
 def entry_fold(model: Any, data: Observed, part: Tensor, unit: float) -> Fold:
-    """The fold of some observed entries; its error is the mean square divided by ``unit``."""
+    """The fold of some observed entries; its error is relative to their variance, or to ``unit``, the data's, if that
+    is far more."""
     held = torch.zeros(len(data.values), dtype=torch.bool)
     held[part] = True
     held = held.to(data.values.device)
@@ -91,7 +98,7 @@ def entry_fold(model: Any, data: Observed, part: Tensor, unit: float) -> Fold:
         replace(data, values=data.values[kept], index=(data.index[0][kept], data.index[1][kept]))
         for kept in (~held, held)
     )
-    whole = unit * len(hidden.values)
+    whole = _reference(hidden.values.to(torch.float64), unit)
 
     def run(shares: np.ndarray) -> tuple[list[float], list[int]]:
         errors, ranks, start = [], [], None
