@@ -228,7 +228,8 @@ class NMFCV(_CrossValidated):
     Attributes:
         lam_: The largest λ whose error is within one standard error of the smallest (``lam_min_``).
         cv_results_: ``lams``, ``shares``, ``mean_error``, ``standard_error``, ``mean_rank`` and the folds' ``errors``.
-            Errors are mean squares, relative to the variance of what was held out, or of the data where that is far more.
+            Errors are mean squares, relative to the variance of what was held out, or of the data where that is far
+            more.
         model_: The :class:`NMF` fitted to all data at ``lam_``; its attributes are also attributes of this object.
 
     Source: Owen & Perry, 2009, for the folds.
