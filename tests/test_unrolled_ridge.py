@@ -14,7 +14,7 @@ from minimand.nn.unrolled import filterbank
 from minimand.nn.unrolled.descent import descend
 from minimand.nn.unrolled.fidelity import Fidelity, tightness
 from minimand.nn.unrolled.filterbank import analysis, synthesis
-from minimand.nn.unrolled.regularizer import RidgeRegularizer, bank_norm_sq
+from minimand.nn.unrolled.regularizer import RidgeRegularizer, bank_norm_sq, normalized_bank
 from minimand.operators import BlockSensing, Conv2d, Inpainting, gaussian_blur, orthonormal_gaussian
 
 GUARANTEES = ("convex", "convergent", "descent")
@@ -132,6 +132,12 @@ def test_the_filters_are_scaled_by_a_norm_that_the_bound_covers(channels: int) -
     assert truth <= bound
     large = RidgeRegularizer(weight, torch.ones(6), torch.ones(6)).smoothness((200, 200))
     assert 0.98 * large <= float(bank_norm_sq(weight)) <= large
+
+
+@pytest.mark.parametrize("exponent", [-70, 70])
+def test_filters_of_every_size_are_the_same_bank(exponent):
+    filters = torch.randn(5, 1, 3, 3)
+    assert torch.equal(normalized_bank(filters * 2.0**exponent), normalized_bank(filters))
 
 
 # The guarantees

@@ -18,7 +18,7 @@ from .problem import Problem, as_number
 
 __all__ = ["ADMM"]
 
-_ORTHOGONAL = 12  # iterations until conjugate gradients lose their orthogonality in single precision
+_ORTHOGONAL = 5  # iterations from which conjugate gradients lose digits of their derivatives in single precision
 _FIRST_CHANGE = 5  # iterations before the penalty changes first
 _CONVERGED = 200  # iterations at most for a system of the backward pass
 

@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...functions import Charbonnier
+from ...norms.spectral import powers_of_two
 from ...operators import Conv2d
 from ...tracing import is_traced
 from .filterbank import inner, patches, scatter, strips
 
-__all__ = ["RidgeRegularizer", "bank_norm_sq"]
+__all__ = ["RidgeRegularizer", "bank_norm_sq", "normalized_bank"]
 
 # Exponents this near to 1 are moved, so that 1/(1 − p) is finite in single precision.
 _APART = 1e-6
@@ -157,6 +158,14 @@ def _is_plain(x: Tensor) -> bool:
 
 def _apart(exponent: Tensor) -> Tensor:
     return torch.where((exponent - 1).abs() < _APART, torch.full_like(exponent, 1 - _APART), exponent)
+
+
+def normalized_bank(filters: Tensor) -> Tensor:
+    """Filters of zero mean, scaled so that the norm of the bank is about one."""
+    centred = filters - filters.mean((-2, -1), keepdim=True)
+    # Squares of entries near one exist.
+    centred = centred / powers_of_two(centred.detach().flatten(), 0)
+    return centred / bank_norm_sq(centred).sqrt()
 
 
 def bank_norm_sq(weight: Tensor, grid: int = 64) -> Tensor:

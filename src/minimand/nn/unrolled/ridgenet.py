@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from ...arguments import check_methods
 from ...errors import CapabilityError, OptionError, Sealed, ShapeError, require_positive
 from ...functions.base import widened
-from ...norms.spectral import powers_of_two
 from ...operators import LinearOperator, check_operator
 from ...solvers import FISTA, Choice, Datafit, Poisson, Problem, Quadratic, Solution
 from ...solvers.base import require_count
@@ -20,7 +19,7 @@ from .base import _check_target
 from .descent import Descended, descend
 from .fidelity import Fidelity, in_full, tight_constant
 from .parameters import Interval, constrain
-from .regularizer import RidgeRegularizer, bank_norm_sq
+from .regularizer import RidgeRegularizer, normalized_bank
 from .ridgeproblem import problem_of
 from .ridgesetup import (
     THEOREMS,
@@ -184,10 +183,7 @@ class RidgeNet(Sealed, nn.Module):
     def regularizer(self) -> RidgeRegularizer:
         """R with the present parameters: filters of zero mean, scaled so that the norm of W is about one."""
         filters, scale, exponent = (widened(each) for each in (self.filters, self.log_scale, self.exponent))
-        centred = filters - filters.mean((-2, -1), keepdim=True)
-        # Squares of entries near one exist.
-        centred = centred / powers_of_two(centred.detach().flatten(), 0)
-        return RidgeRegularizer(centred / bank_norm_sq(centred).sqrt(), scale.exp(), exponent)
+        return RidgeRegularizer(normalized_bank(filters), scale.exp(), exponent)
 
     def data_weight(self) -> Tensor | None:
         r"""The weight :math:`\mu = T/\sigma^2` of the data term; None for exact measurements."""
