@@ -183,6 +183,15 @@ def test_hostile_images(tmp_path: Path, case: str) -> None:
     bounded(lambda: load_images("set", tmp_path), says)
 
 
+def test_many_images_of_one_colour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from PIL import Image
+
+    monkeypatch.setattr("minimand_papers.data.folders._LARGEST", 1_000_000)
+    for number in range(20):
+        Image.new("1", (500, 500)).save(tmp_path / f"{number}.png")
+    bounded(lambda: load_images(tmp_path), "more than 1,000,000 bytes", 3_000_000)
+
+
 def test_a_pipe_among_images_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.png")
     bounded(lambda: load_images(tmp_path), "not a regular file")

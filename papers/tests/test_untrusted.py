@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import random
+import tracemalloc
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -121,6 +122,22 @@ def test_files_that_never_end_are_not_read(tmp_path: Path, monkeypatch: pytest.M
     assert not found
     assert len(problems) == 4
     assert "holds more than 1,000 bytes" in problems[2]
+
+
+@pytest.mark.parametrize("atom", [b"[],", b"{},", b"1,", b"[[[[[]]]]],"])
+def test_small_values_do_not_fill_the_memory(tmp_path: Path, atom: bytes) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(b'{"a": [' + atom * (1 << 22) + b"0]}")
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match="more than 4,194,304 values"):
+            store.read_json(path)
+        assert tracemalloc.get_traced_memory()[1] < 2 * path.stat().st_size
+    finally:
+        tracemalloc.stop()
+    path.write_bytes(b"{}\n" * (1 << 22))
+    with pytest.raises(DataError, match="more than 4,194,304 values"):
+        list(store.Records(path))
 
 
 # Injection: what a file says is text, wherever it appears
