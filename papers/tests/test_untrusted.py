@@ -18,7 +18,7 @@ from minimand.errors import DataError, OptionError
 from minimand_papers import store
 from minimand_papers.drawing import bars, curves
 from minimand_papers.experiment import Claim, Comparison, Experiment, Part, Preset, Results
-from minimand_papers.registry import find
+from minimand_papers.registry import experiments, find
 from minimand_papers.report import write_pages, write_report
 from minimand_papers.report.sections import sections
 from minimand_papers.results import read_results
@@ -138,6 +138,19 @@ def test_small_values_do_not_fill_the_memory(tmp_path: Path, atom: bytes) -> Non
     path.write_bytes(b"{}\n" * (1 << 22))
     with pytest.raises(DataError, match="more than 4,194,304 values"):
         list(store.Records(path))
+
+
+@pytest.mark.parametrize("experiment", experiments(), ids=lambda experiment: experiment.name)
+def test_a_number_among_the_options_makes_no_endless_parts(experiment: Experiment[Any]) -> None:
+    """A result file chooses the options, and its parts are listed when it is shown."""
+    default = experiment.presets["smoke"].options
+    for key in (key for key, value in dataclasses.asdict(default).items() if type(value) is int):
+        try:
+            options = dataclasses.replace(default, **{key: 10**12})
+        except OptionError:
+            continue
+        assert len(experiment.parts(options)) < 10_000
+        experiment.compare(Results(options, "smoke", {}))
 
 
 # Injection: what a file says is text, wherever it appears
