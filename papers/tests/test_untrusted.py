@@ -257,6 +257,18 @@ def test_a_text_stays_a_text(tmp_path: Path, payload: str) -> None:
         _require_plain(path.read_text())
 
 
+@pytest.mark.filterwarnings("ignore")  # of matplotlib, about texts that are too long for a figure
+def test_a_style_in_the_current_folder_runs_no_latex(tmp_path: Path) -> None:
+    import matplotlib as mpl
+
+    words = {"experiment": "echo", "file": "x.py", "preset": "laptop", "options": {"dataset": "x"}}
+    _folder(tmp_path, RESULT | words | {"records": {"x": {"0": [{"x": 1.0, "y": 2.0}]}}}, "echo/laptop")
+    with mpl.rc_context({"text.usetex": True}):
+        page = write_report(tmp_path, own=[_echoing("text")]).read_text()
+        assert mpl.rcParams["text.usetex"]
+    assert page.count("<svg") == 2
+
+
 def test_a_browser_is_told_to_run_one_script_only(tmp_path: Path) -> None:
     import base64
     import hashlib
