@@ -86,6 +86,46 @@ def test_a_matlab_file_that_lies_about_its_size(tmp_path: Path) -> None:
     bounded(lambda: load("svhn", tmp_path), "MATLAB 5 file, or damaged")
 
 
+def element(kind: int, raw: bytes) -> bytes:
+    return struct.pack("<II", kind, len(raw)) + raw + bytes(-len(raw) % 8)
+
+
+def matrix(matlab_class: int, shape: tuple[int, ...], numbers: bytes, name: bytes = b"X") -> bytes:
+    sizes = struct.pack(f"<{len(shape)}i", *shape)
+    head = element(6, struct.pack("<II", matlab_class, 0)) + element(5, sizes) + element(1, name)
+    return element(14, head + numbers)
+
+
+MATRICES = {
+    "a type that there is not": matrix(9, (1, 1), element(77, b"x")),
+    "a class that there is not": matrix(99, (1, 1), element(2, b"x")),
+    "cells": matrix(1, ((1 << 31) - 1, 1), b""),
+    "a structure": matrix(2, ((1 << 31) - 1, 1), element(5, struct.pack("<i", 1)) + element(1, b"a")),
+    "names of no length": matrix(2, (1, 1), element(5, bytes(4)) + element(1, b"a")),
+    "letters": matrix(4, (1, (1 << 31) - 1), element(16, b"ab")),
+    "a sparse matrix": matrix(
+        5, ((1 << 31) - 1,) * 2, element(5, bytes(8)) + element(5, bytes(8)) + element(9, bytes(8))
+    ),
+    "more numbers than there are": matrix(9, (32, 32, 3, (1 << 31) - 1), element(2, b"x")),
+    "a negative number of them": matrix(9, (32, 32, 3, -1), element(2, b"x")),
+    "no dimensions": matrix(9, (), element(2, b"")),
+    "a hundred dimensions": matrix(9, (1,) * 100, element(2, b"x")),
+    "no numbers": matrix(9, (1, 1), b""),
+    "complex numbers": matrix(9 | 0x800, (1, 1), element(2, b"x") + element(2, b"x")),
+    "nothing": element(14, b""),
+    "an element that is cut": element(14, b"\6\0\0\0\xff\0\0\0"),
+}
+
+
+@pytest.mark.parametrize("case", MATRICES)
+def test_hostile_matrices_do_not_end_the_process(tmp_path: Path, case: str) -> None:
+    write_svhn(tmp_path)
+    head = b"MATLAB 5.0 MAT-file".ljust(124) + b"\0\1IM"
+    labels = matrix(9, (1, 1), element(2, b"\1"), b"y")
+    (tmp_path / "svhn" / "train_32x32.mat").write_bytes(head + MATRICES[case] + labels)
+    bounded(lambda: load("svhn", tmp_path), "MATLAB 5 file, or damaged")
+
+
 @pytest.mark.parametrize(
     "labels", [np.array(["a", "b"]), np.array([[1.5], [2]]), np.array([[np.nan], [1]]), np.array([[1], [1j]])]
 )
@@ -141,6 +181,15 @@ def test_hostile_images(tmp_path: Path, case: str) -> None:
     raw, says = PICTURES[case]
     (folder / "a.png").write_bytes(raw)
     bounded(lambda: load_images("set", tmp_path), says)
+
+
+def test_many_images_of_one_colour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from PIL import Image
+
+    monkeypatch.setattr("minimand_papers.data.folders._LARGEST", 1_000_000)
+    for number in range(20):
+        Image.new("1", (500, 500)).save(tmp_path / f"{number}.png")
+    bounded(lambda: load_images(tmp_path), "more than 1,000,000 bytes", 3_000_000)
 
 
 def test_a_pipe_among_images_does_not_block(tmp_path: Path) -> None:

@@ -14,13 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from minimand.errors import DataError
+from minimand_papers import cli
 from minimand_papers.context import Lab
 from minimand_papers.registry import find
+from minimand_papers.report.sections import Row, Section
 from minimand_papers.runner import RunSetting, run
 from test_lab import numbers
 
+COMMITTED = Path(__file__).parents[1] / "results"
 FILE = str(Path(__file__).parent / "cases" / "experiment_file.py")
 SMALL = find(FILE).presets["smoke"].options.__class__(epochs=2, limit=80)
 PART = Path("user-made") / "smoke" / "seed-0" / "first"
@@ -49,6 +53,16 @@ def halfway(whole: Path, tmp_path: Path) -> Path:
 class Evil:
     def __reduce__(self) -> tuple:
         return (os.mkdir, (os.environ["EVIL"],))
+
+
+class Long:
+    def __reduce__(self) -> tuple:
+        return (bytearray, (1 << 40,))
+
+
+class Tensor:
+    def __reduce__(self) -> tuple:
+        return (torch.Tensor, (1 << 20, 1 << 20))
 
 
 Checkpoint = dict[str, Any]
@@ -96,6 +110,9 @@ CHECKPOINTS: dict[str, Callable[[Path], object]] = {
     "cut": lambda path: path.write_bytes(path.read_bytes()[:-2000]),
     "a text": lambda path: path.write_text("text"),
     "code": lambda path: torch.save({"states": Evil()}, path),
+    "a bytearray of any length": lambda path: torch.save({"states": Long()}, path),
+    "a tensor of any size": lambda path: torch.save({"states": Tensor()}, path),
+    "one number many times": saved(lambda checkpoint: checkpoint.update(more=torch.zeros(1).half().expand(1 << 40))),
     "a pickle": lambda path: path.write_bytes(pickle.dumps(Evil())),
     "the old format": lambda path: torch.save({"states": {}}, path, _use_new_zipfile_serialization=False),
     "packed": packed,
@@ -203,6 +220,47 @@ def test_records_are_not_written_through_a_link(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"metrics\.jsonl cannot be written"):
         lab.record({"x": 1})
     assert (tmp_path / "victim").read_text() == "mine"
+
+
+def test_a_pipe_in_the_place_of_records_does_not_block(tmp_path: Path) -> None:
+    lab = Lab(tmp_path / "part", 0)
+    (tmp_path / "part").mkdir()
+    os.mkfifo(tmp_path / "part" / "metrics.jsonl")
+    with pytest.raises(DataError, match=r"metrics\.jsonl cannot be written"):
+        lab.record({"x": 1})
+    reader = os.open(tmp_path / "part" / "metrics.jsonl", os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(DataError, match="not a regular file"):
+        lab.record({"x": 1})
+    os.close(reader)
+
+
+@pytest.mark.parametrize("value", ["x", None, [1], {"a": 1}, "\x1b[2J"])
+def test_records_that_do_not_fit_are_a_sentence_of_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: object
+) -> None:
+    out = shutil.copytree(COMMITTED / "layer-convergence", tmp_path / "layer-convergence") / "laptop"
+    content = json.loads((out / "result.json").read_text())
+    for seeds in content["records"].values():
+        for records in seeds.values():
+            records[:] = [dict.fromkeys(record, value) for record in records]
+    (out / "result.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"result\.json cannot be shown: its values do not fit"):
+        cli._summary(out / "result.json", Console())
+    assert capsys.readouterr().out == ""
+
+
+def test_no_text_of_a_result_steers_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "a\x1b[2J\x07\x9b31m\u202eb"
+    row = Row(text, text, text, 0.0, 0.0, 1, text)
+    shown = Section("x", "a title", "", "", "smoke", {}, [], True, [row], [], [text], [], [], [], "")
+    monkeypatch.setattr("minimand_papers.report.sections.section", lambda *_, **__: shown)
+    cli._summary(Path("x/result.json"), Console())
+    cli._say(text)
+    out = capsys.readouterr().out
+    assert "b" in out
+    assert all(letter.isprintable() or letter == "\n" for letter in out)
 
 
 @pytest.mark.parametrize("place", ["user-made", "user-made/smoke", "user-made/smoke/seed-0", str(PART)])

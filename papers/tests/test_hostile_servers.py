@@ -181,6 +181,13 @@ def test_nothing_is_written_through_a_link(serve: Callable[..., Raw], tmp_path: 
     assert victim.read_bytes() == b"mine"
 
 
+def test_a_pipe_does_not_block(serve: Callable[..., Raw], tmp_path: Path) -> None:
+    (tmp_path / "mnist").mkdir()
+    os.mkfifo(tmp_path / "mnist" / f"{NAME}.part")
+    with pytest.raises(DataError, match="could not be written"):
+        load(at(serve(says(OK, body=CONTENT)).address), tmp_path, download=True, progress=False)
+
+
 def test_a_scratch_folder_that_is_a_link_is_not_followed(serve: Callable[..., Raw], tmp_path: Path) -> None:
     packed, record = archive(cifar_members()), registry["cifar10"]
     server = serve(says(OK, f"Content-Length: {len(packed)}", body=packed))

@@ -140,6 +140,12 @@ def test_keys_with_the_names_of_columns_keep_their_values() -> None:
     assert lines == [["a", 0, 0, "x", 1, 2, 3]]
 
 
+def test_records_without_a_common_key_do_not_fill_the_memory() -> None:
+    records = [{f"k{number}": 1} for number in range(5_000)]
+    with pytest.raises(DataError, match="5,000 records with 5,003 columns"):
+        record_table(Results(None, "smoke", {"x": {0: records}}))
+
+
 def test_no_records_are_a_header() -> None:
     assert record_table(results({})) == record_table(results({"a": {0: []}})) == '"part","seed","record"\n'
 

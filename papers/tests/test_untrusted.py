@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import random
+import tracemalloc
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,7 +18,7 @@ from minimand.errors import DataError, OptionError
 from minimand_papers import store
 from minimand_papers.drawing import bars, curves
 from minimand_papers.experiment import Claim, Comparison, Experiment, Part, Preset, Results
-from minimand_papers.registry import find
+from minimand_papers.registry import experiments, find
 from minimand_papers.report import write_pages, write_report
 from minimand_papers.report.sections import sections
 from minimand_papers.results import read_results
@@ -123,6 +124,35 @@ def test_files_that_never_end_are_not_read(tmp_path: Path, monkeypatch: pytest.M
     assert "holds more than 1,000 bytes" in problems[2]
 
 
+@pytest.mark.parametrize("atom", [b"[],", b"{},", b"1,", b"[[[[[]]]]],"])
+def test_small_values_do_not_fill_the_memory(tmp_path: Path, atom: bytes) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(b'{"a": [' + atom * (1 << 22) + b"0]}")
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match="more than 4,194,304 values"):
+            store.read_json(path)
+        assert tracemalloc.get_traced_memory()[1] < 2 * path.stat().st_size
+    finally:
+        tracemalloc.stop()
+    path.write_bytes(b"{}\n" * (1 << 22))
+    with pytest.raises(DataError, match="more than 4,194,304 values"):
+        list(store.Records(path))
+
+
+@pytest.mark.parametrize("experiment", experiments(), ids=lambda experiment: experiment.name)
+def test_a_number_among_the_options_makes_no_endless_parts(experiment: Experiment[Any]) -> None:
+    """A result file chooses the options, and its parts are listed when it is shown."""
+    default = experiment.presets["smoke"].options
+    for key in (key for key, value in dataclasses.asdict(default).items() if type(value) is int):
+        try:
+            options = dataclasses.replace(default, **{key: 10**12})
+        except OptionError:
+            continue
+        assert len(experiment.parts(options)) < 10_000
+        experiment.compare(Results(options, "smoke", {}))
+
+
 # Injection: what a file says is text, wherever it appears
 
 PAYLOADS = [
@@ -225,6 +255,18 @@ def test_a_text_stays_a_text(tmp_path: Path, payload: str) -> None:
     _require_harmless(page)
     for path in write_pages(tmp_path, tmp_path / "pages", own=own):
         _require_plain(path.read_text())
+
+
+@pytest.mark.filterwarnings("ignore")  # of matplotlib, about texts that are too long for a figure
+def test_a_style_in_the_current_folder_runs_no_latex(tmp_path: Path) -> None:
+    import matplotlib as mpl
+
+    words = {"experiment": "echo", "file": "x.py", "preset": "laptop", "options": {"dataset": "x"}}
+    _folder(tmp_path, RESULT | words | {"records": {"x": {"0": [{"x": 1.0, "y": 2.0}]}}}, "echo/laptop")
+    with mpl.rc_context({"text.usetex": True}):
+        page = write_report(tmp_path, own=[_echoing("text")]).read_text()
+        assert mpl.rcParams["text.usetex"]
+    assert page.count("<svg") == 2
 
 
 def test_a_browser_is_told_to_run_one_script_only(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from minimand.errors import MinimandError, OptionError
+from minimand.errors import DataError, MinimandError, OptionError
 
 from .experiment import Experiment
 from .progress import Display
@@ -272,17 +272,21 @@ def _name_first(given: list[str]) -> list[str] | None:
 
 
 def _say(text: str) -> None:
-    """Print a line as it is, whatever is in it."""
+    """Print a line as it is, except for what could steer the terminal."""
     from rich.console import Console
 
-    Console().print(text, soft_wrap=True, markup=False)
+    Console().print(_harmless(text), soft_wrap=True, markup=False)
+
+
+def _harmless(text: str) -> str:
+    """The text with blanks in the place of letters that are not shown, line breaks apart."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in text)
 
 
 def _complain(what: object, *notes: str) -> None:
     """Print a sentence, without what could steer the terminal: it may quote somebody's file."""
     text = ", ".join([str(what), *getattr(what, "__notes__", ()), *notes])
-    plain = "".join(letter if letter.isprintable() else " " for letter in text)
-    print(f"minimand: {' '.join(plain.split())}", file=sys.stderr)
+    print(f"minimand: {' '.join(_harmless(text).split())}", file=sys.stderr)
 
 
 def _run(given: list[str]) -> None:
@@ -334,20 +338,23 @@ def _summary(path: Path, console: Any, own: Sequence[Experiment[Any]] = ()) -> N
     from rich.markup import escape
     from rich.table import Table
 
-    from .report.sections import section
+    from .report.sections import complaint, section
 
-    found = section(path.parent, pictures=False, own=own)
+    try:
+        found = section(path.parent, pictures=False, own=own)
+    except Exception as error:  # an experiment meets the values of somebody's file with whatever they lead to
+        raise DataError(complaint(path.parent, error)) from error
     table = Table("", "paper", "measured", title=escape(f"{found.title} ({found.preset})"))
     for column in table.columns[1:]:
         column.justify = "right"
     for row in found.rows:
-        table.add_row(*map(escape, (row.label, row.paper, row.measured)))
+        table.add_row(*(escape(_harmless(text)) for text in (row.label, row.paper, row.measured)))
     notes = list(dict.fromkeys(row.note for row in found.rows if row.note))
     # A single note describes the whole table. Several are left to the page, which has a column for them.
-    table.caption = escape(notes[0]) if len(notes) == 1 else None
+    table.caption = escape(_harmless(notes[0])) if len(notes) == 1 else None
     console.print(table)
     for finding in [*found.differences, *found.findings]:
-        console.print(f"- {finding}", highlight=False, markup=False)
+        console.print(_harmless(f"- {finding}"), highlight=False, markup=False)
     if any(difference.outcome == "open" for difference in found.differences):
         console.print("open: one or two seeds, or a 95 % interval that includes zero", style="dim", highlight=False)
 

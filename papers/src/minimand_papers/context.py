@@ -5,7 +5,6 @@ import dataclasses
 import math
 import random
 import time
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -22,7 +21,7 @@ from .clock import Stopwatch
 from .data import Augmentation, Batches, Dataset, DataSplit, Normalization, batches, load
 from .experiment import Metrics
 from .store import Records, atomically, slug
-from .untrusted import content
+from .untrusted import content, saved_tensors
 
 __all__ = ["Lab", "Stateful", "load_module_state", "module_state"]
 
@@ -71,19 +70,6 @@ def _require_fitting(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any])
     for number, values in saved["state"].items():
         if any(key in values and values[key].shape != shapes[number] for key in _LIKE_A_PARAMETER):
             raise ValueError("the tensors of its optimizer have other shapes")
-
-
-def _read_checkpoint(path: Path, device: torch.device) -> dict[str, Any]:
-    """The checkpoint that :func:`torch.save` wrote: tensors and plain values, never code."""
-    with zipfile.ZipFile(path) as archive:
-        members = archive.infolist()
-    # torch packs nothing. Packed members, or several with the same bytes, could become any amount of memory.
-    if any(member.compress_type for member in members) or sum(m.file_size for m in members) > path.stat().st_size:
-        raise ValueError("it is packed")
-    try:
-        return dict(torch.load(path, map_location=device, weights_only=True))
-    except Exception as error:  # torch's text recommends to load the file with code
-        raise ValueError("it is cut short, or holds more than tensors and numbers") from error
 
 
 @contextlib.contextmanager
@@ -304,7 +290,7 @@ class Lab:
                 self._records.truncate(0)
             return 0
         with _restoring(path):
-            checkpoint = _read_checkpoint(path, self.device)
+            checkpoint = saved_tensors(path, self.device)
             if set(checkpoint["states"]) != set(states):
                 raise ValueError("its states have other names")
             for name, state in states.items():

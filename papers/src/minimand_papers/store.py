@@ -35,6 +35,8 @@ _PARTIAL = ".partial"
 # The most bytes and levels of a JSON file; the largest result of this package has 250 kB and 5 levels.
 _LARGEST = 1 << 26
 _DEPTH = 20
+# The most values of a JSON file: an empty list is two bytes there, and a hundred in memory.
+_VALUES = 1 << 22
 
 
 def slug(name: str) -> str:
@@ -135,7 +137,7 @@ def read_json(path: Path, keys: Mapping[str, type] | None = None) -> dict[str, A
     """Read the dictionary that :func:`write_json` wrote, and check that it has ``keys`` with values of these types."""
     remedy = "delete it and run the experiment again"
     try:
-        value = _parsed(content(path, _LARGEST))
+        value = _parsed(_json(path))
     except OSError as error:
         raise DataError(
             f"{path} cannot be read ({error.strerror}): check that it is a file, and its permissions"
@@ -149,6 +151,14 @@ def read_json(path: Path, keys: Mapping[str, type] | None = None) -> dict[str, A
             found = type(value[key]).__name__
             raise DataError(f"{path} has a {found} instead of a {kind.__name__} as its {key}; {remedy}")
     return value
+
+
+def _json(path: Path) -> bytes:
+    """The bytes of a JSON file, or of lines of JSON, with a bounded number of values."""
+    raw = content(path, _LARGEST)
+    if sum(map(raw.count, (b",", b"[", b"{", b"\n"))) > _VALUES:
+        raise ValueError(f"it holds more than {_VALUES:,} values")
+    return raw
 
 
 def _parsed(raw: bytes) -> dict[str, Any]:
@@ -217,7 +227,7 @@ class Records:
         if not self.path.is_file():
             return
         try:
-            yield from map(_parsed, content(self.path, _LARGEST).split(b"\n")[:-1])
+            yield from map(_parsed, _json(self.path).split(b"\n")[:-1])
         except (OSError, ValueError) as error:
             raise DataError(f"{self.path} is damaged ({error}); delete its folder and run again") from error
 

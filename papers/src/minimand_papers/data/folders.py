@@ -21,6 +21,9 @@ _ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".t
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """The formats of images, by Pillow's names; a file of another one is refused whatever its ending."""
 
+# The most bytes of the pixels of a folder; a file of 8 kB can hold 64 MB of one colour.
+_LARGEST = 1 << 32
+
 _BYTE_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "YCbCr", "CMYK", "HSV", "LAB")
 
 
@@ -67,7 +70,14 @@ def load_images(
             f"{path} {found}: put images ({', '.join(ending[1:] for ending in _ENDINGS)}) there, or name another "
             f"data directory by data_dir= or MINIMAND_DATA"
         )
-    return Images(path.name, tuple(file.name for file in files), tuple(_read(file, mode) for file in files))
+    images: list[Tensor] = []
+    left = _LARGEST
+    for file in files:
+        images.append(_read(file, mode))
+        left -= images[-1].nbytes
+        if left < 0:
+            raise DataError(f"{path} holds images of more than {_LARGEST:,} bytes: divide it into several folders")
+    return Images(path.name, tuple(file.name for file in files), tuple(images))
 
 
 def _resolve(folder: str | os.PathLike[str], data_dir: str | os.PathLike[str] | None) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 from minimand.errors import MinimandError
 
 from ..comparing import Difference, mean_std
-from ..experiment import PRESETS, Claim, Comparison, Experiment, Plot
+from ..experiment import PRESETS, Claim, Comparison, Experiment, Plot, Results
 from ..registry import experiments, source_of
 from ..results import RESULT, read_results
 from ..store import slug
@@ -137,8 +137,7 @@ def section(directory: Path, *, pictures: bool = True, own: Sequence[Experiment[
     again += [word for key, value in changed.items() for word in _flag(key, value)]
     if tuple(stored["seeds"]) != preset.seeds:
         again += ["--seed", *map(str, stored["seeds"])]
-    plots = experiment.plots(results) if pictures else ()
-    drawn = [_picture(plot, f"{place}-{number}-") for number, plot in enumerate(plots, 1)]
+    drawn = _pictures(experiment, results, place) if pictures else []
     findings, seeds = experiment.findings(results), set(stored["seeds"])
     return Section(
         experiment.name,
@@ -205,6 +204,16 @@ def _protocol(stored: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _plain(value: Any) -> str:
     return " / ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _pictures(experiment: Experiment[Any], results: Results[Any], place: str) -> list[Picture]:
+    """The pictures of an experiment, in matplotlib's own style."""
+    import matplotlib as mpl
+
+    with mpl.rc_context():
+        # A matplotlibrc in the current folder, which may be somebody's results, could have LaTeX run on their texts.
+        mpl.rcdefaults()
+        return [_picture(plot, f"{place}-{number}-") for number, plot in enumerate(experiment.plots(results), 1)]
 
 
 def _picture(plot: Plot, prefix: str) -> Picture:

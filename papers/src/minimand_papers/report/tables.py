@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from minimand.errors import DataError
+
 from ..comparing import mean_std
 from ..experiment import Comparison, Experiment, Results, columns
 from ..results import read_results
@@ -22,6 +24,8 @@ __all__ = ["COMPARISON", "comparison_table", "record_table", "write_tables"]
 COMPARISON = ("quantity", "source", "mean", "std", "seeds", "unit", "note")
 # No file system takes names of more than 255 bytes, and a letter has up to four.
 _LONGEST = 55
+# The most cells of a table. Records that have no key in common would need the square of their number.
+_MOST = 1 << 22
 # Where a spreadsheet would see a formula: at the beginning of a text and, if it separates cells by semicolons or tabs,
 # behind these, possibly after blanks or quotation marks. The apostrophe is among them, so that the mark can be undone.
 _FORMULA = re.compile(r"(^|[;\t\r\n])(?=[\s\"\x00-\x1f\ufeff]*[=+\-@＝＋－＠'])")
@@ -59,6 +63,8 @@ def record_table(results: Results[Any]) -> str:
     """
     rows = results.rows()
     names = columns(rows)
+    if len(names) * len(rows) > _MOST:
+        raise DataError(f"a table of {len(rows):,} records with {len(names):,} columns has more than {_MOST:,} cells")
     return _csv([names, *([row.get(name) for name in names] for row in rows)])
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minimand.errors import OptionError
 from minimand.nn import convert, sample
 from minimand.solvers import ProxSG
 
@@ -22,6 +23,8 @@ from .._solvers import ImageOptions
 PLAIN, DROPOUT, SOLVER, ENSEMBLE = "one pass", "dropout at test time", "sampling solvers", "ensemble"
 MANY = ("dropout at test time, many passes", "sampling solvers, many passes")
 TRAINED = {DROPOUT: PLAIN, SOLVER: SOLVER}
+# Every member is a part, and a result file says how many there are.
+_MOST = 1_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +46,11 @@ class SolversUncertaintyOptions(ImageOptions):
     passes: int = 50
     iters: int = 5
     other: str = "mnist"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.members <= _MOST:
+            raise OptionError(f"members must be from 1 to {_MOST:,}, got {self.members}")
 
 
 def parts(options: SolversUncertaintyOptions) -> list[Part]:
