@@ -118,7 +118,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "an array for LPOM": (lambda: LPOM(_net()).step(X.numpy(), LABELS), "got a ndarray; convert"),
     "no weight": (lambda: LowRank(0).fit(ROWS), r"^lam must be .* > 0, got 0.*Share\(0\.1\) .* lambda_max\(Y\)"),
     "a weight in words": (lambda: NMF("auto").fit(ROWS), r"got 'auto'; .* lambda_max"),
-    "no weight on a path": (lambda: LowRank(1.0).path(ROWS, [1.0, 0.0]), "^lam must be .* got 0.*lambda_max"),
+    "no weight on a path": (lambda: LowRank(1.0).path(ROWS, [1.0, 0.0]), "^lams must be .* got 0.*lambda_max"),
     "no weight to factorize": (lambda: factorize(ROWS, lam=0), "^lam must be .* got 0.*lambda_max"),
     "missing, in a tensor": (
         lambda: LowRank(0.1).fit(_with_nan(torch.tensor(ROWS))),

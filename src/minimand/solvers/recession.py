@@ -45,6 +45,10 @@ def require_minimum(bound: GapBound, x: Tensor) -> None:
     x, begin = x.detach().double(), problem.linear().detach().double()
     norm = lambda v: v.flatten(-dims).norm(dim=-1).reshape(*v.shape[:-dims], *(1,) * dims)  # noqa: E731
     steep = norm(begin)
+    sloping = (steep > 0).reshape(steep.shape[: steep.dim() - dims])
+    if not bool(sloping.any()):
+        return  # the smooth part is least at zero
+    steep = torch.where(steep > 0, steep, 1.0)
     far = torch.maximum(_FAR * steep / problem.scale().double(), 10 * norm(x))
     start, descent = bound.objectives(x), bound.certificate(x).descent
     long = 1e6 * far / steep
@@ -52,7 +56,7 @@ def require_minimum(bound: GapBound, x: Tensor) -> None:
         way = _receding(problem, way / norm(way), far)
         ends = [problem.function.prox(x + length * way, _TINY) for length in (1e-3 * far, far)]
         near, rate = ((bound.objectives(end) - start) / norm(end - x).reshape(start.shape) for end in ends)
-        falls = (rate < -1e-6 * steep.reshape(start.shape)) & (rate < 0.5 * near)
+        falls = (rate < -1e-6 * steep.reshape(start.shape)) & (rate < 0.5 * near) & sloping.reshape(start.shape)
         if bool(falls.any()):
             raise OptionError(
                 f"the problem is unbounded: the objective falls by {-float(rate[falls].min()):.3g} per unit of length "
