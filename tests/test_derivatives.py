@@ -160,7 +160,7 @@ FIRST = {
     "dual": _dual,
     "jvp": lambda f, x, d: jvp(f, (x,), (d,))[1],
     "jacrev": lambda f, x, d: jacrev(f)(x) @ d,
-    "vjp": lambda f, x, d: _after_vjp(f, x) @ d,
+    "vjp": lambda f, x, d: (_after_vjp(f, x) @ d).detach(),
     "jacfwd": lambda f, x, d: jacfwd(f)(x) @ d,
     "vmap": _vmapped,
 }
