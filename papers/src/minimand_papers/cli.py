@@ -279,8 +279,10 @@ def _say(text: str) -> None:
 
 
 def _harmless(text: str) -> str:
-    """The text with blanks in the place of letters that are not shown, line breaks apart."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in text)
+    """The text with blanks in the place of letters that are not shown, apart from line breaks and the bytes of file
+    names that are not text."""
+    kept = {"\n", *map(chr, range(0xDC80, 0xDD00))}
+    return "".join(letter if letter.isprintable() or letter in kept else " " for letter in text)
 
 
 def _complain(what: object, *notes: str) -> None:
