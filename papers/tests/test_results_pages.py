@@ -113,3 +113,11 @@ def test_other_verdicts() -> None:
     assert judge_certificates([], []) == "not run"
     assert combine(["not", "partly", "reproduced", "not"]) == "partly"
     assert combine(["not", "not", "reproduced"]) == "not"
+
+
+@pytest.mark.parametrize(("gap", "verdict"), [(99.9, "not"), (0.5, "partly")])
+def test_gaps_of_grown_networks_are_judged_in_per_cent(gap: float, verdict: str) -> None:
+    experiment = next(known for known in experiments() if known.name == "grow-alexnet")
+    records = {"grown": {0: [{"round": 0, "status": "UNDECIDED", "gap": gap}]}}
+    results = Results(experiment.presets["laptop"].options, "laptop", records)
+    assert [claim.verdict for claim in experiment.claims(results)] == [verdict]

@@ -122,9 +122,9 @@ def certified_claim(results: Results[Any], text: str, parts: Sequence[str], *wor
     found = [(part, seed) for part in parts for seed, values in results.curve(part, "status").items() if values]
     status = [results.curve(part, "status")[seed][-1] for part, seed in found]
     gaps = [results.curve(part, "gap")[seed][-1] for part, seed in found]
-    measured = (
-        f"certified in {status.count('CERTIFIED')} of {len(found)} fits, gap at most {max(gaps, default=0):.2g} %"
-    )
+    gap = max(gaps, default=0.0)
+    digits = ".2g" if gap < 10 else ".0f"
+    measured = f"certified in {status.count('CERTIFIED')} of {len(found)} fits, gap at most {gap:{digits}} %"
     verdict = judge_certificates(status, gaps)
     return Claim(text, "gap 0", measured if found else "–", scale(results, *words), verdict)
 

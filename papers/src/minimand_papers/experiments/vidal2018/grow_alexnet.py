@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from minimand.factor import ParallelNetwork
 
-from ...claims import judge_certificates, scale
 from ...comparing import Difference, difference
 from ...context import Lab
 from ...data import Normalization
 from ...drawing import curves
 from ...experiment import Claim, Comparison, Experiment, Metrics, Part, Plot, Preset, Results
+from ._factor import certified_claim
 from ._regularized import accuracy_of
 
 ALL = GROWN, SINGLE, RANDOM = "grown", "one network", "random start, as many"
@@ -159,12 +159,8 @@ def findings(results: Results[GrowAlexNetOptions]) -> Sequence[str | Difference]
 
 def claims(results: Results[GrowAlexNetOptions]) -> list[Claim]:
     """Global optimality of grown parallel networks, as far as the bound decides it."""
-    status = [values[-1] for values in results.curve(GROWN, "status").values() if values]
     text = "Theorem 2: parallel AlexNets, grown, end at the global minimum"
-    gaps = [gap / 100 for gap in results.final(GROWN, "gap")]
-    measured = ", ".join(f"{found}, gap {100 * gap:.1f} %" for found, gap in zip(status, gaps, strict=True))
-    words = scale(results, f"{results.options.samples} small images")
-    return [Claim(text, "gap 0", measured or "–", words, judge_certificates(status, gaps))]
+    return [certified_claim(results, text, (GROWN,), f"{results.options.samples:,} small images")]
 
 
 experiment = Experiment(
