@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
+from minimand.errors import OptionError
 from minimand.factor import NMF, LowRank, MatrixCompletion, Status, descent
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*stopped before its certificate")
@@ -84,3 +85,28 @@ def test_an_interrupted_fit_leaves_the_factors_of_its_last_sweep(model, monkeypa
     monkeypatch.undo()
     assert not model.fit(Y).interrupted_
     assert not LowRank(0.5).fit(Y).interrupted_
+
+
+@pytest.mark.parametrize("kind", [NMF, MatrixCompletion])
+@pytest.mark.parametrize("c", [2.0**-1000, 1e300, 2.0**-900])
+def test_mini_batches_at_every_scale(kind, c):
+    Y = rows(60)
+    one, other = (kind(0.5 * scale, n_components=2, random_state=0) for scale in (1.0, c))
+    for part in np.split(Y, 3):
+        one.partial_fit(part)
+        other.partial_fit(c * part)
+    np.testing.assert_allclose(other.transform(c * Y) @ other.components_ / c, one.transform(Y) @ one.components_)
+    found, expected = other.certify(c * Y), one.certify(Y)
+    assert found.status is expected.status
+    assert found.relative_gap == pytest.approx(expected.relative_gap, rel=1e-6)
+    with pytest.raises(OptionError, match="too far from those of the first"):
+        one.partial_fit(1e200 * Y)
+
+
+def test_options_belong_to_the_first_mini_batch():
+    Y = rows(40)
+    for option in ({"lam": 2.0}, {"n_components": 3}):
+        stream = NMF(0.5, n_components=2, random_state=0).partial_fit(Y[:20])
+        with pytest.raises(OptionError, match="since the first mini-batch"):
+            stream.set_params(**option).partial_fit(Y[20:])
+        assert stream.fit(Y).lam_ == option.get("lam", 0.5)

@@ -363,3 +363,16 @@ def test_rounding_does_not_stop_the_line_search() -> None:
     found = solve(problem, tol=1e-12)
     assert found.converged
     assert found.iterations < 300
+
+
+@pytest.mark.parametrize("function", [NonNegative(), Zero(), L1], ids=["cone", "zero", "norm"])
+@pytest.mark.parametrize("solver", [None, Spectral(100), Spectral(100, 8)], ids=repr)
+def test_spectral_steps_at_every_scale(solver, function):
+    """Also where squares of the entries of a gradient or of a solution leave the range of single precision."""
+    generator = torch.Generator().manual_seed(0)
+    A, y = torch.randn(6, 9, generator=generator), torch.randn(2, 9, generator=generator)
+    own = lambda strength: function(strength) if isinstance(function, type) else function  # noqa: E731
+    expected = float(solve(Problem(Dense(A.double()), own(0.3), y.double()), FISTA(500)).objective)
+    for scale, size in ((1e-15, 1e-12), (1e-15, 1e6), (1e-15, 1e10), (1e6, 1e6), (1e12, 1.0), (1e15, 1e10)):
+        found = solve(Problem(Dense(scale * A), own(0.3 * scale * size), size * y), solver)
+        assert float(found.objective) / size**2 == pytest.approx(expected, rel=1e-4)

@@ -1,9 +1,14 @@
-"""Law: the transforms of torch.func agree with finite differences, for every function of one entry."""
+"""Laws: the transforms of torch.func agree with finite differences, for every function of one entry, and networks
+run inside of them."""
 
 import pytest
 import torch
-from torch.func import hessian, jacfwd, jacrev, jvp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
+from minimand.functions import L1
+from minimand.nn import Architecture, ISTANet, OptimizationNet, RidgeNet, SolverLinear, SolverOptions, convert
+from minimand.operators import orthonormal_gaussian
+from minimand.solvers import RCD, ProxGD, ProxSG
 from tests.cases.functions import SEPARABLE, FunctionCase, cases
 
 STEP = 0.3
@@ -59,3 +64,35 @@ def test_hessians_of_the_prox(case: FunctionCase) -> None:
     expected = torch.diag(_differences(slope, x))
     torch.testing.assert_close(hessian(f)(x), expected, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(jacfwd(jacfwd(f))(x), expected, rtol=1e-5, atol=1e-7)
+
+
+def _learned() -> torch.nn.Module:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU())
+    return convert(net, SolverOptions(ProxGD(2), learn_strength=True))
+
+
+INSIDE = {
+    "sampled": lambda: SolverLinear(4, 3, solver=ProxSG(2, tau=0.5)),
+    "shared sample": lambda: SolverLinear(4, 3, solver=RCD(2, tau=0.5), shared_sample=True),
+    "importance": lambda: SolverLinear(4, 3, solver=ProxSG(2, tau=1, sampling="importance")),
+    "learned strength": _learned,
+    "learned threshold": lambda: SolverLinear(4, 3, activation=L1(torch.nn.Parameter(torch.tensor(0.1)))),
+    "learned coefficients": lambda: OptimizationNet([torch.nn.Linear(4, 4)], "nesterov", learnable=True),
+    "ista": lambda: ISTANet(torch.eye(4), 1, architecture=Architecture(channels=2)),
+    "ridge": lambda: RidgeNet(orthonormal_gaussian(4, 9), 1, 3, 3),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_networks_inside_of_a_transform_of_something_else(name: str) -> None:
+    """The tensors of the network and its input are not wrapped, as where torch.func sees the last layer only."""
+    torch.manual_seed(0)
+    net, x, scale = INSIDE[name](), torch.randn(2, 4), torch.tensor(1.0)
+    torch.manual_seed(1)
+    expected = net(x).sum()
+    f = lambda s: (s * net(x)).sum()  # noqa: E731
+    for transform in (grad, lambda f: lambda s: jvp(f, (s,), (s,))[1], jacrev):
+        torch.manual_seed(1)
+        torch.testing.assert_close(transform(f)(scale), expected)
+    values = vmap(f, randomness="different")(torch.ones(40))
+    assert (len(values.unique()) > 1) == (name in ("sampled", "importance", "shared sample"))

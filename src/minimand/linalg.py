@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .tracing import forward_rule, is_compiled, is_traced
+from .tracing import forward_rule, in_transform, is_compiled, is_traced
 
 __all__ = ["Weight", "accumulate", "gram", "is_zero"]
 
@@ -90,7 +90,7 @@ def accumulate(total: Tensor | None, weight: Weight, x: Tensor) -> Tensor:
     if isinstance(weight, Tensor):
         mixed = weight.dtype != x.dtype or (total is not None and total.dtype != x.dtype)
         traced = is_traced(x) or is_traced(weight) or (total is not None and is_traced(total))
-        if weight.requires_grad and not mixed and not traced:
+        if weight.requires_grad and not mixed and not traced and not in_transform():
             return _Accumulate.apply(total, weight, x)
         if total is None or mixed:
             return weight * x if total is None else total + weight * x

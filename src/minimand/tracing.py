@@ -32,6 +32,12 @@ def is_traced(tensor: Tensor) -> bool:
     return is_compiled(tensor) or _is_wrapped(tensor) or _is_batched(tensor)
 
 
+def in_transform() -> bool:
+    """Whether a transform of torch.func is active. It refuses some custom functions and writes of tensors that it does
+    not wrap, too."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def unwrapped(tensor: Tensor, *, batches: bool = False) -> Tensor:
     """The tensor without the wrappers of torch.func's derivatives; with ``batches`` also without those of ``vmap``."""
     known = torch._C._functorch
@@ -122,7 +128,7 @@ def is_constant() -> bool:
 
 def pullback(f: Callable[..., Tensor], *primals: Tensor) -> Callable[[Tensor], tuple[Tensor | None, ...]]:
     """The vector–Jacobian products of ``f``, differentiable themselves."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if in_transform():
         return torch.func.vjp(f, *primals)[1]
     further = torch.is_grad_enabled()
     leaves = [_leaf(each) for each in primals]

@@ -120,21 +120,14 @@ class MatrixCompletion(GrownFactorization):
     def partial_fit(self, Y: Any, y: Any = None) -> Self:
         """Update the components with the observed entries of more rows; each row should be given once.
 
-        The first batch is fitted as by :meth:`fit` and fixes the number of components. ``certificate_`` is then
+        The first batch is fitted as by :meth:`fit` and fixes λ and the number of components. ``certificate_`` is then
         ``UNDECIDED``: ``certify(Y)`` computes the certificate for any rows. ``codes_`` are those of the last batch.
         """
-        if not hasattr(self, "sums_"):
-            _, U = self._fit_first(Y)
-            loss: Observed = self._checked(Y, reset=False)[1]
-        else:
-            loss = self._checked(Y, reset=False)[1]
-            U = self._encoded(loss, self._right(loss))[0]
+        data: Observed = self._checked(Y, reset=not hasattr(self, "sums_"))[1]
+        loss, U, _, lam = self._begin_batch(Y, data)
         before: ObservedSums = getattr(self, "sums_", None) or ObservedSums.empty(loss.shape[1], U.shape[1], U)
-        sums, V, objective = before.plus(loss, U).solved(self.lam_)
-        self.sums_ = sums
-        self.n_samples_seen_ = getattr(self, "n_samples_seen_", 0) + loss.shape[0]
-        self._update(V, objective)
-        self.codes_ = same_kind(self._encoded(loss, V)[0], self.components_)
+        self._end_batch(*before.plus(loss, U).solved(lam), loss.shape[0])
+        self.codes_ = same_kind(self._encoded(data, self._right(data))[0], self.components_)
         return self
 
     def score(self, Y: Any, y: Any = None) -> float:

@@ -16,7 +16,7 @@ from .divergence import KullbackLeiblerLoss, divergence_codes, fit_divergence
 from .groups import RowGroups
 from .grown import GrownFactorization
 from .inputs import Units, as_tensor
-from .losses import Loss, Squared
+from .losses import Loss
 from .matrices import RowSharding
 from .observed import Observed, not_nan
 from .problem import Factors, Report
@@ -146,27 +146,18 @@ class NMF(GrownFactorization):
     def partial_fit(self, Y: Any, y: Any = None) -> Self:
         """Update the components with a mini-batch of rows; each row should be given once. For squares only.
 
-        The first batch is fitted as by :meth:`fit` and fixes the number of components. ``certificate_`` is then
+        The first batch is fitted as by :meth:`fit` and fixes λ and the number of components. ``certificate_`` is then
         ``UNDECIDED``: ``certify(Y)`` computes the certificate for any rows, also for all that were seen.
         """
-        if not hasattr(self, "sums_"):
-            _, U = self._fit_first(Y)
-            V, data = self._right(U), self._checked(Y, reset=False)[1]
-        else:
-            data = self._checked(Y, reset=False)[1]
-            V = self._right(data)
-            U = self._encoded(data, V)[0]
+        data = self._checked(Y, reset=not hasattr(self, "sums_"))[1]
         if isinstance(data, Observed):
             raise OptionError("partial_fit of NMF takes no missing entries: fill them, or use MatrixCompletion")
-        loss = Squared(data)
+        loss, U, V, lam = self._begin_batch(Y, data)
         before: RowSums = getattr(self, "sums_", None) or RowSums(
             V.new_zeros(V.shape[1], V.shape[1]), torch.zeros_like(V), 0.0
         )
         sums = before.plus(loss.adjoint(U.mT.contiguous()).mT, U, 0.5 * loss.size() ** 2)
-        sums, V, objective = sums.improved(V, self.lam_, self._regularizer())
-        self.sums_ = sums
-        self.n_samples_seen_ = getattr(self, "n_samples_seen_", 0) + data.shape[0]
-        self._update(V, objective)
+        self._end_batch(*sums.improved(V, lam, self._regularizer()), data.shape[0])
         return self
 
     def _regularizer(self) -> NonNegativeL2:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..arguments import checked
 from ..errors import OptionError, require_positive
-from ..tracing import is_traced
+from ..tracing import in_transform, is_traced
 from .base import (
     Separable,
     Step,
@@ -86,6 +86,8 @@ class L1(Separable):
 
 def _is_number(threshold: Tensor, x: Tensor) -> bool:
     if threshold.numel() != 1 or threshold.dim() > x.dim() or is_traced(x) or is_traced(threshold):
+        return False
+    if in_transform():
         return False
     return threshold.device.type == x.device.type == "cpu"
 

@@ -25,7 +25,7 @@ from ..solvers import Problem, ProxGD, Solver
 from ..solvers.adjoints import Adjoint, Run, Unroll
 from ..solvers.implicit import Parts
 from ..solvers.rows import solve_rows
-from ..tracing import is_traced
+from ..tracing import in_transform, is_traced
 from .activation import present, register
 from .exporting import require_exportable
 from .options import EvalMode, Option, Returns, SolverOptions, check_strength
@@ -233,7 +233,7 @@ class SolverLayer(Sealed, nn.Module, abc.ABC):
         if learned is None:
             return cast(float, self.options.strength)
         if not is_traced(learned):
-            if self.training and isinstance(learned, nn.Parameter):
+            if self.training and isinstance(learned, nn.Parameter) and not in_transform():
                 learned.data.clamp_(0, 1)
             elif not self.training and self.options.start == "plain" and float(learned.detach()) <= 0:
                 return 0.0

@@ -6,7 +6,7 @@ import torch
 import torch.autograd.forward_ad as forward_mode
 from torch import Tensor
 
-from ..tracing import is_traced
+from ..tracing import in_transform, is_traced
 
 __all__ = ["Columns"]
 
@@ -31,7 +31,7 @@ class Columns:
     def __init__(self, weight: Tensor) -> None:
         rows = weight.transpose(0, 1).contiguous()
         # A tracer or forward mode would lose the side effect on the buffer; there the plain gather is differentiated.
-        plain = is_traced(weight) or not torch.is_grad_enabled() or forward_mode._current_level >= 0
+        plain = is_traced(weight) or in_transform() or not torch.is_grad_enabled() or forward_mode._current_level >= 0
         self._sink = None if plain else _Sink()
         self._rows = rows if self._sink is None else _CollectGradient.apply(rows, self._sink)
 

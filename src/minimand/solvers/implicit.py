@@ -21,7 +21,17 @@ from torch.compiler import is_dynamo_compiling
 from ..errors import CapabilityError
 from ..functions.base import Function
 from ..operators.base import LinearOperator
-from ..tracing import alive, constant, forward_rule, is_compiled, is_constant, pullback, tangent_of, varies
+from ..tracing import (
+    alive,
+    constant,
+    forward_rule,
+    in_transform,
+    is_compiled,
+    is_constant,
+    pullback,
+    tangent_of,
+    varies,
+)
 
 __all__ = ["Equation", "Parts", "attached", "full_precision", "transformed"]
 
@@ -34,7 +44,7 @@ def full_precision(like: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 def transformed() -> bool:
     """Whether a transform of torch.func or a level of forward mode is active."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_mode._current_level >= 0
+    return in_transform() or forward_mode._current_level >= 0
 
 
 class Parts(NamedTuple):
@@ -248,7 +258,7 @@ def pushforward(f: Callable[..., Tensor], primals: tuple[Tensor, ...], tangents:
     along = _of(f, primals, moving)
     # A gradient of equal numbers shares memory, to which torch would write a tangent.
     at, change = tuple(primals[k].contiguous() for k in moving), tuple(tangents[k] for k in moving)
-    if torch._C._functorch.peek_interpreter_stack() is not None or forward_mode._current_level < 0:
+    if in_transform() or forward_mode._current_level < 0:
         return torch.func.jvp(along, at, change)[1]
     # torch.func.jvp refuses to begin in a level of forward mode that the user has opened.
     moved = along(*map(forward_mode.make_dual, at, change))

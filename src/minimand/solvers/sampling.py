@@ -116,7 +116,7 @@ class Nice(Sampling):
             return Sample(index, like.new_full((size,), features / size))
         keys = torch.rand(rows, features, generator=generator, device=like.device)
         kept = keys.topk(size, dim=-1, sorted=False).indices
-        weight = like.new_zeros(rows, features).scatter_(-1, kept, features / size)
+        weight = like.new_zeros(rows, features).scatter(-1, kept, features / size)
         return Sample(None, weight)
 
     def smoothness(self, operator: LinearOperator, size: int) -> Tensor:
@@ -186,7 +186,7 @@ class Importance(Sampling):
         chance = chance.expand(rows, features)
         drawn = torch.multinomial(chance, size, replacement=True, generator=generator)
         share = 1 / (size * chance.gather(-1, drawn))
-        weight = chance.new_zeros(rows, features).scatter_add_(-1, drawn, share)
+        weight = chance.new_zeros(rows, features).scatter_add(-1, drawn, share)
         return Sample(None, weight.to(like.dtype))
 
     def smoothness(self, operator: LinearOperator, size: int) -> Tensor:

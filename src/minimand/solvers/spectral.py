@@ -106,8 +106,10 @@ class Spectral(Solver):
         descent = problem.descent(x0, problem.linear())
         point = torch.zeros_like(descent) if x0 is None else x0
         with torch.no_grad():
-            curved = _curved(problem, image, descent, gram)
-            step = _length(problem, descent, curved, torch.ones_like(_inner(problem, descent, descent)))
+            unit = descent / spread(problem, _largest(problem, descent))
+            step = _length(
+                problem, unit, _curved(problem, image, unit, gram), torch.ones_like(_inner(problem, unit, unit))
+            )
         return SpectralState(x0, image, descent, problem.function.sums(point, problem.output_dims), step, gram)
 
     def advance(
@@ -131,7 +133,7 @@ def _towards(problem: Problem, state: SpectralState, aim: Tensor, *, sure: bool 
     after = problem.function.sums(aim, dims)
     slope = _inner(problem, descent, d) + value - after
     if sure:
-        slope = torch.maximum(slope, _inner(problem, d, d) / step)
+        slope = torch.maximum(slope, _inner(problem, d, d / spread(problem, step)))
     if problem.is_quadratic:
         product = _curved(problem, None, d, gram)
         alpha = _closed(slope.detach(), _inner(problem, d, product).detach())
@@ -182,8 +184,17 @@ def _inner(problem: Problem, u: Tensor, v: Tensor) -> Tensor:
     return (u * v).flatten(-problem.output_dims).sum(-1)
 
 
+def _largest(problem: Problem, v: Tensor) -> Tensor:
+    """The largest absolute entry of each sample; one where all are zero."""
+    size = v.abs().flatten(-problem.output_dims).amax(-1)
+    return torch.where(size > 0, size, 1.0)
+
+
 def _length(problem: Problem, d: Tensor, product: Tensor, before: Tensor) -> Tensor:
-    """‖d‖²/⟨d, Hd⟩ of each sample; a sample that has arrived keeps its step."""
+    """‖d‖²/⟨d, Hd⟩ of each sample; a sample that has arrived keeps its step. Both vectors are divided by the largest
+    entry of d, because squares of large or small entries leave the range of single precision."""
+    size = spread(problem, _largest(problem, d))
+    d, product = d / size, product / size
     square, curved = _inner(problem, d, d), _inner(problem, d, product)
     length = square / torch.where(curved > 0, curved, 1.0)
     return torch.where((curved > 0) & (length > 0) & length.isfinite(), length, before)
@@ -209,7 +220,7 @@ def _searched(problem: Problem, d: Tensor, line: _Line) -> Tensor:
     datafit, y, dims = problem.datafit, problem.y, -problem.input_dims
     total = lambda values: values.flatten(dims).sum(-1)  # noqa: E731
     with torch.no_grad():
-        square = _inner(problem, d, d) * problem.ridge
+        square = _inner(problem, d, problem.ridge * d)
         # The terms other than the datafit have this slope at the start.
         rest = -line.slope - total(datafit.gradient(line.image, y) * line.shadow)
         low, high = torch.zeros_like(square), torch.ones_like(square)

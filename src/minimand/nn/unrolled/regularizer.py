@@ -6,12 +6,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ...functions import Charbonnier
 from ...norms.spectral import powers_of_two
 from ...operators import Conv2d
-from ...tracing import is_traced
+from ...tracing import in_transform, is_traced, pullback, tangent_of
 from .filterbank import inner, patches, scatter, strips
 
 __all__ = ["RidgeRegularizer", "bank_norm_sq", "normalized_bank"]
@@ -63,12 +62,10 @@ class RidgeRegularizer(NamedTuple):
         return self.evaluated(x)[0]
 
     def gradient(self, x: Tensor) -> Tensor:
-        """The gradient; differentiable once in the image, the filters, scales and exponents."""
-        folded, edge = self._folded(x), self.weight.shape[-1] // 2
-        arguments = (folded, self.weight, 1 / self.scale, _apart(self.exponent))
-        if _is_plain(x):
-            slopes = self.potential.gradient(F.conv2d(folded, self.weight, padding=edge))
-            return F.conv_transpose2d(slopes, self.weight, padding=edge).reshape(x.shape)
+        """The gradient; differentiable in the image, the filters, scales and exponents."""
+        arguments = (self._folded(x), self.weight, 1 / self.scale, _apart(self.exponent))
+        if _is_plain(*arguments):
+            return _plain_gradient(*arguments).reshape(x.shape)
         if torch.is_grad_enabled() and any(each.requires_grad for each in arguments):
             found: Tensor = _Gradient.apply(*arguments)
             return found.reshape(x.shape)
@@ -78,7 +75,7 @@ class RidgeRegularizer(NamedTuple):
     def evaluated(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """R of each sample in float64, and the gradient: one pass over the image that stores no features."""
         folded = self._folded(x)
-        if _is_plain(x):
+        if _is_plain(x, *self):
             features = self.operator((x.shape[-2], x.shape[-1])).apply(folded)
             values, slopes = self.potential.values(features.double()).flatten(1).sum(1), self.gradient(x)
         else:
@@ -126,9 +123,10 @@ class _Gradient(torch.autograd.Function):
         return inner(out, size)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, inverse, exponent, features = ctx.saved_tensors
+        if torch.is_grad_enabled() or _is_plain(grad):  # of further derivatives, or of a batch of gradients
+            return pullback(_plain_gradient, x, weight, inverse, exponent)(grad)
         (_, _, height, width), (count, _, size, _) = x.shape, weight.shape
         matrix, images, grads = weight.reshape(count, -1), *(F.pad(each, (size // 2,) * 4) for each in (x, grad))
         out, to_weight = torch.zeros_like(images), torch.zeros_like(matrix)
@@ -151,9 +149,18 @@ class _Gradient(torch.autograd.Function):
         return to_x, to_weight.reshape(weight.shape), to_inverse * (2 * exponent / inverse), to_exponent
 
 
-def _is_plain(x: Tensor) -> bool:
-    """Whether torch's own convolutions are used: in graphs, under function transforms, and on other devices."""
-    return is_traced(x) or x.device.type != "cpu"
+def _plain_gradient(x: Tensor, weight: Tensor, inverse: Tensor, exponent: Tensor) -> Tensor:
+    """Wᵀψ′(Wx) by torch's own convolutions."""
+    edge, shape = weight.shape[-1] // 2, (-1, 1, 1)
+    potential = Charbonnier(1 / inverse.reshape(shape), exponent.reshape(shape))
+    return F.conv_transpose2d(potential.gradient(F.conv2d(x, weight, padding=edge)), weight, padding=edge)
+
+
+def _is_plain(*tensors: Tensor) -> bool:
+    """Whether torch's own convolutions are used: in graphs, under function transforms, in forward mode, and on other
+    devices."""
+    traced = any(is_traced(each) or each.device.type != "cpu" for each in tensors)
+    return traced or in_transform() or any(tangent_of(each) is not None for each in tensors)
 
 
 def _apart(exponent: Tensor) -> Tensor:

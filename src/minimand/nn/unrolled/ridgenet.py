@@ -15,6 +15,7 @@ from ...solvers import FISTA, Choice, Datafit, Poisson, Problem, Quadratic, Solu
 from ...solvers.base import require_count
 from ...solvers.iterate import iterate
 from ...solvers.momentum import fista_weight, nesterov_schedule
+from ...tracing import constant
 from .base import _check_target
 from .descent import Descended, descend
 from .fidelity import Fidelity, in_full, tight_constant
@@ -212,15 +213,15 @@ class RidgeNet(Sealed, nn.Module):
         r"""The objective of these measurements in the grammar: :class:`~minimand.functions.Charbonnier` after the bank
         of filters, and the data term as a function with a prox; for the guarantee ``"convex"``.
 
-        ``minimand.solvers.solve(net.problem(y))`` finds the minimum that :meth:`solve` finds, by any solver.
+        ``minimand.solvers.solve(net.problem(y))`` finds the minimum that :meth:`solve` finds, by any solver. Its
+        gradients reach y; the parameters of the network are constants.
         """
         if self.guarantee != "convex":
             raise CapabilityError(
                 f"a problem is convex, and this network has the guarantee {self.guarantee!r}; use net.solve(y), or "
                 f'build it with guarantee="convex"'
             )
-        with torch.no_grad():
-            return problem_of(self.regularizer(), self.fidelity(y))
+        return problem_of(self.regularizer(), self.fidelity(y))
 
     def _tightness(self, operator: LinearOperator) -> float | None:
         key = self._sensor.changes() if self._sensor.fixed is not None else operator.input_shape
@@ -268,7 +269,7 @@ class RidgeNet(Sealed, nn.Module):
             v = x + (weight - 1) / following * (x - before)
             return fidelity.step(v - regularizer.gradient(v), 1.0), x, following
 
-        with torch.no_grad():
+        with constant():
             x, _ = self._phases(fidelity, regularizer)
             state = iterate(accelerated, (x, x, torch.ones(())), count)[0]
         return iterate(accelerated, state, _DIFFERENTIATED)[0][0]

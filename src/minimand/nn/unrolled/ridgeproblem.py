@@ -71,12 +71,16 @@ class DataTerm(Function):
 
 
 def problem_of(regularizer: RidgeRegularizer, fidelity: Fidelity) -> Problem:
-    r"""The problem :math:`\min_x \sum\psi((Wx)) + f(x)`, with :math:`A = W^\top` and f in the place of g."""
+    r"""The problem :math:`\min_x \sum\psi((Wx)) + f(x)`, with :math:`A = W^\top` and f in the place of g. What is
+    learned is a constant of it; the measurements may have gradients."""
     if not fidelity.quadratic:
         raise CapabilityError(
             f"a problem takes the prox of its data term, which {fidelity.datafit!r} after an operator lacks; "
             f"use net.solve(y)"
         )
+    regularizer = RidgeRegularizer(*(each.detach() for each in regularizer))
+    if fidelity.weight is not None:
+        fidelity = dataclasses.replace(fidelity, weight=fidelity.weight.detach())
     channels, height, width = fidelity.operator.input_shape
     count, inputs, size, _ = regularizer.weight.shape
     apart = channels // inputs

@@ -157,7 +157,6 @@ class Sensor(nn.Module):
                 f"value, 255 for bytes, before measuring"
             )
 
-    @torch.no_grad()
     def start(self, operator: LinearOperator, y: Tensor) -> Tensor:
         r"""The linear start: :math:`Qy` with a matrix ``initial``, else the solution of
         :math:`\min_x \tfrac12\|\Phi x - y\|^2 + \tfrac\varepsilon2\|\Phi\|^2\|\nabla x\|^2`, by conjugate gradients."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import OptionError, ShapeError
-from ...tracing import is_traced
+from ...tracing import in_transform, is_traced
 
 __all__ = ["SingleChannelConv2d"]
 
@@ -43,7 +43,7 @@ class SingleChannelConv2d(nn.Conv2d):
         """The image."""
         if x.dim() != 4 or x.shape[1] != self.in_channels:
             raise ShapeError(f"expected features N × {self.in_channels} × H × W, got {tuple(x.shape)}")
-        if is_traced(x) or is_traced(self.weight):
+        if is_traced(x) or is_traced(self.weight) or in_transform():
             return super().forward(x)  # compilers and function transforms handle the plain convolution better
         batch, channels, height, width = x.shape
         pixels, size = x.permute(0, 2, 3, 1).reshape(-1, channels), self.kernel_size[0]
