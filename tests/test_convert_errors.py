@@ -6,7 +6,8 @@ from torch import nn
 
 from minimand.errors import ConversionError
 from minimand.functions import Zero
-from minimand.nn import Rule, convert
+from minimand.network.record import Call
+from minimand.nn import Rule, convert, plan
 from minimand.solvers import ProxGD, ProxSG
 
 from .cases.conversion import ONE, forwarding
@@ -108,3 +109,39 @@ def test_a_compiled_model_is_refused():
 def test_rules_are_checked(rules):
     with pytest.raises(ConversionError, match=r"a rule is a solver|rules is empty"):
         convert(VGG(), rules)
+
+
+class _Doubling(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_a_layer_with_another_forward_is_named_in_full():
+    with pytest.raises(ConversionError, match=r"0: .*errors._Doubling overrides the forward of torch.nn.Linear,"):
+        convert(nn.Sequential(_Doubling(3, 3)), ProxGD())
+
+
+class _Inspecting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x):
+        assert isinstance(self.fc, nn.Linear)
+        return self.fc(x)
+
+
+def test_a_changed_model_that_does_not_run_names_the_module():
+    model = nn.Sequential(nn.Linear(3, 3), _Inspecting())
+    with pytest.raises(ConversionError, match=r"unchanged: AssertionError.* \(in 1, _Inspecting\); leave out"):
+        convert(model, ProxGD())
+    assert type(convert(model, {"0": ProxGD()})[1].fc) is nn.Linear
+
+
+def test_planning_is_linear_in_the_number_of_layers(monkeypatch):
+    searched = []
+    plain = Call.produces.fget
+    monkeypatch.setattr(Call, "produces", property(lambda call: searched.append(call) or plain(call)))
+    for count in (10, 20):
+        plan(nn.Sequential(*(nn.Linear(3, 3) for _ in range(count))), ProxGD())
+    assert len(searched) <= 8 * 20

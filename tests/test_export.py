@@ -178,6 +178,14 @@ def test_a_trace_is_refused_and_that_of_the_exported_program_works() -> None:
     torch.testing.assert_close(traced(y), model(y), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_script_is_refused() -> None:
+    model = nn.Sequential(nn.Sequential(SolverLinear(3, 4), nn.Linear(4, 2)))
+    with pytest.raises(CapabilityError, match=r"torch.jit.script cannot compile SolverLinear, .*torch.export"):
+        torch.jit.script(model)
+    torch.jit.script(model[0][1])
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor:UserWarning")
 def test_quantised_layers_are_named() -> None:
     quantization = pytest.importorskip("torch.ao.quantization")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from minimand.adjoints import Checkpoint, Implicit, JacobianFree, Unroll
-from minimand.errors import CapabilityError, ConversionError, OptionError
+from minimand.errors import CapabilityError, ConversionError, OptionError, ShapeError
 from minimand.functions import from_activation
 from minimand.nn import SolverConv2d, SolverLinear, SolverOptions, convert, revert, sample, set_strength, warm_start
 from minimand.solvers import ADMM, FISTA, RCD, SVRG, HeavyBall, ProxGD, ProxSG, Solver, solve
@@ -293,6 +293,25 @@ def test_sample_draws_passes_and_leaves_everything_as_it_was():
             return self.net(image) * scale
 
     assert sample(Named(), {"image": x[:2], "scale": torch.tensor(2.0)}, n=4).shape == (4, 2, 3)
+
+
+def test_sample_makes_single_passes_where_a_model_takes_no_larger_batch():
+    class Fixed(nn.Module):
+        def __init__(self, output):
+            super().__init__()
+            self.net, self.output = nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 3)), output
+
+        def forward(self, x):
+            return self.output(self.net(x) + torch.zeros(2, 3))
+
+    x = torch.randn(2, 8)
+    for output, shape in ((nn.Identity(), (5, 2, 3)), (torch.sum, (5,))):
+        model = convert(Fixed(output), ProxSG(3), example=x)
+        outputs = sample(model, x, n=5)
+        assert outputs.shape == shape
+        assert (outputs.std(0) > 0).all()
+    with pytest.raises(ShapeError, match=r"net.1: .*\(\.\.\., 8\), got"):
+        sample(model, torch.randn(2, 7))
 
 
 class _Wordless(Solver):

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from minimand.errors import CapabilityError, NonFiniteError, OptionError
 from minimand.nn import SolverConv1d, SolverConv2d, SolverLayer, SolverLinear, convert
-from minimand.norms import convolution
+from minimand.norms import convolution, kernel, spectral
 from minimand.norms.kernel import Bounds, Kernel
 from minimand.norms.tracker import _formula
 from minimand.operators import Conv2d, Dense, LinearOperator, LipschitzTracker
@@ -559,6 +559,37 @@ def test_a_tracker_that_stays_quick_is_bounded_and_depends_on_the_weight_alone_i
             weight.mul_(factor)
             _assert_bounded(Conv2d(weight, (7, 7), **options), tracker, weight)
     assert tracker.eval().bound() == fresh.bound()
+
+
+@pytest.mark.parametrize("shape", [(40, 60), (60, 40), (50, 50)], ids=str)
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+@pytest.mark.parametrize("rank", [1, 50])
+def test_a_quick_bound_of_a_dense_weight_is_between_the_truth_and_the_number_of_strips(monkeypatch, shape, scale, rank):
+    monkeypatch.setattr(kernel, "QUICK", 0)
+    monkeypatch.setattr(spectral, "STRIP", 4)
+    monkeypatch.setattr(spectral, "COLUMNS", 16)
+    weight = scale * torch.randn(shape[0], rank) @ torch.randn(rank, shape[1])
+    tracker = LipschitzTracker(Dense(weight), refresh="quick", inputs=True, outputs=True)
+    for mode in (True, False, True):
+        tracker.train(mode)
+        for factor in (1.0, 1.01, 3.0):
+            weight.mul_(factor)
+            _assert_bounded(Dense(weight), tracker, weight)
+    exact = norm_sq(weight.double())
+    assert tracker.eval().bound().double() <= 1.1 * spectral.STRIPS * exact
+    assert LipschitzTracker(Dense(weight)).train().bound().double() <= 1.01 * exact
+
+
+def test_the_norm_of_a_large_dense_weight_takes_a_part_of_its_gram_matrix(monkeypatch):
+    def products(policy: str) -> int:
+        count, plain = [0], spectral.gram_matrix
+        with monkeypatch.context() as patch:
+            patch.setattr(spectral, "gram_matrix", lambda m: count.append(len(m) * m.numel()) or plain(m))
+            LipschitzTracker(Dense(weight), refresh=policy).eval().bound()
+        return sum(count)
+
+    weight = torch.randn(1024, 1024)
+    assert (products("drift"), products("quick")) == (1024**3, 1024**3 // 4)
 
 
 def test_layers_with_a_plain_start_have_quick_bounds_and_equal_outputs_for_equal_weights(monkeypatch):

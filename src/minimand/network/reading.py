@@ -18,7 +18,7 @@ from .nested import tensors
 from .network import Network
 from .record import Source
 from .recorder import Recorder
-from .running import Inputs, bound, copied, eager, named, set_mode, unwrapped
+from .running import Inputs, bound, copied, eager, named, raised, set_mode, unwrapped
 from .state import preserved
 
 __all__ = ["read", "read_modes"]
@@ -133,8 +133,7 @@ def _record(model: nn.Module, inputs: Inputs, training: bool | None, grad: bool)
                 output = root(*args, **kwargs)
             run.outputs = tuple(recorder.value(tensor) for tensor in tensors(output))
         except (Exception, SystemExit, GeneratorExit) as error:  # a forward may end the program; reading it must not
-            first = (str(error).strip().splitlines() or [""])[0]
-            run.error = f"the forward raises {type(error).__name__}: {first}"
+            run.error = f"the forward raises {raised(error, root)}"
         after = _generators()
         run.drew = tuple(name for name, state in before.items() if state != after[name])
     return run

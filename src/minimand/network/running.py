@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from .nested import replace, tensors
 
-__all__ = ["Inputs", "bound", "copied", "eager", "named", "set_mode", "unwrapped"]
+__all__ = ["Inputs", "bound", "copied", "eager", "named", "raised", "set_mode", "unwrapped"]
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -49,6 +50,17 @@ def named(root: nn.Module, inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
         found = list(tensors(value))
         for i, tensor in enumerate(found):
             yield name if value is tensor else f"{name}.{i}", tensor
+
+
+def raised(error: BaseException, model: nn.Module) -> str:
+    """What a forward raised, in a line, and the module in whose forward it did."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    paths, where = {module: path for path, module in model.named_modules()}, model
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        where = owner if isinstance(owner, nn.Module) and owner in paths else where
+    what = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    return f"{what} (in {paths[where] or 'the model'}, {type(where).__name__})"
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -27,7 +27,7 @@ from ..solvers.implicit import Parts
 from ..solvers.rows import solve_rows
 from ..tracing import in_transform, is_traced
 from .activation import present, register
-from .exporting import require_exportable
+from .exporting import Unscripted, require_exportable
 from .options import EvalMode, Option, Returns, SolverOptions, check_strength
 
 __all__ = ["COMPUTED", "SolverLayer", "SolverLinear"]
@@ -40,7 +40,7 @@ _COPYING = ("__getstate__", "__deepcopy__")
 _LEAST_STRENGTH = 1e-6
 
 
-class SolverLayer(Sealed, nn.Module, abc.ABC):
+class SolverLayer(Sealed, Unscripted, nn.Module, abc.ABC):
     """The base class of solver layers, whose forward pass runs a solver.
 
     ``weight`` and ``bias`` are the only entries of the ``state_dict``, besides the Parameters that the activation is

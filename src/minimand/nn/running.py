@@ -95,7 +95,8 @@ def sample(model: nn.Module, x: Any, n: int = 20) -> Tensor:
     The network is in ``eval()``, but its solver layers draw samples and its Dropout modules drop, as in training. The
     mean over the first dimension is a prediction, and the spread tells how certain it is. Afterwards modes, generators
     and buffers are as before, so that equal calls return equal samples; ``torch.manual_seed`` chooses others. Several
-    passes are made as one batch, unless a layer draws one sample for the whole batch. There are no gradients.
+    passes are made as one batch, unless a layer draws one sample for the whole batch, the memory is too small, or the
+    model does not take such a batch. There are no gradients.
 
     Args:
         model: A network with a stochastic solver (ProxSG, SVRG, RCD) or a Dropout module.
@@ -129,8 +130,17 @@ def sample(model: nn.Module, x: Any, n: int = 20) -> Tensor:
             vars(layer)["options"] = dataclasses.replace(layer.options, eval_mode="stochastic")
         for dropout in dropouts:
             dropout.train()
-        outputs = [_passes(model, inputs, rows, min(passes, n - done)) for done in range(0, n, passes)]
-    return torch.cat(outputs)
+        try:
+            return _outputs(model, inputs, rows, n, passes)
+        except Exception:
+            # Too much memory, or a forward for one batch size.
+            if passes == 1:
+                raise
+            return _outputs(model, inputs, rows, n, 1)
+
+
+def _outputs(model: nn.Module, inputs: Inputs, rows: int, n: int, passes: int) -> Tensor:
+    return torch.cat([_passes(model, inputs, rows, min(passes, n - done)) for done in range(0, n, passes)])
 
 
 def _passes(model: nn.Module, inputs: Inputs, rows: int, count: int) -> Tensor:
@@ -141,9 +151,10 @@ def _passes(model: nn.Module, inputs: Inputs, rows: int, count: int) -> Tensor:
 
     args, kwargs = replace(inputs, Tensor, repeated)
     output = model(*args, **kwargs)
-    if not isinstance(output, Tensor) or not output.dim() or len(output) != count * rows:
-        got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        raise OptionError(
-            f"sample takes a model that returns one tensor with a row per sample, but {count * rows} samples gave {got}"
-        )
+    if not isinstance(output, Tensor):
+        raise OptionError(f"sample takes a model that returns one tensor, but it returned a {type(output).__name__}")
+    if count == 1:
+        return output.unsqueeze(0)
+    if not output.dim() or len(output) != count * rows:
+        raise OptionError(f"{count * rows} samples gave {tuple(output.shape)}")
     return output.unflatten(0, (count, rows))

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from ..geometry import ConvGeometry
-from ..linalg import gram
-from .spectral import certified_lambda_max, certified_norm_sq, in_range, powers_of_two, product_of_bounds, to_float64
+from .spectral import certified_norm_sq, powers_of_two, product_of_bounds, quick_norm_sq, to_float64
 from .symbol import Symbol, grid_factor, polyphase
 
-__all__ = ["channel_norms_sq", "convolution_norm_sq", "is_expensive", "quick_norm_sq"]
+__all__ = ["channel_norms_sq", "convolution_norm_sq", "is_expensive", "unfolded_norm_sq"]
 
 POINTS_PER_DEGREE = 6
 CHEAP = 2e7  # operations up to which the circular grid is used in every dimension
@@ -76,14 +75,13 @@ def is_expensive(weight: Tensor, geometry: ConvGeometry) -> bool:
     return math.prod(points) * geometry.groups * side**3 > QUICK
 
 
-def quick_norm_sq(weight: Tensor, geometry: ConvGeometry) -> Tensor:
+def unfolded_norm_sq(weight: Tensor, geometry: ConvGeometry) -> Tensor:
     r"""A bound on the squared norm, float64, from one Gram matrix: about four times the truth for random weights.
 
     With the weight unfolded to W, outputs × (inputs · taps), :math:`\|A\|^2 \le r\,\|W\|_2^2`, where r windows share an
-    input; with the roles of inputs and outputs exchanged, r is the number of taps. The Gram matrix is computed in
-    single precision, and its rounding error :math:`\gamma_n\|W\|_F^2` is added.
+    input; with the roles of inputs and outputs exchanged, r is the number of taps.
     """
-    grouped = weight.detach().unflatten(0, (geometry.groups, -1)).float()
+    grouped = weight.detach().unflatten(0, (geometry.groups, -1))
     shared, summed = geometry.overlaps()
     groups, rows, columns, *taps = grouped.shape
     count = math.prod(taps)
@@ -93,16 +91,8 @@ def quick_norm_sq(weight: Tensor, geometry: ConvGeometry) -> Tensor:
         for factor, side, other in ((shared, rows, columns), (summed, columns, rows))
     )
     factor, sided = (shared, grouped) if as_rows <= as_columns else (summed, grouped.transpose(1, 2))
-    matrix = sided.reshape(groups, sided.shape[1], -1)
-    matrix, scale = in_range(matrix, 16)
-    product = gram(matrix[0]) if len(matrix) == 1 else gram(matrix)
-    # The trace is the squared Frobenius norm, up to the same error.
-    share = (matrix.shape[-1] + 8) * torch.finfo(torch.float32).eps
-    size = to_float64(product.diagonal(dim1=-2, dim2=-1)).sum(-1).max() / (1 - share)
-    # Squares below the smallest normal number may have been lost.
-    error = share * size + matrix[0].numel() * torch.finfo(torch.float32).tiny
-    found = factor * (certified_lambda_max(product, rtol=5e-2) + error) * (1 + 1e-9)
-    return product_of_bounds(found, scale, scale)
+    found = quick_norm_sq(sided.reshape(groups, sided.shape[1], -1))
+    return product_of_bounds(found, float(factor))
 
 
 def channel_norms_sq(weight: Tensor, geometry: ConvGeometry, *, of: str) -> Tensor:

@@ -13,12 +13,13 @@ from torch import Tensor
 from ..errors import require_finite
 from ..geometry import PADDING_MODES, ConvGeometry
 from ..tracing import is_traced
-from .convolution import channel_norms_sq, convolution_norm_sq
-from .spectral import certified_norm_sq, round_up, sum_of_squares
+from .convolution import channel_norms_sq, convolution_norm_sq, is_expensive, unfolded_norm_sq
+from .spectral import certified_norm_sq, round_up, strips_norm_sq, sum_of_squares
 
 __all__ = ["Bounds", "Kernel"]
 
 _OTHER = {"inputs": "outputs", "outputs": "inputs"}
+QUICK = 1e9  # operations for the Gram matrix of a dense weight from which a bound may be looser
 
 
 class Bounds(NamedTuple):
@@ -103,6 +104,12 @@ class Kernel:
         if self.transposed:
             return self.geometry.transpose(self.geometry.convolve(x, self.weight), self.weight)
         return self.geometry.convolve(self.geometry.transpose(x, self.weight), self.weight)
+
+    def quick(self) -> Tensor | None:
+        r"""A looser bound on :math:`\|A\|^2` in float64, where a tight one is expensive; else None."""
+        if self.geometry is not None:
+            return unfolded_norm_sq(self.weight, self.geometry) if is_expensive(self.weight, self.geometry) else None
+        return strips_norm_sq(self.weight) if min(self.weight.shape) * self.weight.numel() > QUICK else None
 
     def norm_sq(self) -> Tensor:
         r"""A bound on :math:`\|A\|^2` in the weight's type; a constant for autograd."""

@@ -16,7 +16,10 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from ..arguments import checked
 from ..linalg import gram as gram_matrix
 
-__all__ = ["Top", "certified_lambda_max", "certified_norm_sq", "certified_top", "lanczos", "round_up", "top_singular"]
+__all__ = [
+    "Top", "certified_lambda_max", "certified_norm_sq", "certified_top", "lanczos", "quick_norm_sq", "round_up",
+    "strips_norm_sq", "top_singular",
+]  # fmt: skip
 
 EPS = torch.finfo(torch.float64).eps
 STEPS = (1, 2, 4)  # Lanczos steps of the successive estimates, in units of max(16, √n), before a spectrum is computed
@@ -24,6 +27,8 @@ WARM_STEPS = 4  # steps of the power method, from the top vector of a nearby mat
 FRESH = 0.03  # share of a new random direction in a start that was used before and may have missed the top
 SPECTRUM = 40_000  # real numbers in a batch up to which spectra cost less than an estimate and factorisations
 PROBES = 4  # matrices of a batch from which the estimate is made
+STRIPS, STRIP = 8, 256  # the most block rows of a quick bound, and the fewest rows of one
+COLUMNS = 2048  # terms of a sum in single precision
 
 
 class Top(NamedTuple):
@@ -225,6 +230,40 @@ def certified_norm_sq(matrix: Tensor, *, rtol: float = 1e-3) -> Tensor:
     True
     """
     return top_singular(matrix, rtol=rtol).bound
+
+
+def quick_norm_sq(matrix: Tensor) -> Tensor:
+    r"""An upper bound on :math:`\|M\|_2^2`, the largest over a batch, float64, from Gram matrices in single precision.
+
+    The rounding error :math:`\gamma_n\|M\|_F^2` of the sums is added; they are of at most ``COLUMNS`` terms each.
+
+    >>> bool(4 <= quick_norm_sq(torch.diag(torch.tensor([1.0, 2.0]))) <= 4.3)
+    True
+    """
+    matrix, scale = in_range(matrix.detach().float(), 16)
+    single, terms = torch.finfo(torch.float32), min(COLUMNS, matrix.shape[-1])
+    parts = (matrix[0] if matrix.dim() > 2 and len(matrix) == 1 else matrix).split(terms, -1)
+    product = sum((to_float64(gram_matrix(part)) for part in parts[1:]), to_float64(gram_matrix(parts[0])))
+    # The trace is the squared Frobenius norm, up to the same error.
+    share = (terms + 8) * single.eps
+    size = product.diagonal(dim1=-2, dim2=-1).sum(-1).max() / (1 - share)
+    # Squares below the smallest normal number may have been lost.
+    error = share * size + math.prod(matrix.shape[-2:]) * single.tiny
+    return product_of_bounds((certified_lambda_max(product, rtol=5e-2) + error) * (1 + 1e-9), scale, scale)
+
+
+def strips_norm_sq(matrix: Tensor) -> Tensor:
+    r"""An upper bound on :math:`\|M\|_2^2` of one large matrix, float64, at less than a tenth of the cost.
+
+    With the smaller side split into at most eight block rows, :math:`\|M\|_2^2 \le \sum_i \|M_i\|_2^2`. The sum is at
+    most about eight times the truth, and two to five times for random matrices.
+
+    >>> bool(1 <= strips_norm_sq(torch.eye(300)) <= 2.2)
+    True
+    """
+    rows = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
+    strips = rows.split(max(STRIP, -(-len(rows) // STRIPS)))
+    return torch.stack([quick_norm_sq(strip) for strip in strips]).sum() * (1 + 1e-9)
 
 
 def top_singular(matrix: Tensor, *, rtol: float = 1e-3, start: Tensor | None = None) -> Top:

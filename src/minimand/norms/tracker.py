@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..arguments import checked
 from ..errors import CapabilityError, OptionError, Sealed, require_finite, require_positive
 from ..tracing import exporting_to_onnx, is_compiled, is_traced, unwrapped
-from .convolution import is_expensive, quick_norm_sq
 from .exporting import traced_values
 from .kernel import Bounds, Kernel, decode, encode
 from .lipschitz import Bounded
@@ -68,8 +67,8 @@ class LipschitzTracker(Sealed, nn.Module):
       it is replaced at a tenth of the tolerance, after the first steps of an optimizer. The replacement depends on
       the weights alone, so that runs are reproducible and recomputations find the bounds of the forward pass. Call
       :meth:`refresh` to certify at once.
-    - ``refresh="quick"``: as ``"drift"``, but the bound of a convolution that is expensive to certify is always a quick
-      one. Layers that start from the plain one and take a share of the step use it.
+    - ``refresh="quick"``: as ``"drift"``, but a bound that is expensive to certify is always a quick one, that of
+      a large dense weight included. Layers that start from the plain one and take a share of the step use it.
     - ``refresh="manual"``: the bound is :math:`L_0` of the last :meth:`refresh`, as in [Bibi2019],
       where it is renewed once an epoch. **Unsafe**: early in training the truth can be several times larger, and
       the step is then too long.
@@ -303,7 +302,7 @@ def _current(kernel: Kernel, packed: Tensor, tolerance: float, parts: list[bool]
     # Written so that NaN renews, too: the certificate then raises an error that names the weight.
     if not moved <= tolerance * known * (QUICK if quick else 1.0) or (quick and tolerance == 0):
         warm = tolerance > 0 and known > 0
-        first = parts[2] or (0 < tolerance < math.inf and known == 0)
+        first = parts[2] or (kernel.geometry is not None and 0 < tolerance < math.inf and known == 0)
         packed = _certify(kernel, parts, _unpack(packed, kernel, parts).direction if warm else None, quick=first)
         moved, known = 0.0, float(packed[size])
     if any(parts[:2]):
@@ -317,7 +316,7 @@ def _current(kernel: Kernel, packed: Tensor, tolerance: float, parts: list[bool]
 
 def _certify(kernel: Kernel, parts: list[bool], start: Tensor | None = None, *, quick: bool = False) -> Tensor:
     """The kernel's weight as a new reference; a dense norm is found from the singular vector ``start``, if given. With
-    ``quick`` a bound on a convolution that is expensive to certify is a looser one at first."""
+    ``quick`` a bound that is expensive to certify is a looser one at first."""
     # A normal tensor, which compiled graphs take, too; a copy, because another thread may change the weight meanwhile.
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(kernel.device.type, enabled=False):
         packed = kernel.weight.new_empty(sum(_sizes(kernel, parts)))
@@ -325,9 +324,8 @@ def _certify(kernel: Kernel, parts: list[bool], start: Tensor | None = None, *, 
         weight, none = made.weight.copy_(kernel.weight), packed[:0]
         kernel = kernel.with_weight(weight)
         require_finite("the weight", weight)
-        quick = quick and kernel.geometry is not None and is_expensive(weight, kernel.geometry)
-        if quick and kernel.geometry is not None:
-            total = quick_norm_sq(weight, kernel.geometry).sqrt() * (1 + 4 * EPS)
+        if quick and (looser := kernel.quick()) is not None:
+            total = looser.sqrt() * (1 + 4 * EPS)
             # A part is as far from zero as its weight.
             trusted = weight.dtype == torch.float32 and TRUSTED[0] < float(total) < TRUSTED[1]
             precision = torch.float32 if trusted else torch.float64

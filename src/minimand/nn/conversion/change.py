@@ -17,6 +17,7 @@ from ...errors import ConversionError
 from ...functions.learned import LearnedHinge
 from ...network import Network, role
 from ...network.replay import returned, same_bits
+from ...network.running import raised
 from ...network.state import preserved, snapshot
 from ..layers import COMPUTED, SolverLayer
 from .block import BlockLayer
@@ -235,10 +236,9 @@ def outputs(model: nn.Module, network: Network) -> tuple[list[Tensor], _Calls]:
         try:
             return returned(network, model, network.example, network.training), calls
         except Exception as error:
-            first = (str(error).strip().splitlines() or [""])[0]
             raise ConversionError(
-                f"the changed model does not run ({type(error).__name__}: {first}), so the model is unchanged; change "
-                f"fewer layers to find the one"
+                f"the changed model does not run, so the model is unchanged: {raised(error, model)}; leave out the "
+                f"layers that this forward uses in other ways than calling them"
             ) from error
 
 

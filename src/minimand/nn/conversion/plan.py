@@ -238,7 +238,8 @@ def check_plain(module: nn.Module) -> None:
     """Reject layers with another forward, a computed weight, no size, or integer weights."""
     plain = next(kind for kind in _LAYERS if isinstance(module, kind))
     if type(module).forward is not plain.forward or "forward" in vars(module):
-        raise Obstacle(f"{type(module).__name__} overrides forward; only a plain {plain.__name__} can be converted")
+        name, torchs = f"{type(module).__module__}.{type(module).__qualname__}", f"torch.nn.{plain.__name__}"
+        raise Obstacle(f"{name} overrides the forward of {torchs}, so it may be another map; use {torchs}")
     if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
         raise Obstacle("its parameters are not initialised; run the model once on an input first")
     if _quantized(module):

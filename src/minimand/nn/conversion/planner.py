@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -76,15 +77,15 @@ class Planner:
 
     def _rounds(self, module: nn.Module) -> int:
         """The largest number of calls of a layer of which each depends on the one before."""
-        counts = [0] if len(self.calls.get(module, ())) > 1 else []
-        for network in self.plan.records if counts else ():
+        most, calls = 1, Counter(network for network, _ in self.calls.get(module, ()))
+        for network in self.plan.records:
             made: dict[Value, int] = {}
-            for call in network.calls:
+            for call in network.calls if calls[network] > 1 else ():
                 before = max((made.get(value, 0) for value in call.reads), default=0)
                 here = call.place.owner is module and role(call) in ("linear", "conv")
                 made.update(dict.fromkeys(call.produces, before + here))
-            counts += made.values()
-        return max(1, *counts) if counts else 1
+            most = max((most, *made.values()))
+        return most
 
     def _refuse(self, path: str, why: str) -> None:
         self.plan.refused[path] = why
