@@ -1,5 +1,6 @@
 """Laws of lifted training: energies that equal the loss, blocks that are convex, steps that never rise."""
 
+import functools
 import itertools
 import math
 
@@ -347,16 +348,20 @@ def test_beats_random_features_by_eight_points(name):
 
 @pytest.mark.parametrize("hidden", [(30,), (30, 30)])
 def test_steps_of_the_split_methods_reach_those_of_mac(hidden):
-    """26 steps at the defaults on 500 digits; μ = 1 everywhere gave 77 % of them with one hidden layer."""
+    """26 steps at the defaults on 500 digits; μ = 1 everywhere gave 77 % of them with one hidden layer.
+
+    With multipliers on all constraints five points are allowed; μ = 1 at the output lost ten.
+    """
     x, y, x_test, y_test = _digits()
-    reached = []
-    for method in (MAC, BlockPenalty, SplitADMM):
+    x, y, reached = x[:500], y[:500], []
+    for method in (MAC, BlockPenalty, SplitADMM, functools.partial(SplitADMM, splitting="all")):
         net = _net(nn.ReLU, sizes=(64, *hidden, 10)).float()
         trained = method(net)
         for _ in range(26):
-            trained.step(x[:500], y[:500])
-        reached.append((_accuracy(net, x[:500], y[:500]), _accuracy(net, x_test, y_test)))
-    assert all(ours >= theirs - 3 for split in reached[1:] for ours, theirs in zip(split, reached[0], strict=True))
+            trained.step(x, y)
+        reached.append((_accuracy(net, x, y), _accuracy(net, x_test, y_test)))
+    for split, slack in zip(reached[1:], (3, 3, 5), strict=True):
+        assert all(ours >= theirs - slack for ours, theirs in zip(split, reached[0], strict=True))
 
 
 @pytest.mark.parametrize("name", [*ACTIVATIONS, "selu"])

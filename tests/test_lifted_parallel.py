@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from minimand.errors import CapabilityError, MinimandError, OptionError, ReadOnlyError
+from minimand.errors import CapabilityError, MinimandError, OptionError, ReadOnlyError, ShapeError
 from minimand.train.lifted import LPOM, LayerParallel, layer_stages
 from minimand.train.lifted.chain import parse
 from minimand.train.lifted.stages import cheapest_cuts, partition_layers
@@ -55,6 +55,7 @@ def _worker(rank):
     together = _net().double()
     batches = [(x.double(), y) for x, y in _batches(*train)[:6]]
     LayerParallel(LPOM(together, sweep="jacobi")).fit(batches, 1)
+    _alone(batches, together)
     normalized = _normalized()
     before = [buffer.clone() for buffer in normalized.buffers()]
     parallel = LayerParallel(LPOM(normalized, sweep="jacobi"))
@@ -72,6 +73,23 @@ def _worker(rank):
         accuracies.append(_accuracy(alone, *test))
     tensors = [*together.parameters(), *normalized.state_dict().values()]
     return [tensor.detach() for tensor in tensors], accuracies
+
+
+def _alone(batches, together):
+    """A process that holds its own layers only trains the same; other shapes later on stop every process."""
+    apart = _net().double()
+    parallel = LayerParallel(LPOM(apart, sweep="jacobi"), gather=False)
+    with pytest.raises(MinimandError):
+        parallel.fit([(batches[0][0], batches[0][1] + 100)], 1)
+    own = {f"{layer.path}.{part}" for layer in parallel.layers for part in ("weight", "bias")}
+    assert {name for name, parameter in apart.named_parameters() if not parameter.is_meta} == own
+    parallel.fit(batches, 1)
+    assert {name for name, parameter in apart.named_parameters() if not parameter.is_meta} == own
+    parallel.gather()
+    assert all(torch.equal(p, q) for p, q in zip(apart.parameters(), together.parameters(), strict=True))
+    x, y = batches[0]
+    with pytest.raises(ShapeError, match="those before had"):
+        parallel.fit([(x, y), (x[:, 1:], y)], 1)
 
 
 def _refusals(parallel, batches):

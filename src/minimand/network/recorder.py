@@ -198,7 +198,7 @@ class Recorder(TorchFunctionMode):
         elif not returned and not changed and call.name not in DATA_READS:
             return result
         if len(self.calls) >= _MOST_CALLS:
-            raise RuntimeError(f"the recorder stopped after {_MOST_CALLS} calls")
+            raise RuntimeError(f"the recorder stopped after {_MOST_CALLS} calls; a loop may not end")
         call.index = len(self.calls)
         self.calls.append(call)
         call.mutates = tuple(self._rewrite(tensor, call.index) for tensor in changed)

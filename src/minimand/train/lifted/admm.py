@@ -61,7 +61,8 @@ class SplitADMM(SplitLifted):
     Args:
         model: A chain of Linear or Conv2d and monotone activations; trained in place.
         mu: As in :class:`LPOM`, but if it is None, :meth:`step` has :math:`\mu = 1` at the output and in every other
-            layer a twentieth of the next layer's. A step makes ten sweeps.
+            layer a twentieth of the next layer's; with ``splitting="all"`` all are ten times as large. A step makes ten
+            sweeps.
         loss: ``"squared"`` or ``"cross_entropy"``.
         splitting: ``"output"`` or ``"all"``.
         warm: The number of first steps on a batch during which the multipliers stay zero (Taylor et al. recommend a
@@ -85,9 +86,12 @@ class SplitADMM(SplitLifted):
         warm: int = 0,
         recipe: Recipe | None = None,
     ) -> None:
-        super().__init__(model, mu=mu, loss=loss, recipe=recipe)
         if splitting not in SPLITTINGS:
             raise OptionError(f"splitting must be one of {', '.join(SPLITTINGS)}, got {splitting!r}")
+        if splitting == "all":
+            # With a multiplier on every constraint, μ = 1 at the output moves the weights too far in a step.
+            self.step_output = 10.0
+        super().__init__(model, mu=mu, loss=loss, recipe=recipe)
         if not isinstance(warm, int) or warm < 0:
             raise OptionError(f"warm must be a whole number ≥ 0, got {warm!r}")
         self.splitting = splitting

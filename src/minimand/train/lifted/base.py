@@ -25,7 +25,7 @@ from ...network.nested import tensors
 from .chain import LayerChain, parse
 from .gradient import RATIO, REDUCTIONS
 from .losses import LOSSES, Loss, encode_targets
-from .maps import AffineMap, update_running_statistics
+from .maps import AffineMap, LiftedLayer, update_running_statistics
 from .options import NO_BATCH, Epoch, Recipe, batches, check_loader, weights_per_layer
 from .runs import MiniBatchRun, MonotoneRun, OptimizerRun, Run, check_optimizer
 from .variables import Variables, batch_size, plain_tensor, plainly, stamp
@@ -51,10 +51,8 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
     default_sweeps: ClassVar[int] = 1
     #: The relative damping of the mini-batch mode for the squared loss and for cross-entropy.
     default_damping: ClassVar[tuple[float, float]] = (5.0, 3.0)
-    #: The factor from one layer's μ to the next layer's in :meth:`step`; the output layer has μ = 1.
-    step_ratio: ClassVar[float] = 1.0
-    #: Sweeps over the auxiliary variables in :meth:`step`.
-    step_sweeps: ClassVar[int] = 1
+    #: μ of the output layer in :meth:`step`, the factor from one layer's μ to the next layer's, and the sweeps.
+    step_output, step_ratio, step_sweeps = 1.0, 1.0, 1
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -172,7 +170,7 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
 
     def _first_mu(self) -> tuple[float, ...]:
         """The given μ, or the defaults of :meth:`step`."""
-        return self._given_mu or tuple(self.step_ratio**-k for k in reversed(range(self._count())))
+        return self._given_mu or tuple(self.step_output * self.step_ratio**-k for k in reversed(range(self._count())))
 
     def _after_epoch(self) -> None:
         """Update between epochs, for example raise the penalty."""
@@ -358,13 +356,13 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
         """Memory address and version of every parameter; they change when a parameter changes."""
         return [(parameter.data_ptr(), parameter._version) for parameter in self.model.parameters()]
 
-    def _check_batch(self, x: Tensor, check: bool = True) -> None:
-        """Raise for an input of the wrong kind; with ``check`` also for NaN and Inf in it or in the weights."""
+    def _check_batch(self, x: Tensor, check: bool = True, layers: Sequence[LiftedLayer] = ()) -> None:
+        """Raise for an input that does not suit the layers; with ``check`` also for NaN and Inf in it or in weights."""
         if not isinstance(x, Tensor) or not x.numel():
             found = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}; convert it"
             raise ShapeError(f"x must be a tensor of at least one sample, got {found}")
         require_values("x", x)
-        for layer in self.chain.layers:
+        for layer in layers or self.chain.layers:
             kind = layer.module.weight.dtype
             if kind not in (torch.float32, torch.float64):
                 raise CapabilityError(

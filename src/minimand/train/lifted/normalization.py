@@ -1,5 +1,6 @@
-"""The rules of batch, layer and group normalisation: at the statistics of a batch, and at fixed ones."""
+"""The rules of batch, layer, group and instance normalisation: at the statistics of a batch, and at fixed ones."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -112,3 +113,19 @@ def _group_norm(
         return wide.reshape(*wide.shape, *(1,) * (out.dim() - 2))
 
     return Applied(out, pull, _frozen(spread(mean), spread(rate), _features(input.dim())))
+
+
+@rule("instance_norm")
+def _instance_norm(
+    input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None,
+    bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
+) -> Applied:  # fmt: skip
+    """A group normalisation with one channel a group; with running statistics, the batch normalisation at them."""
+    if not use_input_stats:
+        return _batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    found = _group_norm(input, input.shape[1], weight, bias, eps)
+    if running_mean is None:
+        return found
+    places = tuple(range(2, input.dim()))
+    mean, variance = (part.mean(0) for part in (input.mean(places), input.var(places, unbiased=False)))
+    return dataclasses.replace(found, statistics=BatchStatistics(mean, variance, math.prod(input.shape[2:])))

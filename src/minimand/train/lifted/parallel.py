@@ -6,17 +6,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...errors import CapabilityError, NonFiniteError, OptionError, Sealed, require_finite
+from ...errors import CapabilityError, NonFiniteError, OptionError, Sealed, ShapeError, require_finite
 from .base import plain_tensor
 from .chain import LayerChain
 from .losses import LOSSES, SquaredError, encode_targets
 from .lpom import LPOM
-from .maps import update_running_statistics
+from .maps import LiftedLayer, update_running_statistics
 from .options import NO_BATCH, Epoch, batches, check_loader
 from .stages import partition_layers
 from .sweeps import DualSweep, LPOMVariables
@@ -26,6 +27,8 @@ from .weights import MomentumUpdate
 __all__ = ["LayerParallel"]
 
 _UP, _DOWN = 11, 12
+#: The dimensions of a sample of activations, at most.
+_MOST_DIMS = 4
 
 
 class LayerParallel(Sealed):
@@ -44,13 +47,16 @@ class LayerParallel(Sealed):
 
     Each process computes with its layers, and holds momentum and variables for them only. The function
     :func:`~minimand.train.lifted.layer_stages` estimates what a number of processes gains. Every process builds the
-    same model and iterates the same batches. After :meth:`fit` each process holds all weights.
+    same model and iterates the same batches. After :meth:`fit` each process holds all weights. With ``gather=False`` a
+    process has the weights of its own ``layers`` only. Those of others are then tensors on the device "meta", without
+    memory, from the first fit on, and may be so before it. :meth:`gather` brings all weights to every process.
 
     Args:
         method: The LPOM whose model is trained; its recipe and loss are used.
         asynchronous: Whether processes continue without waiting for residuals.
         staleness: The largest number of batches in flight. None: twice the number of processes above this one.
         group: The process group. None: the default group.
+        gather: Whether each process holds all weights after :meth:`fit`.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class LayerParallel(Sealed):
         asynchronous: bool = False,
         staleness: int | None = None,
         group: dist.ProcessGroup | None = None,
+        gather: bool = True,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise CapabilityError(
@@ -82,8 +89,10 @@ class LayerParallel(Sealed):
         self.below = self._global(self.rank - 1) if self.rank > 0 else None
         self.above = self._global(self.rank + 1) if self.rank + 1 < world else None
         self.dual = DualSweep(method.chain.layers, offset=self.first)
+        self._gathers = gather
         self._momentum: MomentumUpdate | None = None
-        self._shapes: list[torch.Size] = []
+        self._input: torch.Size | None = None
+        self._shape: torch.Size | None = None
 
     def fit(self, loader: Iterable[tuple[Tensor, Tensor]], epochs: int) -> list[Epoch]:
         """Train; every process returns the same history.
@@ -94,7 +103,10 @@ class LayerParallel(Sealed):
         check_loader(loader, epochs)
         self.method._require_trained()
         self.dual.reset()
-        self._momentum, self._shapes = MomentumUpdate(self.layers, self.method.recipe.momentum), []
+        self._momentum = MomentumUpdate(self.layers, self.method.recipe.momentum)
+        self._input = self._shape = None
+        if not self._gathers:
+            self._release()
         history = []
         with without_autograd():
             for number in range(1, epochs + 1):
@@ -119,24 +131,29 @@ class LayerParallel(Sealed):
                     why = f"the loss of epoch {number} is {float(mean)}, and the weights are not restored"
                     raise NonFiniteError(f"training diverged: {why}; lower the rate or raise the damping of the recipe")
                 history.append(Epoch(number, float(mean), time.perf_counter() - begin))
-            self._gather()
+            if self._gathers:
+                self.gather()
         return history
 
     def _forward(self, x: Tensor, y: Tensor) -> tuple[LPOMVariables, float]:
         """This process's part of the forward pass, and the loss (0 except in the process with the output)."""
         # Every process checks the whole batch, so that a bad one stops them all.
-        self.method._check_batch(x, check=False)
+        self.method._check_batch(x, check=False, layers=self.layers)
         require_finite("the input x", x)
-        x = plain_tensor(x)
-        if not self._shapes:
-            xs, _, _ = self.method.chain.forward(x[:1])
-            self._shapes = [value.shape[1:] for value in xs]
-        y = encode_targets(plain_tensor(y), x.new_empty((len(x), *self._shapes[-1])), self.method.loss)
+        if self._input is not None and x.shape[1:] != self._input:
+            raise ShapeError(f"x has samples of shape {tuple(x.shape[1:])}, those before had {tuple(self._input)}")
+        first, self._input, x = self._input is None, x.shape[1:], plain_tensor(x)
+        outputs = x.new_empty((len(x), self.method.chain.layers[-1].weight.shape[0]))
+        y = encode_targets(plain_tensor(y), outputs, self.method.loss)
         if self.below is not None:
-            x = x.new_empty((len(x), *self._shapes[self.first]))
+            if first:
+                self._shape = self._receive_shape()
+            x = x.new_empty((len(x), *(self._shape or ())))
             dist.recv(x, self.below, group=self.group, tag=_UP)
         xs, zs, maps = LayerChain(self.layers).forward(x)
         if self.above is not None:
+            if first:
+                self._send_shape(xs[-1].shape[1:])
             dist.send(xs[-1].contiguous(), self.above, group=self.group, tag=_UP)
             return LPOMVariables(xs, maps, SquaredError(xs[-1]), zs), 0.0
         loss = LOSSES[self.method.loss](y)
@@ -171,17 +188,55 @@ class LayerParallel(Sealed):
             sent.wait()
         return received
 
-    def _gather(self) -> None:
-        """Broadcast all weights and all normalisations to every process."""
-        for rank, (first, end) in enumerate(self.parts):
-            for layer in self.method.chain.layers[first:end]:
-                normalization = () if layer.norm is None else tuple(layer.norm.state_dict().values())
-                for tensor in (layer.weight, layer.bias, *normalization):
-                    if tensor is not None:
-                        dist.broadcast(tensor, self._global(rank), group=self.group)
+    def _send_shape(self, shape: torch.Size) -> None:
+        """Tell the process above the shape of a sample of what it will receive."""
+        assert self.above is not None
+        padded = torch.tensor([len(shape), *shape, *[0] * (_MOST_DIMS - len(shape))], device=self._device())
+        dist.send(padded, self.above, group=self.group, tag=_UP)
+
+    def _receive_shape(self) -> torch.Size:
+        assert self.below is not None
+        padded = torch.empty(_MOST_DIMS + 1, dtype=torch.long, device=self._device())
+        dist.recv(padded, self.below, group=self.group, tag=_UP)
+        count, *sizes = padded.tolist()
+        return torch.Size(sizes[:count])
+
+    def gather(self) -> None:
+        """Send the weights and normalisations of every layer to every process; all processes must call it."""
+        device = self._device()
+        with without_autograd():
+            for rank, (first, end) in enumerate(self.parts):
+                for layer in self.method.chain.layers[first:end]:
+                    for table, name, tensor in _held(layer):
+                        if tensor.is_meta:
+                            tensor = table[name] = _like(tensor, device)
+                        dist.broadcast(tensor.detach(), self._global(rank), group=self.group)
+
+    def _release(self) -> None:
+        """Drop the weights and normalisations of the other processes' layers."""
+        for k, layer in enumerate(self.method.chain.layers):
+            if not self.first <= k < self.end:
+                for table, name, tensor in _held(layer):
+                    table[name] = _like(tensor, torch.device("meta"))
+
+    def _device(self) -> torch.device:
+        return self.layers[0].weight.device
 
     def _global(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+def _held(layer: LiftedLayer) -> list[tuple[dict[str, Any], str, Tensor]]:
+    """The parameters and buffers of a layer, each with the table of its module and its name there."""
+    modules = (layer.module,) if layer.norm is None else (layer.module, layer.norm)
+    tables: list[dict[str, Any]] = [table for module in modules for table in (module._parameters, module._buffers)]
+    return [(table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None]
+
+
+def _like(tensor: Tensor, device: torch.device) -> Tensor:
+    """An empty tensor on a device, a parameter if the given one is."""
+    empty = torch.empty_like(tensor, device=device)
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 class _InFlight:

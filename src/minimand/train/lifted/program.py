@@ -29,7 +29,7 @@ _PRODUCTS: Mapping[str, tuple[str, ...]] = {
     "addmm": ("mat1", "mat2"),
 }
 _DIVISIONS = ("div", "divide", "true_divide")
-_NORMS = ("batch_norm", "layer_norm", "group_norm")
+_NORMS = ("batch_norm", "layer_norm", "group_norm", "instance_norm")
 _RESHAPES = ("flatten", "view", "reshape", "unflatten", "squeeze", "unsqueeze", "ravel", "contiguous", "alias", "to")
 #: Calls that copy entries of their input.
 _REARRANGEMENTS = {
@@ -42,6 +42,10 @@ _REMEDY = (
     "lifted training takes linear layers, normalisations, poolings, additions, concatenations and monotone "
     "activations; an own function that acts entry by entry, does not fall and has a finite slope belongs in a module "
     "of its own"
+)
+_OPAQUE_REMEDY = (
+    "it follows calls of torch whose order does not depend on the values in a batch; give every loop a fixed number of "
+    "passes, or train the other parts as a network of their own"
 )
 
 
@@ -142,7 +146,7 @@ def compile_network(model: nn.Module, example: Any = None) -> Program:
         raise ChainError(f"{type(model).__name__} cannot be read: {network.reasons[0]}")
     for part in network.opaque():
         if part.call is None or network.is_live(part.call) or any(map(network.depends, part.call.inputs)):
-            raise ChainError(f"{part}, so lifted training cannot follow it; {_REMEDY}")
+            raise ChainError(f"{part}, so lifted training cannot follow it; {_OPAQUE_REMEDY}")
     if not network.outputs or not all(value.dtype.is_floating_point for value in network.outputs):
         raise ChainError(f"{type(model).__name__} returns no floating-point tensor, so there is nothing to fit")
     # The record need not hold the batch.

@@ -223,9 +223,15 @@ def _reshape(input: Tensor, *sizes: Any, call: Callable[..., Any], **options: An
     return fixed(call(input, *sizes, **options), lambda g: g.reshape(shape))
 
 
-@rule("contiguous", "clone", "alias", "to", "type_as", "float", "double")
+@rule("clone", "alias")
 def _copy(input: Tensor, *args: Any, **options: Any) -> Applied:
     return fixed(input, lambda g: g)
+
+
+@rule("contiguous", "to", "type_as", "float", "double")
+def _converted(input: Tensor, *args: Any, call: Callable[..., Tensor], **options: Any) -> Applied:
+    """Another type or layout of the same entries; their cotangent has the input's type."""
+    return fixed(call(input, *args, **options), lambda g: g.to(input.dtype))
 
 
 @rule("detach")

@@ -31,8 +31,7 @@ class SplitLifted(Lifted[SplitVariables]):
     # On digits these reach the accuracy of MAC with one and two hidden layers; μ = 1 and LPOM's damping do not.
     default_sweeps = 3
     default_damping = (0.3, 0.3)
-    step_ratio = 20.0
-    step_sweeps = 10
+    step_ratio, step_sweeps = 20.0, 10
 
     def _start(self, xs: list[Tensor], zs: list[Tensor], maps: list[AffineMap], loss: Loss) -> SplitVariables:
         return SplitVariables(xs, maps, loss, list(zs), torch.zeros_like(xs[-1]))
