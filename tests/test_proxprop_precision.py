@@ -145,7 +145,7 @@ def _held(prox):
 
 @BOTH
 def test_what_is_held_between_backward_and_step(fused):
-    """Many rows: the Gram matrix, its factor. Few rows: input, with ones, and δ. Nothing if fused, or after the step."""
+    """Many rows: the Gram matrix, its factor. Few rows: input, with ones, and δ. Nothing if fused, or after."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 2))
     prox, optimizer = _start(net, fused=fused)
