@@ -137,22 +137,20 @@ def _held(prox):
     found = {}
     for path, layer in prox._units.items():
         rows = layer.rows
-        mine = (
-            [] if rows is None else [rows.gram, rows.a, rows.delta, None if rows.metric is None else rows.metric.gram]
-        )
+        factor = None if rows is None or rows.metric is None else vars(rows.metric).get("_factor")
+        mine = [] if rows is None else [rows.gram, rows.a, rows.delta, factor and factor.factor]
         found[path] = sum(t.numel() for t in {id(t): t for t in mine if t is not None}.values())
     return found
 
 
 @BOTH
 def test_what_is_held_between_backward_and_step(fused):
-    """Many rows: the Gram matrix. Few rows: input, with ones, and δ. Nothing if fused, and nothing after the step."""
+    """Many rows: the Gram matrix, its factor. Few rows: input, with ones, and δ. Nothing if fused, or after."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 2))
     prox, optimizer = _start(net, fused=fused)
     net(torch.rand(10, 6)).square().sum().backward()
-    assert _held(prox) == ({"0": 0, "2": 0} if fused else {"0": 7 * 7, "2": 10 * (21 + 30)})
-    assert all(layer.rows.metric is None for layer in prox._units.values())
+    assert _held(prox) == ({"0": 0, "2": 0} if fused else {"0": 2 * 7 * 7, "2": 10 * (21 + 30)})
     optimizer.step()
     assert all(layer.rows is None and not layer._pending for layer in prox._units.values())
     prox.detach()

@@ -253,6 +253,7 @@ class RowAccumulator:
         stores, mean = self.stores(count), self.cache.mean
         low = self._cached is not None and self._few(count) and (mean is None or mean.dim() == 2)
         self.count, self.inputs = self.count + count, self.inputs + x.sum(dtype=torch.float64)
+        self.metric = None
         if stores or (low and self.updates()):
             a = to_working_precision(self.map.rows(x))
             a = torch.cat([a, a.new_ones(count, 1)], 1) if self.ones else a
@@ -262,24 +263,24 @@ class RowAccumulator:
                 self.delta = delta if self.delta is None else torch.cat([self.delta, delta])
                 self.mark = mark if self.mark is None else self.mark + mark
         elif not low and self.updates():
-            self.metric = self._sum(x, count, options)
-            if options.method != "cg" and self.trains_weight and not self.metric.accurate():
+            before, self.a = (self.gram, self.a), None
+            self.gram = self._sum(x, count, *before)
+            if options.method != "cg" and self.trains_weight and not self._step_metric(options).accurate():
                 self.cache.wide = True
-                self.metric = self._sum(x, count, options)
-            self.gram, self.a = self.metric.gram, None
+                self.gram, self.metric = self._sum(x, count, *before), None
 
-    def _sum(self, x: Tensor, count: int, options: ProxPropOptions) -> _Metric:
-        """The metric of all rows so far."""
+    def _sum(self, x: Tensor, count: int, before: Tensor | None, stored: Tensor | None) -> Tensor:
+        """The Gram matrix of all rows so far."""
         x, wide = to_working_precision(x), self.cache.wide
         if self.trains_weight:
-            total = self.map.gram(x, self.ones, options.gram, self.cache.steps, wide)
+            total = self.map.gram(x, self.ones, self.shared.options.gram, self.cache.steps, wide)
         else:
             total = x.new_full((self.map.groups, 1, 1), float(count))
-        total = total if self.a is None else total + row_gram(self.a, False, wide)
+        total = total if stored is None else total + row_gram(stored, False, wide)
         double = wide or x.dtype == torch.float64
-        if self.gram is not None:
-            total, double = total + self.gram, double or self.gram.dtype == torch.float64
-        return _Metric(total.to(torch.float64 if double else torch.float32), cast(Tau, options.tau_theta))
+        if before is not None:
+            total, double = total + before, double or before.dtype == torch.float64
+        return total.to(torch.float64 if double else torch.float32)
 
     def direction(self, gradient: list[Tensor] | None, options: ProxPropOptions) -> list[Tensor]:
         """The direction of a gradient; None is the gradient δᵀA of stored rows. It may overwrite the gradient."""
@@ -354,8 +355,12 @@ class RowAccumulator:
     def _step_metric(self, options: ProxPropOptions) -> _Metric | _LowRank:
         """The metric of this step: of its rows, or from the cache."""
         rule, cache, tau = self._cached, self.cache, cast(Tau, options.tau_theta)
-        if rule is None:
-            return self.metric if self.metric and self.metric.tau == tau else _Metric(self.gram, tau)
+        if self.metric is None or self.metric.tau != tau:
+            self.metric = _Metric(self.gram, tau) if rule is None else self._renewed(rule, cache, tau)
+        return self.metric
+
+    def _renewed(self, rule: CachedGram, cache: GramCache, tau: Tau) -> _Metric | _LowRank:
+        """The metric from the cache and the rows of this step, if it needs them."""
         metric, mean, rest, count = cache.metric, cache.mean, cache.rest, max(self.count, 1)
         if self.a is not None:
             metric, (mean, rest) = None, _truncated(self.a / count**0.5, mean, rest, rule)
@@ -378,6 +383,6 @@ class RowAccumulator:
         if self.updates():
             # Processes may differ in whether they needed float64.
             zero = torch.zeros(self.map.groups, sum(self.sizes), sum(self.sizes), dtype=torch.float64, device=device)
-            self.gram, self.metric = zero if self.gram is None else self.gram.double(), None
+            self.gram = zero if self.gram is None else self.gram.double()
             dist.all_reduce(self.gram, group=group)
-        self.count = int(count)
+        self.count, self.metric = int(count), None

@@ -191,8 +191,6 @@ class WeightUnit:
             with self.without_autocast():
                 for x, delta, mark in self._stacked(calls):
                     self.rows.add(x, delta, mark, self.options)
-            # The factor is computed again at the step.
-            self.rows.metric = None
         calls.clear()
         if run in self._pending:
             self._stamps = self.stamps()
