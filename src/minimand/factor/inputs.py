@@ -126,6 +126,19 @@ def working(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float32 if tensor.is_floating_point() else torch.float64)
 
 
+def weight_roots(sample_weight: Any, rows: int) -> Tensor | None:
+    """The square roots of the weights of rows, float64; None without weights."""
+    if sample_weight is None:
+        return None
+    weights = real("sample_weight", sample_weight).to(torch.float64).cpu()
+    if tuple(weights.shape) != (rows,):
+        raise ShapeError(f"sample_weight has shape {tuple(weights.shape)}, but Y has {rows} rows: one weight a row")
+    require_finite("sample_weight", weights)
+    if bool((weights < 0).any()) or not bool(weights.any()):
+        raise OptionError("sample_weight must be ≥ 0, and above zero for one row at least")
+    return weights.sqrt()
+
+
 def same_kind(tensor: Tensor, like: Any) -> Any:
     """``tensor`` on the device and in the working precision of ``like`` if that is a tensor, else as an array."""
     if isinstance(like, Tensor):

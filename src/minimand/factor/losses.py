@@ -114,6 +114,11 @@ class Loss(abc.ABC):
             f"2^exponent; or leave the degree out"
         )
 
+    def weighted(self, roots: Tensor) -> Self:
+        """The loss of X whose rows are those of the data times ``roots``, the roots of the rows' weights, in float64:
+        the term of such a row is that of the row of X itself times its weight."""
+        raise CapabilityError(f"{type(self).__name__} takes no weights of rows: leave sample_weight out")
+
     def normalized(self, *factors: Tensor, largest: float | None = None) -> tuple[Self, Units]:
         """The loss of data in the middle of the floating-point range, where given factors (vectors as columns) fit too,
         and its units there; the data of a loss without a degree are left as they are, and refused far from one."""
@@ -190,6 +195,11 @@ class Squared(DenseLoss):
     def __post_init__(self) -> None:
         if isinstance(self.Y, SparseData) and self.rows.group is not None:
             raise OptionError("sparse data run in one process: leave process_group out, or pass the rows densely")
+
+    def weighted(self, roots: Tensor) -> "Squared":
+        """The loss of the rows of Y times ``roots``."""
+        Y = self.Y.to(torch.float64)
+        return replace(self, Y=Y.scaled_rows(roots) if isinstance(Y, SparseData) else Y * roots.to(Y).unsqueeze(1))
 
     def times(self, V: Tensor) -> Tensor:
         """The products Yv of vectors v, the rows of V: vectors as rows."""

@@ -12,6 +12,7 @@ from ..errors import NonFiniteError, OptionError
 from ..functions import Function, NonNegative
 from ..operators import Dense
 from ..solvers import FISTA, Problem, solve
+from .checking import WeightedRows
 from .divergence import KullbackLeiblerLoss, divergence_codes, fit_divergence
 from .groups import RowGroups
 from .grown import GrownFactorization
@@ -32,7 +33,7 @@ GAPS = {torch.float32: 1e-10, torch.float64: 1e-14}  # relative gaps of codes at
 
 
 @dataclass(eq=False, repr=False)
-class NMF(GrownFactorization):
+class NMF(WeightedRows, GrownFactorization):
     r"""Non-negative matrix factorisation
 
     .. math:: \min_{r,\,U \ge 0,\,V \ge 0} \tfrac12\|Y - UV^\top\|_F^2 + \lambda\sum_{i=1}^r \|U_i\|_2\|V_i\|_2 .
@@ -176,7 +177,7 @@ class NMF(GrownFactorization):
         """Each row solves min ½‖y − uVᵀ‖² + (λ/2)‖u‖², u ≥ 0, on its observed entries."""
         Y = problem.loss
         if self.loss == DIVERGENCE:
-            codes, change = divergence_codes(Y.Y, V, problem.lam)
+            codes, change = divergence_codes(Y, V, problem.lam)
             return codes, change <= ROUGH
         if isinstance(Y, Observed):
             groups = RowGroups.of(*Y.index, Y.shape, V.shape[1])
