@@ -231,9 +231,9 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         try:
             factors, self.n_iter_ = iterate(step, start, self.max_iter, until=None if sampled else stalled)
         except KeyboardInterrupt:
-            (U, V, *histories), self.n_iter_ = latest[0]
+            (U, V, history, norms), self.n_iter_ = latest[0]
             self.interrupted_ = True
-            return _DropoutState(U, V, *(history[: self.n_iter_ + 1] for history in histories))
+            return _DropoutState(U, V, history[: self.n_iter_ + 1], norms[: self.n_iter_ + 1])
         if not sampled and self.tol > 0 and not stalled(factors, self.n_iter_):
             text = f"DropoutFactorization made all max_iter={self.max_iter} iterations, and each lowered the objective "
             text += f"by more than tol={self.tol:g}; raise max_iter or tol"

@@ -83,9 +83,10 @@ class Loss(abc.ABC):
         """
         return dual
 
-    def search(self, U: Tensor, V: Tensor) -> DualMatrix:
-        """The negative gradient, or a subgradient's, for a search: it may be in the precision of the data."""
-        return self.dual(U, V)
+    def search(self, U: Tensor, V: Tensor, dual: DualMatrix | None = None) -> DualMatrix:
+        """The negative gradient, or a subgradient's, for a search: it may be in the precision of the data. ``dual`` is
+        the dual point there, if it is known."""
+        return self.dual(U, V) if dual is None else dual
 
     def start(self) -> DualMatrix:
         """As :meth:`search`, at X = 0."""
@@ -220,7 +221,7 @@ class Squared(DenseLoss):
         assert isinstance(dual, DenseDual)
         return 0.5 * dual.moments().square
 
-    def search(self, U: Tensor, V: Tensor) -> DenseDual:
+    def search(self, U: Tensor, V: Tensor, dual: DualMatrix | None = None) -> DenseDual:
         """The residual in the precision of the data."""
         return DenseDual(self.Y, U, V, rows=self.rows, dtype=self.Y.dtype)
 

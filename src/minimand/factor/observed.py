@@ -180,6 +180,10 @@ class Observed(Loss):
         residual = self.residual(U.to(torch.float64), V.to(torch.float64))
         return 0.5 * float(self.rows.sum(residual.square().sum()))
 
+    def value_at(self, U: Tensor, V: Tensor, dual: DualMatrix) -> float:
+        """Half the squared norm of the dual point."""
+        return 0.5 * dual.square()
+
     def dual(self, U: Tensor, V: Tensor) -> SparseDual:
         """The residual on the observed entries."""
         return self._sparse(self.residual(U.to(torch.float64), V.to(torch.float64)))
