@@ -14,7 +14,7 @@ from .checking import WeightedRows
 from .groups import RowGroups
 from .grown import GrownFactorization
 from .growth import grow
-from .inputs import as_tensor, same_kind, working
+from .inputs import as_tensor, holds, same_kind, working
 from .matrices import RowSharding
 from .observed import Observed, not_nan
 from .problem import Factors, Report, Stop
@@ -82,7 +82,7 @@ class MatrixCompletion(WeightedRows, GrownFactorization):
             loss = _from_sparse(data)
             return loss.values.numpy()[:0], loss
         like, data = (Y, data) if isinstance(Y, Tensor) else (data, as_tensor(data))
-        if bool(torch.isinf(data).any()):
+        if holds(data, torch.isinf):
             raise NonFiniteError("Input Y contains infinity; mark missing entries by NaN")
         return like, not_nan(data)
 

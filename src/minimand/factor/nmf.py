@@ -16,7 +16,7 @@ from .checking import WeightedRows
 from .divergence import KullbackLeiblerLoss, divergence_codes, fit_divergence
 from .groups import RowGroups
 from .grown import GrownFactorization
-from .inputs import Units, as_tensor
+from .inputs import Units, as_tensor, holds
 from .losses import Loss, Squared
 from .matrices import RowSharding
 from .observed import Observed, not_nan
@@ -95,11 +95,11 @@ class NMF(WeightedRows, GrownFactorization):
         if np.ma.isMaskedArray(Y):
             Y = np.ma.filled(Y if Y.dtype.kind == "f" else Y.astype(np.float64), np.nan)
         like, data = self._complete(Y, reset=reset)
-        if isinstance(data, Tensor) and bool(torch.isnan(data).any()):
+        if isinstance(data, Tensor) and holds(data, torch.isnan):
             data = not_nan(data, compact=False)
             if not len(data.values):
                 raise OptionError("Y has no observed entry at all: every entry is NaN")
-        if bool(((data if isinstance(data, Tensor) else data.values) < 0).any()):
+        if holds(data if isinstance(data, Tensor) else data.values, lambda block: block < 0):
             raise OptionError("Negative values in data passed to NMF: clip or shift them")
         if self.loss == DIVERGENCE and not isinstance(data, Tensor):
             kind = "no missing entries (NaN)" if isinstance(data, Observed) else "no sparse matrix"
@@ -112,7 +112,7 @@ class NMF(WeightedRows, GrownFactorization):
             return super()._checked(Y, reset=reset)
         data = self._matrix(Y, reset=reset)
         like, data = (Y, data) if isinstance(Y, Tensor) else (data, as_tensor(data))
-        if bool(torch.isinf(data).any()):
+        if holds(data, torch.isinf):
             raise NonFiniteError("Input Y contains infinity; mark missing entries by NaN")
         return like, data
 
