@@ -33,6 +33,10 @@ TITLES = {
         "Factorisations",
         "Time against scikit-learn, SoftImpute, tensorly and singular values.",
     ),
+    "ranks": (
+        "Factorisations over several processes",
+        "Processor time of a sweep of the slowest process, relative to one process.",
+    ),
     "solve": (
         "Composite problems",
         "Time of ``solve`` without options, relative to other libraries at the same duality gap; layers, relative to "

@@ -235,19 +235,6 @@ def test_codes_are_those_of_nonnegative_least_squares(dtype, error, scale):
     assert np.linalg.norm(found - expected) <= error * np.linalg.norm(expected)
 
 
-def test_rows_times_roots_of_weights_are_repeated_rows():
-    """Objective, bounds and codes of weighted rows are those of as many equal ones."""
-    weights = np.random.default_rng(2).integers(1, 4, len(Y))
-    for model in (NMF(0.5, n_components=3, random_state=0), LowRank(0.5)):
-        found = model.fit(np.sqrt(weights)[:, None] * Y)
-        codes, objective, polar = found.transform(Y), found.objective_, found.certificate_.polar_upper
-        again = model.fit_transform(Y.repeat(weights, axis=0))
-        assert objective == pytest.approx(model.objective_, rel=1e-6)
-        assert polar == pytest.approx(model.certificate_.polar_upper, rel=1e-4)
-        first = np.cumsum(weights) - weights
-        np.testing.assert_allclose(codes @ codes.T, again[first] @ again[first].T, atol=5e-3)
-
-
 @pytest.mark.parametrize("model", [NMF(2.0), LowRank(0.5), RobustPCA(0.5), DropoutFactorization(3)], ids=str)
 def test_views_with_negative_strides_are_taken(model):
     Y = np.abs(np.random.default_rng(0).normal(size=(12, 8)))

@@ -1,5 +1,8 @@
 """Law: data larger than memory are read in blocks, and bounds without a Gram matrix are as sharp."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -40,6 +43,29 @@ def test_a_memory_mapped_file_is_read_in_blocks(tmp_path, monkeypatch, model, sh
     np.testing.assert_allclose(model.inverse_transform(model.fit_transform(mapped)), X, rtol=1e-4, atol=1e-4)
     assert (model.objective_, model.certificate_.status) == (pytest.approx(expected[0], rel=1e-6), expected[1])
     assert model.lambda_max(mapped) == pytest.approx(top, rel=1e-9)
+
+
+def test_a_file_is_not_copied_to_memory(tmp_path):
+    """A fit and its certificate get by with a third of the file's size, above what a small fit needs."""
+    code = """if True:
+        import resource, sys, warnings
+        import numpy as np, torch
+        from minimand.factor import NMF, LowRank
+        warnings.simplefilter("ignore"); torch.set_num_threads(1)
+        rng = np.random.default_rng(0)
+        Y = np.lib.format.open_memmap(sys.argv[1], "w+", np.float32, (24000, 1000))
+        for part in np.array_split(Y, 24):
+            part[:] = rng.random((1000, 3)) @ np.eye(3, 1000) + 0.1 * rng.random((1000, 1000), dtype=np.float32)
+        Y.flush()
+        models = NMF(5.0, n_components=3, max_iter=3, effort=0.05), LowRank(60.0)
+        for model in models:
+            model.fit(Y[:500] + 0).certificate_
+        Y = np.load(sys.argv[1], mmap_mode="r")
+        held = next(int(x.split()[1]) for x in open("/proc/self/status") if x.startswith("VmData"))
+        resource.setrlimit(resource.RLIMIT_DATA, (held * 1024 + Y.nbytes // 3,) * 2)
+        for model in models:
+            model.fit(Y).certificate_"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "Y.npy")], check=True, capture_output=True, text=True)
 
 
 def test_lambda_max_is_the_norm_from_above():

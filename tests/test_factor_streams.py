@@ -1,11 +1,28 @@
 """Law: mini-batches approach the fit of all rows, and an interrupted fit leaves the factors of its last sweep."""
 
+import importlib
+import warnings
+from functools import partial
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import scipy.sparse as sp
+import torch
+from torch import nn
 
 from minimand.errors import OptionError
-from minimand.factor import NMF, LowRank, MatrixCompletion, Status, descent
+from minimand.factor import (
+    NMF,
+    DropoutFactorization,
+    LowRank,
+    MatrixCompletion,
+    ParallelNetwork,
+    ParallelReLU,
+    RobustPCA,
+    Status,
+    descent,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*stopped before its certificate")
 
@@ -110,3 +127,60 @@ def test_options_belong_to_the_first_mini_batch():
         with pytest.raises(OptionError, match="since the first mini-batch"):
             stream.set_params(**option).partial_fit(Y[20:])
         assert stream.fit(Y).lam_ == option.get("lam", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("model", "patched"),
+    [
+        (NMF(0.5, n_components=3, loss="kullback-leibler"), "minimand.factor.divergence._improved"),
+        (NMF(0.5, n_components=3, loss="kullback-leibler", max_iter=2), "minimand.factor.divergence.certify_factors"),
+        (RobustPCA(3.0, 2.0, tol=1e-9), "minimand.factor.robust.shrunk"),
+        (RobustPCA(3.0, None, tol=1e-9), "minimand.factor.robust.certify_factors"),
+        (DropoutFactorization(3, method="dropout"), "minimand.factor.dropout_factorization._slope"),
+        (ParallelReLU(0.01, max_rounds=3, random_state=0), "minimand.homogeneous.relu.judge_relu"),
+    ],
+    ids=str,
+)
+def test_other_fits_keep_the_result_of_their_last_iteration(model, patched, monkeypatch):
+    """Wherever the interruption comes, and nothing is claimed for it that was not computed."""
+    module, name = patched.rsplit(".", 1)
+    original, calls = getattr(importlib.import_module(module), name), []
+
+    def interrupted(*args, **kwargs):
+        calls.append(0)
+        if len(calls) == (7 if name in ("_improved", "shrunk", "_slope") else 2 if name == "judge_relu" else 1):
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(patched, interrupted)
+    data = (np.linspace(-1, 1, 20)[:, None], np.sin(5 * np.linspace(-1, 1, 20)))
+    data = data if isinstance(model, ParallelReLU) else (rows(40),)
+    with pytest.raises(KeyboardInterrupt, match="interrupted_"):
+        model.fit(*data)
+    monkeypatch.undo()
+    assert model.interrupted_
+    assert np.isfinite(model.objective_)
+    assert model.objective_ == model.history_[-1]
+    if isinstance(model, ParallelReLU):
+        assert model.score(*data) <= 1
+    else:
+        assert model.transform(*data).shape == (40, model.n_components_)
+    if isinstance(model, NMF | RobustPCA):
+        assert model.certificate_.status is Status.UNDECIDED
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert not model.fit(*data).interrupted_
+
+
+def test_an_interrupted_network_has_no_certificate(monkeypatch):
+    """Not even that of an earlier fit."""
+    x, y = torch.eye(2), torch.tensor([[1.0], [0.0]])
+    make = partial(nn.Linear, 2, 1, bias=False)
+    net = ParallelNetwork(make, lam=0.1).fit(x, y)
+    assert net.certificate_.status is Status.CERTIFIED
+    interruption = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr("minimand.homogeneous.parallel.judge_residual", interruption)
+    with pytest.raises(KeyboardInterrupt, match="without a certificate"):
+        net.fit(x, 100 * y)
+    assert net.certificate_.status is Status.UNDECIDED
+    assert "interrupted" in net.certificate_.method

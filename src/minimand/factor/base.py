@@ -2,9 +2,10 @@
 
 import abc
 import contextlib
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -19,7 +20,7 @@ from ..errors import MissingExtra, OptionError, ShapeError, require_finite, requ
 from ..solvers.linear import ridge_factor
 from .bounds import largest_singular
 from .certificate import certify_factors
-from .checking import REMEDIES, Path, explained_variance, in_range, require_2d, validated
+from .checking import HELD, REMEDIES, Path, explained_variance, in_range, require_2d, validated
 from .inputs import (
     Share,
     Units,
@@ -37,6 +38,7 @@ from .inputs import (
     same_kind,
     seeded_generator,
     warn_if_out_of_range,
+    weight_roots,
     working,
 )
 from .losses import Loss, Squared
@@ -104,12 +106,12 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             return self._largest_polar(loss)
         return float(leading_singular(loss.start(), 2, generator=self._generator(), sweeps=12)[1][0])
 
-    def _weight(self, data: Any, rows: RowSharding) -> float:
-        """λ for checked data."""
+    def _weight(self, loss: Loss) -> float:
+        """λ for the loss of checked data."""
         share = as_share(self.lam)
         if share is None:
             return float(self.lam)  # type: ignore[arg-type]
-        loss, units = self._loss(data, rows).normalized()
+        loss, units = loss.normalized()
         top = raised(self._rough_polar(loss), units.polar)
         if not top > 0:
             raise OptionError("lam is a share of lambda_max, but lambda_max(Y) is zero: pass lam as a number")
@@ -163,24 +165,40 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             text = self.certificate_.shortfall(type(self).__name__, self.tol, remedy)
             warnings.warn(text, ConvergenceWarning, stacklevel=level)
 
-    def _fit(self, Y: Any, start: Any, group: Any) -> tuple[Any, Stop]:
+    def _fit(self, Y: Any, start: Any, group: Any, sample_weight: Any = None) -> tuple[Any, Stop]:
         """Check, solve and store; returns U and the reason for the end of the fit."""
         self._check_options()
         like, data = self._checked(Y, reset=True)
+        roots = weight_roots(sample_weight, data.shape[0])
         for name in ("sums_", "n_samples_seen_"):  # of mini-batches
             if hasattr(self, name):
                 delattr(self, name)
         rows = RowSharding(group)
-        self.lam_ = self._weight(data, rows)
-        problem, units = self._problem(data, rows).normalized()
+        loss = self._loss(data, rows)
+        if roots is not None:
+            loss, like = loss.weighted(roots), like[:0].double() if isinstance(like, Tensor) else like[:0].astype(float)
+        self.lam_ = self._weight(loss)
+        problem, units = FactorProblem(loss, self._regularizer(), self.lam_).normalized()
         begin = None if start is None else self._checked_start(start, data, units)
+        if begin is not None and roots is not None:
+            begin = (begin[0] * roots.to(begin[0]).unsqueeze(1), *begin[1:])
         with self._progress(units) as report:
             found = self._solve(problem, begin, report).in_units(units)
+        if roots is not None:
+            found = replace(found, U=self._unweighted(found, data, roots))
         self._store(found, data, like)
         self.interrupted_ = found.stop is Stop.INTERRUPTED
         if self.interrupted_:
-            raise KeyboardInterrupt(f"{type(self).__name__} holds the factors of the last sweep; interrupted_ is True")
+            raise KeyboardInterrupt(HELD.format(type(self).__name__))
         return same_kind(found.U, like), found.stop
+
+    def _unweighted(self, found: Factors, data: Any, roots: Tensor) -> Tensor:
+        """The codes of the rows from those of the weighted rows; for a weight of zero those of ``transform``."""
+        alive = roots.to(found.U).unsqueeze(1)
+        if bool((alive > 0).all()):
+            return found.U / alive
+        codes = self._encoded(data, found.V.to((data.values if isinstance(data, Observed) else data).dtype))[0]
+        return torch.where(alive > 0, found.U / alive.clamp_min(sys.float_info.min), codes.to(found.U))
 
     def _problem(self, data: Any, rows: RowSharding) -> FactorProblem:
         return FactorProblem(self._loss(data, rows), self._regularizer(), self.lam_)
@@ -251,11 +269,19 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         The codes are fitted to the same rows, so the score falls with λ. To choose λ by entries that no fit has seen,
         use ``NMFCV``, ``LowRankCV`` or ``MatrixCompletionCV``.
         """
+        return self._score(Y, None)
+
+    def _score(self, Y: Any, sample_weight: Any) -> float:
+        """The explained variance of checked rows and their weights."""
         check_is_fitted(self)
         data = self._checked(Y, reset=False)[1]
-        V = self._right(data)
-        U = self._encoded(data, V)[0]
-        return data.explained(U, V) if isinstance(data, Observed) else explained_variance(data, U, V)
+        V, roots = self._right(data), weight_roots(sample_weight, data.shape[0])
+        U = self._encoded(data, V)[0] if (fitted := self._fitted_codes(data)) is None else fitted
+        return data.explained(U, V, roots) if isinstance(data, Observed) else explained_variance(data, U, V, roots)
+
+    def _fitted_codes(self, data: Any) -> Tensor | None:
+        """The codes that a score takes instead of those of the rows."""
+        return None
 
     def inverse_transform(self, U: Any) -> Any:
         """The matrix UVᵀ of codes U."""

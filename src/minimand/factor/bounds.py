@@ -30,6 +30,7 @@ LARGEST_GRAM = 6000
 BASIS = 64_000_000
 # Floating point operations at effort 1: about five seconds of one core. Every bound may spend the least.
 BUDGET, LEAST = 6e10, 3e7
+CALLS = 1e6  # in the time of the calls of torch of a sweep
 # Products with vectors are bound by memory: they cost several operations of a product of matrices.
 VECTOR = 8.0
 # Splittings: vectors of the subspace iteration, products a step, steps, and steps between two looks at the progress.
@@ -245,7 +246,7 @@ def split_matrix(
     if matrix.compact or matrix.rows.ranks > 1 or not has_gram(matrix):
         return None
     price = spectral_work(matrix, options.accuracy)
-    steps = int((options.effort * BUDGET - price) / (SPLIT_WORK * WIDTH * matrix.work()))
+    steps = int((options.effort * BUDGET - price) / (SPLIT_WORK * WIDTH * matrix.work() + 2 * CALLS))
     if steps < 3 or not options.relax:
         return None
     Z = matrix.dense()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..arguments import checked
 from ..errors import OptionError, ShapeError, require_positive
-from .bounds import BUDGET, Bound
+from .bounds import BUDGET, CALLS, Bound
 from .entrywise import LossMaker, loss_from
 from .inputs import given_matrix, leveled, unmasked
 from .losses import Loss, Squared, rounding
@@ -30,7 +30,6 @@ from .sparse import SparseData, is_sparse, sparse_given
 __all__ = ["Finding", "certify", "certify_factors", "conclude", "postponed"]
 
 DIRECTIONS = 4
-CALLS = 1e6  # floating point operations in the time of the calls of torch of a sweep
 SWEEPS = (3, 30)  # of the two searches for directions; the second is made only if the first is inconclusive
 
 
@@ -191,7 +190,7 @@ def _searched(
     theta, slope = problem.regularizer, problem.loss.slope(*factors, dual)
     if slope is None:
         return None, False
-    place = problem.loss.search(*factors) if slope is dual else slope
+    place = problem.loss.search(*factors, dual) if slope is dual else slope
     best: Directions | None = None
     # The first search costs about six sweeps; the second is longer if the budget suffices for it.
     longer = min(SWEEPS[1], int(effort * BUDGET / (8 * DIRECTIONS * dual.work() + CALLS)) - 2 * SWEEPS[0])

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.base import BaseEstimator
+from sklearn.base import BaseEstimator, TransformerMixin
 from sklearn.utils.validation import validate_data
 from torch import Tensor
 
@@ -15,9 +15,11 @@ from .losses import Squared
 from .problem import Stop
 from .sparse import SparseData
 
-__all__ = ["REMEDIES", "Path", "explained_variance", "in_range", "require_2d", "validated"]
+__all__ = ["HELD", "REMEDIES", "Path", "WeightedRows", "explained_variance", "in_range", "require_2d", "validated"]
 
 FLOATS = [np.float64, np.float32]
+#: What an interrupted fit raises again.
+HELD = "{} holds the result of its last iteration; interrupted_ is True"
 #: What to do if a fit stopped before its certificate.
 REMEDIES = {
     Stop.MAX_ITER: "all max_iter={max_iter} iterations are made; raise max_iter, or use a larger lam or tol",
@@ -25,6 +27,45 @@ REMEDIES = {
     Stop.SEARCH_ENDED: "its search ended too early; continue from its factors with start=…, or try another "
     "random_state",
 }
+
+
+class WeightedRows(TransformerMixin):
+    """Weights of rows in ``fit``: a row of weight w counts as w equal rows. Other options are those of the estimator.
+
+    The factors are those of the rows times √w, in float64, and so are objective and certificate.
+    """
+
+    def fit(
+        self: Any, Y: Any, y: Any = None, *, sample_weight: Any = None, start: Any = None, process_group: Any = None
+    ) -> Any:
+        """Fit to Y.
+
+        Args:
+            Y: n_samples × n_features, array or tensor; with a process group, the rows of this process.
+            y: Ignored.
+            sample_weight: A number ≥ 0 for each row, which counts as that many equal rows; None: one.
+            start: Factors (U, V) of any origin to start from; None: the estimator's own start.
+            process_group: A torch.distributed group over which the rows are sharded.
+        """
+        self._warn(self._fit(Y, start, process_group, sample_weight)[1], 3)
+        return self
+
+    def fit_transform(
+        self: Any, Y: Any, y: Any = None, *, sample_weight: Any = None, start: Any = None, process_group: Any = None
+    ) -> Any:
+        """Fit to Y and return U, the codes of the rows; see :meth:`fit`."""
+        codes, stop = self._fit(Y, start, process_group, sample_weight)
+        self._warn(stop, 4)  # one level more: scikit-learn's set_output wraps this method
+        return codes
+
+    def score(self: Any, Y: Any, y: Any = None, *, sample_weight: Any = None) -> float:
+        r"""The share of the variance of Y that ``inverse_transform(transform(Y))`` explains,
+        :math:`1 - \|Y - UV^\top\|^2 / \|Y - \bar Y\|^2` with the columns' means :math:`\bar Y`, over weighted rows.
+
+        The codes are fitted to the same rows, so the score falls with λ. To choose λ by entries that no fit has seen,
+        use ``NMFCV``, ``LowRankCV`` or ``MatrixCompletionCV``.
+        """
+        return float(self._score(Y, sample_weight))
 
 
 class Path(tuple[Any, ...]):
@@ -69,12 +110,17 @@ def require_2d(Y: Tensor) -> None:
         raise ShapeError(f"Expected 2D tensor, got shape {tuple(Y.shape)}; reshape one feature with Y.reshape(-1, 1)")
 
 
-def explained_variance(data: Any, U: Tensor, V: Tensor) -> float:
-    """1 − ‖Y − UVᵀ‖² / ‖Y − Ȳ‖² for dense or sparse data; constant data are explained if there is no error."""
-    loss, units = Squared(data if isinstance(data, SparseData) else data.flatten(1)).normalized(U, V)
-    error = loss.value(units.lowered(U), units.lowered(V))
+def explained_variance(data: Any, U: Tensor, V: Tensor, roots: Tensor | None = None) -> float:
+    """1 − ‖Y − UVᵀ‖² / ‖Y − Ȳ‖² for dense or sparse data; constant data are explained if there is no error. ``roots``
+    are those of the weights of rows."""
+    loss = Squared(data if isinstance(data, SparseData) else data.flatten(1))
     ones = torch.ones(loss.Y.shape[0], 1, dtype=loss.Y.dtype, device=loss.Y.device)
-    means = (loss.Y.mT @ ones) / len(ones)
+    if roots is not None:
+        loss, ones = loss.weighted(roots), roots.to(ones.device).unsqueeze(1)
+        U, V = U * ones, V.to(ones)
+    loss, units = loss.normalized(U, V)
+    error = loss.value(units.lowered(U), units.lowered(V))
+    means = (loss.Y.mT @ ones) / ones.square().sum()
     spread = loss.value(ones, means)
     return 1 - error / spread if spread > 0 else float(error == 0)
 

@@ -6,14 +6,15 @@ from typing import Any, Self
 import numpy as np
 import scipy.sparse as sp
 import torch
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import validate_data
 from torch import Tensor
 
 from ..errors import NonFiniteError, OptionError, ShapeError, require_finite
+from .checking import WeightedRows
 from .groups import RowGroups
 from .grown import GrownFactorization
 from .growth import grow
-from .inputs import as_tensor, same_kind, working
+from .inputs import as_tensor, holds, same_kind, working
 from .matrices import RowSharding
 from .observed import Observed, not_nan
 from .problem import Factors, Report, Stop
@@ -23,7 +24,7 @@ __all__ = ["MatrixCompletion"]
 
 
 @dataclass(eq=False, repr=False)
-class MatrixCompletion(GrownFactorization):
+class MatrixCompletion(WeightedRows, GrownFactorization):
     r"""Low-rank matrix completion,
 
     .. math:: \min_{r,U,V} \tfrac12\sum_{(i,j) \in \Omega}\bigl(Y_{ij} - (UV^\top)_{ij}\bigr)^2
@@ -81,14 +82,14 @@ class MatrixCompletion(GrownFactorization):
             loss = _from_sparse(data)
             return loss.values.numpy()[:0], loss
         like, data = (Y, data) if isinstance(Y, Tensor) else (data, as_tensor(data))
-        if bool(torch.isinf(data).any()):
+        if holds(data, torch.isinf):
             raise NonFiniteError("Input Y contains infinity; mark missing entries by NaN")
         return like, not_nan(data)
 
-    def _fit(self, Y: Any, start: Any, group: Any) -> tuple[Any, Stop]:
+    def _fit(self, Y: Any, start: Any, group: Any, sample_weight: Any = None) -> tuple[Any, Stop]:
         if group is None:
             self._require_observed(Y)
-        return super()._fit(Y, start, group)
+        return super()._fit(Y, start, group, sample_weight)
 
     def _require_observed(self, Y: Any) -> None:
         """Raise for rows and columns without an observed entry, with their numbers.
@@ -130,19 +131,14 @@ class MatrixCompletion(GrownFactorization):
         self.codes_ = same_kind(self._encoded(data, self._right(data))[0], self.components_)
         return self
 
-    def score(self, Y: Any, y: Any = None) -> float:
+    def score(self, Y: Any, y: Any = None, *, sample_weight: Any = None) -> float:
         r"""The share of the variance of the observed entries of Y that the fitted matrix explains,
         :math:`1 - \sum_\Omega(Y - UV^\top)^2 / \sum_\Omega(Y - \bar Y)^2`.
 
         The codes are those of the rows of Y; where Y has the shape of the training data they are the fitted ones, so
         that Y may hold entries that were held out.
         """
-        check_is_fitted(self)
-        loss: Observed = self._checked(Y, reset=False)[1]
-        V = self._right(loss)
-        fitted = self._fitted_codes(loss)
-        U = self._encoded(loss, V)[0] if fitted is None else fitted
-        return loss.explained(U, V)
+        return super().score(Y, sample_weight=sample_weight)
 
     def _fitted_codes(self, loss: Observed) -> Tensor | None:
         """The codes of the training rows, if the rows are as many."""

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -266,7 +266,7 @@ def grow_tensor(
         stop = None
     except KeyboardInterrupt:
         factors, stop = balanced_modes(growth.factors), Stop.INTERRUPTED
-        certificate, objective = replace(NOT_CERTIFIED, method=INTERRUPTED), _objective(Y, factors, lam)
+        certificate, objective = INTERRUPTED, _objective(Y, factors, lam)
     iterations = max(growth.used, 1)
     missing = max((options.n_components or 0) - len(factors[0]), 0)
     first, *rest = (torch.cat([x, x.new_zeros(missing, x.shape[1])]) for x in factors)

@@ -10,7 +10,8 @@ which is the multiplicative update for :math:`\lambda = 0`. No update raises the
 """
 
 import math
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from .certificate import certify_factors
 from .descent import Components, balanced
 from .losses import DenseLoss, DualValue
 from .matrices import DualMatrix, RowSharding, summation_error
-from .problem import NOT_CERTIFIED, FactorProblem, Factors, GrowthOptions, Report
+from .problem import INTERRUPTED, NOT_CERTIFIED, FactorProblem, Factors, GrowthOptions, Report, Stop
 from .residual import DenseDual
 
 __all__ = ["KullbackLeiblerLoss", "divergence_codes", "fit_divergence"]
@@ -51,12 +52,19 @@ class KullbackLeiblerLoss(DenseLoss):
 
     Y: Tensor
     rows: RowSharding = RowSharding()  # noqa: RUF009 -- frozen
+    #: s, a column, in :math:`D(Y \| sX)`: one without weights.
+    slopes: Tensor = torch.ones(1, 1)  # noqa: RUF009 -- frozen
     curvature = math.inf
     degree = 1
 
+    def weighted(self, roots: Tensor) -> "KullbackLeiblerLoss":
+        """w D(y ‖ x) = D(wy ‖ √w·√w x)."""
+        slopes = roots.to(device=self.Y.device, dtype=torch.float64).unsqueeze(1)
+        return replace(self, Y=self.Y.to(torch.float64) * slopes.square(), slopes=slopes)
+
     def value(self, U: Tensor, V: Tensor) -> float:
         """The divergence in float64, by blocks of rows."""
-        U, V = U.to(torch.float64), V.to(torch.float64)
+        U, V = U.to(torch.float64) * self.slopes.to(torch.float64), V.to(torch.float64)
         whole = DenseDual(self.Y, rows=self.rows)
         parts = [
             (torch.xlogy(y, y / x.clamp_min(torch.finfo(x.dtype).tiny)) - y + x).sum()
@@ -65,10 +73,10 @@ class KullbackLeiblerLoss(DenseLoss):
         return float(torch.stack(parts).sum())
 
     def dual(self, U: Tensor, V: Tensor) -> DenseDual:
-        """Y/X − 1, kept as a matrix."""
-        Y = self.Y.to(torch.float64)
-        X = U.to(torch.float64) @ V.to(torch.float64).mT
-        return DenseDual(torch.where(Y > 0, Y / X.clamp_min(torch.finfo(X.dtype).tiny) - 1, -1.0), rows=self.rows)
+        """Y/X − s, kept as a matrix."""
+        Y, slopes = self.Y.to(torch.float64), self.slopes.to(torch.float64)
+        X = (U.to(torch.float64) @ V.to(torch.float64).mT).clamp_min(sys.float_info.min)
+        return DenseDual(torch.where(Y > 0, Y / X, 0.0) - slopes, rows=self.rows)
 
     def slope(self, U: Tensor, V: Tensor, dual: DualMatrix) -> None:
         """None: without a bound on the curvature no decrease along a direction is proved."""
@@ -83,8 +91,9 @@ class KullbackLeiblerLoss(DenseLoss):
         top = min(1.0, largest)
         multiples = [top * k / MULTIPLES for k in range(MULTIPLES + 1)]
         values, sizes, own = [0.0] * len(multiples), [0.0] * len(multiples), 0.0
+        slopes = self.slopes.to(torch.float64).clamp_min(sys.float_info.min).expand(self.Y.shape[0], 1)
         for part, Z in matrix.blocks():
-            Y = self.Y[part].to(torch.float64)
+            Y, Z = self.Y[part].to(torch.float64), Z / slopes[part]
             for k, c in enumerate(multiples):
                 terms = torch.where(Y > 0, Y * torch.log1p(c * Z), 0.0)
                 values[k] += float(terms.sum())
@@ -96,11 +105,11 @@ class KullbackLeiblerLoss(DenseLoss):
         return DualValue(values[best], error * sizes[best] + 16 * EPS * (own + sizes[best]))
 
 
-def _improved(U: Tensor, V: Tensor, Y: Tensor, lam: float) -> Tensor:
-    """The updated U (rows × r) for V (columns × r)."""
+def _improved(U: Tensor, V: Tensor, Y: Tensor, lam: float, sums: Tensor) -> Tensor:
+    """The updated U (rows × r) for V (columns × r); ``sums`` are those of the columns of V, with the slopes."""
     X = U @ V.mT
     ratio = torch.where(X > 0, Y / X.clamp_min(torch.finfo(X.dtype).tiny), 0.0)
-    pull, sums = U * (ratio @ V), V.sum(0)
+    pull = U * (ratio @ V)
     return 2 * pull / (sums + (sums.square() + 4 * lam * pull).sqrt()).clamp_min(torch.finfo(X.dtype).tiny)
 
 
@@ -123,61 +132,78 @@ def fit_divergence(
     loss, lam = problem.loss, problem.lam
     assert isinstance(loss, KullbackLeiblerLoss)
     assert options.n_components is not None
-    Y, rank = loss.Y, options.n_components
+    Y, rank, slopes = loss.Y, options.n_components, loss.slopes.to(loss.Y)
     history: list[float] = []
 
     def step(state: _FitState, k: int) -> _FitState:
-        U = _improved(state.U, state.V, Y, lam)
-        V = _improved(state.V, U, Y.mT, lam)
+        U = _improved(state.U, state.V, Y, lam, slopes * state.V.sum(0))
+        V = _improved(state.V, U, Y.mT, lam, (slopes * U).sum(0))
         V, U = (x.mT for x in balanced(Components(V.mT, U.mT), problem.rows))
         history.append(problem.objective(U, V))
         report(k, rank, history[-1])
         quiet = state.objective - history[-1] <= STALLED * options.tol * abs(history[-1])
-        return _FitState(U, V, history[-1], state.quiet + 1 if quiet else 0)
+        latest[0] = _FitState(U, V, history[-1], state.quiet + 1 if quiet else 0)
+        return latest[0]
 
-    first = _FitState(*_start(Y, rank, start, generator), math.inf, 0)
-    state, made = iterate(step, first, options.max_iter, until=lambda s, k: s.quiet >= 3)
-    U, V = _polished(state.U, state.V, problem, made)
+    latest = [_FitState(*_start(loss, rank, start, generator), math.inf, 0)]
+    certificate, stop = NOT_CERTIFIED, None
+    try:
+        state, made = iterate(step, latest[0], options.max_iter, until=lambda s, k: s.quiet >= 3)
+        U, V = _polished(state.U, state.V, problem, made)
+        if options.effort is not None:
+            work = made * (8.0 * rank + 60) * loss.entries()
+            effort = float(options.effort) * work / BUDGET
+            found = certify_factors(problem, U, V, tol=options.tol, effort=effort, generator=generator)
+            certificate = found.certificate
+    except KeyboardInterrupt:
+        (U, V, _, _), made = latest[0], max(len(history), 1)
+        certificate, stop = INTERRUPTED, Stop.INTERRUPTED
     history.append(problem.objective(U, V))
-    certificate = NOT_CERTIFIED
-    if options.effort is not None:
-        work = made * (8.0 * rank + 60) * loss.entries()
-        effort = float(options.effort) * work / BUDGET
-        certificate = certify_factors(problem, U, V, tol=options.tol, effort=effort, generator=generator).certificate
-    stop = options.stopped(certificate, lam, made, rank)
+    stop = stop or options.stopped(certificate, lam, made, rank)
     return Factors(U, V, history[-1], certificate, tuple(history), made, stop)
 
 
 def _polished(U: Tensor, V: Tensor, problem: FactorProblem, sweeps: int) -> tuple[Tensor, Tensor]:
     """U is the code of the rows, as from ``transform``, and balanced with V: codes and balance in turn, which do not
-    raise the objective, for at most as many updates as there were ``sweeps``, and some."""
+    raise the objective, for about as many updates as there were ``sweeps``. An update hardly moves a code next to
+    zero, so they also start from lifted codes, and the better end is taken."""
     loss = problem.loss
     assert isinstance(loss, KullbackLeiblerLoss)
-    allowed = max(sweeps // ROUNDS, 20)
+    allowed = max(sweeps // (2 * ROUNDS), 20)
 
     def step(state: Components, k: int) -> Components:
         V, U = balanced(Components(state.V, state.U), problem.rows)
-        found = divergence_codes(loss.Y, V.mT, problem.lam, start=U.mT, small=SETTLED, iterations=allowed)[0]
+        found = divergence_codes(loss, V.mT, problem.lam, start=U.mT, small=SETTLED, iterations=allowed)[0]
         return Components(found.mT, V)
 
-    polished, _ = iterate(step, Components(U.mT, V.mT), ROUNDS)
-    return polished.U.mT.contiguous(), polished.V.mT.contiguous()
-
-
-def _start(
-    Y: Tensor, rank: int, start: tuple[Tensor, Tensor] | None, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Positive factors: random ones whose product has the mean of the data, or those given, lifted from zero."""
-    level = math.sqrt(float(Y.mean()) / rank)
-    if start is not None:
-        U, V = (x.to(Y) + LIFT * max(float(x.mean()), level) for x in start)
-        return U, V
-    U, V = (level * (0.5 + torch.rand(n, rank, generator=generator, dtype=torch.float64)).to(Y) for n in Y.shape)
+    starts = (U, U + LIFT * U.mean())
+    ends = [iterate(step, Components(start.mT, V.mT), ROUNDS)[0] for start in starts]
+    U, V = min((tuple(x.mT.contiguous() for x in end) for end in ends), key=lambda end: problem.objective(*end))
     return U, V
 
 
+def _start(
+    loss: KullbackLeiblerLoss, rank: int, start: tuple[Tensor, Tensor] | None, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Positive factors: random components with the codes of equal ones, or factors given, lifted from zero."""
+    Y = loss.Y
+    if start is not None:
+        level = math.sqrt(float(Y.mean()) / rank)
+        U, V = (x.to(Y) + LIFT * max(float(x.mean()), level) for x in start)
+        return U, V
+    V = (0.5 + torch.rand(Y.shape[1], rank, generator=generator, dtype=torch.float64)).to(Y)
+    V, U = balanced(Components(V.mT, _equal_codes(loss, V).mT), loss.rows)
+    return U.mT, V.mT
+
+
+def _equal_codes(loss: KullbackLeiblerLoss, V: Tensor) -> Tensor:
+    """The best codes whose entries are all equal: no weight changes those of a row."""
+    total = (loss.slopes.to(V) * V.sum()).clamp_min(torch.finfo(V.dtype).tiny)
+    return (loss.Y.sum(1, keepdim=True) / total).expand(-1, V.shape[1])
+
+
 def divergence_codes(
-    Y: Tensor,
+    loss: KullbackLeiblerLoss,
     V: Tensor,
     lam: float,
     *,
@@ -187,13 +213,12 @@ def divergence_codes(
 ) -> tuple[Tensor, float]:
     """Each row solves min D(y ‖ uVᵀ) + (λ/2)‖u‖², u ≥ 0, by the updates of U, until they change it by at most a share
     ``small``; returns U and the last change."""
-    small = torch.finfo(Y.dtype).eps ** 0.5 * 0.1 if small is None else small
-    if start is None:
-        total = V.sum().clamp_min(torch.finfo(V.dtype).tiny)
-        start = (Y.sum(1, keepdim=True) / total).expand(-1, V.shape[1])
+    small = torch.finfo(V.dtype).eps ** 0.5 * 0.1 if small is None else small
+    start = _equal_codes(loss, V) if start is None else start
+    sums = loss.slopes.to(V) * V.sum(0)
 
     def step(state: tuple[Tensor, float], k: int) -> tuple[Tensor, float]:
-        U = _improved(state[0], V, Y, lam)
+        U = _improved(state[0], V, loss.Y, lam, sums)
         size = float(U.norm())
         return U, float((U - state[0]).norm()) / size if size > 0 else 0.0
 

@@ -18,7 +18,7 @@ from ..solvers.base import require_count
 from ..solvers.iterate import iterate
 from ..solvers.linear import ridge_factor
 from ..solvers.steps import Schedule, check_step_size
-from .checking import require_2d, validated
+from .checking import HELD, require_2d, validated
 from .dropout import (
     block_smoothness,
     closed_form,
@@ -97,6 +97,7 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         history_: The deterministic objective per iteration, the start first.
         norm_history_: Per iteration the least, mean and largest :math:`\|U_i\|\|V_i\|`, which equalisation makes equal.
         n_iter_: The number of iterations made.
+        interrupted_: Whether a ``KeyboardInterrupt`` ended the fit; the factors are those of its last iteration.
 
     >>> Y = np.diag([4.0, 1.0])
     >>> model = DropoutFactorization(2, p=0.5)
@@ -153,7 +154,7 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         left, values, right, threshold = closed_form(Y, self.n_components, weight)
         best = equalized_factors(left, values, right, self.n_components)
         optimum = _DropoutState(*best, [], []).appended(Y, *best, self.p_)
-        self.n_iter_ = 1
+        self.n_iter_, self.interrupted_ = 1, False
         factors = optimum if self.method == "closed_form" else self._descend(Y, units, level)
         self.components_ = units.factor(factors.V.mT.contiguous()).numpy()
         self.n_components_ = self.n_components
@@ -164,6 +165,8 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         self.history_, self.objective_ = np.array(history), history[-1]
         self.threshold_ = raised(threshold, units.product)
         self.norm_history_ = np.array([[raised(x, units.product) for x in norms] for norms in factors.norms])
+        if self.interrupted_:
+            raise KeyboardInterrupt(HELD.format(type(self).__name__))
         warn_if_out_of_range(type(self).__name__, self.objective_, level)
         return units.factor(factors.U)
 
@@ -217,14 +220,20 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
                     f"{state.history[-1] / state.history[0]:.2g}-fold above the start's; use a smaller step than "
                     f'{self.step!r}, or step="auto" without a decay'
                 )
+            latest[0] = state, k + 1
             return state
 
         def stalled(state: _DropoutState, k: int) -> bool:
             before, after = state.history[-2:]
             return before - after <= self.tol * abs(after)
 
-        sampled = self.method == "dropout"
-        factors, self.n_iter_ = iterate(step, start, self.max_iter, until=None if sampled else stalled)
+        sampled, latest = self.method == "dropout", [(start, 0)]
+        try:
+            factors, self.n_iter_ = iterate(step, start, self.max_iter, until=None if sampled else stalled)
+        except KeyboardInterrupt:
+            (U, V, history, norms), self.n_iter_ = latest[0]
+            self.interrupted_ = True
+            return _DropoutState(U, V, history[: self.n_iter_ + 1], norms[: self.n_iter_ + 1])
         if not sampled and self.tol > 0 and not stalled(factors, self.n_iter_):
             text = f"DropoutFactorization made all max_iter={self.max_iter} iterations, and each lowered the objective "
             text += f"by more than tol={self.tol:g}; raise max_iter or tol"

@@ -63,14 +63,15 @@ class GrownFactorization(Factorization):
         method = "fitted to mini-batches: certify(Y) computes a certificate"
         self.certificate_ = replace(NOT_CERTIFIED, method=method)
 
-    def _weight(self, data: Any, rows: RowSharding) -> float:
-        n, m = rows.count(data.shape[0]), math.prod(data.shape[1:])
+    def _weight(self, loss: Any) -> float:
+        here, *sides = (loss if isinstance(loss, Observed) else loss.Y).shape
+        n, m = loss.rows.count(here), math.prod(sides)
         if isinstance(self.n_components, Integral) and self.n_components > max(n, m):
             raise OptionError(
                 f"n_components={self.n_components} exceeds both sides of Y, n_samples={n} and n_features={m}: use at "
                 f"most {max(n, m)}, or None to let the penalty choose"
             )
-        return super()._weight(data, rows)
+        return super()._weight(loss)
 
     def _options(self, bound: int) -> GrowthOptions:
         """Options of the growth; ``bound`` is the theory's bound on the size of a minimiser."""

@@ -15,7 +15,7 @@ The descents inside are solves and use the library's loop.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -216,7 +216,7 @@ class _FactorGrowth:
         self.pairs = balanced(self.latest or self.pairs, self.problem.rows)
         objective = self.problem.objective(self.pairs.U.mT, self.pairs.V.mT)
         self.history.append(objective)
-        return replace(NOT_CERTIFIED, method=INTERRUPTED), objective
+        return INTERRUPTED, objective
 
     def descend(self, tol: float, sweeps: int) -> float:
         """Local descent, then prune and merge; returns the objective."""

@@ -3,7 +3,7 @@
 import math
 import numbers
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,13 +92,24 @@ def lam_grid(lams: Any, largest: Callable[[], float]) -> np.ndarray:
     return np.array([share.value * top if share else float(lam) for share, lam in zip(shares, lams, strict=True)])
 
 
+def holds(data: Any, kind: Callable[[Any], Any]) -> bool:
+    """Whether ``kind`` is true for an entry of an array or tensor."""
+    return any(bool(kind(block).any()) for block in _blocks(data))
+
+
+def _blocks(data: Any) -> Iterator[Any]:
+    """Rows of an array or tensor, few at a time: a test of all entries of a file at once takes more memory than it."""
+    rows = max(1, 2**18 // max(1, math.prod(data.shape[1:])))
+    return (data[begin : begin + rows] for begin in range(0, len(data), rows))
+
+
 def require_entries(name: str, data: np.ndarray | Tensor, who: str, remedy: str) -> None:
     """Raise :class:`NonFiniteError` for data with NaN or infinite entries."""
     of: Any = torch if isinstance(data, Tensor) else np
     size = math.prod(data.shape)
-    bad = size - int(of.isfinite(data).sum())
+    bad = size - sum(int(of.isfinite(block).sum()) for block in _blocks(data))
     if bad:
-        kinds = " and ".join(k for k, f in (("NaN", of.isnan), ("infinity", of.isinf)) if bool(f(data).any()))
+        kinds = " and ".join(k for k, f in (("NaN", of.isnan), ("infinity", of.isinf)) if holds(data, f))
         raise NonFiniteError(
             f"Input {name} contains {kinds}, {bad} of its {size} entries, and {who} needs them all; {remedy}"
         )
@@ -124,6 +135,19 @@ def working(tensor: Tensor) -> Tensor:
     if tensor.dtype in (torch.float32, torch.float64):
         return tensor
     return tensor.to(torch.float32 if tensor.is_floating_point() else torch.float64)
+
+
+def weight_roots(sample_weight: Any, rows: int) -> Tensor | None:
+    """The square roots of the weights of rows, float64; None without weights."""
+    if sample_weight is None:
+        return None
+    weights = real("sample_weight", sample_weight).to(torch.float64).cpu()
+    if tuple(weights.shape) != (rows,):
+        raise ShapeError(f"sample_weight has shape {tuple(weights.shape)}, but Y has {rows} rows: one weight a row")
+    require_finite("sample_weight", weights)
+    if bool((weights < 0).any()) or not bool(weights.any()):
+        raise OptionError("sample_weight must be ≥ 0, and above zero for one row at least")
+    return weights.sqrt()
 
 
 def same_kind(tensor: Tensor, like: Any) -> Any:

@@ -83,9 +83,10 @@ class Loss(abc.ABC):
         """
         return dual
 
-    def search(self, U: Tensor, V: Tensor) -> DualMatrix:
-        """The negative gradient, or a subgradient's, for a search: it may be in the precision of the data."""
-        return self.dual(U, V)
+    def search(self, U: Tensor, V: Tensor, dual: DualMatrix | None = None) -> DualMatrix:
+        """The negative gradient, or a subgradient's, for a search: it may be in the precision of the data. ``dual`` is
+        the dual point there, if it is known."""
+        return self.dual(U, V) if dual is None else dual
 
     def start(self) -> DualMatrix:
         """As :meth:`search`, at X = 0."""
@@ -113,6 +114,11 @@ class Loss(abc.ABC):
             f"{type(self).__name__} has a degree, so it must also have scaled(exponent), the loss of its data times "
             f"2^exponent; or leave the degree out"
         )
+
+    def weighted(self, roots: Tensor) -> Self:
+        """The loss of X whose rows are those of the data times ``roots``, the roots of the rows' weights, in float64:
+        the term of such a row is that of the row of X itself times its weight."""
+        raise CapabilityError(f"{type(self).__name__} takes no weights of rows: leave sample_weight out")
 
     def normalized(self, *factors: Tensor, largest: float | None = None) -> tuple[Self, Units]:
         """The loss of data in the middle of the floating-point range, where given factors (vectors as columns) fit too,
@@ -191,6 +197,11 @@ class Squared(DenseLoss):
         if isinstance(self.Y, SparseData) and self.rows.group is not None:
             raise OptionError("sparse data run in one process: leave process_group out, or pass the rows densely")
 
+    def weighted(self, roots: Tensor) -> "Squared":
+        """The loss of the rows of Y times ``roots``."""
+        Y = self.Y.to(torch.float64)
+        return replace(self, Y=Y.scaled_rows(roots) if isinstance(Y, SparseData) else Y * roots.to(Y).unsqueeze(1))
+
     def times(self, V: Tensor) -> Tensor:
         """The products Yv of vectors v, the rows of V: vectors as rows."""
         return (self.Y @ V.mT).mT.contiguous() if isinstance(self.Y, SparseData) else V @ self.Y.mT
@@ -210,7 +221,7 @@ class Squared(DenseLoss):
         assert isinstance(dual, DenseDual)
         return 0.5 * dual.moments().square
 
-    def search(self, U: Tensor, V: Tensor) -> DenseDual:
+    def search(self, U: Tensor, V: Tensor, dual: DualMatrix | None = None) -> DenseDual:
         """The residual in the precision of the data."""
         return DenseDual(self.Y, U, V, rows=self.rows, dtype=self.Y.dtype)
 

@@ -25,7 +25,8 @@ from ..solvers.iterate import iterate
 from .base import Factorization
 from .bounds import FAILURE, Bound, lanczos_slack, spectral_bound
 from .certificate import conclude
-from .matrices import DualMatrix, RowSharding, orthonormal
+from .checking import WeightedRows
+from .matrices import DualMatrix, RowSharding, orthonormal, signs
 from .problem import Certificate, FactorProblem, Factors, Report, noted_if_zero, stop_reason
 from .sparse import SparseData
 
@@ -39,7 +40,7 @@ LANCZOS_STEPS = (15, 24, 48)
 
 
 @dataclass(eq=False, repr=False)
-class LowRank(Factorization):
+class LowRank(WeightedRows, Factorization):
     r"""Low-rank approximation,
 
     .. math:: \min_{r,U,V} \tfrac12\|Y - UV^\top\|_F^2 + \lambda\sum_i\|U_i\|_2\|V_i\|_2 \;=\;
@@ -92,7 +93,7 @@ class Triples:
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Balanced factors of the shrunk matrix."""
-        root = self.kept.sqrt()
+        root = self.kept.sqrt() * signs(self.right)
         return self.left * root, self.right * root
 
 

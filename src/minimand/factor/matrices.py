@@ -20,7 +20,7 @@ from torch import Tensor
 from ..norms.spectral import EPS
 from ..solvers.iterate import iterate
 
-__all__ = ["DualMatrix", "RowSharding", "leading_singular", "orthonormal"]
+__all__ = ["DualMatrix", "RowSharding", "leading_singular", "orthonormal", "signs"]
 
 # Entries of a block of rows that is computed at once: 64 MB of float64. Those of sums and thin products fit into cache.
 BLOCK, CACHED = 8_000_000, 262_144
@@ -188,6 +188,17 @@ class DualMatrix(abc.ABC):
 def summation_error(entries: int) -> float:
     """A bound on the rounding error of a sum of ``entries`` terms, relative to the sum of their absolute values."""
     return 8 * EPS * (8 + math.sqrt(entries))
+
+
+def signs(columns: Tensor) -> Tensor:
+    """The sign of the largest entry of each column, which makes singular vectors unique.
+
+    >>> signs(torch.tensor([[1.0, 1.0], [-2.0, 0.0]]))
+    tensor([-1.,  1.])
+    """
+    if not len(columns):
+        return columns.new_ones(columns.shape[1])
+    return torch.copysign(torch.ones_like(columns[0]), columns.gather(0, columns.abs().argmax(0, keepdim=True))[0])
 
 
 def orthonormal(columns: Tensor, rows: RowSharding) -> Tensor:

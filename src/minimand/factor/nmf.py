@@ -12,10 +12,11 @@ from ..errors import NonFiniteError, OptionError
 from ..functions import Function, NonNegative
 from ..operators import Dense
 from ..solvers import FISTA, Problem, solve
+from .checking import WeightedRows
 from .divergence import KullbackLeiblerLoss, divergence_codes, fit_divergence
 from .groups import RowGroups
 from .grown import GrownFactorization
-from .inputs import Units, as_tensor
+from .inputs import Units, as_tensor, holds
 from .losses import Loss
 from .matrices import RowSharding
 from .observed import Observed, not_nan
@@ -32,7 +33,7 @@ GAPS = {torch.float32: 1e-10, torch.float64: 1e-14}  # relative gaps of codes at
 
 
 @dataclass(eq=False, repr=False)
-class NMF(GrownFactorization):
+class NMF(WeightedRows, GrownFactorization):
     r"""Non-negative matrix factorisation
 
     .. math:: \min_{r,\,U \ge 0,\,V \ge 0} \tfrac12\|Y - UV^\top\|_F^2 + \lambda\sum_{i=1}^r \|U_i\|_2\|V_i\|_2 .
@@ -94,11 +95,11 @@ class NMF(GrownFactorization):
         if np.ma.isMaskedArray(Y):
             Y = np.ma.filled(Y if Y.dtype.kind == "f" else Y.astype(np.float64), np.nan)
         like, data = self._complete(Y, reset=reset)
-        if isinstance(data, Tensor) and bool(torch.isnan(data).any()):
+        if isinstance(data, Tensor) and holds(data, torch.isnan):
             data = not_nan(data, compact=False)
             if not len(data.values):
                 raise OptionError("Y has no observed entry at all: every entry is NaN")
-        if bool(((data if isinstance(data, Tensor) else data.values) < 0).any()):
+        if holds(data if isinstance(data, Tensor) else data.values, lambda block: block < 0):
             raise OptionError("Negative values in data passed to NMF: clip or shift them")
         if self.loss == DIVERGENCE and not isinstance(data, Tensor):
             kind = "no missing entries (NaN)" if isinstance(data, Observed) else "no sparse matrix"
@@ -111,7 +112,7 @@ class NMF(GrownFactorization):
             return super()._checked(Y, reset=reset)
         data = self._matrix(Y, reset=reset)
         like, data = (Y, data) if isinstance(Y, Tensor) else (data, as_tensor(data))
-        if bool(torch.isinf(data).any()):
+        if holds(data, torch.isinf):
             raise NonFiniteError("Input Y contains infinity; mark missing entries by NaN")
         return like, data
 
@@ -167,7 +168,7 @@ class NMF(GrownFactorization):
         """Each row solves min ½‖y − uVᵀ‖² + (λ/2)‖u‖², u ≥ 0, on its observed entries."""
         Y = problem.loss
         if self.loss == DIVERGENCE:
-            codes, change = divergence_codes(Y.Y, V, problem.lam)
+            codes, change = divergence_codes(Y, V, problem.lam)
             return codes, change <= ROUGH
         if isinstance(Y, Observed):
             groups = RowGroups.of(*Y.index, Y.shape, V.shape[1])

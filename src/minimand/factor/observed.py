@@ -29,7 +29,7 @@ from .descent import Components, LocalDescent
 from .groups import RowGroups
 from .inputs import shifted
 from .losses import DualValue, Loss, best_multiple
-from .matrices import DualMatrix, DualMoments, RowSharding, row_blocks
+from .matrices import DualMatrix, DualMoments, RowSharding, row_blocks, signs
 
 __all__ = ["Observed", "ObservedDescent", "RowGroups", "SparseDual", "masked", "rotated"]
 
@@ -166,6 +166,11 @@ class Observed(Loss):
         """The loss of the data times 2^exponent."""
         return replace(self, values=shifted(self.values, exponent))
 
+    def weighted(self, roots: Tensor) -> Self:
+        """The loss of the observed entries times the ``roots`` of their rows."""
+        values = self.values.to(torch.float64)
+        return replace(self, values=values * roots.to(values)[self.index[0]])
+
     def residual(self, U: Tensor, V: Tensor) -> Tensor:
         """Y − UVᵀ on the observed entries, in the factors' precision."""
         return self.values.to(U.dtype) - _products(U, V, self.index)
@@ -174,6 +179,10 @@ class Observed(Loss):
         """Half the squared residual of the observed entries."""
         residual = self.residual(U.to(torch.float64), V.to(torch.float64))
         return 0.5 * float(self.rows.sum(residual.square().sum()))
+
+    def value_at(self, U: Tensor, V: Tensor, dual: DualMatrix) -> float:
+        """Half the squared norm of the dual point."""
+        return 0.5 * dual.square()
 
     def dual(self, U: Tensor, V: Tensor) -> SparseDual:
         """The residual on the observed entries."""
@@ -199,11 +208,15 @@ class Observed(Loss):
         """The number of observed entries."""
         return self.rows.count(len(self.values))
 
-    def explained(self, U: Tensor, V: Tensor) -> float:
-        """The share of the variance of the observed entries that UVᵀ explains."""
-        loss, units = self.normalized(U, V)
-        values, error = loss.values.to(torch.float64), 2 * loss.value(units.lowered(U), units.lowered(V))
-        spread = float((values - values.mean()).square().sum())
+    def explained(self, U: Tensor, V: Tensor, roots: Tensor | None = None) -> float:
+        """The share of the variance of the observed entries that UVᵀ explains; ``roots`` are those of rows' weights."""
+        roots = torch.ones(self.shape[0]) if roots is None else roots
+        roots = roots.to(device=U.device, dtype=torch.float64)
+        loss, units = self.weighted(roots).normalized(U, V)
+        error = 2 * loss.value(units.lowered(U.to(torch.float64) * roots.unsqueeze(1)), units.lowered(V))
+        values, scale = loss.values, roots[self.index[0]]
+        mean = (values * scale).sum() / scale.square().sum().clamp_min(torch.finfo(scale.dtype).tiny)
+        spread = float((values - mean * scale).square().sum())
         return 1 - error / spread if spread > 0 else float(error == 0)
 
 
@@ -326,6 +339,7 @@ def rotated(pairs: Components, rows: RowSharding) -> tuple[Components, Tensor]:
     squares, mix = torch.linalg.eigh(rows.sum(image.mT @ image))
     order = torch.argsort(squares, descending=True)
     values, mix = squares[order].clamp_min(0).sqrt(), mix[:, order]
+    mix = mix * signs(basis @ mix)
     root = values.sqrt().clamp_min(torch.finfo(wide).tiny ** 0.25)
     U, V = (image @ mix / root).mT, ((basis @ mix) * values.sqrt()).mT
     like = pairs.U.dtype

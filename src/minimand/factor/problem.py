@@ -17,6 +17,7 @@ from .matrices import RowSharding
 from .regularizers import Regularizer
 
 __all__ = [
+    "INTERRUPTED",
     "NOT_CERTIFIED",
     "Certificate",
     "FactorProblem",
@@ -125,10 +126,10 @@ class Certificate:
         )
 
 
-#: The method of the certificate of an interrupted fit.
-INTERRUPTED = "interrupted before the certificate"
 #: The certificate of a fit with ``effort=None``: nothing was computed.
 NOT_CERTIFIED = Certificate(Status.UNDECIDED, math.inf, math.inf, 0.0, math.inf, "no certificate was requested")
+#: The certificate of an interrupted fit.
+INTERRUPTED = replace(NOT_CERTIFIED, method="interrupted before the certificate")
 
 
 class Stop(enum.Enum):

@@ -118,11 +118,13 @@ class DenseDual(DualMatrix):
         if self._apart:
             image = self._data_times(x)
             return image if self._factors is None else image - self._factors[0] @ (self._factors[1].mT @ x)
-        parts = []
-        for _, block, left in self._split():
-            image = block @ x
-            parts.append(image if left is None else image - left @ (self._factors[1].mT @ x))  # type: ignore[index]
-        return torch.cat(parts) if parts else x.new_zeros(0, *x.shape[1:])
+        # A list of parts would keep the memory of the blocks between them from being used again.
+        found = x.new_empty(self.shape[0], *x.shape[1:])
+        for part, block, left in self._split():
+            found[part] = block @ x
+            if left is not None:
+                found[part] -= left @ (self._factors[1].mT @ x)  # type: ignore[index]
+        return found
 
     def adjoint(self, y: Tensor) -> Tensor:
         """Zᵀ y, summed over the processes."""
@@ -175,10 +177,10 @@ class DenseDual(DualMatrix):
         """‖Y‖ over all processes."""
         if self.sparse:
             return float(self.Y.values.square().sum()) ** 0.5
-        parts = [
-            self.Y[part].to(torch.float64).square().sum() for part in matrices.row_blocks(*self.shape, cached=True)
-        ]
-        return float(self.rows.sum(torch.stack([*parts, torch.zeros((), dtype=torch.float64)]).sum())) ** 0.5
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for part in matrices.row_blocks(*self.shape, cached=True):
+            total += self.Y[part].to(torch.float64).square().sum()
+        return float(self.rows.sum(total)) ** 0.5
 
     def square(self) -> float:
         """‖Z‖² over all processes."""

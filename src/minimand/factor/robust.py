@@ -18,7 +18,7 @@ from .losses import HuberLoss
 from .lowrank import Triples, shrunk
 from .matrices import RowSharding
 from .nmf import ROUGH
-from .problem import Certificate, Factors, Report, Status, noted_if_zero, stop_reason
+from .problem import INTERRUPTED, Certificate, Factors, Report, Status, Stop, noted_if_zero, stop_reason
 from .sparse import SparseData
 
 __all__ = ["RobustPCA"]
@@ -108,28 +108,33 @@ class RobustPCA(Factorization):
     def _solve(self, problem: Any, start: Any, report: Report) -> Factors:
         loss, lam, rows, generator, history = problem.loss, problem.lam, problem.rows, self._generator(), []
         Y, done, tol = loss.Y, 0, self.tol * 0.1
-        state = self._first(problem, start)
-        for _ in range(CERTIFICATES):
+        latest, halted = [self._first(problem, start)], None
 
-            def step(state: _AdmmState, k: int, tol: float = tol) -> _AdmmState:
-                state = self._advance(problem, state, k, tol, generator)
-                value = loss.of(Y - _product(state.triples)).to(torch.float64)
-                history.append(float(rows.sum(value)) + lam * float(state.triples.kept.sum()))
-                report(k, len(state.triples.kept), history[-1])
-                return state
+        def step(state: _AdmmState, k: int) -> _AdmmState:
+            state = self._advance(problem, state, k, tol, generator)
+            value = loss.of(Y - _product(state.triples)).to(torch.float64)
+            history.append(float(rows.sum(value)) + lam * float(state.triples.kept.sum()))
+            report(k, len(state.triples.kept), history[-1])
+            latest[0] = state
+            return state
 
-            state, done = iterate(step, state, int(self.max_iter) - done, start=done, until=lambda s, k: s.quiet)
-            certificate = self._certified(problem, state, generator)
-            if certificate.status is Status.CERTIFIED or done >= self.max_iter or tol < 1e-4 * self.tol:
-                break
-            tol *= 0.1
+        try:
+            for _ in range(CERTIFICATES):
+                left = int(self.max_iter) - done
+                state, done = iterate(step, latest[0], left, start=done, until=lambda s, k: s.quiet)
+                certificate = self._certified(problem, state, generator)
+                if certificate.status is Status.CERTIFIED or done >= self.max_iter or tol < 1e-4 * self.tol:
+                    break
+                tol *= 0.1
+        except KeyboardInterrupt:
+            state, done, certificate, halted = latest[0], len(history), INTERRUPTED, Stop.INTERRUPTED
         U, V = state.triples.factors()
         norms = rows.sum(U.to(torch.float64).square().sum(0)).sqrt() * V.to(torch.float64).norm(dim=0)
         objective = loss.value(U, V) + lam * float(norms.sum())
         certificate = noted_if_zero(certificate, U.shape[1], lam)
         iterations = max(done, 1)
         stop = stop_reason(certificate, lam=lam, tol=self.tol, out_of_iterations=iterations >= self.max_iter)
-        return Factors(U, V, objective, certificate, (*history[:-1], objective), iterations, stop)
+        return Factors(U, V, objective, certificate, (*history[:-1], objective), iterations, halted or stop)
 
     def _first(self, problem: Any, start: Any) -> _AdmmState:
         Y, rows = problem.loss.Y, problem.rows

@@ -72,6 +72,11 @@ class SparseData:
     def __mul__(self, factor: float) -> "SparseData":
         return SparseData(self.matrix * np.asarray(factor, dtype=self.matrix.dtype))
 
+    def scaled_rows(self, factors: Tensor) -> "SparseData":
+        """The rows times one factor each."""
+        scale = sp.diags_array(factors.numpy().astype(self.matrix.dtype))
+        return SparseData((scale @ self.matrix).asformat(self.matrix.format))
+
     @cached_property
     def _rows(self) -> Any:
         return self.matrix.tocsr()

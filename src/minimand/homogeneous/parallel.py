@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..arguments import checked
 from ..errors import OptionError, Sealed, require_positive
 from ..factor.inputs import Units, middle, raised, shifted
-from ..factor.problem import Certificate, Status
+from ..factor.problem import INTERRUPTED, Certificate, Status
 from ..solvers.base import require_count
 from ..solvers.iterate import iterate
 from .bound import NO_BOUND, chain_bound, chain_gain, chain_layers
@@ -51,8 +51,7 @@ class ParallelNetwork(Sealed, nn.Module):
     :math:`(p - \lambda)^2/(2\kappa\|\phi(X)\|^2)`, so its slope p must exceed λ by
     :math:`\|\phi(X)\|(2\kappa\,\mathrm{tol}\,f)^{1/2}`. Otherwise the status is ``UNDECIDED``.
 
-    The subnetworks take the dtype and device of the inputs of :meth:`fit`. A state dict with any number of subnetworks
-    can be loaded.
+    The subnetworks take the inputs' dtype and device. A state dict with any number of subnetworks can be loaded.
 
     Args:
         make_subnetwork: Returns a φ with new random weights. It must be positively homogeneous in its parameters, which
@@ -184,18 +183,20 @@ class ParallelNetwork(Sealed, nn.Module):
 
     @checked
     def fit(self, x: Tensor, y: Tensor) -> "ParallelNetwork":
-        """Grow from ``initial`` random subnetworks until a search finds no improvement or the result is certified.
-
-        It warns if a search has found an improvement that was not used.
-        """
+        """Grow from ``initial`` random subnetworks until a search finds no improvement or the result is certified; it
+        warns if a search has found an improvement that was not used."""
         x, y = self._checked(x, y)
-        units = self._units(y)
+        units, halted, self._found = self._units(y), False, None
         try:
             self._lam = units.weight(self.lam, float(y.abs().max()))
             self._fit(x, shifted(y, -units.objective // 2))
+        except KeyboardInterrupt:
+            self.certificate_, halted = INTERRUPTED, True
         finally:
             self._lam = self.lam
         self._finish(units)
+        if halted:
+            raise KeyboardInterrupt("ParallelNetwork holds the subnetworks of its last descent, without a certificate")
         return self
 
     def _fit(self, x: Tensor, y: Tensor) -> None:
@@ -222,13 +223,12 @@ class ParallelNetwork(Sealed, nn.Module):
         """Return from the units of the fit; warn if it ended although a known subnetwork lowers the objective."""
         assert self.certificate_ is not None
         assert self._degree is not None
-        assert self._found is not None
         with torch.no_grad():
             for parameter in self.subnetworks.parameters():
                 parameter.copy_(shifted(parameter, units.objective // 2 // self._degree))
         self.certificate_ = self.certificate_.in_units(units)
         self.history_ = [raised(value, units.objective) for value in self.history_]
-        self._found = self._found[0], raised(self._found[1], units.polar)
+        self._found = self._found and (self._found[0], raised(self._found[1], units.polar))
         if self.certificate_.status is Status.IMPROVABLE:
             full = "max_networks" if len(self.subnetworks) >= self.max_networks else "descent, restarts"
             text = self.certificate_.shortfall("ParallelNetwork", self.tol, f"raise {full}, lam or tol")

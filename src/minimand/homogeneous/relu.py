@@ -1,5 +1,6 @@
 """Regression and classification by one hidden ReLU layer, grown until it is certified optimal over all widths."""
 
+import contextlib
 import warnings
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from ..errors import OptionError, require_positive
-from ..factor.checking import validated
+from ..factor.checking import HELD, validated
 from ..factor.inputs import Units, raised, require_entries, seeded_generator, warn_if_out_of_range
 from ..factor.problem import Certificate, Status
 from ..solvers.base import require_count
@@ -83,6 +84,7 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
         direction_: The steepest unit vector w, the bias last, found for a further neuron; its slope
             :math:`\|R^\top\max(Xw, 0)\|` is ``certificate_.polar_lower``.
         objective_: The objective of the result.
+        interrupted_: Whether a ``KeyboardInterrupt`` ended the fit; the result is then that of the last round.
         history_: The objective of each round, the empty network first.
         width_history_, gap_history_: The width and the relative gap of each round.
 
@@ -122,14 +124,20 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
         data, units = ReluData.of(torch.tensor(X), target, float(self.lam))
         generator = seeded_generator(self.random_state)
         empty = Neurons(data.X.new_zeros(0, data.X.shape[1]), data.Y.new_zeros(0, data.Y.shape[1]))
-        start = self._assess(data, empty, [], generator)
-        end, self.n_iter_ = iterate(
-            lambda state, k: self._round(data, state, generator),
-            start,
-            self.max_rounds,
-            until=lambda state, k: self._finished(state),
-        )
+        latest, self.interrupted_ = [(self._assess(data, empty, [], generator), 0)], False
+
+        def step(state: _Growth, k: int) -> _Growth:
+            latest[0] = self._round(data, state, generator), k + 1
+            return latest[0][0]
+
+        with contextlib.suppress(KeyboardInterrupt):
+            self.interrupted_ = True
+            iterate(step, latest[0][0], self.max_rounds, until=lambda state, k: self._finished(state))
+            self.interrupted_ = False
+        end, self.n_iter_ = latest[0]
         self._store(end, units)
+        if self.interrupted_:
+            raise KeyboardInterrupt(HELD.format("ParallelReLU"))
         self._warn(self._finished(end))
         return self
 
