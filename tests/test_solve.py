@@ -127,6 +127,7 @@ def test_without_a_solver_one_is_chosen_and_named():
         (_lasso(rows=1, outputs=600, inputs=40), WorkingSet, "sparse"),
         (problems.conv(NonNegative()), Spectral, "no matrix"),
         (problems.dense(Simplex()), Spectral, "couples"),
+        (dataclasses.replace(problems.dense(Simplex()), datafit=Huber(0.5)), FISTA, "couples"),
     ]
     for problem, kind, reason in cases:
         found = solve(problem)
@@ -153,6 +154,28 @@ def test_spectral_steps_never_raise_the_objective(case, polish):
     for function in (L1(0.1), NonNegative(), GroupL2(0.3)):
         steps = trace(case.problem(function, ridge=0.0), Spectral(30, polish)).objective
         assert bool((steps.diff() <= 1e-12 * (1 + steps[:-1].abs())).all())
+
+
+@pytest.mark.parametrize("datafit", [Quadratic(), Huber(50.0)], ids=repr)
+def test_spectral_steps_are_no_steepest_descent(datafit):
+    """On an ill-conditioned problem the line search keeps the length of the steps."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(30, 30, generator=generator, dtype=torch.float64))[0] for _ in "lr")
+    A, y = (
+        left * torch.logspace(0, -1.5, 30, dtype=torch.float64) @ right,
+        torch.randn(3, 30, generator=generator).double(),
+    )
+    found = solve(Problem(Dense(A), Zero(), y, datafit=datafit), Spectral(1400), tol=1e-6)
+    assert found.converged
+
+
+def test_a_step_that_is_too_long_is_shortened():
+    """Curvatures of a Huber loss may vanish along a step, after which the next one is too long for the line search."""
+    generator = torch.Generator().manual_seed(3)
+    A = 3 * torch.randn(11, 13, generator=generator, dtype=torch.float64)
+    y = 5 * torch.randn(8, 13, generator=generator, dtype=torch.float64)
+    weight = torch.rand(11, generator=generator, dtype=torch.float64)
+    assert solve(Problem(Dense(A), L1(weight), y, ridge=0.1, datafit=Huber(1.7)), tol=1e-9).converged
 
 
 def test_the_chosen_solver_is_differentiated():

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from minimand.errors import OptionError
-from minimand.functions import L1, GroupL2, NonNegative, TotalVariation, Zero
+from minimand.functions import L1, GroupL2, NonNegative, Simplex, TotalVariation, Zero
 from minimand.operators import Dense, operator
-from minimand.solvers import FISTA, Huber, Logistic, Problem, Spectral, SquaredHingeLoss, solve
+from minimand.solvers import FISTA, Huber, Logistic, Problem, ProxGD, Spectral, SquaredHingeLoss, solve
 
 
 def _normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -60,3 +60,10 @@ def test_a_bounded_problem_that_has_not_converged_is_not(function, smallest: int
     assert solve(problem, Spectral(30), tol=1e-13).converged is False
     labels = Problem(Dense(A), function, problem.y.sign(), datafit=Logistic())
     assert solve(labels, Spectral(30), tol=1e-13).converged is False
+
+
+@pytest.mark.parametrize("function", [Simplex(), L1(torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64))], ids=str)
+def test_a_point_worse_than_others_is_no_direction(function) -> None:
+    """The square or g leaves no direction in which the objective could fall forever, from wherever it is started."""
+    problem = Problem(Dense(_normal(3, 6)), function, _normal(2, 6, seed=1), 0.1 * _normal(3, seed=2))
+    assert solve(problem, ProxGD(2, step=1e-7), x0=-problem.linear(), tol=1e-9).converged is False

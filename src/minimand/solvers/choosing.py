@@ -38,6 +38,9 @@ def choose(problem: Problem, *, differentiated: bool = False) -> Choice:
     if problem.operator.matrix is None:
         return Choice(Spectral(2000), "the operator has no matrix, and spectral steps need no bound on its norm")
     if not problem.function.separable:
+        # A bound for all data at once, such as max y/β² of Poisson's loss, is far above the curvature of most.
+        if not problem.is_quadratic and isinstance(problem.datafit.curvature(problem.y), float):
+            return Choice(FISTA(5000), "the function couples the entries, and the curvature has one bound for all data")
         return Choice(Spectral(2000), "the function couples the entries, and spectral steps need no bound on the norm")
     if problem.rows == 1 and problem.operator.outputs >= _WIDE and WorkingSet.takes(problem):
         return Choice(WorkingSet(), "one problem with a sparse solution and many outputs")

@@ -13,6 +13,7 @@ from .problem import Problem
 __all__ = ["require_minimum", "require_range"]
 
 _FAR = 1e13  # steps of the first iteration's length
+_REACHED = 1e-6  # the share of that length at which a direction is one
 _TINY = 1e-16  # a step of a prox that projects only
 _ROUNDS = 100  # projections in turn
 _NULL = 1e-10  # singular values below this share of the largest are zero
@@ -55,8 +56,11 @@ def require_minimum(bound: GapBound, x: Tensor) -> None:
     for way in (x, problem.function.prox(x + long * descent, long) - x):
         way = _receding(problem, way / norm(way), far)
         ends = [problem.function.prox(x + length * way, _TINY) for length in (1e-3 * far, far)]
-        near, rate = ((bound.objectives(end) - start) / norm(end - x).reshape(start.shape) for end in ends)
-        falls = (rate < -1e-6 * steep.reshape(start.shape)) & (rate < 0.5 * near) & sloping.reshape(start.shape)
+        lengths = [norm(end - x).reshape(start.shape) for end in ends]
+        near, rate = ((bound.objectives(end) - start) / length for end, length in zip(ends, lengths, strict=True))
+        # Where g or the square leaves no direction, the ends are near and may still be better than x.
+        falls = (lengths[1] > _REACHED * far.reshape(start.shape)) & sloping.reshape(start.shape)
+        falls &= (rate < -1e-6 * steep.reshape(start.shape)) & (rate < 0.5 * near)
         if bool(falls.any()):
             raise OptionError(
                 f"the problem is unbounded: the objective falls by {-float(rate[falls].min()):.3g} per unit of length "

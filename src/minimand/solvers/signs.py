@@ -17,7 +17,7 @@ def sign_search(gram: Tensor, linear: Tensor, weight: Tensor, x: Tensor) -> Tens
     The signs :math:`\theta` of the entries that are not zero make the problem linear, :math:`G_{SS}u = c_S -
     w_S\theta_S`. The point moves to the best of u, of points on the way at which an entry becomes zero, and of these
     with all entries at zero that have changed their sign. Where u is reached, entries at zero whose gradient exceeds
-    their weight by at least a tenth of the largest excess receive the sign of their descent; fewer where the system is
+    their weight by at least 3 % of the largest excess receive the sign of their descent; fewer where the system is
     then singular. One whose entry of u has another sign is taken back. The objective decreases in every step, so that
     no signs occur twice. None is returned where a factorisation fails or rounding stops the decrease.
 
@@ -38,7 +38,7 @@ def sign_search(gram: Tensor, linear: Tensor, weight: Tensor, x: Tensor) -> Tens
             if float(worst) <= tol:
                 return x
             # Many at a time, or fewer where many make the system singular.
-            tried = [torch.where(over >= share * worst, descent.sign(), sign) for share in (0.1, 0.5, 1.0)]
+            tried = [torch.where(over >= share * worst, descent.sign(), sign) for share in (0.03, 0.3, 1.0)]
         aims = (_aim(gram, linear, weight, x, each) for each in tried)
         moved = next((to for aim in aims if aim is not None and (to := _towards(linear, weight, x, aim))), None)
         if moved is None:

@@ -16,6 +16,8 @@ from .problem import Problem
 __all__ = ["Spectral"]
 
 _SEARCHES = 8
+_BEYOND = 1.8  # times the minimiser of a line search, where the objective is below that at the start
+_GROWTH = 100.0  # of a step in one iteration, at most
 _EARLY = 60  # iterations in which only cheap Newton steps are taken
 
 
@@ -46,10 +48,11 @@ class Spectral(Solver):
         d = \operatorname{prox}_{sg}(x - s\nabla f(x)) - x, \qquad x \leftarrow x + \alpha d, \qquad
         s \leftarrow \frac{\|d\|^2}{\langle d, Hd\rangle} .
 
-    :math:`\alpha \in [0, 1]` minimises :math:`f(x + \alpha d) + (1-\alpha)g(x) + \alpha g(x + d)`, which bounds the
-    objective from above, so that the objective never increases. For squares the minimum is closed and
-    :math:`Hd` is the one product of the iteration; for other datafits it is found on the images :math:`A^\top x`,
-    :math:`A^\top d`, and :math:`Hd` is the change of the gradient. No bound on the norm of A is needed. Gradients are
+    :math:`f(x + \alpha d) + (1-\alpha)g(x) + \alpha g(x + d)` bounds the objective from above. :math:`\alpha \le 1` is
+    1.8 times its minimiser where that lowers it, too, so that the objective never increases; the minimiser itself would
+    be the step of steepest descent, which converges slowly. For squares the minimiser is closed and :math:`Hd` is the
+    one product of the iteration; for other datafits it is found on the images :math:`A^\top x`, :math:`A^\top d`, and
+    :math:`Hd` is the change of the gradient. No bound on the norm of A is needed. Gradients are
     those of the minimiser: the adjoint is ``Implicit()``.
 
     Args:
@@ -125,7 +128,7 @@ class Spectral(Solver):
 
 
 def _towards(problem: Problem, state: SpectralState, aim: Tensor, *, sure: bool = True) -> SpectralState:
-    """The best point between x and ``aim``, by the bound of the objective; ``sure`` for a proximal gradient step, along
+    """A point between x and ``aim``, by the bound of the objective; ``sure`` for a proximal gradient step, along
     which the bound decreases by at least ‖d‖²/s at first, whatever rounding says."""
     x, image, descent, value, step, gram = state
     dims = problem.output_dims
@@ -150,7 +153,9 @@ def _towards(problem: Problem, state: SpectralState, aim: Tensor, *, sure: bool 
         product = (descent - new) / torch.where(share > 0, share, 1.0)
         descent = new
     with torch.no_grad():
-        step = _length(problem, d, product, step)
+        # A step from which no point of the line is better was too long.
+        kept = torch.where(alpha > 0, step, 0.01 * step) if sure else step
+        step = torch.minimum(_length(problem, d, product, kept), _GROWTH * step)
     value = torch.where(alpha == 1, after, torch.where(alpha == 0, value, problem.function.sums(moved, dims)))
     return SpectralState(moved, image, descent, value, step, gram)
 
@@ -201,9 +206,9 @@ def _length(problem: Problem, d: Tensor, product: Tensor, before: Tensor) -> Ten
 
 
 def _closed(slope: Tensor, curvature: Tensor) -> Tensor:
-    """The minimiser of −slope·α + ½curvature·α² over [0, 1]; a full step from outside of the domain."""
+    """1.8 times the minimiser of −slope·α + ½curvature·α², within [0, 1]; a full step from outside of the domain."""
     some = curvature > 0
-    share = slope / torch.where(some, curvature, 1.0)
+    share = _BEYOND * slope / torch.where(some, curvature, 1.0)
     return torch.where(some, share, torch.ones_like(share)).nan_to_num(nan=1.0, posinf=1.0, neginf=0.0).clamp(0, 1)
 
 
@@ -216,7 +221,8 @@ class _Line(NamedTuple):
 
 
 def _searched(problem: Problem, d: Tensor, line: _Line) -> Tensor:
-    """The minimiser over [0, 1] of the bound of the objective along d, by Newton's method between two ends."""
+    """A share in [0, 1] that lowers the bound of the objective along d: 1.8 times the minimiser, which is found by
+    Newton's method between two ends, or the minimiser."""
     datafit, y, dims = problem.datafit, problem.y, -problem.input_dims
     total = lambda values: values.flatten(dims).sum(-1)  # noqa: E731
     with torch.no_grad():
@@ -235,11 +241,18 @@ def _searched(problem: Problem, d: Tensor, line: _Line) -> Tensor:
             alpha = torch.where((new > low) & (new < high), new, 0.5 * (low + high))
             if holds((high - low <= 1e-3 * high) | (slope.abs() <= 1e-2 * line.slope)):
                 break
-        t = line.image + _spread_inputs(problem, alpha) * line.shadow
-        after, before = datafit.values(t, y), datafit.values(line.image, y)
-        change = total(after - before) + alpha * (0.5 * alpha * square + rest)
+        before = datafit.values(line.image, y)
+
+        def change(alpha: Tensor) -> tuple[Tensor, Tensor]:
+            """The change of the bound, and its rounding error."""
+            after = datafit.values(line.image + _spread_inputs(problem, alpha) * line.shadow, y)
+            room = torch.finfo(after.dtype).eps * total(after.abs() + before.abs())
+            return total(after - before) + alpha * (0.5 * alpha * square + rest), room
+
         # The left end decreases the bound in any case; a full step from outside of the domain. Near the solution the
         # change is smaller than its rounding error, and the slopes decide.
-        room = torch.finfo(change.dtype).eps * total(after.abs() + before.abs())
-        alpha = torch.where(change <= room, alpha, low)
+        fall, room = change(alpha)
+        alpha = torch.where(fall <= room, alpha, low)
+        further = (_BEYOND * alpha).clamp_max(1.0)
+        alpha = torch.where(change(further)[0] <= 0.1 * fall, further, alpha)
         return torch.where(line.slope == torch.inf, torch.ones_like(alpha), alpha)

@@ -128,8 +128,9 @@ class WorkingSet(Solver):
         x = state.x if state.alive is None else state.x[..., state.alive]
         gap, outputs = float(state.certificate.gap.sum()), whole.operator.outputs
         size = min(max(state.size, 2 * int((x != 0).sum())), outputs)
-        # Entries at zero are ordered by their gradient.
-        score = state.certificate.descent.abs().where(x == 0, torch.inf).flatten()
+        # Entries at zero are ordered by how far their gradient exceeds its weight.
+        weight = whole.function.weight if isinstance(whole.function, L1) else 0.0
+        score = (state.certificate.descent.abs() - weight).where(x == 0, torch.inf).flatten()
         index, known = _ordered(score.topk(size).indices, state.held, outputs)
         part = _on_outputs(whole, index)
         gram = _gram(part, known)
