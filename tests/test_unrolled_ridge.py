@@ -1,6 +1,7 @@
 """RidgeNet: its objective and gradient, and the guarantees that its class states."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -172,6 +173,25 @@ def test_a_convex_network_has_one_minimum(noise: float | None) -> None:
     for other in (two, learned):
         assert float(other.objective) == pytest.approx(float(one.objective), rel=1e-6)
         torch.testing.assert_close(other.x, one.x, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("guarantee", ["convex", "convergent"])
+def test_the_gradient_vanishes_without_a_closed_form(guarantee: str) -> None:
+    """A stiff data term whose prox is conjugate gradients: few of them, and the objective of many certified steps."""
+    blur = gaussian_blur((SIDE, SIDE), 1.0, padding_mode="reflect")
+    blur = blur.with_weight(blur.weight.double())
+    net = RidgeNet(blur, 2, 8, 3, guarantee, noise=1e-3).eval()
+    with torch.no_grad():
+        net.log_scale.fill_(-4.0)
+        net.log_temperature.fill_(math.log(1e-4))
+    torch.manual_seed(0)
+    y = blur.apply(torch.rand(1, 1, SIDE, SIDE, dtype=torch.float64))
+    first = net.solve(y, x0=y, tol=1e30, iterations=1)
+    found = [net.solve(y, x0=x0, tol=0.0, iterations=150) for x0 in (None, torch.zeros_like(y))]
+    for each in found:
+        assert float(each.optimality) <= 1e-4 * float(first.optimality)
+    if guarantee == "convex":
+        assert float(found[0].objective) == pytest.approx(float(found[1].objective), rel=1e-8)
 
 
 def test_the_minimum_of_a_square_is_the_linear_solution() -> None:
