@@ -12,8 +12,8 @@ from ...solvers.linear import conjugate_gradient
 
 __all__ = ["Fidelity", "in_full", "tight_constant", "tightness"]
 
-# Conjugate gradient iterations of a proximal step if it has no closed form.
-_ROUNDS = 8
+# Conjugate gradient iterations of a proximal step if it has no closed form, and the most of an accurate one.
+_ROUNDS, _MOST = 8, 300
 # The largest relative error of ΦᵀΦΦᵀ = Φᵀ of an operator that is taken for a partial isometry.
 _TIGHT = 1e-3
 
@@ -36,6 +36,7 @@ class Fidelity:
         tight: c if :math:`\Phi^\top\Phi` is c times a projection, else None.
         norm_sq: A bound on :math:`\|\Phi\|^2`.
         datafit: The loss of one measurement.
+        accurate: Whether proximal steps are solved up to rounding.
     """
 
     operator: LinearOperator
@@ -44,6 +45,7 @@ class Fidelity:
     tight: float | None
     norm_sq: float
     datafit: Datafit = Quadratic()  # noqa: RUF009 -- frozen
+    accurate: bool = False
 
     @property
     def quadratic(self) -> bool:
@@ -70,7 +72,11 @@ class Fidelity:
             return x + scaled * self.operator.adjoint(self.operator.apply(x))
 
         target = v + scaled * self.operator.adjoint(self.y)
-        return conjugate_gradient(system, target, _ROUNDS, x0=v if x0 is None else x0, sample_dims=3)
+        start = v if x0 is None else x0
+        if self.accurate:
+            rounding = 10 * torch.finfo(target.dtype).eps
+            return conjugate_gradient(system, target, _MOST, x0=start, sample_dims=3, tol=rounding)
+        return conjugate_gradient(system, target, _ROUNDS, x0=start, sample_dims=3)
 
     def gradient_step(self, x: Tensor, slope: Tensor, smoothness: float) -> tuple[Tensor, float]:
         """A step from x, given the gradient of the regulariser, that lowers the objective by at least the returned
