@@ -161,7 +161,7 @@ def _run(task: Task, options: RestorationOptions, part: str, lab: Lab) -> Iterat
         few = images.validation[: options.tuning]
         yield from train(lab, net, draw, options, lambda: scores(task, method, few, options.noise).psnr)
         net.eval()
-        yield {"epoch": options.epochs, **tested(method), **verdicts(net, draw()[0])}
+        yield {"epoch": options.epochs, **tested(method), **verdicts(net, draw)}
 
 
 def _compare(results: Results[RestorationOptions]) -> list[Comparison]:

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from minimand.nn import RidgeNet, UnrolledNet, sparse_reconstruction
@@ -122,17 +121,14 @@ def _learned(
     def reconstruct(image: Tensor) -> Tensor:
         return assembled(lambda op, y: net(y), phi, image)
 
-    yield from train(
-        lab, net, crops(images, options, phi), options, lambda: mean_scores(reconstruct, images.validation).psnr
-    )
+    draw = crops(images, options, phi)
+    yield from train(lab, net, draw, options, lambda: mean_scores(reconstruct, images.validation).psnr)
     net.eval()
-    with torch.no_grad():
-        y, _ = crops(images, options, phi)()
     scores = _tested(images, phi, lambda op, y: net(y))
     if isinstance(net, RidgeNet):
         alone = _tested(images, phi, lambda op, y: net.unrolled(y))
         scores |= {f"{key}{PHASES}": alone[key] for key in (*images.tests, SECONDS)}
-    yield {"epoch": options.epochs, **scores, **verdicts(net, y)}
+    yield {"epoch": options.epochs, **scores, **verdicts(net, draw)}
 
 
 def _tuned(

@@ -122,7 +122,7 @@ def run(options: MRIBrainOptions, part: str, lab: Lab) -> Iterator[Metrics]:
 
         yield from train(lab, net, draw, options, lambda: scores(net, images.validation).psnr)
         net.eval()
-        yield {"epoch": options.epochs, **tested(net), **verdicts(net, draw()[0])}
+        yield {"epoch": options.epochs, **tested(net), **verdicts(net, draw)}
 
 
 def compare(results: Results[MRIBrainOptions]) -> list[Comparison]:
