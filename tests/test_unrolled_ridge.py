@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from minimand.errors import OptionError
 from minimand.nn import RidgeNet, RidgeTrainer, diagnose
 from minimand.nn.unrolled import filterbank
 from minimand.nn.unrolled.descent import descend
@@ -238,6 +239,20 @@ def test_exponents_stay_in_the_range_of_the_guarantee(guarantee: str) -> None:
         assert {"convex": potential.convex, "convergent": potential.coercive, "descent": True}[guarantee]
         low, high = torch.aminmax(net.exponent.detach())
         assert 0 < float(low) <= float(high) < net.exponents[1]
+
+
+def test_a_state_of_another_guarantee_is_refused() -> None:
+    """Its exponents would leave the range that this one is proved for, also inside of another module."""
+    convex, convergent = (RidgeNet(orthonormal_gaussian(8, 25), 2, 8, 3, each) for each in GUARANTEES[:2])
+    for one, other in ((convex, convergent), (convergent, convex)):
+        with pytest.raises(OptionError, match=f"guarantee '{one.guarantee}'"):
+            one.load_state_dict(other.state_dict())
+        with pytest.raises(OptionError, match="build it with"):
+            nn.Sequential(one).load_state_dict(nn.Sequential(other).state_dict())
+    assert float(convex.exponent.detach().max()) <= 0.5
+    rounded = {name: value.bfloat16() for name, value in convergent.state_dict().items()}
+    convergent.load_state_dict(rounded)
+    assert float(convergent.exponent.detach().max()) < 1
 
 
 def test_a_step_that_rises_is_replaced_by_a_plain_one() -> None:

@@ -30,6 +30,7 @@ from .ridgesetup import (
     given_start,
     in_full_precision,
     refuse_exact,
+    refuse_other_range,
     refuse_traced,
 )
 from .sensor import Sensor
@@ -157,6 +158,7 @@ class RidgeNet(Sealed, nn.Module):
         if fixed is not None:
             self.to(fixed.device, fixed.dtype)
         self._bounds: dict[Any, Any] = {}
+        self.register_load_state_dict_pre_hook(refuse_other_range)
 
     # The objective
 
