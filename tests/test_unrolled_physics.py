@@ -28,7 +28,7 @@ from minimand.operators import (
     orthonormal_gaussian,
     parallel_beam,
 )
-from minimand.solvers import Datafit, Huber, Poisson
+from minimand.solvers import Datafit, Huber, Poisson, Quadratic
 
 SIDE = 16
 
@@ -203,6 +203,20 @@ def test_samples_of_a_square_have_the_gaussian_posteriors_moments() -> None:
     assert float(((found.mean.mean(0).flatten() - mean) / spread).abs().max()) < 0.5
 
 
+def test_samples_follow_the_loss_of_the_network() -> None:
+    """Huber's loss with a wide threshold is the square; with a narrow one an outlier moves the mean less."""
+    phi, y = Inpainting(torch.ones(9, 9)), torch.full((1, 1, 9, 9), 0.5)
+    y[..., 4, 4] = 5.0
+    means = {}
+    for name, datafit in {"square": Quadratic(), "wide": Huber(1e3), "narrow": Huber(0.1)}.items():
+        net = RidgeNet(phi, 2, 8, 3, "convex", noise=0.1, datafit=datafit).eval()
+        generator = torch.Generator().manual_seed(0)
+        means[name] = langevin(net, y, samples=40, burn=40, thin=1, generator=generator).mean
+    torch.testing.assert_close(means["wide"], means["square"], atol=0.01, rtol=0)
+    assert float(means["square"][..., 4, 4]) > 4
+    assert float(means["narrow"][..., 4, 4]) < 2
+
+
 # Bad input
 
 
@@ -230,6 +244,14 @@ BAD = {
     "type": (lambda: _blocks()(torch.ones(2, 8).double()), OptionError, "float64.*float32"),
     "integers": (lambda: _blocks()(torch.ones(2, 8).long()), CapabilityError, "real floating-point"),
     "complex": (lambda: _blocks()(torch.ones(2, 8).cfloat()), CapabilityError, "complex.*view_as_real"),
+    "arrays": (lambda: _blocks().eval()(np.ones((2, 8))), CapabilityError, "got a ndarray"),
+    "tail": (lambda: _blocks().loss(torch.ones(2, 8), torch.ones(2, 25), tail=-1), OptionError, "tail"),
+    "one sample": (lambda: langevin(_blocks(noise=0.1), torch.ones(2, 8), samples=1), OptionError, "at least 2"),
+    "generator": (
+        lambda: langevin(_blocks(noise=0.1), torch.ones(2, 8), generator=0),
+        CapabilityError,
+        "generator=",
+    ),
     "nan": (lambda: _blocks()(torch.full((2, 8), math.nan)), NonFiniteError, "y "),
     "bytes": (lambda: _blocks()(255 * torch.ones(2, 8)), OptionError, "255"),
     "small image": (

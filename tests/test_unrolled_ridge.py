@@ -1,6 +1,7 @@
 """RidgeNet: its objective and gradient, and the guarantees that its class states."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from minimand.errors import OptionError
 from minimand.nn import RidgeNet, RidgeTrainer, diagnose
 from minimand.nn.unrolled import filterbank
 from minimand.nn.unrolled.descent import descend
@@ -174,6 +176,25 @@ def test_a_convex_network_has_one_minimum(noise: float | None) -> None:
         torch.testing.assert_close(other.x, one.x, atol=2e-4, rtol=0)
 
 
+@pytest.mark.parametrize("guarantee", ["convex", "convergent"])
+def test_the_gradient_vanishes_without_a_closed_form(guarantee: str) -> None:
+    """A stiff data term whose prox is conjugate gradients: few of them, and the objective of many certified steps."""
+    blur = gaussian_blur((SIDE, SIDE), 1.0, padding_mode="reflect")
+    blur = blur.with_weight(blur.weight.double())
+    net = RidgeNet(blur, 2, 8, 3, guarantee, noise=1e-3).eval()
+    with torch.no_grad():
+        net.log_scale.fill_(-4.0)
+        net.log_temperature.fill_(math.log(1e-4))
+    torch.manual_seed(0)
+    y = blur.apply(torch.rand(1, 1, SIDE, SIDE, dtype=torch.float64))
+    first = net.solve(y, x0=y, tol=1e30, iterations=1)
+    found = [net.solve(y, x0=x0, tol=0.0, iterations=150) for x0 in (None, torch.zeros_like(y))]
+    for each in found:
+        assert float(each.optimality) <= 1e-4 * float(first.optimality)
+    if guarantee == "convex":
+        assert float(found[0].objective) == pytest.approx(float(found[1].objective), rel=1e-8)
+
+
 def test_the_minimum_of_a_square_is_the_linear_solution() -> None:
     """At exponent zero the objective is quadratic, and a dense solve finds its minimum."""
     net = _net("convex", noise=0.1)
@@ -218,6 +239,20 @@ def test_exponents_stay_in_the_range_of_the_guarantee(guarantee: str) -> None:
         assert {"convex": potential.convex, "convergent": potential.coercive, "descent": True}[guarantee]
         low, high = torch.aminmax(net.exponent.detach())
         assert 0 < float(low) <= float(high) < net.exponents[1]
+
+
+def test_a_state_of_another_guarantee_is_refused() -> None:
+    """Its exponents would leave the range that this one is proved for, also inside of another module."""
+    convex, convergent = (RidgeNet(orthonormal_gaussian(8, 25), 2, 8, 3, each) for each in GUARANTEES[:2])
+    for one, other in ((convex, convergent), (convergent, convex)):
+        with pytest.raises(OptionError, match=f"guarantee '{one.guarantee}'"):
+            one.load_state_dict(other.state_dict())
+        with pytest.raises(OptionError, match="build it with"):
+            nn.Sequential(one).load_state_dict(nn.Sequential(other).state_dict())
+    assert float(convex.exponent.detach().max()) <= 0.5
+    rounded = {name: value.bfloat16() for name, value in convergent.state_dict().items()}
+    convergent.load_state_dict(rounded)
+    assert float(convergent.exponent.detach().max()) < 1
 
 
 def test_a_step_that_rises_is_replaced_by_a_plain_one() -> None:

@@ -25,6 +25,7 @@ from minimand_papers.setting import Job
 from minimand_papers.store import Records, atomically, read_json, sweep, write_json
 
 FILE = str(Path(__file__).parent / "cases" / "experiment_file.py")
+UNSEEDED = str(Path(__file__).parent / "cases" / "unseeded_file.py")
 
 
 def numbers(directory: Path) -> dict:
@@ -77,6 +78,20 @@ def test_a_seed_is_finished_before_the_next_is_begun(tmp_path: Path) -> None:
     jobs = [Job(part, seed) for seed in (0, 1) for part in find(FILE).parts(small)]
     done = in_parallel(setting, tmp_path, jobs, 1, Display(quiet=True))
     assert [(job.seed, job.part.name) for job in done] == [(0, "first"), (0, "second"), (1, "first"), (1, "second")]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_part_without_randomness_runs_once_for_all_seeds(workers: int, tmp_path: Path) -> None:
+    """Its records count for every seed, and its time once; a seed added later takes them as well."""
+    path = run(RunSetting(UNSEEDED, "smoke", None, (3, 4), tmp_path, jobs=workers))
+    control, trained = (read_json(path)["records"][part] for part in ("control", "trained"))
+    assert control["3"] == control["4"]
+    assert trained["3"] != trained["4"]
+    assert len((path.parent / "ran.txt").read_text().split()) == 3
+    run(RunSetting(UNSEEDED, "smoke", None, (5,), tmp_path, jobs=workers, resume=True))
+    assert read_json(path)["records"]["control"]["5"] == control["3"]
+    assert len((path.parent / "ran.txt").read_text().split()) == 4
+    assert read_json(path)["complete"]
 
 
 def test_two_ranks_end_in_the_numbers_of_one_process(tmp_path: Path) -> None:

@@ -41,10 +41,17 @@ Verdict = Literal["reproduced", "partly", "not", "not run"]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One run of an experiment for one seed, usually a row of its table. ``needs`` names parts that run before it."""
+    """One run of an experiment for one seed, usually a row of its table.
+
+    Args:
+        name: The name.
+        needs: Parts that run before it.
+        seeded: Whether the seed matters; otherwise it runs for the first seed, whose records count for every seed.
+    """
 
     name: str
     needs: tuple[str, ...] = ()
+    seeded: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ import dataclasses
 import os
 import queue
 import random
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +28,7 @@ from .experiment import Metrics
 from .progress import Display, Event
 from .registry import find
 from .setting import Job, RunSetting, device_of, options_of
-from .store import write_json
+from .store import read_json, write_json, writing
 
 __all__ = ["execute", "in_parallel", "in_turn"]
 
@@ -37,12 +38,24 @@ _GRACE = 5.0
 
 def execute(setting: RunSetting, directory: Path, job: Job, notify: Callable[[Event], None]) -> None:
     """Run one part for one seed in this process."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if job.like is None:
+        _run(setting, directory, job, notify, rank, world)
+    elif rank == 0:
+        _copy(directory, job, job.like)
+    if world > 1:
+        dist.barrier()
+    notify(Event(job.part.name, job.seed, finished=True))
+
+
+def _run(
+    setting: RunSetting, directory: Path, job: Job, notify: Callable[[Event], None], rank: int, world: int
+) -> None:
     experiment = find(setting.name)
     torch.set_num_threads(setting.threads)
     random.seed(job.seed)
     np.random.seed(job.seed)  # noqa: NPY002
     torch.manual_seed(job.seed)
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     lab = Lab(
         directory / job.folder,
         job.seed,
@@ -60,9 +73,14 @@ def execute(setting: RunSetting, directory: Path, job: Job, notify: Callable[[Ev
             notify(Event(job.part.name, job.seed, metrics=record))
     if rank == 0:
         write_json(lab.directory / "done.json", {"seconds": round(lab.seconds, 2), "records": lab.recorded})
-    if world > 1:
-        dist.barrier()
-    notify(Event(job.part.name, job.seed, finished=True))
+
+
+def _copy(directory: Path, job: Job, seed: int) -> None:
+    """Take the records and tensors of the seed that ran; they took no time here."""
+    source, target = directory / Job(job.part, seed).folder, directory / job.folder
+    with writing(target):
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns("done.json"), dirs_exist_ok=True)
+    write_json(target / "done.json", {**read_json(source / "done.json"), "seconds": 0.0})
 
 
 def in_turn(setting: RunSetting, directory: Path, jobs: list[Job], display: Display) -> Iterator[Job]:
@@ -85,7 +103,11 @@ def _ordered(jobs: list[Job]) -> Iterator[Job]:
 
 
 def _blocked(job: Job, pending: Iterable[Job]) -> bool:
-    return any(other.seed == job.seed and other.part.name in job.part.needs for other in pending)
+    return any(
+        (other.seed == job.seed and other.part.name in job.part.needs)
+        or (other.seed == job.like and other.part.name == job.part.name)
+        for other in pending
+    )
 
 
 def in_parallel(setting: RunSetting, directory: Path, jobs: list[Job], workers: int, display: Display) -> Iterator[Job]:

@@ -50,7 +50,10 @@ def run(setting: RunSetting, display: Display | None = None) -> Path:
             dist.broadcast_object_list(everyone)
             setting = dataclasses.replace(setting, seeds=everyone[0])
         assert setting.seeds is not None
-        jobs = [Job(part, seed) for seed in setting.seeds for part in parts]
+        first = setting.seeds[0]
+        jobs = [
+            Job(part, seed, None if part.seeded or seed == first else first) for seed in setting.seeds for part in parts
+        ]
         with display.of(experiment, len(jobs)):
             for job in _undone(jobs, directory, display):
                 _forget_unresumable(directory / job.folder)

@@ -45,10 +45,11 @@ class RunSetting:
 
 
 class Job(NamedTuple):
-    """One part for one seed."""
+    """One part for one seed; ``like`` is the seed whose records it takes, if the seed does not matter."""
 
     part: Part
     seed: int
+    like: int | None = None
 
     @property
     def folder(self) -> Path:

@@ -12,8 +12,8 @@ from ...solvers.linear import conjugate_gradient
 
 __all__ = ["Fidelity", "in_full", "tight_constant", "tightness"]
 
-# Conjugate gradient iterations of a proximal step if it has no closed form.
-_ROUNDS = 8
+# Conjugate gradient iterations of a proximal step if it has no closed form, and the most of an accurate one.
+_ROUNDS, _MOST = 8, 300
 # The largest relative error of ΦᵀΦΦᵀ = Φᵀ of an operator that is taken for a partial isometry.
 _TIGHT = 1e-3
 
@@ -36,6 +36,7 @@ class Fidelity:
         tight: c if :math:`\Phi^\top\Phi` is c times a projection, else None.
         norm_sq: A bound on :math:`\|\Phi\|^2`.
         datafit: The loss of one measurement.
+        accurate: Whether proximal steps are solved up to rounding.
     """
 
     operator: LinearOperator
@@ -44,18 +45,20 @@ class Fidelity:
     tight: float | None
     norm_sq: float
     datafit: Datafit = Quadratic()  # noqa: RUF009 -- frozen
+    accurate: bool = False
 
     @property
     def quadratic(self) -> bool:
         """Whether the loss is a square, with a prox of its own."""
         return isinstance(self.datafit, Quadratic)
 
-    def step(self, v: Tensor, size: float | Tensor) -> Tensor:
-        """The prox at this step; for losses other than the square, the step of its linearisation."""
+    def step(self, v: Tensor, size: float | Tensor, x0: Tensor | None = None) -> Tensor:
+        """The prox at this step, from ``x0`` where it is iterative; for losses other than the square, the step of its
+        linearisation."""
         if not self.quadratic:
             assert self.weight is not None
             scaled = self.weight * size
-            return v - scaled / (1 + scaled * self._curvature()) * self._slope(v)
+            return v - scaled / (1 + scaled * self.curvature) * self.slope(v)
         if self.tight is not None:
             correction = self.operator.adjoint(self.y - self.operator.apply(v))
             if self.weight is None:
@@ -69,7 +72,11 @@ class Fidelity:
             return x + scaled * self.operator.adjoint(self.operator.apply(x))
 
         target = v + scaled * self.operator.adjoint(self.y)
-        return conjugate_gradient(system, target, _ROUNDS, x0=v, sample_dims=3)
+        start = v if x0 is None else x0
+        if self.accurate:
+            rounding = 10 * torch.finfo(target.dtype).eps
+            return conjugate_gradient(system, target, _MOST, x0=start, sample_dims=3, tol=rounding)
+        return conjugate_gradient(system, target, _ROUNDS, x0=start, sample_dims=3)
 
     def gradient_step(self, x: Tensor, slope: Tensor, smoothness: float) -> tuple[Tensor, float]:
         """A step from x, given the gradient of the regulariser, that lowers the objective by at least the returned
@@ -77,19 +84,27 @@ class Fidelity:
         if self.tight is not None and self.quadratic:
             return self.step(x - slope / smoothness, 1 / smoothness), smoothness / 2
         assert self.weight is not None
-        total = smoothness + float(self.weight.detach()) * self._curvature()
-        return x - (slope + self.weight * self._slope(x)) / total, total / 2
+        total = smoothness + float(self.weight.detach()) * self.curvature
+        return x - (slope + self.weight * self.slope(x)) / total, total / 2
 
     def forward_step(self, v: Tensor, slope: Tensor, smoothness: float) -> Tensor:
-        """The step of an accelerated method from v, given the gradient of the regulariser there."""
+        """The step of an accelerated method from v, given the gradient of the regulariser there.
+
+        Without a closed form, conjugate gradients begin at v, where their residual is the gradient g of the objective
+        over −L. Their first iteration lowers the quadratic by at least ‖g‖²/(2L²‖H‖), H the matrix of the system, and
+        the others do not raise it. So a step of length d has ‖g‖ ≤ 2L‖H‖d: where the steps vanish, the gradient does.
+        """
         if self.quadratic:
-            return self.step(v - slope / smoothness, 1 / smoothness)
+            return self.step(v - slope / smoothness, 1 / smoothness, v)
         return self.gradient_step(v, slope, smoothness)[0]
 
-    def _slope(self, x: Tensor) -> Tensor:
+    def slope(self, x: Tensor) -> Tensor:
+        """The gradient of the sum of losses, without its weight."""
         return self.operator.adjoint(self.datafit.gradient(self.operator.apply(x), self.y))
 
-    def _curvature(self) -> float:
+    @property
+    def curvature(self) -> float:
+        """A bound on the curvature of the sum of losses, without its weight."""
         return float(self.datafit._constant_curvature(self.y)) * self.norm_sq
 
     def value(self, x: Tensor) -> Tensor:

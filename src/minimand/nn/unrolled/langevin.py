@@ -5,8 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...arguments import checked
 from ...errors import CapabilityError, OptionError, require_positive
 from ...solvers.base import require_count
+from ...solvers.implicit import full_precision
 from ...solvers.iterate import iterate
 from .ridgenet import RidgeNet
 
@@ -28,6 +30,7 @@ class _Moments(NamedTuple):
     taken: int
 
 
+@checked
 @torch.no_grad()
 def langevin(
     net: RidgeNet,
@@ -45,7 +48,8 @@ def langevin(
               x \leftarrow x - \eta\nabla U(x) + \sqrt{2\eta}\,\xi, \quad
               \eta = \Bigl(\frac{\|\Phi\|^2}{\sigma^2} + \frac{\|W\|^2}T\Bigr)^{-1} ,
 
-    from the certified minimum. With exponents below one and :math:`\ker W \cap \ker\Phi = 0` the density is proper; a
+    from the certified minimum. A network with another datafit has its loss over :math:`\sigma^2` in the place of the
+    square. With exponents below one and :math:`\ker W \cap \ker\Phi = 0` the density is proper; a
     network of the guarantee ``"descent"`` is refused, because its density has no integral. The step is certified for
     descent. The samples have a bias of the order of the step, since no step is rejected, and nothing is proved about
     how fast they mix. The network was trained for its minimum, not for this density: fit ``temperature`` so that
@@ -78,18 +82,19 @@ def langevin(
         )
     for name, count in (("samples", samples), ("burn", burn), ("thin", thin)):
         require_count(name, count)
+    if samples < 2:
+        raise OptionError(f"a standard deviation needs at least 2 samples, got {samples}")
     if temperature is not None:
         require_positive("temperature", temperature)
     fidelity, regularizer = net.fidelity(y), net.regularizer()
     assert fidelity.weight is not None
     heat = float(fidelity.weight) * net.noise**2 if temperature is None else float(temperature)
     precision = 1 / net.noise**2
-    step = 1 / (fidelity.norm_sq * precision + net.smoothness(fidelity.operator) / heat)
+    step = 1 / (fidelity.curvature * precision + net.smoothness(fidelity.operator) / heat)
 
     def move(state: _Moments, k: int) -> _Moments:
         x = state.x
-        residual = fidelity.operator.apply(x) - fidelity.y
-        slope = precision * fidelity.operator.adjoint(residual) + regularizer.gradient(x) / heat
+        slope = precision * fidelity.slope(x) + regularizer.gradient(x) / heat
         noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
         x = x - step * slope + (2 * step) ** 0.5 * noise
         if k < burn or (k - burn) % thin:
@@ -101,5 +106,6 @@ def langevin(
 
     start = net.descended(y).x
     zero = torch.zeros_like(start)
-    found = iterate(move, _Moments(start, zero, zero, 0), burn + thin * (samples - 1) + 1)[0]
-    return Posterior(found.mean, (found.squares / max(1, found.taken - 1)).sqrt(), found.taken)
+    with full_precision(start):
+        found = iterate(move, _Moments(start, zero, zero, 0), burn + thin * (samples - 1) + 1)[0]
+    return Posterior(found.mean, (found.squares / (found.taken - 1)).sqrt(), found.taken)

@@ -31,6 +31,7 @@ from .ridgesetup import (
     given_start,
     in_full_precision,
     refuse_exact,
+    refuse_other_range,
     refuse_traced,
 )
 from .sensor import Sensor
@@ -158,6 +159,7 @@ class RidgeNet(Sealed, nn.Module):
         if fixed is not None:
             self.to(fixed.device, fixed.dtype)
         self._bounds: dict[Any, Any] = {}
+        self.register_load_state_dict_pre_hook(refuse_other_range)
 
     # The objective
 
@@ -256,18 +258,19 @@ class RidgeNet(Sealed, nn.Module):
             x, before = state
             v = x + momenta[k] * (x - before)
             slope = regularizer.scaled(widths[k]).gradient(v)
-            return fidelity.step(v - steps[k] * slope, steps[k]), x
+            return fidelity.step(v - steps[k] * slope, steps[k], v), x
 
         return iterate(phase, (first, first), self.phases)[0]
 
     def _tail(self, fidelity: Fidelity, regularizer: RidgeRegularizer, count: int) -> Tensor:
         """Phases and ``count`` further iterations without derivatives, then a few with them."""
+        require_count("tail", count)
 
         def accelerated(state: tuple[Tensor, Tensor, Tensor], k: int) -> tuple[Tensor, Tensor, Tensor]:
             x, before, weight = state
             following = fista_weight(weight)
             v = x + (weight - 1) / following * (x - before)
-            return fidelity.step(v - regularizer.gradient(v), 1.0), x, following
+            return fidelity.step(v - regularizer.gradient(v), 1.0, v), x, following
 
         with constant():
             x, _ = self._phases(fidelity, regularizer)
@@ -280,10 +283,7 @@ class RidgeNet(Sealed, nn.Module):
         start without derivatives. Training alternates both in its second half (:class:`RidgeTrainer`)."""
         _check_target(target)
         fidelity, regularizer = self.fidelity(y), self.regularizer()
-        if tail:
-            x = self._tail(fidelity, regularizer, tail)
-        else:
-            x, _ = self._phases(fidelity, regularizer)
+        x = self._tail(fidelity, regularizer, tail) if tail else self._phases(fidelity, regularizer)[0]
         if target.numel() != x.numel() or len(target) != len(x):
             raise ShapeError(f"the target has shape {tuple(target.shape)}, but the reconstruction {tuple(x.shape)}")
         return F.mse_loss(x, widened(target).reshape(x.shape))
@@ -312,8 +312,8 @@ class RidgeNet(Sealed, nn.Module):
         """
         require_positive("tol", tol, zero=True)
         require_count("iterations", iterations)
-        refuse_traced(y)
         fidelity, regularizer = self.fidelity(y), self.regularizer()
+        refuse_traced(y)
         if x0 is None:
             x, _ = self._phases(fidelity, regularizer)
         else:

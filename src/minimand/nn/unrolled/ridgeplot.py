@@ -22,7 +22,8 @@ def drawn(net: "RidgeNet") -> Any:
     weight, potential = regularizer.weight[order].double().cpu(), regularizer.potential
     figure, axes = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained", width_ratios=(1.3, 1, 1))
     axes[0].imshow(_mosaic(weight[:, 0]), cmap="PuOr", vmin=-1, vmax=1)
-    axes[0].set_title(f"{len(order)} filters by their norm, each scaled to one")
+    part = ", first channel" if weight.shape[1] > 1 else ""
+    axes[0].set_title(f"{len(order)} filters by their norm, each scaled to one{part}")
     axes[0].set_axis_off()
     t = torch.linspace(-0.1, 0.1, 401, dtype=torch.float64)
     scale, exponent = regularizer.scale.double().cpu(), regularizer.exponent.double().cpu()
@@ -30,12 +31,14 @@ def drawn(net: "RidgeNet") -> Any:
         single = type(potential)(float(scale[c]), float(exponent[c]))
         axes[1].plot(t, single.values(t), color=plt.cm.viridis(rank / max(1, len(order) - 1)), linewidth=0.8)
     axes[1].set(title="potentials, dark: largest filters", xlabel="feature t", ylabel="ψ(t)")
-    axes[2].scatter(scale, exponent, s=14 + 60 * (norms / norms.max()).cpu().numpy(), color="#0072B2", alpha=0.7)
+    area = 14 + 60 * (norms / norms.max()).cpu().numpy()
+    axes[2].scatter(scale.log10(), exponent, s=area, color="#0072B2", alpha=0.7)
     low, high = net.exponents
     axes[2].axhline(high, color="#D55E00", linewidth=1, label=f"limit of “{net.guarantee}”")
     axes[2].axhline(0.5, color="#999999", linewidth=1, linestyle="--", label="convex below")
-    axes[2].set(title="larger dots: larger filters", xlabel="scale s", ylabel="exponent p", xscale="log")
+    axes[2].set(title="larger dots: larger filters", xlabel="log₁₀ of the scale s", ylabel="exponent p")
     axes[2].set_ylim(low, 1.05 * high)
+    axes[2].locator_params(axis="x", nbins=5)
     axes[2].legend(loc="lower right", fontsize=8)
     for axis in axes[1:]:
         axis.grid(alpha=0.3)

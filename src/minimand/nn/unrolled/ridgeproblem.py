@@ -44,7 +44,7 @@ class DataTerm(Function):
     coupled = 3
 
     def __init__(self, fidelity: Fidelity) -> None:
-        self.fidelity = fidelity
+        self.fidelity = dataclasses.replace(fidelity, accurate=True)
 
     def value(self, x: Tensor) -> Tensor:
         """The data term, summed over the batch."""

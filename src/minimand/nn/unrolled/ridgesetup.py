@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ __all__ = [
     "given_start",
     "in_full_precision",
     "refuse_exact",
+    "refuse_other_range",
     "refuse_traced",
 ]
 
@@ -72,6 +73,20 @@ def exponent_range(guarantee: str, exponents: tuple[float, float] | None) -> tup
             f"{tuple(exponents)} is no range inside; narrow it, or choose another guarantee"
         )
     return float(exponents[0]), float(exponents[1])
+
+
+def refuse_other_range(net: Any, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """Raise for the state of a network whose exponents have another range, for which the guarantee is not proved."""
+    own = net.exponents
+    ends = [state.get(f"{prefix}parametrizations.exponent.0.{end}") for end in ("low", "high")]
+    for end, limit in zip(ends, own, strict=True):
+        # Bounds in half precision are rounded.
+        if isinstance(end, Tensor) and not abs(float(end) - limit) <= 0.01 * (own[1] - own[0]):
+            there = ", ".join(f"{round(float(each), 3):g}" for each in ends if isinstance(each, Tensor))
+            raise OptionError(
+                f"the state has exponents in ({there}), but this network, with the guarantee {net.guarantee!r}, in "
+                f"({own[0]:g}, {own[1]:g}); build it with the guarantee and the exponents of the state"
+            )
 
 
 def check_datafit_option(datafit: Datafit, noise: float | None) -> None:

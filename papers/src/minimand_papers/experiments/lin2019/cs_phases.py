@@ -72,7 +72,6 @@ def run(options: CSPhasesOptions, part: str, lab: Lab) -> Iterator[Metrics]:
     net.eval()
     test, pictures = next(iter(images.tests.items()))
     scores = mean_scores(reconstruct, pictures)
-    y, _ = draw()
     yield {
         "epoch": options.epochs,
         "data": images.source,
@@ -80,7 +79,7 @@ def run(options: CSPhasesOptions, part: str, lab: Lab) -> Iterator[Metrics]:
         f"{test}_ssim": scores.ssim,
         "test": scores.psnr,
         "by_phase": _by_phase(net, phi, images),
-        **verdicts(net, y),
+        **verdicts(net, draw),
     }
 
 

@@ -2,10 +2,8 @@
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from minimand.nn import RidgeNet, UnrolledNet, sparse_reconstruction
@@ -13,6 +11,7 @@ from minimand.operators import BlockDCT, BlockSensing, Frame, Wavelet
 from minimand.solvers import FISTA
 
 from ...claims import combine, judge_gain, scale, span
+from ...clock import Stopwatch
 from ...comparing import Difference, difference, mean_std
 from ...context import Lab
 from ...drawing import curves, dots
@@ -30,12 +29,16 @@ from .._reconstruction import (
     standing,
     train,
     training_images,
+    training_minutes,
     tuned,
     verdicts,
 )
 
 CONSTRAINED = " constrained"
 LINEAR, CLASSICAL = "linear start", "classical"
+# Keys of records: processor time of a reconstruction, and RidgeNet's learned phases alone, for equal inference time.
+SECONDS, PHASES = "image_seconds", "_phases"
+TESTS = ("set11", "bsd68", "photographs")
 NETS = (
     "RidgeNet convergent",
     "RidgeNet convex",
@@ -84,8 +87,12 @@ def name(method: str, ratio: float) -> str:
 
 
 def parts(options: CSSet11Options) -> list[Part]:
-    """Every method at every ratio."""
-    return [Part(name(method, ratio)) for method in (LINEAR, CLASSICAL, *options.nets) for ratio in options.ratios]
+    """Every method at every ratio; nothing is random about the controls."""
+    return [
+        Part(name(method, ratio), seeded=method not in (LINEAR, CLASSICAL))
+        for method in (LINEAR, CLASSICAL, *options.nets)
+        for ratio in options.ratios
+    ]
 
 
 def run(options: CSSet11Options, part: str, lab: Lab) -> Iterator[Metrics]:
@@ -114,26 +121,14 @@ def _learned(
     def reconstruct(image: Tensor) -> Tensor:
         return assembled(lambda op, y: net(y), phi, image)
 
-    yield from train(
-        lab, net, crops(images, options, phi), options, lambda: mean_scores(reconstruct, images.validation).psnr
-    )
+    draw = crops(images, options, phi)
+    yield from train(lab, net, draw, options, lambda: mean_scores(reconstruct, images.validation).psnr)
     net.eval()
-    with torch.no_grad():
-        y, _ = crops(images, options, phi)()
-    begin = time.process_time()
     scores = _tested(images, phi, lambda op, y: net(y))
-    # Processor seconds for all test images and the crop, with scoring, which is small.
-    cost = {"test_seconds": round(time.process_time() - begin, 2)}
-    yield {"epoch": options.epochs, **scores, **cost, **verdicts(net, y), **_after_phases(images, phi, net)}
-
-
-def _after_phases(images: ImageSplits, phi: Tensor, net: UnrolledNet | RidgeNet) -> dict[str, float]:
-    """The score of RidgeNet's learned phases alone, for equal inference time."""
-    if not isinstance(net, RidgeNet):
-        return {}
-    test, pictures = next(iter(images.tests.items()))
-    reconstruct = functools.partial(assembled, lambda op, y: net.unrolled(y), phi)
-    return {f"{test}_phases": mean_scores(reconstruct, pictures).psnr}
+    if isinstance(net, RidgeNet):
+        alone = _tested(images, phi, lambda op, y: net.unrolled(y))
+        scores |= {f"{key}{PHASES}": alone[key] for key in (*images.tests, SECONDS)}
+    yield {"epoch": options.epochs, **scores, **verdicts(net, draw)}
 
 
 def _tuned(
@@ -170,11 +165,19 @@ def _tested(
     images: ImageSplits, phi: Tensor, reconstruct: Callable[[BlockSensing, Tensor], Tensor]
 ) -> dict[str, object]:
     found: dict[str, object] = {"data": images.source}
+    spent = []
+
+    def timed(operator: BlockSensing, y: Tensor) -> Tensor:
+        watch = Stopwatch()
+        x = reconstruct(operator, y)
+        spent.append(watch.seconds)
+        return x
+
     for test, pictures in images.tests.items():
-        scores = mean_scores(functools.partial(assembled, reconstruct, phi), pictures)
+        scores = mean_scores(functools.partial(assembled, timed, phi), pictures)
         found |= {test: scores.psnr, f"{test}_ssim": scores.ssim}
     first = next(iter(images.tests.values()))[0]
-    found["test"] = found[next(iter(images.tests))]
+    found |= {"test": found[next(iter(images.tests))], SECONDS: sum(spent) / len(spent)}
     return {**found, "crop": picture(assembled(reconstruct, phi, first))}
 
 
@@ -183,11 +186,11 @@ def _reference(images: ImageSplits) -> dict[str, str]:
 
 
 def compare(results: Results[CSSet11Options]) -> list[Comparison]:
-    """PSNR of each method on each test set."""
+    """PSNR of each method on each test set, the minutes of its training, and the seconds of a reconstruction."""
     rows = []
     for ratio in results.options.ratios:
         for method in (LINEAR, CLASSICAL, *results.options.nets):
-            found = {test: results.final(name(method, ratio), test) for test in ("set11", "bsd68", "photographs")}
+            found = {test: results.final(name(method, ratio), test) for test in TESTS}
             known = {test: values for test, values in found.items() if values}
             for test, measured in (known or {"set11": []}).items():
                 public = PUBLIC.get((method, ratio)) if test == "set11" else None
@@ -197,7 +200,24 @@ def compare(results: Results[CSSet11Options]) -> list[Comparison]:
                     else ""
                 )
                 rows.append(Comparison(f"{test}: {name(method, ratio)}", public, measured, " dB", note=note))
+            rows += _phases(results, name(method, ratio)) + _times(results, name(method, ratio))
     return rows
+
+
+def _phases(results: Results[CSSet11Options], part: str) -> list[Comparison]:
+    """The scores of the learned phases alone."""
+    found = {test: results.final(part, test + PHASES) for test in TESTS}
+    return [Comparison(f"{test}: {part}, phases alone", None, psnr, " dB") for test, psnr in found.items() if psnr]
+
+
+def _times(results: Results[CSSet11Options], part: str) -> list[Comparison]:
+    times = {
+        f"training: {part}": (training_minutes(results, part), " min"),
+        f"an image: {part}": (results.final(part, SECONDS), " s"),
+        f"an image: {part}, phases alone": (results.final(part, SECONDS + PHASES), " s"),
+    }
+    note = "processor time, which depends on other load of the machine"
+    return [Comparison(label, None, values, unit, note=note) for label, (values, unit) in times.items() if values]
 
 
 def plots(results: Results[CSSet11Options]) -> list[Plot]:
@@ -241,8 +261,21 @@ def findings(results: Results[CSSet11Options]) -> Sequence[str | Difference]:
             free = net.removesuffix(CONSTRAINED)
             if free != net and free in results.options.nets:
                 sentences.append(difference(results, part, name(free, ratio), unit=" dB"))
+            if net.startswith("RidgeNet"):
+                sentences += _against_free(results, net, ratio)
     parts = [name(net, ratio) for ratio in results.options.ratios for net in results.options.nets]
     return [*sentences, *standing(results, parts)]
+
+
+def _against_free(results: Results[CSSet11Options], net: str, ratio: float) -> list[Difference]:
+    """RidgeNet against the free networks on every test set, after about as many minutes of training."""
+    others = [other for other in results.options.nets if not other.startswith("RidgeNet") and CONSTRAINED not in other]
+    measured = [test for test in TESTS if results.final(name(net, ratio), test)]
+    return [
+        difference(results, name(net, ratio), name(other, ratio), test, unit=" dB", quantity=test)
+        for other in others
+        for test in measured or ["test"]
+    ]
 
 
 def claims(results: Results[CSSet11Options]) -> list[Claim]:

@@ -27,6 +27,7 @@ from .._reconstruction import (
     resolve,
     standing,
     train,
+    training_minutes,
     tuned,
     verdicts,
 )
@@ -63,7 +64,7 @@ class MRIBrainOptions(UnrolledOptions):
 
 def parts(options: MRIBrainOptions) -> list[Part]:
     """Two controls and the networks."""
-    return [Part(method) for method in (ZERO_FILLED, CLASSICAL, *options.nets)]
+    return [*(Part(method, seeded=False) for method in (ZERO_FILLED, CLASSICAL)), *map(Part, options.nets)]
 
 
 def slices(options: MRIBrainOptions, lab: Lab) -> ImageSplits:
@@ -121,7 +122,7 @@ def run(options: MRIBrainOptions, part: str, lab: Lab) -> Iterator[Metrics]:
 
         yield from train(lab, net, draw, options, lambda: scores(net, images.validation).psnr)
         net.eval()
-        yield {"epoch": options.epochs, **tested(net), **verdicts(net, draw()[0])}
+        yield {"epoch": options.epochs, **tested(net), **verdicts(net, draw)}
 
 
 def compare(results: Results[MRIBrainOptions]) -> list[Comparison]:
@@ -130,6 +131,8 @@ def compare(results: Results[MRIBrainOptions]) -> list[Comparison]:
     for part in (ZERO_FILLED, CLASSICAL, *results.options.nets):
         rows.append(Comparison(f"{part}, PSNR", None, results.final(part, "test"), " dB"))
         rows.append(Comparison(f"{part}, SSIM", None, results.final(part, "test_ssim"), digits=4))
+        if minutes := training_minutes(results, part):
+            rows.append(Comparison(f"{part}, training", None, minutes, " min", note="processor time"))
     return rows
 
 
@@ -149,6 +152,10 @@ def findings(results: Results[MRIBrainOptions]) -> Sequence[str | Difference]:
     sentences: list[str | Difference] = []
     for net in results.options.nets:
         sentences.append(difference(results, net, CLASSICAL, unit=" dB"))
+    nets = results.options.nets
+    ridge = [net for net in nets if net.startswith("RidgeNet")]
+    free = [net for net in nets if net not in ridge and "constrained" not in net]
+    sentences += [difference(results, net, other, unit=" dB") for net in ridge for other in free]
     return [*sentences, *standing(results, results.options.nets)]
 
 

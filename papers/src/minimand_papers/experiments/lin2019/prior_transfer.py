@@ -69,7 +69,7 @@ def _prior(sigma: float) -> str:
 def parts(options: PriorTransferOptions) -> list[Part]:
     """The control for all tasks, one network a task, and the denoisers."""
     retrained = [f"{RETRAINED}, {task}" for task in options.tasks]
-    return [Part(name) for name in (CLASSICAL, *retrained, *map(_prior, options.sigmas))]
+    return [Part(CLASSICAL, seeded=False), *map(Part, (*retrained, *map(_prior, options.sigmas)))]
 
 
 def run(options: PriorTransferOptions, part: str, lab: Lab) -> Iterator[Metrics]:
@@ -172,8 +172,8 @@ experiment = Experiment(
     ),
     presets={
         "smoke": Preset(SMOKE, (0,), 0.1),
-        "laptop": Preset(PriorTransferOptions(epochs=6), (0, 1, 2), 240),
-        "paper": Preset(PriorTransferOptions(epochs=60, steps=1000), (0, 1, 2), 9000),
+        "laptop": Preset(PriorTransferOptions(epochs=6, ridge_share=1.0), (0, 1, 2), 240),
+        "paper": Preset(PriorTransferOptions(epochs=60, steps=1000, ridge_share=1.0), (0, 1, 2), 9000),
     },
     parts=parts,
     run=run,
