@@ -253,7 +253,7 @@ class RowAccumulator:
         if count == 0:
             return
         stores, few = self.stores(count), self._few(count)
-        self.count, self.inputs = self.count + count, self.inputs + x.sum(dtype=torch.float64)
+        self.count, self.inputs = self.count + count, self.inputs + x.sum(dtype=torch.float32)
         self.metric = None
         if stores or (few and self.updates()):
             a = to_working_precision(self.map.rows(x))
@@ -266,7 +266,8 @@ class RowAccumulator:
         elif not few and self.updates():
             before, self.a = (self.gram, self.a), None
             self.gram = self._sum(x, count, *before)
-            if options.method != "cg" and self.trains_weight and not self._step_metric(options).accurate():
+            metric = self._step_metric(options) if options.method != "cg" and self.trains_weight else None
+            if isinstance(metric, _Metric) and not metric.accurate():
                 self.cache.wide = True
                 self.gram, self.metric = self._sum(x, count, *before), None
 
