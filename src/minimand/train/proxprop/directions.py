@@ -310,8 +310,10 @@ class RowAccumulator:
         """
         found, own, a, shift = fingerprint(gradient), self.mark, self.a, self._ridge(options)
         scale = float(torch.nan_to_num((found.double() @ own.double()) / own.double().square().sum()))
-        size = torch.linalg.vector_norm(gradient[0], dim=1) + found.abs()
-        if bool(((found - scale * own).abs() <= _EQUAL * torch.finfo(found.dtype).eps * size).all()):
+        apart, unit, small = (found - scale * own).abs(), _EQUAL * torch.finfo(found.dtype).eps, found.abs()
+        # Gradients that nobody touched pass the first test, which needs no norms.
+        sizes = (lambda: small, lambda: small + torch.linalg.vector_norm(gradient[0], dim=1))
+        if any(bool((apart <= unit * size()).all()) for size in sizes):
             return self._dual(scale, options, gradient)
         whole = torch.cat(gradient, 1)
         if options.method == "cg":
@@ -327,7 +329,7 @@ class RowAccumulator:
         c, a = (self.delta if scale == 1 else self.delta * scale).mT, self.a
         if options.method == "cg":
             c = self._dual_conjugate(c, options)
-        elif len(c) <= 1.5 * a.shape[1]:
+        elif len(c) <= a.shape[1]:
             c = self._solve(c, options)
         else:  # the side with fewer columns
             a = self._solve(a.mT, options).mT
