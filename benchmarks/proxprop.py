@@ -97,7 +97,9 @@ def _held(name: str, model: nn.Module, x: Tensor, options: dict[str, Any]) -> Ro
     F.cross_entropy(model(x), torch.randint(10, (len(x),))).backward()
     parts: dict[int, int] = {}
     for rows in (layer.rows for layer in prox._units.values() if layer.rows is not None):
-        for tensor in (t for t in (rows.a, rows.delta, rows.gram) if t is not None):
+        factor = vars(rows.metric).get("_factor") if rows.metric is not None else None
+        tensors = (rows.a, rows.delta, rows.gram, factor and factor.factor)
+        for tensor in (t for t in tensors if t is not None):
             parts[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
     prox.detach()
     own = sum(p.numel() * p.element_size() for p in model.parameters())

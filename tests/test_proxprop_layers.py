@@ -239,16 +239,17 @@ def test_a_linear_layer_caches_its_gram(rows):
     prox.detach()
 
 
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"method": "cg", "cg_iters": 30}])
-def test_few_rows_are_cached_by_their_largest_eigenvalues(options):
+def test_few_rows_are_cached_by_their_largest_eigenvalues(options, bias):
     """Kept: ``rank`` eigenpairs of the mean; all other directions have the mean of the rows' other eigenvalues."""
     torch.manual_seed(0)
-    net = nn.Linear(9, 3).double()
+    net = nn.Linear(9, 3, bias=bias).double()
     prox, optimizer = _start(net, gram=CachedGram(every=2, decay=0.25, rank=2), **options)
     old, rest = None, 0.0
     for step in range(5):
         x = torch.randn(4 + step, 9, dtype=torch.float64)
-        A = torch.cat([x, x.new_ones(len(x), 1)], 1)
+        A = torch.cat([x, x.new_ones(len(x), 1)], 1) if bias else x.clone()
         if step % 2 == 0:
             mean = A.T @ A / len(A) if old is None else 0.75 * A.T @ A / len(A) + 0.25 * old
             sizes, vectors = torch.linalg.eigh(mean)
@@ -260,11 +261,11 @@ def test_few_rows_are_cached_by_their_largest_eigenvalues(options):
         other = copy.deepcopy(net)
         other.zero_grad()
         _loss(other(x)).backward()
-        G = torch.cat([other.weight.grad, other.bias.grad[:, None]], 1)
+        G = torch.cat([p.grad.reshape(3, -1) for p in other.parameters()], 1)
         optimizer.step()
-        eye = torch.eye(10, dtype=torch.float64)
+        eye = torch.eye(9 + bias, dtype=torch.float64)
         D = torch.linalg.solve(len(x) * (old + rest * (eye - V @ V.T)) + eye / TAU, G.T).T
-        torch.testing.assert_close(torch.cat([net.weight.grad, net.bias.grad[:, None]], 1), D)
+        torch.testing.assert_close(torch.cat([p.grad.reshape(3, -1) for p in net.parameters()], 1), D)
     prox.detach()
 
 

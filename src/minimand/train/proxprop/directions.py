@@ -234,12 +234,14 @@ class RowAccumulator:
         self.renewed: dict[str, Any] = {}
 
     def stores(self, count: int) -> bool:
-        """Whether with ``count`` more rows there are fewer than columns, so that they are stored."""
-        return self._cached is None and self._few(count)
+        """Whether with ``count`` more rows there are fewer than columns, so that they are stored with their δ."""
+        options = self.shared.options
+        return self._few(count) and (self._cached is None or (options.fused and options.method != "cg"))
 
     def _few(self, count: int) -> bool:
         dual = self.trains_weight and self.gram is None and self.map.dual and not self.shared.distributed
-        return dual and 0 < self.count + count < sum(self.sizes)
+        low = self._cached is None or self.cache.mean is None or self.cache.mean.dim() == 2
+        return dual and low and 0 < self.count + count < sum(self.sizes)
 
     def updates(self) -> bool:
         """Whether the rule needs a new Gram matrix at this step."""
@@ -250,11 +252,10 @@ class RowAccumulator:
         count = self.map.count(delta)
         if count == 0:
             return
-        stores, mean = self.stores(count), self.cache.mean
-        low = self._cached is not None and self._few(count) and (mean is None or mean.dim() == 2)
-        self.count, self.inputs = self.count + count, self.inputs + x.sum(dtype=torch.float64)
+        stores, few = self.stores(count), self._few(count)
+        self.count, self.inputs = self.count + count, self.inputs + x.sum(dtype=torch.float32)
         self.metric = None
-        if stores or (low and self.updates()):
+        if stores or (few and self.updates()):
             a = to_working_precision(self.map.rows(x))
             a = torch.cat([a, a.new_ones(count, 1)], 1) if self.ones else a
             self.a = a if self.a is None else torch.cat([self.a, a])
@@ -262,10 +263,11 @@ class RowAccumulator:
                 delta = to_working_precision(self.map.deltas(delta))
                 self.delta = delta if self.delta is None else torch.cat([self.delta, delta])
                 self.mark = mark if self.mark is None else self.mark + mark
-        elif not low and self.updates():
+        elif not few and self.updates():
             before, self.a = (self.gram, self.a), None
             self.gram = self._sum(x, count, *before)
-            if options.method != "cg" and self.trains_weight and not self._step_metric(options).accurate():
+            metric = self._step_metric(options) if options.method != "cg" and self.trains_weight else None
+            if isinstance(metric, _Metric) and not metric.accurate():
                 self.cache.wide = True
                 self.gram, self.metric = self._sum(x, count, *before), None
 
@@ -286,10 +288,14 @@ class RowAccumulator:
         """The direction of a gradient; None is the gradient δᵀA of stored rows. It may overwrite the gradient."""
         if self.a is not None and self._cached is None:
             return self._dual(1.0, options) if gradient is None else self._received(gradient, options)
-        assert gradient is not None
         metric = self._step_metric(options)
         if isinstance(metric, _LowRank):
-            return metric.direction(gradient, options)
+            if gradient is not None:
+                return metric.direction(gradient, options)
+            # δᵀA times the inverse: that of the rows costs little.
+            rows = self.a if self.ones else self.a.clone()
+            return [self.delta.mT @ part for part in metric.direction(list(rows.split(self.sizes, 1)), options)]
+        assert gradient is not None
         whole = torch.cat(gradient, 1) if len(gradient) > 1 else gradient[0]
         whole = whole.unflatten(0, (self.map.groups, -1))
         made = metric.direction(whole, options)
@@ -304,8 +310,10 @@ class RowAccumulator:
         """
         found, own, a, shift = fingerprint(gradient), self.mark, self.a, self._ridge(options)
         scale = float(torch.nan_to_num((found.double() @ own.double()) / own.double().square().sum()))
-        size = torch.linalg.vector_norm(gradient[0], dim=1) + found.abs()
-        if bool(((found - scale * own).abs() <= _EQUAL * torch.finfo(found.dtype).eps * size).all()):
+        apart, unit, small = (found - scale * own).abs(), _EQUAL * torch.finfo(found.dtype).eps, found.abs()
+        # Gradients that nobody touched pass the first test, which needs no norms.
+        sizes = (lambda: small, lambda: small + torch.linalg.vector_norm(gradient[0], dim=1))
+        if any(bool((apart <= unit * size()).all()) for size in sizes):
             return self._dual(scale, options, gradient)
         whole = torch.cat(gradient, 1)
         if options.method == "cg":
@@ -321,7 +329,7 @@ class RowAccumulator:
         c, a = (self.delta if scale == 1 else self.delta * scale).mT, self.a
         if options.method == "cg":
             c = self._dual_conjugate(c, options)
-        elif len(c) <= 1.5 * a.shape[1]:
+        elif len(c) <= a.shape[1]:
             c = self._solve(c, options)
         else:  # the side with fewer columns
             a = self._solve(a.mT, options).mT
@@ -362,7 +370,7 @@ class RowAccumulator:
     def _renewed(self, rule: CachedGram, cache: GramCache, tau: Tau) -> _Metric | _LowRank:
         """The metric from the cache and the rows of this step, if it needs them."""
         metric, mean, rest, count = cache.metric, cache.mean, cache.rest, max(self.count, 1)
-        if self.a is not None:
+        if self.a is not None and self.updates():
             metric, (mean, rest) = None, _truncated(self.a / count**0.5, mean, rest, rule)
             mean = mean.to(self.a.dtype)
         elif self.gram is not None:
