@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from minimand.adjoints import Checkpoint
-from minimand.nn import SolverConv1d, SolverConv2d, SolverLayer, SolverLinear
+from minimand.nn import RidgeNet, SolverConv1d, SolverConv2d, SolverLayer, SolverLinear
 from minimand.norms import tracker as tracking
-from minimand.operators import Conv2d, Dense, LipschitzTracker
+from minimand.operators import Conv2d, Dense, LipschitzTracker, orthonormal_gaussian
 from minimand.solvers import FISTA, SVRG, ProxGD, ProxSG, Sample
 from minimand.solvers.sampling import Nice, Request
 from minimand.train import ProxProp
@@ -326,3 +326,25 @@ raise SystemExit(os.waitpid(child, 0)[1])
     paths = os.pathsep.join([str(Path(__file__).parents[1] / "src"), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": paths}
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", source], env=environment).returncode == 0
+
+
+def test_reconstructions_while_the_filters_are_replaced() -> None:
+    """Every result is that of one of the filters, with the bound of these."""
+    torch.manual_seed(0)
+    net, y = RidgeNet(orthonormal_gaussian(6, 25), 2, 8, 3, noise=0.1).eval(), torch.rand(2, 6)
+    banks = [net.filters.detach(), *(torch.randn_like(net.filters) for _ in range(2))]
+    answers, turns = [], itertools.count()
+    for bank in banks:
+        fresh = copy.deepcopy(net)
+        fresh.filters = nn.Parameter(bank.clone())
+        answers.append(fresh.solve(y))
+
+    def work(number: int) -> None:
+        for _ in range(5):
+            if number < 2:
+                net.filters = nn.Parameter(banks[next(turns) % len(banks)].clone())
+            found = net.solve(y)
+            (answer,) = (a for a in answers if (a.x - found.x).abs().max() <= 1e-3 * a.x.abs().max())
+            assert float(found.optimality) == pytest.approx(float(answer.optimality), rel=0.1)
+
+    _in_threads(work)

@@ -38,7 +38,14 @@ class _Growth(NamedTuple):
     polar: Polar
     certificate: Certificate
     rounds: list[tuple[float, int, float]]
-    converged: bool
+    #: Whether a neuron that would lower the objective is known.
+    improvable: bool
+
+    @property
+    def settled(self) -> bool:
+        """Whether neither descent nor a neuron is known to lower the objective."""
+        certified = self.certificate.status is Status.CERTIFIED
+        return certified or not (self.improvable or len(self.neurons.W))
 
 
 @dataclass(eq=False, repr=False)
@@ -232,21 +239,22 @@ class ParallelReLU(MultiOutputMixin, RegressorMixin, BaseEstimator):
         polar = polar_of(X, R, self.polar, torch.cat([random, rows, -rows, neurons.W]))
         certificate = judge_relu(X, Y, *neurons, lam, polar, self.tol, loss)
         record = (objective(X, Y, *neurons, lam, loss), len(neurons.W), certificate.relative_gap)
-        converged = certificate.status is Status.CERTIFIED or polar.lower <= lam * (1 + 1e-9)
-        return _Growth(neurons, polar, certificate, [*rounds, record], converged)
+        improvable = polar.lower > lam * (1 + 1e-9)
+        return _Growth(neurons, polar, certificate, [*rounds, record], improvable)
 
     def _finished(self, state: _Growth) -> bool:
-        if state.converged:
+        if state.settled:
             return True
         full = self.max_neurons is not None and len(state.neurons.W) >= self.max_neurons
         before = state.rounds[-2][0] if len(state.rounds) > 1 else float("inf")
-        # A round without gain would repeat forever. After an inexact polar small gains do not justify further rounds.
-        least = 1e-12 if state.polar.exact else 0.1 * self.tol
-        return full or before - state.rounds[-1][0] <= least * abs(before)
+        # A round without gain would repeat forever. After an inexact polar, and where no neuron is to be added but the
+        # descent has not converged, small gains do not justify further rounds.
+        least = 1e-12 if state.polar.exact and state.improvable else 0.1 * self.tol
+        return (full and state.improvable) or before - state.rounds[-1][0] <= least * abs(before)
 
     def _round(self, data: ReluData, state: _Growth, generator: torch.Generator) -> _Growth:
         """Append the polar's directions and descend; keep the network with the lowest objective."""
-        if state.converged:
+        if state.settled:
             return state
         (X, Y, lam), loss = data, LOSSES[self.loss]
         best = state.neurons

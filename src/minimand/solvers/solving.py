@@ -70,7 +70,9 @@ def solve(
             the problem, and named with the reason in ``Solution.solver``; ``tol`` is then 1e-6, or 1e-5 in single
             precision, unless it is given.
         x0: The start; None is zero.
-        adjoint: The rule for gradients through the solve.
+        adjoint: The rule for gradients through the solve. Those of ``Unroll()`` are of the iterations that were made:
+            where a tolerance ended them, they are less accurate than the solution. ``Implicit()`` differentiates the
+            minimiser.
         tol: Stop once the duality gap is at most ``tol`` times the absolute value of the objective at the start, or,
             where no gap is known, the optimality measure at most ``tol`` times its value at the start. Samples that
             have converged are no longer computed, unless the iterations are differentiated.

@@ -219,10 +219,8 @@ class RidgeNet(Sealed, nn.Module):
         gradients reach y; the parameters of the network are constants.
         """
         if self.guarantee != "convex":
-            raise CapabilityError(
-                f"a problem is convex, and this network has the guarantee {self.guarantee!r}; use net.solve(y), or "
-                f'build it with guarantee="convex"'
-            )
+            text = f"a problem is convex, and this network has the guarantee {self.guarantee!r}; use net.solve(y), or "
+            raise CapabilityError(text + 'build it with guarantee="convex"')
         return problem_of(self.regularizer(), self.fidelity(y))
 
     def _tightness(self, operator: LinearOperator) -> float | None:
@@ -310,16 +308,19 @@ class RidgeNet(Sealed, nn.Module):
             iterations: The largest number of iterations.
             x0: The start (B, C, H, W), projected onto the constraint; None: the learned phases.
         """
+        return self._minimum(y, tol, iterations, x0)[0]
+
+    def _minimum(
+        self, y: Tensor, tol: float, iterations: int, x0: Tensor | None
+    ) -> tuple[Descended, Fidelity, RidgeRegularizer]:
+        """The certified iterations and their objective: parameters are read once, because threads may replace them."""
         require_positive("tol", tol, zero=True)
         require_count("iterations", iterations)
         fidelity, regularizer = self.fidelity(y), self.regularizer()
         refuse_traced(y)
-        if x0 is None:
-            x, _ = self._phases(fidelity, regularizer)
-        else:
-            x = given_start(x0, fidelity)
-            x = x if fidelity.weight is not None else fidelity.step(x, 1.0)
-        return descend(regularizer, fidelity, x, self.smoothness(fidelity.operator), iterations, tol)
+        x = self._phases(fidelity, regularizer)[0] if x0 is None else given_start(x0, fidelity)
+        bound = self.smoothness(fidelity.operator, regularizer)
+        return descend(regularizer, fidelity, x, bound, iterations, tol), fidelity, regularizer
 
     @in_full_precision
     @torch.no_grad()
@@ -329,9 +330,8 @@ class RidgeNet(Sealed, nn.Module):
         ``objective`` is summed over the batch in float64, ``optimality`` is the largest norm of the gradient mapping,
         ``iterations`` the largest number over the samples. The arguments are those of :meth:`descended`.
         """
-        found = self.descended(y, tol=tol, iterations=iterations, x0=x0)
-        fidelity, regularizer = self.fidelity(y), self.regularizer()
-        smoothness = self.smoothness(fidelity.operator)
+        found, fidelity, regularizer = self._minimum(y, tol, iterations, x0)
+        smoothness = self.smoothness(fidelity.operator, regularizer)
         moved, half = fidelity.gradient_step(found.x, regularizer.gradient(found.x), smoothness)
         norms = 2 * half * torch.linalg.vector_norm(widened(moved - found.x).flatten(1), dim=1)
         return Solution(
@@ -344,13 +344,13 @@ class RidgeNet(Sealed, nn.Module):
             solver=Choice(FISTA(iterations), "with the safeguard of Li and Lin, which proves descent"),
         )
 
-    def smoothness(self, operator: LinearOperator) -> float:
+    def smoothness(self, operator: LinearOperator, regularizer: RidgeRegularizer | None = None) -> float:
         r"""The certified bound on :math:`\|W\|^2` for the images of an operator; computed again when W changes."""
         height, width = operator.input_shape[-2:]
-        weight = self.regularizer().weight.detach()
-        known = self._bounds.get((height, width))
+        regularizer = self.regularizer() if regularizer is None else regularizer
+        weight, known = regularizer.weight.detach(), self._bounds.get((height, width))
         if known is None or known[0].device != weight.device or not torch.equal(known[0], weight):
-            known = self._bounds[height, width] = (weight, self.regularizer().smoothness((height, width)))
+            known = self._bounds[height, width] = (weight, regularizer.smoothness((height, width)))
         return float(known[1])
 
     def using(self, phi: Any, *, noise: float | None = None, initial: Tensor | None = None) -> "RidgeNet":

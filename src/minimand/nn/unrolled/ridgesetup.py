@@ -127,13 +127,14 @@ def in_full_precision(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def given_start(x0: Tensor, fidelity: Fidelity) -> Tensor:
-    """A start of the user's, as a batch of images."""
+    """A start of the user's, as a batch of images that satisfy the constraint."""
     require_real("x0", x0)
     require_finite("x0", x0)
     shape = (len(fidelity.y), *fidelity.operator.input_shape)
     if x0.numel() != math.prod(shape):
         raise ShapeError(f"x0 has shape {tuple(x0.shape)}, but the images have {shape}")
-    return x0.reshape(shape).to(fidelity.y)
+    x = x0.reshape(shape).to(fidelity.y)
+    return x if fidelity.weight is not None else fidelity.step(x, 1.0)
 
 
 def cosines(filters: int, inputs: int, size: int) -> Tensor:
