@@ -115,6 +115,18 @@ def test_other_verdicts() -> None:
     assert combine(["not", "not", "reproduced"]) == "not"
 
 
+def test_a_claim_links_to_the_result_that_it_was_judged_by(found: list[Section]) -> None:
+    """Also where an experiment has several results."""
+    for source in SOURCES.values():
+        own = [section for section in found if section.name in source.experiments]
+        table = [line for line in (RESULTS / f"{source.folder}.md").read_text().splitlines() if line.startswith("| [")]
+        judged = {id(claim) for _, claim in claims_of(source, own)}
+        for section in own:
+            for claim in section.claims:
+                if id(claim) in judged:
+                    assert any(f"](#{section.anchor}) |" in line and claim.scale in line for line in table)
+
+
 @pytest.mark.parametrize(("gap", "verdict"), [(99.9, "not"), (0.5, "partly")])
 def test_gaps_of_grown_networks_are_judged_in_per_cent(gap: float, verdict: str) -> None:
     experiment = next(known for known in experiments() if known.name == "grow-alexnet")

@@ -85,10 +85,10 @@ def counts(claims: Sequence[tuple[str, Claim]]) -> str:
 def page_of(source: Publication, found: Sequence[Section]) -> list[Block]:
     """The page of a source."""
     claims = claims_of(source, found)
-    measured = {section.name: section.anchor for section in reversed(found)}
+    anchors = {id(claim): section.anchor for section in found for claim in section.claims}
     rows = [
-        [_linked(claim.text, measured.get(name)), claim.paper, claim.measured, claim.scale, claim.verdict]
-        for name, claim in claims
+        [_linked(claim.text, anchors.get(id(claim))), claim.paper, claim.measured, claim.scale, claim.verdict]
+        for _, claim in claims
     ]
     return [
         Heading(f"Results: {source.short}", 1),
