@@ -1,5 +1,6 @@
 """Read compiled and distributed networks, and read from several threads; run as a process of its own."""
 
+import faulthandler
 import os
 import sys
 import threading
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from minimand.errors import ConversionError
 from minimand.network import read, role
@@ -19,6 +21,18 @@ from .forwards.architectures import GPT, ResNet
 
 def found(network):
     return [(call.path, call.name) for call in network.calls if role(call) in ("linear", "conv")]
+
+
+def alone() -> None:
+    """Start a group of one process that sends nothing: no thread of a backend lives, so none can be waited for."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+
+
+def keep(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Return the gradients as they are: their mean over one process."""
+    mean = torch.futures.Future()
+    mean.set_result(bucket.buffer())
+    return mean
 
 
 def compiled() -> None:
@@ -53,22 +67,22 @@ def compiled() -> None:
 
 def distributed() -> None:
     """A network in DistributedDataParallel, in a group of one."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    alone()
     model = nn.parallel.DistributedDataParallel(ResNet())
+    model.register_comm_hook(None, keep)
     network = read(model, torch.randn(2, 3, 8, 8))
     assert found(network)[0] == ("module.conv1", "conv2d")
     assert network.verify(torch.randn(2, 3, 8, 8))
     assert not network.opaque()
     model(torch.randn(2, 3, 8, 8)).sum().backward()
+    assert all(weight.grad is not None for weight in model.parameters())
 
 
 def sharded() -> None:
     """A network sharded by FSDP, whose gathered weights have no memory after a forward, in a group of one."""
     from torch.distributed.fsdp import fully_shard
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    alone()
     model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(3, 4)
     expected, answer = found(read(model, x)), model(x)
     for layer in (model[0], model[2], model):
@@ -106,8 +120,9 @@ def threads() -> None:
 
 
 if __name__ == "__main__":
+    # A process that hangs says where, and ends before the law's patience does.
+    faulthandler.dump_traceback_later(240, exit=True)
     torch.manual_seed(0)
     {"compiled": compiled, "distributed": distributed, "sharded": sharded, "threads": threads}[sys.argv[1]]()
-    # The group is not closed: gloo may wait for ever while a network in it lives, and torch may abort a process that
-    # ends the ordinary way.
+    # Torch may abort a process with a group that ends the ordinary way.
     os._exit(0)
