@@ -1,7 +1,9 @@
 """Few samples: no regulariser, weight decay, and the norm of the Jacobian."""
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -29,13 +31,14 @@ EVERY = 20
 
 @dataclasses.dataclass(frozen=True)
 class JacobianRegularizerOptions(DigitsOptions):
-    """Fully connected networks on a few digits.
+    """Small networks on a few digits.
 
     Args:
         counts: Numbers of training images; they replace ``samples``.
-        layers: Numbers of layers.
+        layers: Numbers of layers: convolutions before the linear output, or all linear layers of a perceptron.
         losses: "hinge" (multi-class margin) and "CCE" (cross-entropy).
-        width: Width of the hidden layers.
+        network: "convolutional" or "perceptron".
+        width: Channels of the convolutions, or width of the hidden layers of a perceptron.
         epochs: Epochs of training.
         rate: The learning rate, with momentum 0.9; it falls to a tenth for the last third.
         decay: Candidates for the weight of WD.
@@ -45,7 +48,8 @@ class JacobianRegularizerOptions(DigitsOptions):
     counts: tuple[int, ...] = COUNTS
     layers: tuple[int, ...] = (2, 3)
     losses: tuple[str, ...] = ("hinge", "CCE")
-    width: int = 400
+    network: Literal["convolutional", "perceptron"] = "convolutional"
+    width: int = 32
     epochs: int = 60
     rate: float = 1e-2
     decay: tuple[float, ...] = (5e-4, 5e-3, 5e-2)
@@ -79,7 +83,7 @@ def run(options: JacobianRegularizerOptions, part: str, lab: Lab) -> Iterator[Me
     weight = float(value or 0)
     data = options.draw(lab, count)
     x, y = data.train
-    model = perceptron((x.shape[1], *[options.width] * (layers - 1), data.classes)).to(lab.device)
+    model = network(options, x.shape[1], layers, data.classes).to(lab.device)
     optimizer, schedule = descent(model, options.rate, options.epochs, weight if method == "WD" else 0.0)
     criterion = F.multi_margin_loss if loss == "hinge" else F.cross_entropy
     for epoch in lab.epochs(options.epochs, model=model, optimizer=optimizer, schedule=schedule):
@@ -99,7 +103,22 @@ def run(options: JacobianRegularizerOptions, part: str, lab: Lab) -> Iterator[Me
             yield {"epoch": epoch + 1, "loss": total / len(x)}
     splits = {"train": (x.detach(), y), "validation": data.validation, "test": data.test}
     scores = {name: accuracy_of(model, split) for name, split in splits.items()}
-    yield {"epoch": options.epochs, "weight": weight, **scores, "product": log_product(model)}
+    yield {"epoch": options.epochs, "weight": weight, **scores}
+
+
+def network(options: JacobianRegularizerOptions, pixels: int, layers: int, classes: int) -> nn.Sequential:
+    """Convolutions of 5 × 5 pixels with ReLUs, the first two of them pooled, or a perceptron."""
+    if options.network == "perceptron":
+        return perceptron((pixels, *[options.width] * (layers - 1), classes))
+    side, channels = math.isqrt(pixels), 1
+    found: list[nn.Module] = [nn.Unflatten(1, (1, side, side))]
+    for place in range(layers):
+        found += [nn.Conv2d(channels, options.width, 5, padding=2), nn.ReLU()]
+        channels = options.width
+        if place < 2:
+            found.append(nn.MaxPool2d(2))
+            side //= 2
+    return nn.Sequential(*found, nn.Flatten(), nn.Linear(channels * side**2, classes))
 
 
 def jacobian_norm(logits: Tensor, inputs: Tensor) -> Tensor:
@@ -107,13 +126,6 @@ def jacobian_norm(logits: Tensor, inputs: Tensor) -> Tensor:
     draw = torch.randn_like(logits)
     (gradient,) = torch.autograd.grad((logits * draw).sum(), inputs, create_graph=True)
     return gradient.square().sum() / len(inputs)
-
-
-@torch.no_grad()
-def log_product(model: nn.Module) -> float:
-    """The logarithm of the product of the layers' spectral norms."""
-    layers = [layer for layer in model if isinstance(layer, nn.Linear)]  # type: ignore[attr-defined]
-    return float(sum(torch.linalg.matrix_norm(layer.weight, 2).log() for layer in layers))
 
 
 def compare(results: Results[JacobianRegularizerOptions]) -> list[Comparison]:
@@ -187,15 +199,17 @@ experiment = Experiment(
     title="The Jacobian as a regulariser with few samples",
     source="[Vidal2018], Experimental Results (Sokolić, Giryes, Sapiro and Rodrigues 2017)",
     about=(
-        "Fully connected networks on 256, 512 and 1024 digits with the hinge loss and cross-entropy: no "
+        "Networks of two and three layers on 256, 512 and 1024 digits with the hinge loss and cross-entropy: no "
         "regulariser, weight decay (WD), and the squared norm of the Jacobian of the logits (LM), which the slides "
-        "relate to the product of the weights' norms. The source gives no widths; ours are an option. WD and LM "
-        "have three candidates for their weight; the validation images choose one for each seed and cell."
+        "relate to the product of the weights' norms. The slides give neither kind nor width of the networks. Fully "
+        "connected ones (--network perceptron --width 400) stay 5 to 7 points below the slides' accuracies; "
+        "convolutions with 32 channels of 5 × 5 pixels reach them, and are assumed here. WD and LM have three "
+        "candidates for their weight; the validation images choose one for each seed and cell."
     ),
     presets={
         "smoke": Preset(
             JacobianRegularizerOptions(
-                "digits", counts=(64,), layers=(2,), losses=("CCE",), width=24, epochs=3, batch=32
+                "digits", counts=(64,), layers=(2,), losses=("CCE",), width=8, epochs=3, batch=32
             ),
             (0, 1),
             0.05,
