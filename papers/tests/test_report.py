@@ -151,7 +151,7 @@ def test_markdown_has_the_same_rows(runs: Path, tmp_path: Path) -> None:
     assert "Incomplete. Not run, or not with every seed: " in text
     assert re.search(r"\| no dropout \| – \| [\d.]+% ± [\d.]+ \| 2 \| control \|", text)
     # A smoke run supports no verdict.
-    assert re.search(r"\| \[§3: .* \| no result yet \(.*\) \| not run \|", text)
+    assert re.search(r"\| §3: .* \| no result yet \(.*\) \| not run \|", text)
 
 
 def test_a_damaged_result_is_named_and_the_rest_shown(runs: Path, tmp_path: Path) -> None:
