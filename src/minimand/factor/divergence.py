@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..norms.spectral import EPS
 from ..solvers.iterate import iterate
-from .bounds import BUDGET
+from .bounds import BUDGET, CALLS
 from .certificate import certify_factors
 from .descent import Components, balanced
 from .losses import DenseLoss, DualValue
@@ -151,7 +151,7 @@ def fit_divergence(
         state, made = iterate(step, latest[0], options.max_iter, until=lambda s, k: s.quiet >= 3)
         U, V = _polished(state.U, state.V, problem, made)
         if options.effort is not None:
-            work = made * (8.0 * rank + 60) * loss.entries()
+            work = made * ((8.0 * rank + 60) * loss.entries() + CALLS)
             effort = float(options.effort) * work / BUDGET
             found = certify_factors(problem, U, V, tol=options.tol, effort=effort, generator=generator)
             certificate = found.certificate
