@@ -101,7 +101,7 @@ def test_zero_inputs(scale, dtype):
     assert _error(gradient[1:], expected[1:]) < (1e-9 if dtype == torch.float64 else 1e-5)
 
 
-@pytest.mark.parametrize("cg_iters", [10, 40])
+@pytest.mark.parametrize("cg_iters", [8, 10, 40])
 @pytest.mark.parametrize("scale", SCALES)
 def test_gradients_in_single_precision_are_finite_and_do_not_explode(scale, cg_iters):
     solver, leaves, exact = ADMM(10, cg_iters=cg_iters), _leaves(scale, torch.float32), _leaves(scale, torch.float64)

@@ -20,6 +20,7 @@ __all__ = ["ADMM"]
 
 _ORTHOGONAL = 5  # iterations from which conjugate gradients lose digits of their derivatives in single precision
 _FIRST_CHANGE = 5  # iterations before the penalty changes first
+_CONDITION = 1e3  # condition number from which those iterations compute their products in double precision
 _CONVERGED = 200  # iterations at most for a system of the backward pass
 
 
@@ -85,6 +86,10 @@ class _RidgeSystem(Equation):
         """The result of conjugate gradients. A system that is solved has the derivatives of its solution; those of the
         iterations would be wrong, or not finite. Iterations that have not converged are differentiated themselves."""
         target, count = self.parts.whole[2], self.iterations
+        if count > _ORTHOGONAL and self._is_ill_conditioned():
+            # Its solution stays in double precision, because the next system starts from it.
+            whole = self.parts.build([each.double() for each in self.parts.tensors])
+            return _RidgeSystem(Parts.of(whole), count).from_start(None if start is None else start.double())
         with full_precision(target):
             rounding = torch.finfo(self.parts.wide(target)[0].dtype).eps
             z, solved = self._iterated(self.parts.tensors, target, start, count, rounding, count > _ORTHOGONAL)
@@ -95,6 +100,18 @@ class _RidgeSystem(Equation):
                 fixed = z.detach()
             exact = attached(self, fixed, self.parts)
             return exact if exact is fixed or holds(solved) else torch.where(solved, exact, z)
+
+    def _is_ill_conditioned(self) -> bool:
+        """Whether products in single precision lose more digits than the derivatives of iterations can spare, as far as
+        the product with the target tells, and products in double precision can be had."""
+        target = self.parts.wide(self.parts.whole[2])[0].detach()
+        single = all(each.is_floating_point() for each in self.parts.tensors) and target.dtype == torch.float32
+        if not single or target.device.type == "mps" or self.parts.opaque:
+            return False
+        with torch.no_grad(), full_precision(target):
+            operator, shift, _ = self._at([each.detach() for each in self.parts.tensors])
+            image = operator.onto(None, shift, target, 1.0)
+            return holds((image.norm() > _CONDITION * shift * target.norm()).any())
 
     def _at(self, params: Sequence[Tensor]) -> tuple[LinearOperator, float | Tensor, Tensor]:
         operator, shift, target = self.parts.build(self.parts.wide(*params))
@@ -219,13 +236,13 @@ class ADMM(Solver):
         else:
             parts = Parts.of((problem.operator.with_bounds(None), _shift(problem, rho, predicted), target))
             smooth = _RidgeSystem(parts, self.cg_iters).from_start(smooth)
-        relaxed = smooth
+        relaxed = smooth.to(target.dtype)
         if isinstance(self.relaxation, Tensor) or self.relaxation != 1:
-            relaxed = accumulate(None if x is None else (1 - self.relaxation) * x, self.relaxation, smooth)
+            relaxed = accumulate(None if x is None else (1 - self.relaxation) * x, self.relaxation, relaxed)
         pushed = relaxed if multiplier is None else relaxed + multiplier
         new = problem.prox(pushed, 1 / rho)
         if predicted is not None:
-            predicted = predicted.advance(problem, problem.operator.adjoint(smooth), self.relaxation)
+            predicted = predicted.advance(problem, problem.operator.adjoint(smooth.to(target.dtype)), self.relaxation)
         after = state._replace(x=new, smooth=smooth, multiplier=pushed - new, predicted=predicted)
         due = k + 1 in [_FIRST_CHANGE << j for j in range(self.adapt)] and k + 1 < self.iters
         return after if not due or x is None else self._balanced(problem, after, x, rho)
