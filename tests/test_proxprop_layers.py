@@ -319,6 +319,27 @@ def test_checkpoints_of_attention_are_right_or_one_sentence():
     prox.detach()
 
 
+@pytest.mark.parametrize("rows", [3, 12])
+@pytest.mark.parametrize("fused", [True, False])
+def test_conv1d_of_transformers_is_a_linear_layer(fused, rows):
+    """Fused, in checkpoints that recompute, with few rows and many: what nn.Linear with the transposed weight does."""
+    torch.manual_seed(0)
+    mine, x = Known(4, 5).double(), torch.randn(1, rows, 5, dtype=torch.float64, requires_grad=True)
+    other = nn.Linear(5, 4).double()
+    other.load_state_dict({"weight": mine.weight.detach().mT, "bias": mine.bias.detach()})
+    found = []
+    for layer in (mine, other):
+        prox, optimizer = _start(layer, fused=fused)
+        for _ in range(2):
+            optimizer.zero_grad()
+            _loss(checkpoint(layer, x, use_reentrant=False)).backward()
+            optimizer.step()
+        found.append([layer.weight.grad, layer.bias.grad])
+        assert prox.layers == ("",)
+        prox.detach()
+    torch.testing.assert_close([found[0][0].mT, found[0][1]], found[1])
+
+
 def test_fused_leaves_other_layers_plain():
     torch.manual_seed(0)
     net, x = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ConvTranspose2d(3, 2, 3)), torch.randn(2, 2, 5, 5)
