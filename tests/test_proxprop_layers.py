@@ -287,6 +287,46 @@ def test_a_cached_gram_follows_the_number_of_rows():
     prox.detach()
 
 
+WAYS = {
+    "einsum": lambda x, W: torch.einsum("oi,...i->...o", W, x),
+    "einsum, the weight behind": lambda x, W: torch.einsum("...i,oi->...o", x, W),
+    "einsum, inputs × outputs": lambda x, W: torch.einsum("...i,io->...o", x, W),
+    "tensordot": lambda x, W: torch.tensordot(x, W, dims=([-1], [1])),
+    "from the left": lambda x, W: (W @ x.reshape(-1, x.shape[-1]).T).T.reshape(*x.shape[:-1], len(W)),
+    "batch of one": lambda x, W: (x.reshape(1, -1, x.shape[-1]) @ W[None].mT).reshape(*x.shape[:-1], len(W)),
+    "permuted": lambda x, W: x @ W.permute(-1, 0),
+}
+
+
+class _Written(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.name, self.shift = name, nn.Parameter(torch.randn(3))
+        self.kernel = nn.Parameter(torch.randn(5, 3) if "inputs" in name else torch.randn(3, 5))
+
+    def forward(self, x):
+        return WAYS[self.name](x, self.kernel) + self.shift
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (9, 5), (2, 3, 5)])
+@pytest.mark.parametrize("name", WAYS)
+def test_the_ways_to_write_a_product(name, shape):
+    torch.manual_seed(0)
+    layer, x = _Written(name).double(), torch.randn(shape, dtype=torch.float64)
+    prox, optimizer = _start(layer, maps={_Written: {"kernel": "shift"}})
+    _loss(layer(x)).backward()
+    turned = (lambda W: W.mT) if "inputs" in name else (lambda W: W)
+    D, d = _direction(turned(layer.kernel.grad).clone(), layer.shift.grad.clone(), x)
+    optimizer.step()
+    torch.testing.assert_close([turned(layer.kernel.grad), layer.shift.grad], [D, d])
+    prox.detach()
+
+
+class _Reshaped(Own):
+    def forward(self, x):
+        return (x @ self.kernel.reshape(5, 3)) + self.shift
+
+
 class _Power(Own):
     def forward(self, x):
         return x @ (self.kernel**2).T + self.shift
@@ -296,6 +336,11 @@ def test_what_is_no_product_is_one_sentence():
     net = nn.Sequential(_Power(), nn.Linear(3, 2))
     prox, _ = _start(net, maps={_Power: {"kernel": "shift"}})
     with pytest.raises(MinimandError, match=r"layer '0': Pow is no product of rows and a weight; leave its class out"):
+        net(torch.randn(4, 5))
+    prox.detach()
+    net = nn.Sequential(_Reshaped(), nn.Linear(3, 2))
+    prox, _ = _start(net, maps={_Reshaped: {"kernel": "shift"}})
+    with pytest.raises(MinimandError, match=r"layer '0': Mm is no product of rows and a weight"):
         net(torch.randn(4, 5))
     prox.detach()
     for maps in ([Own], {"Own": {"kernel": "shift"}}, {Own: ["kernel"]}):

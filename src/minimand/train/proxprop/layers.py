@@ -389,7 +389,7 @@ def _recording(unit: WeightUnit, use: Use, shared: Attachment) -> Callable[[Any]
         delta, map = deltas[0], unit.map
         if delta is None or unit.is_last or not shared.optimizers:
             return
-        x = use.saved().detach()
+        x, delta = use.saved().detach(), use.by_rows(delta)
         if isinstance(map, TransposedConvMap):
             x = map.spread(x, tuple(delta.shape[2:]))
         elif unit.spans[0] is not None:
