@@ -105,7 +105,7 @@ class WeightUnit:
 
     def without_autocast(self) -> torch.autocast:
         """A context without autocast, in which products keep their precision."""
-        return torch.autocast(self.module.get_parameter(self._names["weight"]).device.type, enabled=False)
+        return torch.autocast(self.module._parameters[self._names["weight"]].device.type, enabled=False)
 
     def new_rows(self) -> RowAccumulator:
         """An empty accumulator for the parameters that are trained now."""
@@ -115,8 +115,8 @@ class WeightUnit:
     @property
     def trained(self) -> dict[str, Tensor]:
         """The parameters that currently require a gradient."""
-        both = {kind: getattr(self.module, name) for kind, name in self._names.items()}
-        return {kind: p for kind, p in both.items() if isinstance(p, Tensor) and p.requires_grad}
+        both = [(kind, self.module._parameters.get(name)) for kind, name in self._names.items()]
+        return {kind: p for kind, p in both if p is not None and p.requires_grad}
 
     @property
     def held(self) -> dict[str, Tensor]:
