@@ -393,5 +393,18 @@ def test_copies_and_pickles_of_the_model_are_plain(how, when):
     _loss(plain(x)).backward()
     torch.testing.assert_close(_grads(other), _grads(plain), rtol=0, atol=0)
     assert when == "attached" or not any("forward" in m.__dict__ for m in other.modules())
+    # A copy can have a ProxProp of its own, or a copy of the first one.
+    J = _jacobian(layer, x)
+    M = J.T @ J + torch.eye(J.shape[1], dtype=J.dtype) / TAU
+    expected = torch.linalg.solve(M, _flat([p.grad for p in plain[0].parameters()]))
+    for again in (ProxProp(other, tau_theta=TAU), how((model, prox))[1]):
+        net = again._model
+        optimizer = Still(net.parameters())
+        again.attach(optimizer)
+        optimizer.zero_grad()
+        _loss(net(x)).backward()
+        optimizer.step()
+        torch.testing.assert_close(_flat([p.grad for p in net[0].parameters()]), expected)
+        again.detach()
     if when == "attached":
         prox.detach()

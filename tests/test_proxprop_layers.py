@@ -287,6 +287,46 @@ def test_a_cached_gram_follows_the_number_of_rows():
     prox.detach()
 
 
+WAYS = {
+    "einsum": lambda x, W: torch.einsum("oi,...i->...o", W, x),
+    "einsum, the weight behind": lambda x, W: torch.einsum("...i,oi->...o", x, W),
+    "einsum, inputs × outputs": lambda x, W: torch.einsum("...i,io->...o", x, W),
+    "tensordot": lambda x, W: torch.tensordot(x, W, dims=([-1], [1])),
+    "from the left": lambda x, W: (W @ x.reshape(-1, x.shape[-1]).T).T.reshape(*x.shape[:-1], len(W)),
+    "batch of one": lambda x, W: (x.reshape(1, -1, x.shape[-1]) @ W[None].mT).reshape(*x.shape[:-1], len(W)),
+    "permuted": lambda x, W: x @ W.permute(-1, 0),
+}
+
+
+class _Written(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.name, self.shift = name, nn.Parameter(torch.randn(3))
+        self.kernel = nn.Parameter(torch.randn(5, 3) if "inputs" in name else torch.randn(3, 5))
+
+    def forward(self, x):
+        return WAYS[self.name](x, self.kernel) + self.shift
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (9, 5), (2, 3, 5)])
+@pytest.mark.parametrize("name", WAYS)
+def test_the_ways_to_write_a_product(name, shape):
+    torch.manual_seed(0)
+    layer, x = _Written(name).double(), torch.randn(shape, dtype=torch.float64)
+    prox, optimizer = _start(layer, maps={_Written: {"kernel": "shift"}})
+    _loss(layer(x)).backward()
+    turned = (lambda W: W.mT) if "inputs" in name else (lambda W: W)
+    D, d = _direction(turned(layer.kernel.grad).clone(), layer.shift.grad.clone(), x)
+    optimizer.step()
+    torch.testing.assert_close([turned(layer.kernel.grad), layer.shift.grad], [D, d])
+    prox.detach()
+
+
+class _Reshaped(Own):
+    def forward(self, x):
+        return (x @ self.kernel.reshape(5, 3)) + self.shift
+
+
 class _Power(Own):
     def forward(self, x):
         return x @ (self.kernel**2).T + self.shift
@@ -296,6 +336,11 @@ def test_what_is_no_product_is_one_sentence():
     net = nn.Sequential(_Power(), nn.Linear(3, 2))
     prox, _ = _start(net, maps={_Power: {"kernel": "shift"}})
     with pytest.raises(MinimandError, match=r"layer '0': Pow is no product of rows and a weight; leave its class out"):
+        net(torch.randn(4, 5))
+    prox.detach()
+    net = nn.Sequential(_Reshaped(), nn.Linear(3, 2))
+    prox, _ = _start(net, maps={_Reshaped: {"kernel": "shift"}})
+    with pytest.raises(MinimandError, match=r"layer '0': Mm is no product of rows and a weight"):
         net(torch.randn(4, 5))
     prox.detach()
     for maps in ([Own], {"Own": {"kernel": "shift"}}, {Own: ["kernel"]}):
@@ -317,6 +362,27 @@ def test_checkpoints_of_attention_are_right_or_one_sentence():
     with pytest.raises(MinimandError, match="activation checkpoints without reentry"):
         checkpoint(lambda x: net(x, x, x)[0], x, use_reentrant=False)
     prox.detach()
+
+
+@pytest.mark.parametrize("rows", [3, 12])
+@pytest.mark.parametrize("fused", [True, False])
+def test_conv1d_of_transformers_is_a_linear_layer(fused, rows):
+    """Fused, in checkpoints that recompute, with few rows and many: what nn.Linear with the transposed weight does."""
+    torch.manual_seed(0)
+    mine, x = Known(4, 5).double(), torch.randn(1, rows, 5, dtype=torch.float64, requires_grad=True)
+    other = nn.Linear(5, 4).double()
+    other.load_state_dict({"weight": mine.weight.detach().mT, "bias": mine.bias.detach()})
+    found = []
+    for layer in (mine, other):
+        prox, optimizer = _start(layer, fused=fused)
+        for _ in range(2):
+            optimizer.zero_grad()
+            _loss(checkpoint(layer, x, use_reentrant=False)).backward()
+            optimizer.step()
+        found.append([layer.weight.grad, layer.bias.grad])
+        assert prox.layers == ("",)
+        prox.detach()
+    torch.testing.assert_close([found[0][0].mT, found[0][1]], found[1])
 
 
 def test_fused_leaves_other_layers_plain():

@@ -132,11 +132,10 @@ def test_steps_follow_one_another(fused):
 
 
 @pytest.mark.parametrize("rows", [4, 12])
-@BOTH
-def test_gradient_scaling_and_clipping(fused, rows):
-    """The optimizer receives unscaled gradients; clipping acts on directions if fused, otherwise on gradients."""
+def test_gradient_scaling_and_clipping(rows):
+    """The optimizer receives unscaled gradients, and clipping acts on gradients."""
     net, (x, y) = _net(), _batch(rows)
-    prox, optimizer = _start(net, fused=fused)
+    prox, optimizer = _start(net)
     scaler = torch.amp.GradScaler("cpu", init_scale=1000.0)
     scaler.scale(_loss(net, x, y)).backward()
     scaler.unscale_(optimizer)
@@ -146,15 +145,14 @@ def test_gradient_scaling_and_clipping(fused, rows):
     scaler.step(optimizer)
     scaler.update()
     expected = _expected(net, x, y)
-    torch.testing.assert_close(before, expected if fused else _plain(net, x, y))
+    torch.testing.assert_close(before, _plain(net, x, y))
     torch.testing.assert_close(_grads(net), [0.3 * g for g in expected], rtol=1e-4, atol=1e-7)
     prox.detach()
 
 
-@BOTH
-def test_a_step_that_the_scaler_skips_leaves_nothing(fused):
+def test_a_step_that_the_scaler_skips_leaves_nothing():
     net, (x, y) = _net(), _batch()
-    prox, optimizer = _start(net, fused=fused)
+    prox, optimizer = _start(net)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     bad = x.clone()
     bad[0] = torch.inf
@@ -167,22 +165,18 @@ def test_a_step_that_the_scaler_skips_leaves_nothing(fused):
     prox.detach()
 
 
-@BOTH
-def test_an_edited_gradient_is_what_is_preconditioned(fused):
+def test_an_edited_gradient_is_what_is_preconditioned():
     net, (x, y) = _net(), _batch(4)
     extra = torch.randn_like(net[0].weight)
-    prox, optimizer = _start(net, fused=fused)
+    prox, optimizer = _start(net)
     _loss(net, x, y).backward()
     net[0].weight.grad += extra
     before = net[0].weight.grad.clone()
     optimizer.step()
-    if fused:
-        torch.testing.assert_close(net[0].weight.grad, before)
-    else:
-        A = torch.cat([x, torch.ones(4, 1)], 1)
-        G = torch.cat([before, _plain(net, x, y)[1][:, None]], 1)
-        expected = torch.linalg.solve(A.T @ A + torch.eye(7) / TAU, G.T).T
-        torch.testing.assert_close(net[0].weight.grad, expected[:, :-1])
+    A = torch.cat([x, torch.ones(4, 1)], 1)
+    G = torch.cat([before, _plain(net, x, y)[1][:, None]], 1)
+    expected = torch.linalg.solve(A.T @ A + torch.eye(7) / TAU, G.T).T
+    torch.testing.assert_close(net[0].weight.grad, expected[:, :-1])
     prox.detach()
 
 
@@ -380,6 +374,20 @@ def test_backward_twice():
     prox.detach()
 
 
+def test_transforms_of_torch_func_have_plain_gradients():
+    net, (x, _) = _net(), _batch()
+    plain = copy.deepcopy(net)
+    prox, _ = _start(net)
+    parameters = {name: p.detach() for name, p in net.named_parameters()}
+
+    def gradient(model):
+        loss = lambda p: torch.func.functional_call(model, p, (x,)).square().sum()  # noqa: E731
+        return torch.func.grad(loss)(parameters)
+
+    torch.testing.assert_close(gradient(net), gradient(plain))
+    prox.detach()
+
+
 # --- fused ----------------------------------------------------------------------------------------------------------
 
 
@@ -401,6 +409,37 @@ def test_fused_takes_one_backward_pass_per_step(to_none):
     torch.autograd.grad(net(needs).sum(), needs)
     optimizer.step()
     torch.testing.assert_close(_grads(net), _expected(net, x, y))
+    prox.detach()
+
+
+TOUCHED = {
+    "clipped": lambda net: nn.utils.clip_grad_norm_(net.parameters(), 1e9),
+    "in place": lambda net: net[0].bias.grad.add_(1.0),
+    "replaced": lambda net: setattr(net[0].weight, "grad", 2 * net[0].weight.grad),
+    "removed": lambda net: setattr(net[0].bias, "grad", None),
+    "unscaled": lambda net: torch._foreach_mul_([p.grad for p in net.parameters()], 0.5),
+}
+
+
+@pytest.mark.parametrize("several", [True, False])
+@pytest.mark.parametrize("name", TOUCHED)
+def test_fused_takes_gradients_that_nothing_else_touches(name, several):
+    """Whoever has edited a gradient has edited a direction: an error, whichever optimizer steps first."""
+    net, (x, y) = _net(), _batch()
+    groups = [[p for p in net.parameters() if p.ndim == d] for d in (1, 2)] if several else [net.parameters()]
+    optimizers = [torch.optim.SGD(group, lr=0.1, momentum=0.9, nesterov=True) for group in groups]
+    prox = ProxProp(net, tau_theta=TAU, fused=True).attach(*optimizers)
+    for _ in range(2):
+        _loss(net, x, y).backward()
+        TOUCHED[name](net)
+        with pytest.raises(CapabilityError, match=r"layer '0': fused=True .* something changed \.grad after"):
+            optimizers[0].step()
+        net.zero_grad()
+        _loss(net, x, y).backward()
+        net[4].weight.grad.mul_(2.0)  # the last layer, which has a plain gradient
+        for optimizer in optimizers:
+            optimizer.step()
+        net.zero_grad()
     prox.detach()
 
 

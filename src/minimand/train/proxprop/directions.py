@@ -7,7 +7,6 @@ Gradients and directions are lists: the weight's part as outputs × columns, the
 Source: [Frerix2018], Proposition 2, eqs. 13–16 and 44.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import NonFiniteError, OptionError
+from ...errors import NonFiniteError, OptionError, ShapeError
 from ...linalg import gram
 from ...operators.patch_grams import row_gram
 from ...solvers.linear import RidgeFactor, conjugate_gradient, gram_factor
@@ -152,37 +151,16 @@ class Attachment:
     """State that all layers of one ProxProp share; ``distributed``: Gram matrices are summed over processes.
 
     ``latest`` is the layer that was called last, and ``last`` the one that stays explicit; while that is ``undecided``,
-    the first backward pass decides. ``schedule`` has values of τθ that a torch scheduler changes.
+    the first backward pass decides. ``tau`` has the present τθ.
     """
 
     options: ProxPropOptions
+    tau: TauSchedule
     optimizers: tuple[Any, ...] = ()
-    schedule: TauSchedule | None = None
     distributed: bool = False
     latest: str | None = None
     last: str | None = None
     undecided: bool = False
-
-    def taus(self) -> Tau | dict[str, Tau]:
-        """The present τθ, as given or with the scheduled values."""
-        given = self.options.tau_theta
-        if self.schedule is None:
-            return dict(given) if isinstance(given, Mapping) else given
-        lrs = {group["pattern"]: group["lr"] for group in self.schedule.param_groups}
-        old = dict(given) if isinstance(given, dict) else {"": given}
-        new: Any = {key: Relative(lrs[key]) if isinstance(tau, Relative) else lrs[key] for key, tau in old.items()}
-        return new if isinstance(given, dict) else new[""]
-
-    def replace_tau(self, value: Any) -> None:
-        """Set τθ; a scheduler continues from the new values."""
-        options = dataclasses.replace(self.options, tau_theta=value)
-        if self.schedule is not None:
-            new = TauSchedule(options.taus())
-            if [g["pattern"] for g in new.param_groups] != [g["pattern"] for g in self.schedule.param_groups]:
-                raise OptionError("tau_theta follows a scheduler; a new value needs the same patterns as the old one")
-            for group, given in zip(self.schedule.param_groups, new.param_groups, strict=True):
-                group["lr"] = given["lr"]
-        self.options = options
 
 
 class CallWatch:
@@ -215,6 +193,20 @@ class GramCache:
     # Whether float32 was once too imprecise for this layer's Gram matrix; products are then in float64.
     wide: bool = False
 
+    def load(self, key: str, state: Mapping[str, Any], device: torch.device, map: WeightMap | None) -> None:
+        """Restore a layer's part of a saved state."""
+        try:
+            # One number for all layers is the form of version 0.1.
+            steps = int(state["turn"][key] if isinstance(state["turn"], dict) else state["turn"])
+            mean, rows, *rest = state["grams"].get(key, (None, 0))
+            mean = None if mean is None else mean.clone().to(device)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise OptionError(f"the saved state of layer '{key}' is damaged; pass another one") from error
+        if mean is not None and map is not None and mean.shape[-1] not in (map.columns, map.columns + 1):
+            raise ShapeError(f"the saved Gram matrix of layer '{key}' has {mean.shape[-1]} columns, not {map.columns}")
+        self.steps, self.mean, self.rows, self.metric = steps, mean, int(rows), None
+        self.rest, self.wide = float(*rest), key in state.get("wide", ())
+
 
 class RowAccumulator:
     """The rows that contributed to ``.grad`` since the last step or ``zero_grad``.
@@ -224,10 +216,10 @@ class RowAccumulator:
     """
 
     def __init__(self, map: WeightMap, shared: Attachment, cache: GramCache, trained: Container[str]) -> None:
-        self.map, self.shared, self.cache = map, shared, cache
+        self.map, self.shared, self.cache, self.options = map, shared, cache, shared.options
         self.trains_weight, self.ones = "weight" in trained, "bias" in trained
         self.sizes = [map.columns] * self.trains_weight + [1] * self.ones
-        rule = shared.options.gram
+        rule = self.options.gram
         self._cached = rule if isinstance(rule, CachedGram) and self.trains_weight else None
         self.count, self.inputs = 0, cast(Any, 0.0)
         self.a = self.delta = self.mark = self.gram = self.metric = cast(Any, None)
@@ -235,8 +227,8 @@ class RowAccumulator:
 
     def stores(self, count: int) -> bool:
         """Whether with ``count`` more rows there are fewer than columns, so that they are stored with their δ."""
-        options = self.shared.options
-        return self._few(count) and (self._cached is None or (options.fused and options.method != "cg"))
+        fused = self.options.fused and self.options.method != "cg"
+        return self._few(count) and (self._cached is None or fused)
 
     def _few(self, count: int) -> bool:
         dual = self.trains_weight and self.gram is None and self.map.dual and not self.shared.distributed
@@ -247,7 +239,7 @@ class RowAccumulator:
         """Whether the rule needs a new Gram matrix at this step."""
         return self._cached is None or self.cache.steps % self._cached.every == 0 or self.cache.mean is None
 
-    def add(self, x: Tensor, delta: Tensor, mark: Tensor | None, options: ProxPropOptions) -> None:
+    def add(self, x: Tensor, delta: Tensor, mark: Tensor | None, tau: Tau) -> None:
         """Add the rows of one call; ``mark`` is the fingerprint of their gradient."""
         count = self.map.count(delta)
         if count == 0:
@@ -266,7 +258,7 @@ class RowAccumulator:
         elif not few and self.updates():
             before, self.a = (self.gram, self.a), None
             self.gram = self._sum(x, count, *before)
-            metric = self._step_metric(options) if options.method != "cg" and self.trains_weight else None
+            metric = self._step_metric(tau) if self.options.method != "cg" and self.trains_weight else None
             if isinstance(metric, _Metric) and not metric.accurate():
                 self.cache.wide = True
                 self.gram, self.metric = self._sum(x, count, *before), None
@@ -275,7 +267,7 @@ class RowAccumulator:
         """The Gram matrix of all rows so far."""
         x, wide = to_working_precision(x), self.cache.wide
         if self.trains_weight:
-            total = self.map.gram(x, self.ones, self.shared.options.gram, self.cache.steps, wide)
+            total = self.map.gram(x, self.ones, self.options.gram, self.cache.steps, wide)
         else:
             total = x.new_full((self.map.groups, 1, 1), float(count))
         total = total if stored is None else total + row_gram(stored, False, wide)
@@ -284,11 +276,11 @@ class RowAccumulator:
             total, double = total + before, double or before.dtype == torch.float64
         return total.to(torch.float64 if double else torch.float32)
 
-    def direction(self, gradient: list[Tensor] | None, options: ProxPropOptions) -> list[Tensor]:
+    def direction(self, gradient: list[Tensor] | None, tau: Tau) -> list[Tensor]:
         """The direction of a gradient; None is the gradient δᵀA of stored rows. It may overwrite the gradient."""
         if self.a is not None and self._cached is None:
-            return self._dual(1.0, options) if gradient is None else self._received(gradient, options)
-        metric = self._step_metric(options)
+            return self._dual(1.0, tau) if gradient is None else self._received(gradient, tau)
+        metric, options = self._step_metric(tau), self.options
         if isinstance(metric, _LowRank):
             if gradient is not None:
                 return metric.direction(gradient, options)
@@ -301,55 +293,55 @@ class RowAccumulator:
         made = metric.direction(whole, options)
         return list(made.flatten(0, 1).split(self.sizes, 1))
 
-    def _received(self, gradient: list[Tensor], options: ProxPropOptions) -> list[Tensor]:
+    def _received(self, gradient: list[Tensor], tau: Tau) -> list[Tensor]:
         r"""The direction of the gradient that the optimizer receives, from stored rows.
 
         The gradient is :math:`c\,\delta^\top A + E` for a scalar c (unscaling, clipping). The first part is solved from
         δ, without cancellation. Equal fingerprints show that E is rounding. Otherwise (a penalty, other edits) the
         Woodbury identity :math:`\tau_\theta(E - EA^\top(AA^\top + I/\tau_\theta)^{-1}A)` gives its direction.
         """
-        found, own, a, shift = fingerprint(gradient), self.mark, self.a, self._ridge(options)
+        found, own, a, shift = fingerprint(gradient), self.mark, self.a, self._ridge(tau)
         scale = float(torch.nan_to_num((found.double() @ own.double()) / own.double().square().sum()))
         apart, unit, small = (found - scale * own).abs(), _EQUAL * torch.finfo(found.dtype).eps, found.abs()
         # Gradients that nobody touched pass the first test, which needs no norms.
         sizes = (lambda: small, lambda: small + torch.linalg.vector_norm(gradient[0], dim=1))
         if any(bool((apart <= unit * size()).all()) for size in sizes):
-            return self._dual(scale, options, gradient)
+            return self._dual(scale, tau, gradient)
         whole = torch.cat(gradient, 1)
-        if options.method == "cg":
-            made = _conjugate(lambda v: v @ a.mT @ a + shift * v, whole, options)
+        if self.options.method == "cg":
+            made = _conjugate(lambda v: v @ a.mT @ a + shift * v, whole, self.options)
         else:
             rest = whole - scale * self.delta.mT @ a
-            solved, moved = self._solve(torch.cat([scale * self.delta.mT, rest @ a.mT]), options).chunk(2)
+            solved, moved = self._solve(torch.cat([scale * self.delta.mT, rest @ a.mT]), tau).chunk(2)
             made = solved @ a + (rest - moved @ a) / shift
         return list(made.split(self.sizes, 1))
 
-    def _dual(self, scale: float, options: ProxPropOptions, into: list[Tensor] | None = None) -> list[Tensor]:
+    def _dual(self, scale: float, tau: Tau, into: list[Tensor] | None = None) -> list[Tensor]:
         """The direction of the gradient δᵀA times a scale, solved from δ; written ``into`` given tensors."""
         c, a = (self.delta if scale == 1 else self.delta * scale).mT, self.a
-        if options.method == "cg":
-            c = self._dual_conjugate(c, options)
+        if self.options.method == "cg":
+            c = self._dual_conjugate(c, tau)
         elif len(c) <= a.shape[1]:
-            c = self._solve(c, options)
+            c = self._solve(c, tau)
         else:  # the side with fewer columns
-            a = self._solve(a.mT, options).mT
+            a = self._solve(a.mT, tau).mT
         return [torch.mm(c, part, out=into[i] if into else None) for i, part in enumerate(a.split(self.sizes, 1))]
 
-    def _ridge(self, options: ProxPropOptions) -> float:
+    def _ridge(self, tau: Tau) -> float:
         """1/τθ for the stored rows."""
         size = lambda: float(torch.linalg.vector_norm(self.a, dtype=torch.float64).square()) / self.a.shape[1]  # noqa: E731
-        return _shift(cast(Tau, options.tau_theta), size)
+        return _shift(tau, size)
 
-    def _solve(self, target: Tensor, options: ProxPropOptions) -> Tensor:
+    def _solve(self, target: Tensor, tau: Tau) -> Tensor:
         """Multiply by (AAᵀ + I/τθ)⁻¹ from the right."""
-        factor = _factor(lambda double: gram(self.a.double() if double else self.a, half=True), self._ridge(options))
+        factor = _factor(lambda double: gram(self.a.double() if double else self.a, half=True), self._ridge(tau))
         # With many rows one product with the inverse is faster than two triangular solves.
         many = target.shape[-2] >= 1.5 * target.shape[-1]
         return target @ factor.inverse().to(target.dtype) if many else factor.solve(target)
 
-    def _dual_conjugate(self, target: Tensor, options: ProxPropOptions) -> Tensor:
+    def _dual_conjugate(self, target: Tensor, tau: Tau) -> Tensor:
         """Coefficients c of the last conjugate gradient iterate cA, outputs × rows."""
-        kernel, shift = gram(self.a), self._ridge(options)
+        kernel, shift = gram(self.a), self._ridge(tau)
 
         # A vector cA is stored as (c, cK) with K = AAᵀ. Its inner product with dA is ⟨c, dK⟩.
         def apply(v: Tensor) -> Tensor:
@@ -358,11 +350,11 @@ class RowAccumulator:
 
         how: Any = {"sample_dims": 2, "inner": lambda u, v: (u[:, 0] * v[:, 1]).sum(-1)[:, None, None]}
         pairs = (torch.stack([units, units @ kernel], -2) for units in target.split(_UNITS))
-        return torch.cat([_conjugate(apply, some, options, **how)[:, 0] for some in pairs])
+        return torch.cat([_conjugate(apply, some, self.options, **how)[:, 0] for some in pairs])
 
-    def _step_metric(self, options: ProxPropOptions) -> _Metric | _LowRank:
+    def _step_metric(self, tau: Tau) -> _Metric | _LowRank:
         """The metric of this step: of its rows, or from the cache."""
-        rule, cache, tau = self._cached, self.cache, cast(Tau, options.tau_theta)
+        rule, cache = self._cached, self.cache
         if self.metric is None or self.metric.tau != tau:
             self.metric = _Metric(self.gram, tau) if rule is None else self._renewed(rule, cache, tau)
         return self.metric

@@ -7,7 +7,6 @@ products with their weights are found in the autograd graph. Rows count only onc
 """
 
 import contextlib
-import copy
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -22,13 +21,18 @@ from ...network.state import is_dtensor
 from ...network.uses import Use, uses
 from .directions import Attachment, GramCache, RowAccumulator, fingerprint, to_working_precision
 from .maps import DirectMap, ProductMap, TransposedConvMap, WeightMap
-from .options import ProxPropOptions, require_tau
+from .options import Tau, require_tau
 
 __all__ = ["GraphHooks", "LayerHooks", "WeightUnit", "local"]
 
 
 def _plain_forward(module: nn.Module) -> Callable[..., Any]:
     return types.MethodType(type(module).forward, module)
+
+
+def _wrapped(tensors: list[Tensor]) -> bool:
+    """Whether a transform of ``torch.func`` works on one of the tensors."""
+    return any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
 
 
 class _HookedLayer(torch.autograd.Function):
@@ -101,7 +105,7 @@ class WeightUnit:
 
     def without_autocast(self) -> torch.autocast:
         """A context without autocast, in which products keep their precision."""
-        return torch.autocast(self.module.get_parameter(self._names["weight"]).device.type, enabled=False)
+        return torch.autocast(self.module._parameters[self._names["weight"]].device.type, enabled=False)
 
     def new_rows(self) -> RowAccumulator:
         """An empty accumulator for the parameters that are trained now."""
@@ -111,8 +115,8 @@ class WeightUnit:
     @property
     def trained(self) -> dict[str, Tensor]:
         """The parameters that currently require a gradient."""
-        both = {kind: getattr(self.module, name) for kind, name in self._names.items()}
-        return {kind: p for kind, p in both.items() if isinstance(p, Tensor) and p.requires_grad}
+        both = [(kind, self.module._parameters.get(name)) for kind, name in self._names.items()]
+        return {kind: p for kind, p in both if p is not None and p.requires_grad}
 
     @property
     def held(self) -> dict[str, Tensor]:
@@ -125,17 +129,14 @@ class WeightUnit:
         return self.path == self.shared.last
 
     @property
-    def options(self) -> ProxPropOptions:
-        """The options for this layer; the ``tau_theta`` of its parameter group wins."""
+    def tau(self) -> Tau:
+        """The τθ of this layer; that of its parameter group wins."""
         mine = next(iter(self.held.values()))
         groups = [group for optimizer in self.shared.optimizers for group in optimizer.param_groups]
         own = [g["tau_theta"] for g in groups if "tau_theta" in g and any(p is mine for p in g["params"])]
-        made = copy.copy(self.shared.options)  # not replace(): its checks take time in every step
-        object.__setattr__(made, "tau_theta", self.shared.taus())
-        object.__setattr__(made, "tau_theta", own[0] if own else made.tau_of(self.path))
-        if self.shared.schedule is not None:
-            require_tau(f"layer '{self.path}': tau_theta as set by its scheduler", made.tau_theta)
-        return made
+        tau: Tau = own[0] if own else self.shared.tau.of(self.path)
+        require_tau(f"layer '{self.path}': tau_theta as set by its scheduler", tau)
+        return tau
 
     def watch(self) -> None:
         """Register hooks for the accumulation of gradients; a parameter may be unfrozen or replaced after attaching."""
@@ -190,7 +191,7 @@ class WeightUnit:
             self.rows = self.rows or self.new_rows()
             with self.without_autocast():
                 for x, delta, mark in self._stacked(calls):
-                    self.rows.add(x, delta, mark, self.options)
+                    self.rows.add(x, delta, mark, self.tau)
         calls.clear()
         if run in self._pending:
             self._stamps = self.stamps()
@@ -202,7 +203,7 @@ class WeightUnit:
 
     def stamps(self) -> dict[int, tuple[int, int]]:
         """By parameter: memory and version of its gradient."""
-        return {id(p): _stamp(p.grad) for p in self.held.values() if p.grad is not None}
+        return {id(p): (local(p.grad).data_ptr(), p.grad._version) for p in self.held.values() if p.grad is not None}
 
     def drop_stale(self) -> None:
         """Discard the rows if ``.grad`` was removed or zeroed since they contributed to it."""
@@ -218,20 +219,24 @@ class WeightUnit:
         return [to_working_precision(self.map.matrix(part)) for part in parts if part is not None]
 
     def precondition(self) -> None:
-        """Replace ``.grad`` by its direction. Raises NonFiniteError."""
-        held, map = self.held, self.map
+        """Replace ``.grad`` by its direction, which in fused mode it must hold already. Raises NonFiniteError."""
+        if self.shared.options.fused:
+            if self.stamps() != self._stamps:
+                why = "something changed .grad after the backward pass, such as clipping or unscaling; use fused=False"
+                raise CapabilityError(f"layer '{self.path}': fused=True takes .grad as the direction: {why}")
+            return
+        held, rows = self.held, self.rows
         spans = {kind: slice(*(self.spans[kind == "bias"] or (None,))) for kind in held}
         grads = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in held.items()}
         parts = {kind: local(grad)[spans[kind]] for kind, grad in grads.items()}
-        assert self.rows is not None
-        assert map is not None
+        assert rows is not None
         if not next(iter(parts.values())).numel():  # an empty shard
             return
         with self.without_autocast():
-            made = self.rows.direction(self.matrices(*parts.values()), self.options)
+            made = rows.direction(self.matrices(*parts.values()), self.tau)
         for (kind, part), matrix in zip(parts.items(), made, strict=True):
             if held[kind].grad is not None and matrix.data_ptr() != part.data_ptr():
-                part.copy_(map.shaped(matrix, part))
+                part.copy_(rows.map.shaped(matrix, part))
         self.unused = self.stamps()
 
 
@@ -239,10 +244,6 @@ def local(grad: Tensor) -> Tensor:
     """The part of a gradient on this process, which shares its memory."""
     part: Any = grad
     return part.to_local() if is_dtensor(grad) else grad
-
-
-def _stamp(grad: Tensor) -> tuple[int, int]:
-    return local(grad).data_ptr(), grad._version
 
 
 class _Forward:
@@ -279,7 +280,7 @@ class LayerHooks(_Forward):
         trained = list(unit.trained.values())
         plain = not torch.is_grad_enabled() or not trained or not all(p.is_leaf for p in trained) or unit.is_last
         try:
-            if plain or torch._C._functorch.is_functorch_wrapped_tensor(input):
+            if plain or _wrapped([input, *trained]):
                 out: Tensor = _plain_forward(module)(input)
                 return out
             unit.called, self.shared.latest = True, self.path
@@ -316,15 +317,15 @@ class LayerHooks(_Forward):
             raise CapabilityError(f"layer '{self.path}': fused=True does not take {why}; use fused=False")
         pending.append(rows)
         ahead, *own = self.map.gradients(x, weight, delta, (needed[0], False, False) if few else needed)
-        rows.add(x.detach(), delta.detach(), None, unit.options)
+        rows.add(x.detach(), delta.detach(), None, unit.tau)
         if rows.count == 0:
             return ahead, *own
         try:
-            made = rows.direction(None if few else unit.matrices(*own), unit.options)
+            made = rows.direction(None if few else unit.matrices(*own), unit.tau)
         except NonFiniteError:
             made = [weight.new_full((self.map.outputs, size), torch.nan) for size in rows.sizes]
         rows.a = rows.delta = rows.gram = rows.metric = None
-        parts = {n: m.reshape(p.shape) for (n, p), m in zip(unit.trained.items(), made, strict=True)}
+        parts = {n: self.map.shaped(m, p) for (n, p), m in zip(unit.trained.items(), made, strict=True)}
         return ahead, parts.get("weight"), parts.get("bias")
 
 
@@ -340,7 +341,7 @@ class GraphHooks(_Forward):
         """The module's output, unchanged; the products with its weights are watched if a gradient may follow."""
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         units = [unit for unit in self.units if unit.trained and not unit.is_last]
-        wrapped = any(torch._C._functorch.is_functorch_wrapped_tensor(leaf) for leaf in inputs)
+        wrapped = _wrapped([*inputs, *(p for unit in units for p in unit.trained.values())])
         if not torch.is_grad_enabled() or not units or wrapped or self.opaque:
             return _plain_forward(self.module)(*args, **kwargs)
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
@@ -388,7 +389,7 @@ def _recording(unit: WeightUnit, use: Use, shared: Attachment) -> Callable[[Any]
         delta, map = deltas[0], unit.map
         if delta is None or unit.is_last or not shared.optimizers:
             return
-        x = use.saved().detach()
+        x, delta = use.saved().detach(), use.by_rows(delta)
         if isinstance(map, TransposedConvMap):
             x = map.spread(x, tuple(delta.shape[2:]))
         elif unit.spans[0] is not None:

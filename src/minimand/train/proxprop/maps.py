@@ -37,12 +37,14 @@ __all__ = [
 class WeightMap:
     """The linear map from the weight and bias of a layer to its output, its input held fixed.
 
-    ``dual``: whether rows and output gradients can be stored instead of the Gram matrix.
+    ``dual``: whether rows and output gradients can be stored instead of the Gram matrix. ``transposed``: whether the
+    weight is inputs × outputs.
     """
 
     outputs: int
     columns: int
     groups: int = 1
+    transposed: bool = False
     geometry: ConvGeometry | None = None
     dual: bool = False
 
@@ -56,11 +58,11 @@ class WeightMap:
 
     def matrix(self, part: Tensor) -> Tensor:
         """A gradient of the weight, or of the bias, as outputs × columns."""
-        return part.reshape(len(part), -1)
+        return part.mT if self.transposed and part.dim() > 1 else part.reshape(len(part), -1)
 
     def shaped(self, matrix: Tensor, like: Tensor) -> Tensor:
         """The inverse of :meth:`matrix`."""
-        return matrix.reshape(like.shape)
+        return matrix.mT if self.transposed and like.dim() > 1 else matrix.reshape(like.shape)
 
     def rows(self, x: Tensor) -> Tensor:
         """The rows that multiply the weight, rows × columns. Requires ``groups == 1``."""
@@ -81,11 +83,14 @@ class WeightMap:
 
 
 class DirectMap(WeightMap):
-    """The map of a Linear or of a convolution."""
+    """The map of a Linear, of the Conv1D of transformers, or of a convolution."""
 
     def __init__(self, module: Any) -> None:
         self._outer: ConvGeometry | None = None
-        if isinstance(module, nn.Linear):
+        self.transposed = _is_gpt(module)
+        if self.transposed:
+            self.columns, self.outputs = module.weight.shape
+        elif isinstance(module, nn.Linear):
             self.outputs, self.columns = module.out_features, module.in_features
         else:
             self.groups, self.outputs, geometry = module.groups, module.out_channels, ConvGeometry.of(module)
@@ -105,7 +110,9 @@ class DirectMap(WeightMap):
 
     def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The layer's output, bit-identical to torch's."""
-        return F.linear(x, weight, bias) if self.geometry is None else self.geometry.convolve(x, weight, bias)
+        if self.geometry is not None:
+            return self.geometry.convolve(x, weight, bias)
+        return F.linear(x, weight.mT if self.transposed else weight, bias)
 
     def gradients(
         self, x: Tensor, weight: Tensor, delta: Tensor, needed: tuple[bool, bool, bool]
@@ -113,9 +120,11 @@ class DirectMap(WeightMap):
         """Gradients with respect to input, weight and bias, in the dtype of ``delta``."""
         x, weight, g = x.to(delta.dtype), weight.to(delta.dtype), self.geometry
         if g is None:
-            rows = self.deltas(delta)
+            left, right = rows, inputs = self.deltas(delta), self.rows(x)
+            if self.transposed:
+                weight, left, right = weight.mT, inputs, rows
             ahead = delta @ weight if needed[0] else None
-            return ahead, rows.mT @ self.rows(x) if needed[1] else None, rows.sum(0) if needed[2] else None
+            return ahead, left.mT @ right if needed[1] else None, rows.sum(0) if needed[2] else None
         padding = [before for before, _ in g.padding]
         shape = (g.stride, padding, g.dilation, False, [0] * len(g.kernel), g.groups)
         found: Any = torch.ops.aten.convolution_backward(delta, x, weight, [self.outputs], *shape, needed)
@@ -128,14 +137,6 @@ class ProductMap(WeightMap):
     def __init__(self, shape: tuple[int, ...], transposed: bool) -> None:
         self.transposed = transposed
         self.outputs, self.columns = shape[::-1] if transposed else shape
-
-    def matrix(self, part: Tensor) -> Tensor:
-        """A gradient of the weight, or of the bias, as outputs × columns."""
-        return part.mT if self.transposed and part.dim() > 1 else part.reshape(len(part), -1)
-
-    def shaped(self, matrix: Tensor, like: Tensor) -> Tensor:
-        """The inverse of :meth:`matrix`."""
-        return matrix.mT if self.transposed and like.dim() > 1 else matrix.reshape(like.shape)
 
 
 class TransposedConvMap(WeightMap):
@@ -175,8 +176,14 @@ class TransposedConvMap(WeightMap):
         return matrix.reshape(shape).transpose(1, 2).flip(tuple(range(3, like.dim() + 1))).reshape(like.shape)
 
 
+def _is_gpt(module: nn.Module) -> bool:
+    return f"{type(module).__module__}.{type(module).__qualname__}" == "transformers.pytorch_utils.Conv1D"
+
+
 def direct_map(module: nn.Module) -> DirectMap | None:
-    """The map of a Linear or convolution whose class does not override torch's forward; None for other modules."""
+    """The map of a Linear or convolution whose class does not override its forward; None for other modules."""
+    if _is_gpt(module):
+        return DirectMap(module)
     for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d):
         own = getattr(type(module), "_conv_forward", None) is getattr(kind, "_conv_forward", None)
         if isinstance(module, kind) and own and type(module).forward is kind.forward:
@@ -229,9 +236,6 @@ def candidates(path: str, module: nn.Module, maps: Mapping[type, Mapping[str, st
         found = [Candidate(path, (n, b if hasattr(module, b := n.replace("weight", "bias")) else None)) for n in names]
     elif isinstance(module, _TRANSPOSED) and kind.forward in [known.forward for known in _TRANSPOSED]:
         found = [Candidate(path, ("weight", "bias"), map=TransposedConvMap(module))]
-    elif f"{kind.__module__}.{kind.__qualname__}" == "transformers.pytorch_utils.Conv1D":
-        weight: Any = module.weight
-        found = [Candidate(path, ("weight", "bias"), map=ProductMap(tuple(weight.shape), True))]
     else:
         return []
     # A parametrisation computes a weight from other parameters.
@@ -249,12 +253,11 @@ def discover(model: nn.Module, options: ProxPropOptions) -> Discovery:
 
     A layer whose weight is used by other code than its own forward keeps plain gradients: its inputs are not seen.
     """
-    graphs = {p: c for p, m in model.named_modules() if (c := candidates(p, m, options.maps)) and not options.fused}
+    graphs = {p: some for p, m in model.named_modules() if (some := candidates(p, m, options.maps))}
     inside = {c.path for some in graphs.values() for c in some}
-    fused = (
-        {c.path for p, m in model.named_modules() for c in candidates(p, m, options.maps)} if options.fused else set()
-    )
-    direct = {p: (m, known) for p, m in model.named_modules() if (known := direct_map(m)) and p not in inside | fused}
+    direct = {p: (m, known) for p, m in model.named_modules() if (known := direct_map(m)) and p not in inside}
+    if options.fused:
+        graphs, inside = {}, set()
     modules = {path: module for path, (module, _) in direct.items()}
     order, elsewhere = _forward_pass(model, modules, graphs)
     foreign = (m for p, m in model.named_modules() if p not in direct and p not in inside)
@@ -345,12 +348,17 @@ def _problems(
         problems.append("was made in inference mode (build it outside of torch.inference_mode())")
     if any(p.is_complex() for p in parameters.values()):
         problems.append("has complex parameters (exclude it)")
+    # Each process has to hold all columns of some output units, or everything.
+    mixed = graph or _is_gpt(module) or getattr(module, "groups", 1) != 1
     for name, parameter in parameters.items():
-        if is_dtensor(parameter) and not _by_outputs(module, parameter, graph):
-            layout = ", ".join(map(str, getattr(parameter, "placements", ())))
+        places: Any = getattr(parameter, "placements", ())
+        if is_dtensor(parameter) and (mixed or not all(place.is_replicate() or place.is_shard(0) for place in places)):
+            layout = ", ".join(map(str, places))
             why = "ProxProp takes DTensors that are sharded by output units, as FSDP does, of ungrouped layers"
             problems.append(f"has a {name} in the layout ({layout}): {why} (exclude it)")
-    if "forward" in module.__dict__:
+    own_forward = module.__dict__.get("forward")
+    # Copies of an attached module hold the forward of their class.
+    if own_forward is not None and getattr(own_forward, "__func__", None) is not type(module).forward:
         other, own = "is attached to another ProxProp (detach that first)", "has a forward of its own (remove it)"
         problems.append(other if is_hooked(module) else own)
     return problems
@@ -367,12 +375,6 @@ def _stackable(
         and all(pair[0]._parameters.get(n) is module._parameters.get(n) for n in ("weight", "bias"))
         for pair in pairs
     )
-
-
-def _by_outputs(module: nn.Module, parameter: Any, graph: bool) -> bool:
-    """Whether each process holds all columns of some output units, or everything."""
-    rows = all(place.is_replicate() or place.is_shard(0) for place in parameter.placements)
-    return rows and not graph and getattr(module, "groups", 1) == 1
 
 
 def is_trained(module: nn.Module) -> bool:

@@ -178,29 +178,49 @@ class ProxPropOptions:
             if not good:
                 raise OptionError(f"{name} must be {kind}, got {getattr(self, name)!r}")
 
-    def taus(self) -> dict[str, Tau]:
-        """The values of τθ by pattern; one for all layers has the pattern ``""``."""
-        return dict(self.tau_theta) if isinstance(self.tau_theta, Mapping) else {"": self.tau_theta}
-
-    def tau_of(self, path: str) -> Tau:
-        """The τθ of a layer: the value of the last pattern that matches its path, 1.0 if none does."""
-        if not isinstance(self.tau_theta, Mapping):
-            return self.tau_theta
-        return next((t for p, t in reversed(list(self.tau_theta.items())) if fnmatch.fnmatchcase(path, p)), 1.0)
-
 
 class TauSchedule(Optimizer):
-    """An optimizer without parameters to update whose learning rates are values of τθ, for torch's schedulers."""
+    """The present τθ: an optimizer without parameters, whose learning rates torch's schedulers may change."""
 
-    def __init__(self, taus: Mapping[str, Tau]) -> None:
+    scheduled = False
+
+    def __init__(self, value: Tau | Mapping[str, Tau]) -> None:
+        taus = value if isinstance(value, Mapping) else {None: value}
+        rows = [(key, tau, isinstance(tau, Relative)) for key, tau in taus.items()]
         groups = [
-            {"params": [torch.zeros(0)], "lr": tau.factor if isinstance(tau, Relative) else tau, "pattern": pattern}
-            for pattern, tau in taus.items()
+            {"params": [torch.zeros(0)], "pattern": key, "lr": getattr(tau, "factor", tau), "relative": relative}
+            for key, tau, relative in rows
         ]
         super().__init__(groups, {})
 
+    @property
+    def value(self) -> Tau | dict[str, Tau]:
+        """τθ as it was given: one value, or one for each pattern."""
+        taus: dict[Any, Tau] = {
+            g["pattern"]: Relative(g["lr"]) if g["relative"] else g["lr"] for g in self.param_groups
+        }
+        return taus.get(None, taus)
+
+    def of(self, path: str) -> Tau:
+        """The τθ of a layer: the value of the last pattern that matches its path, 1.0 if none does."""
+        value = self.value
+        if not isinstance(value, dict):
+            return value
+        return next((tau for key, tau in reversed(value.items()) if fnmatch.fnmatchcase(path, key)), 1.0)
+
+    def replace(self, value: Tau | Mapping[str, Tau]) -> None:
+        """Set τθ; a scheduler continues from the new values."""
+        new = TauSchedule(value)
+        keys = [[group["pattern"] for group in some.param_groups] for some in (self, new)]
+        if keys[0] != keys[1]:
+            if self.scheduled:
+                raise OptionError("tau_theta follows a scheduler; a new value needs the same patterns as the old one")
+            self.param_groups = new.param_groups
+        for group, given in zip(self.param_groups, new.param_groups, strict=True):
+            group.update(lr=given["lr"], relative=given["relative"])
+
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Do nothing; schedulers expect a step before theirs."""
+        """Do nothing."""
 
 
 def _are_maps(value: Any) -> bool:

@@ -1,5 +1,6 @@
 """Proximal backpropagation for any torch optimizer: one linear solve per layer and step, not a ``solve()``."""
 
+import dataclasses
 import itertools
 import logging
 import math
@@ -70,9 +71,9 @@ class ProxProp(Sealed):
         include: Patterns such as ``"blocks.*.fc"``: only layers whose path matches one are preconditioned.
         exclude: Patterns of layers that keep plain gradients.
         fused: Compute the direction in the backward pass, without the gradient if there are fewer rows than columns.
-            ``.grad`` holds the direction right after ``backward``; clipping then clips the direction, and a penalty on
-            a weight is added to it. A second backward pass before the step raises an error. Linear layers and
-            convolutions only: the others keep plain gradients.
+            ``.grad`` holds the direction right after ``backward``, and a penalty on a weight is added to it. A second
+            backward pass before the step raises an error, and so does a step after anything else has changed
+            ``.grad`` (clipping, unscaling). Linear layers and convolutions only: the others keep plain gradients.
         maps: Your own linear maps: ``{MyLinear: {"weight": "bias"}}`` says that the forward pass of ``MyLinear``
             multiplies rows by its parameter ``weight`` (outputs × inputs, or inputs × outputs) and adds ``bias``, or
             nothing (None).
@@ -114,7 +115,11 @@ class ProxProp(Sealed):
             raise OptionError(f'process_group must be "auto", None or a process group, got {process_group!r}')
         if not isinstance(model, nn.Module):
             raise CapabilityError(f"ProxProp takes an nn.Module, got {type(model).__name__}")
-        self._model, self._alone, self._shared = model, process_group is None, Attachment(options)
+        self._model, self._alone, self._shared = (
+            model,
+            process_group is None,
+            Attachment(options, TauSchedule(options.tau_theta)),
+        )
         self._group = None if isinstance(process_group, str) else process_group
         self._caches: dict[str, GramCache] = {}
         self._units: dict[str, WeightUnit] = {}
@@ -130,16 +135,21 @@ class ProxProp(Sealed):
         self._weights = units_of(self._model, found)
         self._caches = {key: self._caches.get(key, GramCache()) for key in self._weights}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles are not attached, like those of the model."""
+        gone = {"_units": {}, "_hooks": [], "_handles": [], "_skipped_grads": [], "_stepped": False}
+        return vars(self) | gone | {"_shared": dataclasses.replace(self._shared, optimizers=())}
+
     @property
     def tau_theta(self) -> Tau | dict[str, Tau]:
         r"""The present :math:`\tau_\theta`; a new value takes effect at the next step."""
-        return self._shared.taus()
+        return self._shared.tau.value
 
     @tau_theta.setter
     def tau_theta(self, value: Tau | Mapping[str, Tau]) -> None:
         if isinstance(value, Mapping):
             match(value, self._paths())
-        self._shared.replace_tau(value)
+        self._shared.tau.replace(dataclasses.replace(self._shared.options, tau_theta=value).tau_theta)
 
     def tau_schedule(self) -> TauSchedule:
         r"""An optimizer whose learning rates are the values of :math:`\tau_\theta`, for torch's schedulers.
@@ -155,9 +165,8 @@ class ProxProp(Sealed):
         >>> prox.tau_theta
         0.4
         """
-        if self._shared.schedule is None:
-            self._shared.schedule = TauSchedule(self._shared.options.taus())
-        return self._shared.schedule
+        self._shared.tau.scheduled = True
+        return self._shared.tau
 
     def _paths(self) -> list[str]:
         """The paths of the layers that could have proximal steps, in the order of registration."""
@@ -299,7 +308,7 @@ class ProxProp(Sealed):
         origin = self._bad_origin(active)
         for unit in active:
             try:
-                if not origin and not self._shared.options.fused and unit.rows and unit.rows.count:
+                if not origin and unit.rows and unit.rows.count:
                     unit.precondition()
             except NonFiniteError:
                 origin = f"the input of {_named(unit.path)}"
@@ -349,8 +358,8 @@ class ProxProp(Sealed):
             unit.unused = {} if evaluated else {key: at for key, at in unit.unused.items() if key not in owned}
             unit.forget()
         self._stepped = self._stepped or taken
-        if taken and self._shared.schedule is not None:
-            self._shared.schedule.step()
+        if taken:
+            self._shared.tau.step()  # schedulers expect a step before theirs
 
     def state_dict(self) -> dict[str, Any]:
         """Steps taken, τθ, cached Gram matrices, layers that need float64; without rows accumulated since the step."""
@@ -374,19 +383,7 @@ class ProxProp(Sealed):
         self.tau_theta = state["tau_theta"]
         for key, cache in self._caches.items():
             _, module, names, _, map = self._weights[key]
-            try:
-                # One number for all layers is the form of version 0.1.
-                steps = int(state["turn"][key] if isinstance(state["turn"], dict) else state["turn"])
-                mean, rows, *rest = state["grams"].get(key, (None, 0))
-                mean = None if mean is None else mean.clone().to(getattr(module, names[0]).device)
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise OptionError(f"the saved state of layer '{key}' is damaged; pass another one") from error
-            if mean is not None and map is not None and mean.shape[-1] not in (map.columns, map.columns + 1):
-                raise ShapeError(
-                    f"the saved Gram matrix of layer '{key}' has {mean.shape[-1]} columns, not {map.columns}"
-                )
-            cache.steps, cache.mean, cache.rows, cache.metric = steps, mean, int(rows), None
-            cache.rest, cache.wide = float(*rest), key in state.get("wide", ())
+            cache.load(key, state, getattr(module, names[0]).device, map)
 
     def _load_with(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         if _KEY in state:
