@@ -277,7 +277,7 @@ class SquaredDescent(LocalDescent):
         """Column updates of U."""
         goal, product = self.loss.times(pairs.V), pairs.V @ pairs.V.mT
         weights = self.lam * self.theta.right.lengths(pairs.V, product.diagonal())
-        return updated(pairs.U, goal, product, weights, self.theta.left, self.rows, self.inner)
+        return updated(pairs.U, goal, product, weights, self.theta.left, self.rows, self.inner, self.loss.roots)
 
     def right(self, pairs: Components) -> tuple[Updated, float]:
         """Column updates of V, and the objective there: ½‖Y‖² − ⟨UᵀY, Vᵀ⟩ + ½⟨UᵀU, VᵀV⟩ + λ Σ θ."""
