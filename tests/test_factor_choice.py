@@ -24,6 +24,7 @@ from minimand.factor import (
     Share,
     SparseDictionary,
 )
+from minimand.factor.descent import LocalDescent
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*stopped before its certificate")
 
@@ -241,3 +242,26 @@ def test_check_estimator(model):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # check_estimator warns about skipped checks
         check_estimator(model)
+
+
+def test_an_interrupted_choice_says_what_it_holds(monkeypatch):
+    """Nothing before λ is chosen; then the fit at it to all data, as far as it went."""
+    model, sweep = NMFCV(["10%", "2%"], cv=2, random_state=0), LocalDescent._sweep
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalDescent, "_sweep", interrupted)
+        with pytest.raises(KeyboardInterrupt, match="NMFCV was interrupted before it chose lam"):
+            model.fit(Y)
+    assert not hasattr(model, "model_")
+    choose = NMFCV._choose
+    with monkeypatch.context() as patch:
+        patch.setattr(NMFCV, "_choose", lambda *a: (choose(*a), patch.setattr(LocalDescent, "_sweep", interrupted))[0])
+        with pytest.raises(KeyboardInterrupt, match="interrupted_ is True"):
+            model.fit(Y)
+    assert model.interrupted_
+    assert model.transform(Y).shape == (len(Y), model.n_components_)
+    assert LocalDescent._sweep is sweep
+    assert not model.fit(Y).interrupted_

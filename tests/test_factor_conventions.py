@@ -51,6 +51,7 @@ def data(model):
 CHECKED = [
     LowRank(0.1),
     NMF(0.1, effort=0, max_iter=8, n_components=2),
+    NMF("5%", n_components=3),  # to its own end: the descent of weighted rows stops where that of repeated ones does
     SparseDictionary(0.3, 0.1, max_iter=8, r_max=2),
     RobustPCA(0.5, 1.0),
     MatrixCompletion(0.1, max_iter=50),

@@ -12,6 +12,7 @@ from minimand.factor.growth import GrowthOptions, grow
 from minimand.factor.losses import Squared
 from minimand.factor.problem import FactorProblem, Stop
 from minimand.factor.regularizers import L2, SparseL2
+from minimand.factor.residual import DenseDual
 
 
 def test_no_fit_ends_improvable_with_sweeps_and_room_left():
@@ -104,6 +105,29 @@ def test_warnings_point_at_the_caller(verb, lam):
     with pytest.warns(UserWarning, match=r"(no component|stopped before)") as caught:
         getattr(model, verb)(np.random.default_rng(1).normal(size=(10, 6)))
     assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_searches_for_pairs_that_became_zero_cost_no_more_than_the_sweeps(monkeypatch):
+    """At a fixed size a search only replaces pairs. A long one cost ten times the sweeps."""
+    rng = np.random.default_rng(0)
+    Y = rng.exponential(size=(400, 10)) @ rng.exponential(size=(10, 300))
+    vectors, product = [], DenseDual._data_times
+    monkeypatch.setattr(
+        DenseDual, "_data_times", lambda self, x, **kw: (vectors.append(x.shape[1]), product(self, x, **kw))[1]
+    )
+    model = NMF("10%", n_components=15, random_state=0, effort=None).fit(Y)
+    assert len(model.history_) > 1  # pairs became zero and were replaced
+    assert sum(vectors) <= 2 * (2 * model.n_components_ * model.n_iter_)
+
+
+def test_pairs_that_replace_others_are_followed_to_their_size():
+    """The gradient of a short pair is small beside that of the others: it must not end the descent at once."""
+    rng = np.random.default_rng(0)
+    Y = rng.exponential(size=(400, 10)) @ rng.exponential(size=(10, 300))
+    model = NMF("10%", n_components=15, random_state=0, effort=None).fit(Y)
+    further = NMF(model.lam_, n_components=15, effort=None, tol=1e-6, max_iter=2000)
+    further.fit(Y, start=(model.transform(Y), model.components_.T))
+    assert model.objective_ <= further.objective_ * (1 + 1e-5)
 
 
 def test_a_size_that_was_asked_for_is_no_early_stop():

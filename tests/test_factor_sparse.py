@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
+from sklearn.base import clone
 
 from minimand.factor import (
     NMF,
@@ -126,6 +127,30 @@ def test_sparse_input_that_cannot_be_used():
         LowRank(0.5).fit(bad)
     zeros = sp.csr_array((np.append(Y.data, 0.0), (*(np.append(i, 0) for i in Y.tocoo().coords),)), shape=Y.shape)
     assert LowRank(1.0).fit(zeros).objective_ == pytest.approx(LowRank(1.0).fit(Y).objective_)
+
+
+@pytest.mark.parametrize("model", [*MODELS, DropoutFactorization(5, 0.5)], ids=str)
+@pytest.mark.parametrize("kind", [sp.csr_array, sp.csc_array])
+def test_an_entry_that_is_stored_in_parts_is_their_sum(model, kind):
+    """Squares of the parts are not the square of the entry: objectives and certificates would be wrong."""
+    if isinstance(model, NMF | SparseDictionary) and model.n_components is None:
+        model = clone(model).set_params(n_components=3)
+    whole = kind(Y)
+    parts = kind(
+        (np.repeat(whole.data, 2) * np.tile([1.5, -0.5], whole.nnz), np.repeat(whole.indices, 2), 2 * whole.indptr)
+    )
+    kept = parts.copy()
+    np.testing.assert_allclose(parts.toarray(), Y.toarray())
+    U = model.fit_transform(parts)
+    found = model.objective_, model.score(parts), U @ model.components_
+    W = model.fit_transform(whole)
+    assert found[:2] == pytest.approx((model.objective_, model.score(whole)), rel=1e-9)
+    np.testing.assert_allclose(found[2], W @ model.components_, atol=1e-9)
+    assert parts.nnz == 2 * Y.nnz
+    assert (parts.data == kept.data).all()
+    assert certify(parts, U, model.components_.T, lam=1.0).gap == pytest.approx(
+        certify(whole, U, model.components_.T, lam=1.0).gap, rel=1e-9
+    )
 
 
 def test_memory_is_that_of_the_entries_and_the_factors():

@@ -46,7 +46,7 @@ from .matrices import RowSharding, leading_singular
 from .observed import Observed
 from .problem import Certificate, FactorProblem, Factors, Report, Stop, no_report
 from .regularizers import L2, Regularizer
-from .sparse import SparseData, sparse_from_tensor
+from .sparse import SparseData, sparse_from_tensor, summed
 
 __all__ = ["Factorization", "Path"]
 
@@ -333,7 +333,7 @@ class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             Y = sparse_from_tensor(Y)
         data: Any = self._matrix(Y, reset=reset, accept_sparse=("csr", "csc") if self._takes_sparse else False)
         if sp.issparse(data):
-            sparse = SparseData(data)
+            sparse = SparseData(summed(data))
             require_entries("Y", sparse.values, name, _MISSING)
             return sparse.values.numpy()[:0], sparse
         require_entries("Y", data, name, _MISSING)

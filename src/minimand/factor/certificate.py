@@ -27,7 +27,7 @@ from .problem import NOT_CERTIFIED, Certificate, FactorProblem, Status, judge
 from .regularizers import BoundOptions, Directions, Regularizer, named_regularizer
 from .sparse import SparseData, is_sparse, sparse_given
 
-__all__ = ["Finding", "certify", "certify_factors", "conclude", "postponed"]
+__all__ = ["SWEEPS", "Finding", "certify", "certify_factors", "conclude", "postponed"]
 
 DIRECTIONS = 4
 SWEEPS = (3, 30)  # of the two searches for directions; the second is made only if the first is inconclusive

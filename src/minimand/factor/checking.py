@@ -32,7 +32,8 @@ REMEDIES = {
 class WeightedRows(TransformerMixin):
     """Weights of rows in ``fit``: a row of weight w counts as w equal rows. Other options are those of the estimator.
 
-    The factors are those of the rows times √w, in float64, and so are objective and certificate.
+    The factors are those of the rows times √w, in float64, and so are objective and certificate. At a fixed size the
+    fit takes the steps of that to repeated rows; where it grows, both agree up to their gaps.
     """
 
     def fit(

@@ -30,7 +30,8 @@ class Updated(NamedTuple):
     Attributes:
         X: The vectors, as rows.
         violation: :math:`\sum_i\|w_i\|^2\|x_i - x_i'\|_1` of the first sweep: the l1 norm of the projected gradient, up
-            to the curvature of the gauge. scikit-learn's coordinate descent stops by the same quantity.
+            to the curvature of the gauge, with entries counted by their weights. scikit-learn's coordinate descent
+            stops by the same quantity.
         scale: Its value at X = 0 without a penalty, the l1 norm of the product of W with the data.
     """
 
@@ -47,6 +48,7 @@ def updated(
     gauge: Gauge,
     rows: RowSharding,
     sweeps: int = INNER_SWEEPS,
+    roots: Tensor | None = None,
 ) -> Updated:
     """X after sweeps of exact updates over its vectors (rows of X), until they move little.
 
@@ -58,10 +60,13 @@ def updated(
         gauge: Of the vectors.
         rows: Where the entries of the vectors are.
         sweeps: The largest number of sweeps.
+        roots: The roots of the weights of the entries, if the vectors are multiplied by them; l1 norms are weighted so
+            that an entry of weight w counts as w equal ones.
     """
+    counts = X.new_ones(X.shape[1]) if roots is None else roots.to(X)
     plain = type(gauge) is Euclidean and X.device.type == "cpu" and rows.group is None
     begin = _array_pass if plain else _tensor_pass
-    X, sweep = begin(X, goal, product, weights, gauge, rows)
+    X, sweep = begin(X, goal, product, weights, gauge, rows, counts)
 
     def moving(state: tuple[float, float], k: int) -> tuple[float, float]:
         """One sweep, in place; the first and the last movement."""
@@ -69,7 +74,7 @@ def updated(
         return state[0] if k else moved, moved
 
     (first, _), _ = iterate(moving, (0.0, 0.0), sweeps, until=lambda s, k: s[1] <= STALL * s[0])
-    return Updated(X, first, float(rows.sum(goal.abs().sum())))
+    return Updated(X, first, float(rows.sum((goal.abs() @ counts).sum())))
 
 
 # A sweep over the vectors, in place, which returns the movement. Each update is the prox of
@@ -78,7 +83,7 @@ Pass = Callable[[], float]
 
 
 def _tensor_pass(
-    X: Tensor, goal: Tensor, product: Tensor, weights: Tensor, gauge: Gauge, rows: RowSharding
+    X: Tensor, goal: Tensor, product: Tensor, weights: Tensor, gauge: Gauge, rows: RowSharding, counts: Tensor
 ) -> tuple[Tensor, Pass]:
     diagonal = product.diagonal()
     alive = diagonal > 0
@@ -93,13 +98,13 @@ def _tensor_pass(
         before = X.clone()
         for i in lives:
             vectors[i].copy_(gauge.prox_(torch.addmv(goals[i], transposed, couplings[i]), steps[i], rows))
-        return float(rows.sum(torch.dot(before.sub_(X).abs_().sum(-1), diagonal)))
+        return float(rows.sum(torch.dot(before.sub_(X).abs_() @ counts, diagonal)))
 
     return X, sweep
 
 
 def _array_pass(
-    X: Tensor, goal: Tensor, product: Tensor, weights: Tensor, gauge: Gauge, rows: RowSharding
+    X: Tensor, goal: Tensor, product: Tensor, weights: Tensor, gauge: Gauge, rows: RowSharding, counts: Tensor
 ) -> tuple[Tensor, Pass]:
     """As :func:`_tensor_pass` for the gauge ‖u‖₂ + γ‖u‖₁, on numpy arrays."""
     assert isinstance(gauge, Euclidean)
@@ -113,7 +118,7 @@ def _array_pass(
     array[~alive] = 0.0
     point, zero = np.empty(array.shape[1], dtype=array.dtype), np.zeros(array.shape[1], dtype=array.dtype)
     lives = [(steps[i].item(), others[i], goals[i], array[i]) for i in np.flatnonzero(alive)]
-    sparse, nonnegative = gauge.sparse, gauge.nonnegative
+    sparse, nonnegative, measure = gauge.sparse, gauge.nonnegative, counts.numpy()
     # Looking up a name costs as much as a tenth of an update of a hundred entries.
     add, multiply, maximum, sqrt = np.add, np.multiply, np.maximum, math.sqrt
 
@@ -129,6 +134,6 @@ def _array_pass(
             norm = sqrt(point.dot(point))
             multiply(point, 1 - step / norm if norm > step else 0.0, vector)
         np.abs(np.subtract(before, array, before), before)
-        return float(before.sum(1).dot(diagonal))
+        return float(before.dot(measure).dot(diagonal))
 
     return torch.from_numpy(array), sweep

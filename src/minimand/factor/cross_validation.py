@@ -40,6 +40,8 @@ from .observed import Observed
 __all__ = ["NMFCV", "LowRankCV", "MatrixCompletionCV"]
 
 LARGEST_SHARE, SMALLEST_SHARE = 0.8, 0.01
+#: Attributes of the fit at the chosen λ.
+FITTED = ("components_", "n_components_", "objective_", "certificate_", "history_", "n_iter_", "interrupted_")
 
 
 @dataclass(eq=False, repr=False)
@@ -77,9 +79,8 @@ class _CrossValidated(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
 
     def fit_transform(self, Y: Any, y: Any = None) -> Any:
         """As :meth:`fit`; returns U."""
-        require_whole("cv", self.cv)
-        if self.cv < 2:
-            raise OptionError(f"cv must be a whole number ≥ 2, got {self.cv}: one fold leaves nothing to fit")
+        if isinstance(self.cv, bool) or not isinstance(self.cv, int | np.integer) or self.cv < 2:
+            raise OptionError(f"cv must be a whole number ≥ 2, the number of folds, got {self.cv!r}")
         require_whole("n_lams", self.n_lams)
         require_number("tol", self.tol)
         require_whole("max_iter", self.max_iter)
@@ -91,16 +92,21 @@ class _CrossValidated(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         if not top > 0:
             raise OptionError("every entry of Y is zero, so there is no lam to choose: lambda_max(Y) is 0")
         shares = self._shares(top)
-        errors, ranks = self._validated(probe, data, shares)
+        try:
+            errors, ranks = self._validated(probe, data, shares)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"{type(self).__name__} was interrupted before it chose lam: no fit") from None
         self._choose(shares, top, errors, ranks)
         self.model_ = self._model(self.lam_)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # the certificate has the gap
-            codes = self.model_.fit_transform(Y)
-        self._copy_input(self.model_)
-        for name in ("components_", "n_components_", "objective_", "certificate_", "history_", "n_iter_"):
-            setattr(self, name, getattr(self.model_, name))
-        return codes
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ConvergenceWarning)  # the certificate has the gap
+                return self.model_.fit_transform(Y)
+        finally:  # also of an interrupted fit, which holds its last iteration
+            self._copy_input(self.model_)
+            for name in FITTED:
+                if hasattr(self.model_, name):
+                    setattr(self, name, getattr(self.model_, name))
 
     def transform(self, Y: Any) -> Any:
         """The codes of the rows of Y at the chosen λ."""

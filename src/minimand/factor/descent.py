@@ -41,6 +41,7 @@ from .regularizers import Regularizer
 __all__ = ["Components", "LocalDescent", "ProximalDescent", "SquaredDescent"]
 
 PARALLEL = 1 - 1e-6
+SETTLING = 6  # sweeps after which a small violation ends a descent: that of a new pair, still short, is small at first
 CALL = 1e4  # floating point operations in the time of a call of numpy
 
 
@@ -204,8 +205,8 @@ class LocalDescent(abc.ABC):
         """The factors after at most ``sweeps`` sweeps, their objective, and the number of sweeps made.
 
         The descent stops when three sweeps in a row lower the objective by less than a share ``tol``, or when the
-        violation of a sweep is at most a share ``violation`` of its scale. ``keep`` is called with the pairs of each
-        sweep.
+        violation of a sweep, from the sixth on, is at most a share ``violation`` of its scale. ``keep`` is called with
+        the pairs of each sweep.
         """
         if start.rank == 0:
             return start, self.right(start)[1], 0
@@ -214,7 +215,7 @@ class LocalDescent(abc.ABC):
         def done(state: _DescentState, k: int) -> bool:
             if keep is not None:
                 keep(state.now)
-            return state.quiet >= 3 or state.violation <= violation
+            return state.quiet >= 3 or (k >= SETTLING and state.violation <= violation)
 
         state, made = iterate(lambda s, k: self._sweep(s, tol), first, sweeps, until=done)
         now, objective = self._plain(state)
@@ -276,7 +277,7 @@ class SquaredDescent(LocalDescent):
         """Column updates of U."""
         goal, product = self.loss.times(pairs.V), pairs.V @ pairs.V.mT
         weights = self.lam * self.theta.right.lengths(pairs.V, product.diagonal())
-        return updated(pairs.U, goal, product, weights, self.theta.left, self.rows, self.inner)
+        return updated(pairs.U, goal, product, weights, self.theta.left, self.rows, self.inner, self.loss.roots)
 
     def right(self, pairs: Components) -> tuple[Updated, float]:
         """Column updates of V, and the objective there: ½‖Y‖² − ⟨UᵀY, Vᵀ⟩ + ½⟨UᵀU, VᵀV⟩ + λ Σ θ."""

@@ -18,7 +18,7 @@ from ..solvers.base import require_count
 from ..solvers.iterate import iterate
 from ..solvers.linear import ridge_factor
 from ..solvers.steps import Schedule, check_step_size
-from .checking import HELD, require_2d, validated
+from .checking import HELD, explained_variance, require_2d, validated
 from .dropout import (
     block_smoothness,
     closed_form,
@@ -31,7 +31,7 @@ from .dropout import (
 )
 from .inputs import Units, raised, require_entries, require_whole, seeded_generator, warn_if_out_of_range
 from .losses import Squared
-from .sparse import SparseData, is_sparse, sparse_from_tensor
+from .sparse import SparseData, is_sparse, sparse_from_tensor, summed
 
 __all__ = ["DropoutFactorization"]
 
@@ -129,11 +129,19 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
 
     def transform(self, X: Any) -> np.ndarray:
         r"""The best U for given V, row by row: :math:`\min_u \|x - uV^\top\|^2 + \lambda\sum_i u_i^2\|V_i\|^2`."""
+        return self._encoded(X)[1].numpy()
+
+    def score(self, X: Any, y: Any = None) -> float:
+        """The share of the variance of X that ``inverse_transform(transform(X))`` explains."""
+        return explained_variance(*self._encoded(X))
+
+    def _encoded(self, X: Any) -> tuple[Any, Tensor, Tensor]:
+        """Checked data, their codes and V."""
         check_is_fitted(self, "components_")
         data = self._checked(X, reset=False)
         V = torch.from_numpy(self.components_.T.copy()).to(data.dtype)
         loss, units = Squared(data).normalized(V, V)
-        return units.factor(best_rows(loss.Y, units.lowered(V), dropout_weight(self.p_))).numpy()
+        return data, units.factor(best_rows(loss.Y, units.lowered(V), dropout_weight(self.p_))), V
 
     def inverse_transform(self, X: Any) -> np.ndarray:
         """The product of coefficients with the components."""
@@ -180,6 +188,7 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
             require_2d(X)
             X = sparse_from_tensor(X)
         data = validated(self, X, reset=reset, accept_sparse=("csr", "csc"))
+        data = summed(data) if is_sparse(data) else data
         values = data.data if is_sparse(data) else data
         require_entries("X", values, type(self).__name__, "fill them, or complete them with MatrixCompletion")
         # A copy of an array, because torch warns about read-only ones.

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..errors import OptionError
 from .bounds import BUDGET
-from .certificate import Finding, certify_factors, postponed
+from .certificate import SWEEPS, Finding, certify_factors, postponed
 from .descent import (
     Components,
     LocalDescent,
@@ -245,10 +245,14 @@ class _FactorGrowth:
         return found
 
     def directions(self, count: int, margin: float) -> Directions:
-        """The polar step: directions that attain more than λ + ``margin``."""
+        """The polar step: directions that attain more than λ + ``margin``.
+
+        At a fixed size they only replace pairs that became zero, so a short search suffices.
+        """
         matrix = self.problem.loss.search(self.pairs.U.mT, self.pairs.V.mT)
-        found = self.problem.regularizer.directions(matrix, count, self.generator)
-        self.work += 40 * count * matrix.work()
+        sweeps = SWEEPS[0] if self.options.fixed else SWEEPS[1]
+        found = self.problem.regularizer.directions(matrix, count, self.generator, sweeps)
+        self.work += (sweeps + 10) * count * matrix.work()
         return found.above(self.problem.lam + margin)
 
     def unknown(self, found: Directions) -> Directions:

@@ -190,6 +190,7 @@ class Squared(DenseLoss):
 
     Y: Any
     rows: RowSharding = RowSharding()  # noqa: RUF009 -- frozen
+    roots: Tensor | None = None  # of the rows' weights, by which the rows are multiplied
     curvature = 1.0
     degree = 2
 
@@ -200,7 +201,10 @@ class Squared(DenseLoss):
     def weighted(self, roots: Tensor) -> "Squared":
         """The loss of the rows of Y times ``roots``."""
         Y = self.Y.to(torch.float64)
-        return replace(self, Y=Y.scaled_rows(roots) if isinstance(Y, SparseData) else Y * roots.to(Y).unsqueeze(1))
+        if isinstance(Y, SparseData):
+            return replace(self, Y=Y.scaled_rows(roots), roots=roots)
+        roots = roots.to(Y)
+        return replace(self, Y=Y * roots.unsqueeze(1), roots=roots)
 
     def times(self, V: Tensor) -> Tensor:
         """The products Yv of vectors v, the rows of V: vectors as rows."""

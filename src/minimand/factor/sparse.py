@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import OptionError, require_finite
 from .inputs import as_tensor
 
-__all__ = ["SparseData", "is_sparse", "sparse_from_tensor", "sparse_given"]
+__all__ = ["SparseData", "is_sparse", "sparse_from_tensor", "sparse_given", "summed"]
 
 DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
@@ -92,6 +92,15 @@ def is_sparse(Y: Any) -> bool:
     return bool(sp.issparse(Y)) or (isinstance(Y, Tensor) and Y.layout != torch.strided)
 
 
+def summed(matrix: Any) -> Any:
+    """A CSR or CSC matrix that stores each entry once: the parts of an entry that is stored in parts are added."""
+    if matrix.has_canonical_format:
+        return matrix
+    matrix = matrix.copy()
+    matrix.sum_duplicates()
+    return matrix
+
+
 def sparse_given(Y: Any, *, plain: bool) -> SparseData:
     """A sparse matrix or tensor as data of float64; ``plain``: the loss is squared, and there is no mask."""
     if not plain:
@@ -101,7 +110,7 @@ def sparse_given(Y: Any, *, plain: bool) -> SparseData:
         )
     matrix = sparse_from_tensor(Y) if isinstance(Y, Tensor) else Y
     matrix = matrix if matrix.format in ("csr", "csc") else matrix.tocsr()
-    data = SparseData(matrix.astype(np.float64, copy=False))
+    data = SparseData(summed(matrix.astype(np.float64, copy=False)))
     require_finite("Y", data.values)
     return data
 
