@@ -187,7 +187,7 @@ def claims(results: Results[JacobianRegularizerOptions]) -> list[Claim]:
                 f"Few samples: the Jacobian regulariser beats {title} (2 losses, 2 depths, 3 sample sizes)",
                 span(sizes, " points", plus=True),
                 span([mean_std(values)[0] for values in gains if values], " points", plus=True),
-                scale(results, "MNIST", f"{results.options.epochs} epochs"),
+                scale(results, "MNIST", f"{results.options.network} networks", f"{results.options.epochs} epochs"),
                 combine([judge_gain(gap, size, single=ACCURACY) for gap, size in zip(gains, sizes, strict=True)]),
             )
         )
