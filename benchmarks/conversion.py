@@ -110,7 +110,7 @@ def first_call() -> list[Row]:
         with torch.no_grad():
             model(x)
             plain = min(_seconds(lambda: model(x))[0] for _ in range(5))  # noqa: B023
-            for _ in range(3):
+            for _ in range(5):
                 seconds, net = _seconds(lambda: convert(model, ProxGD(10), example=x))  # noqa: B023
                 planning.append(seconds / plain)
                 first, second = (_seconds(lambda: net(x))[0] for _ in range(2))  # noqa: B023
@@ -147,11 +147,10 @@ def _step(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
 
 
 def _seconds(call: Callable[[], T]) -> tuple[float, T]:
-    begin = time.perf_counter()
+    begin = time.process_time()
     result = call()
-    return time.perf_counter() - begin, result
+    return time.process_time() - begin, result
 
 
 def _middle(values: list[float]) -> Ratio:
-    low, middle, high = sorted(values)
-    return Ratio(middle, low, high)
+    return Ratio(sorted(values)[len(values) // 2], min(values), max(values))

@@ -87,9 +87,11 @@ class _Curves(nn.Module):
         return torch.stack([curves.softplus(z, 2.0, 20.0), curves.elu(z, 0.5), curves.hardsigmoid(z)])
 
 
-def test_activations_in_double_precision_export_to_onnx(tmp_path: Path) -> None:
-    z = torch.linspace(-30, 30, 61, dtype=torch.float64)
-    (found,) = _runtime(_Curves().eval(), (z,), None, tmp_path)(z)
+@pytest.mark.parametrize("strict", [None, False, True])
+def test_activations_in_double_precision_export_to_onnx(tmp_path: Path, strict: bool | None) -> None:
+    z, model = torch.linspace(-30, 30, 61, dtype=torch.float64), _Curves().eval()
+    given: Any = model if strict is None else torch.export.export(model, (z,), strict=strict)
+    (found,) = _runtime(given, (z,), None, tmp_path)(z)
     expected = F.softplus(z, 2.0), F.elu(z, 0.5), F.hardsigmoid(z)
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-9, atol=1e-12)
 

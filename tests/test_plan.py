@@ -77,6 +77,12 @@ def test_a_plan_changes_nothing_and_convert_follows_it(name):
 
 
 def test_a_plan_is_for_one_model_in_one_state():
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    steps = plan(net, ProxGD(iters=3))
+    net[1] = nn.Tanh()
+    with pytest.raises(ConversionError, match=r"  1: the layer is another one than when the plan was made"):
+        convert(net, steps)
+    assert isinstance(net[0], nn.Linear)
     model = VGG()
     steps = plan(model, {"classifier.*": ProxGD()})
     with pytest.raises(ConversionError, match="VGG: the plan was made for another model"):

@@ -53,6 +53,33 @@ def test_keywords_tuples_and_losses():
     assert "net.0" in suggest(Named(), batch, budget=50.0).converted
 
 
+class _Skip(nn.Module):
+    """A skip without a normalisation: the layer is computed first, the skip is added later."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.layer = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = torch.relu(self.into(x))
+        return torch.relu(self.layer(h) + h)
+
+
+def test_a_residual_layer_without_a_normalisation_is_measured():
+    model, x = _Skip(), torch.randn(32, 8)
+    plan = suggest(model, x, budget=100.0)
+    assert {"into", "layer"} <= plan.converted.keys()
+    convert(model, plan)(x).sum().backward()
+
+
+def test_a_suggestion_to_convert_nothing_converts_nothing():
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2)), torch.randn(4, 8)
+    plan = suggest(model, x)
+    assert not plan.converted
+    assert "No layer is converted" in str(plan)
+    assert torch.equal(convert(model, plan)(x), model(x))
+
+
 class _Mixed(nn.Sequential):
     def forward(self, x):
         with torch.autocast("cpu", torch.bfloat16):
@@ -110,6 +137,8 @@ def test_a_step_that_measures_above_the_budget_loses_iterations(monkeypatch):
 
 
 def test_wrong_arguments_get_a_sentence():
+    with pytest.raises(OptionError, match="batch is a tensor, or a tuple or dictionary of arguments with one, got str"):
+        suggest(network(), "images")
     net = network()
     for budget in (1.0, 0.5, -1, float("nan"), True, "three"):
         with pytest.raises((OptionError, ConversionError), match="budget"):

@@ -14,8 +14,8 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_exporting
 
-from ..tracing import exporting_to_onnx
 from .base import slack, widened
 
 _LOG2 = math.log(2.0)
@@ -33,17 +33,18 @@ def xlogx(x: Tensor) -> Tensor:
     return x * torch.log(x)
 
 
-# ONNX Runtime has the next three in single precision only, so that an exported graph has their definitions.
+# ONNX Runtime has the next three in single precision only, so that an exported graph, of which an ONNX file may be made
+# later, has their definitions.
 
 
 def elu(z: Tensor, alpha: float) -> Tensor:
     """torch's ELU."""
-    return torch.where(z > 0, z, alpha * torch.expm1(z.clamp_max(0))) if exporting_to_onnx() else F.elu(z, alpha)
+    return torch.where(z > 0, z, alpha * torch.expm1(z.clamp_max(0))) if is_exporting() else F.elu(z, alpha)
 
 
 def softplus(z: Tensor, beta: float, threshold: float) -> Tensor:
     """torch's softplus."""
-    if exporting_to_onnx():
+    if is_exporting():
         return z.clamp_min(0) + torch.log1p(torch.exp(-beta * z.abs())) / beta
     return F.softplus(z, beta, threshold)
 

@@ -134,8 +134,9 @@ def _planned(model: nn.Module, rules: Rules, example: Any) -> tuple[Plan, dict[s
 def _outdated(steps: Plan, model: nn.Module) -> dict[str, str]:
     if steps.model is not model:
         return {type(model).__name__: "the plan was made for another model; make one with plan(model, rules)"}
-    now = dict(model.named_modules())
-    changed = [path for path, layer in steps.converted.items() if now.get(path) is not layer.module]
+    # Neighbours count, too: an activation that was replaced has another function.
+    then, now = steps.modules, dict(model.named_modules())
+    changed = [path for path in {**then, **now} if now.get(path) is not then.get(path)]
     return dict.fromkeys(changed, "the layer is another one than when the plan was made; make a new plan")
 
 

@@ -66,7 +66,11 @@ def suggest(model: nn.Module, batch: Any, *, budget: float = 3.0, loss: Loss | N
     check_convertible(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConversionError("suggest measures training steps, but no parameter of the model requires a gradient")
-    if not any(tensor.numel() for tensor in tensors(bound(batch))):
+    found = list(tensors(bound(batch)))
+    if not found:
+        got = type(batch).__name__
+        raise OptionError(f"batch is a tensor, or a tuple or dictionary of arguments with one, got {got}")
+    if not any(tensor.numel() for tensor in found):
         raise OptionError("suggest measures time on a batch, but this one has no samples; give it a training batch")
     records = readings(model, batch)
     with torch.inference_mode(False), preserved(model):
@@ -78,6 +82,7 @@ def suggest(model: nn.Module, batch: Any, *, budget: float = 3.0, loss: Loss | N
             trial = _planned(model, records, {path: _options(kind, 2) for path, kind in kinds.items()})
             trial.left |= dict.fromkeys(linear, "it has neither an activation nor a dropout")
         if not trial.converted:
+            trial.summary = "No layer is converted: solvers gain only before an activation or after a dropout."
             return trial
         search = _Search(model, trial, bound(batch), loss or _squares)
         search.spend(float(budget))
@@ -245,12 +250,14 @@ class _Search:
     def _layer(self, path: str, calls: list[tuple[Any, ...]]) -> _Measured:
         layer = self.layers[path]
         given: list[Any] = [kept(layer, part) for part in calls[-1]]
-        y = given[0].clone().requires_grad_()
-        weights = [p for p in layer.parameters() if p.requires_grad]
+        parts: list[Any] = [None if part is None else part.clone().requires_grad_() for part in given]
+        y = parts[0]
+        # A plain layer that was computed before its skip is added depends on neither its input nor its weight here.
+        leaves = [t for t in (*parts, *layer.parameters()) if t is not None and t.requires_grad]
 
         def run() -> None:
-            out = layer.forward(y, *given[1:])
-            torch.autograd.grad(out, [y, *weights], torch.ones_like(out), allow_unused=True)
+            out = layer.forward(*parts)
+            torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
 
         times = []
         for count in (1, 2, 6):

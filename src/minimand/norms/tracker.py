@@ -63,7 +63,7 @@ class LipschitzTracker(Sealed, nn.Module):
 
     - ``refresh="drift"``: :math:`W_0, L_0` are renewed when the second term exceeds ``tolerance`` times the
       first (by default 0.18 for dense weights, 0.1 for convolutions, whose :math:`L_0` is less tight). In training the
-      first :math:`L_0` of a convolution that is expensive to certify is a quick one, up to about four times the truth;
+      first :math:`L_0` of a convolution that is expensive to certify is a quick one, up to about eight times the truth;
       it is replaced at a tenth of the tolerance, after the first steps of an optimizer. The replacement depends on
       the weights alone, so that runs are reproducible and recomputations find the bounds of the forward pass. Call
       :meth:`refresh` to certify at once.

@@ -100,6 +100,8 @@ class Plan:
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
     left: dict[str, str] = dataclasses.field(default_factory=dict)
     lenient: bool = False
+    #: All modules by path when the plan was made.
+    modules: dict[str, nn.Module] = dataclasses.field(init=False, repr=False)
     #: Modules that become the identity, with the path of the layer that takes them in.
     passed: dict[nn.Module, str] = dataclasses.field(default_factory=dict, repr=False)
     #: Edits by module and method.
@@ -109,6 +111,9 @@ class Plan:
     #: What a suggestion says about a layer, by path, and about the whole.
     remarks: dict[str, str] = dataclasses.field(default_factory=dict, repr=False)
     summary: str = ""
+
+    def __post_init__(self) -> None:
+        self.modules = dict(self.model.named_modules())
 
     def __str__(self) -> str:
         words = {path: f"left: {why}" for path, why in self.left.items()}
