@@ -30,7 +30,8 @@ class Solution:
 
     Attributes:
         x: The point, differentiable as the adjoint defines.
-        objective: The objective at x, summed over the batch.
+        objective: The objective at x, summed over the batch; computed in double precision and rounded down to the type
+            of the computation.
         optimality: The largest norm of the gradient mapping over the samples; zero only at the minimiser.
         iterations: The number of iterations.
         converged: Whether the tolerance was reached; None where no ``tol`` was given.
@@ -122,7 +123,7 @@ def solve(
         )
         x, iterations = adjoint(run)
         x = problem.as_given(x).to(problem.y.dtype)
-        require_finite(f"the solution in {x.dtype}", x, "use step='auto', or a type with more range")
+        require_finite(f"the solution in {x.dtype}", x, "use step='auto' or rho='auto', or a type with more range")
         with torch.no_grad():
             objective, optimality, gap = watch.measured(prepared, x)
     converged = None if reached is None else watch.reached(gap, optimality)
