@@ -25,7 +25,9 @@ from minimand.solvers import (
     ProxGD,
     ProxSG,
     Quadratic,
+    Spectral,
     SquaredHingeLoss,
+    WorkingSet,
     check_datafit,
     solve,
     trace,
@@ -278,3 +280,42 @@ def test_bad_data_are_refused_before_any_work():
             make()
     with pytest.raises(OptionError, match="curvature y/t² has no bound"):
         Poisson(0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class LogCosh(Datafit):
+    """A user's own, with a tensor that its methods capture unseen."""
+
+    held: dict[str, Tensor] = dataclasses.field(default_factory=dict, compare=False)
+
+    def values(self, t: Tensor, y: Tensor) -> Tensor:
+        return self._scale() * (t - y).cosh().log()
+
+    def gradient(self, t: Tensor, y: Tensor) -> Tensor:
+        return self._scale() * (t - y).tanh()
+
+    def curvature(self, y: Tensor) -> float:
+        return 1.0
+
+    def _scale(self) -> Tensor | float:
+        return self.held.get("scale", 1.0)
+
+
+@pytest.mark.parametrize("solver", [None, Spectral(300), Spectral(300, polish=4), WorkingSet(), FISTA(3000)], ids=str)
+def test_a_users_own_is_solved_as_a_constant_unless_it_captures_a_gradient(solver, generator):
+    A = torch.randn(5, 8, generator=generator, dtype=torch.float64)
+    y = torch.randn(1, 8, generator=generator, dtype=torch.float64)
+    problem = Problem(Dense(A), L1(0.1), y, datafit=LogCosh())
+    found = solve(problem, solver, tol=1e-9)
+    assert found.converged
+    assert not found.x.requires_grad
+    scale = torch.ones((), dtype=A.dtype, requires_grad=True)
+    captured = dataclasses.replace(problem, datafit=LogCosh({"scale": scale}))
+    if solver is not None and not solver.unrolls:
+        with pytest.raises(CapabilityError, match=r"cannot be differentiated; use adjoint=Implicit"):
+            solve(captured, solver, tol=1e-9)
+    else:
+        assert solve(captured, solver, tol=1e-9).x.requires_grad
+    torch.testing.assert_close(
+        solve(captured, solver, tol=1e-9, adjoint=Implicit()).x.detach(), found.x, atol=1e-4, rtol=0
+    )

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -143,3 +144,9 @@ def test_gaps_of_tiny_weights():
     gap = solve(problem, FISTA(300)).gap
     assert gap is not None
     assert bool((gap < 1e-9).all())
+
+
+@pytest.mark.parametrize("weight", [[1.0, 2.0], np.ones(2)], ids=["list", "array"])
+def test_weights_are_numbers_or_tensors(weight):
+    with pytest.raises(OptionError, match=r"weight must be a number or a tensor, .* pass torch.as_tensor\(weight\)"):
+        mf.L1(weight)

@@ -26,7 +26,19 @@ from minimand.functions import (
 )
 from minimand.nn import SolverLinear
 from minimand.operators import Conv2d, Dense
-from minimand.solvers import ADMM, FISTA, Choice, Huber, Problem, ProxGD, Quadratic, Spectral, WorkingSet, trace
+from minimand.solvers import (
+    ADMM,
+    FISTA,
+    Choice,
+    Huber,
+    Logistic,
+    Problem,
+    ProxGD,
+    Quadratic,
+    Spectral,
+    WorkingSet,
+    trace,
+)
 from minimand.solvers.gap import GapBound
 
 from .cases import datafits, problems, solvers
@@ -119,6 +131,19 @@ def test_a_callback_stops_the_run_and_a_line_is_printed(capsys):
     lines = capsys.readouterr().out.strip().splitlines()
     assert len(lines) == 4
     assert all("objective" in line and "gap" in line for line in lines)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_gap_bounds_the_objective_that_is_returned(seed: int):
+    """In single precision the objective is rounded by more than the gap."""
+    generator = torch.Generator().manual_seed(seed)
+    A, y = torch.randn(6, 9, generator=generator), torch.randn(2, 9, generator=generator)
+    for function, datafit in ((L1(0.5), Quadratic()), (Ball(0.3), Logistic()), (Simplex(), Huber(0.7))):
+        data = y.sign() if isinstance(datafit, Logistic) else y
+        found = solve(Problem(Dense(A), function, data, datafit=datafit), tol=1e-9)
+        exact = solve(Problem(Dense(A.double()), function, data.double(), datafit=datafit), FISTA(5000), tol=1e-13)
+        assert found.objective.dtype == torch.float32
+        assert found.objective.double() - found.gap <= exact.objective
 
 
 def test_without_a_solver_one_is_chosen_and_named():

@@ -1,10 +1,12 @@
 """A problem whose objective falls forever is said to be unbounded; one that is only hard to solve is not."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from minimand.errors import OptionError
-from minimand.functions import L1, GroupL2, NonNegative, Simplex, TotalVariation, Zero
+from minimand.functions import L1, Ball, Box, GroupL2, NonNegative, Simplex, TotalVariation, Zero
 from minimand.operators import Dense, operator
 from minimand.solvers import FISTA, Huber, Logistic, Problem, ProxGD, Spectral, SquaredHingeLoss, solve
 
@@ -67,3 +69,11 @@ def test_a_point_worse_than_others_is_no_direction(function) -> None:
     """The square or g leaves no direction in which the objective could fall forever, from wherever it is started."""
     problem = Problem(Dense(_normal(3, 6)), function, _normal(2, 6, seed=1), 0.1 * _normal(3, seed=2))
     assert solve(problem, ProxGD(2, step=1e-7), x0=-problem.linear(), tol=1e-9).converged is False
+
+
+@pytest.mark.parametrize("function", [Box(-10.0, 10.0), Ball(10.0), Simplex(10.0)], ids=str)
+def test_a_problem_on_a_bounded_domain_is_not(function) -> None:
+    """The domain may be large next to the steps, which are short where A is large."""
+    problem = Problem(Dense(1e15 * WIDE), function, NARROW, 1e15 * BIAS)
+    assert solve(problem, FISTA(5), tol=1e-9).converged is False
+    assert solve(dataclasses.replace(problem, y=NARROW.sign(), datafit=Logistic()), tol=1e-6).x.isfinite().all()

@@ -15,6 +15,7 @@ __all__ = ["require_minimum", "require_range"]
 _FAR = 1e13  # steps of the first iteration's length
 _REACHED = 1e-6  # the share of that length at which a direction is one
 _TINY = 1e-16  # a step of a prox that projects only
+_BEYOND = 1e30  # times as far, where no bounded domain reaches
 _ROUNDS = 100  # projections in turn
 _NULL = 1e-10  # singular values below this share of the largest are zero
 
@@ -61,6 +62,9 @@ def require_minimum(bound: GapBound, x: Tensor) -> None:
         # Where g or the square leaves no direction, the ends are near and may still be better than x.
         falls = (lengths[1] > _REACHED * far.reshape(start.shape)) & sloping.reshape(start.shape)
         falls &= (rate < -1e-6 * steep.reshape(start.shape)) & (rate < 0.5 * near)
+        # The length above follows from the smooth part; a bounded domain may be larger.
+        beyond = _BEYOND * far
+        falls &= ~(norm(problem.function.prox(x + beyond * way, _TINY) - x) <= _REACHED * beyond).reshape(start.shape)
         if bool(falls.any()):
             raise OptionError(
                 f"the problem is unbounded: the objective falls by {-float(rate[falls].min()):.3g} per unit of length "

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..arguments import checked
 from ..errors import CapabilityError, ShapeError, require_finite, require_positive, require_real
 from ..functions.base import widened
-from ..tracing import holds, unwrapped
+from ..tracing import holds, is_traced, unwrapped
 from .adjoints import Adjoint, Run, Unroll
 from .base import Solver, State
 from .choosing import Choice, choose
@@ -30,7 +30,8 @@ class Solution:
 
     Attributes:
         x: The point, differentiable as the adjoint defines.
-        objective: The objective at x, summed over the batch.
+        objective: The objective at x, summed over the batch; computed in double precision and rounded down to the type
+            of the computation.
         optimality: The largest norm of the gradient mapping over the samples; zero only at the minimiser.
         iterations: The number of iterations.
         converged: Whether the tolerance was reached; None where no ``tol`` was given.
@@ -92,7 +93,10 @@ def solve(
     >>> print(solve(problem).solver)
     Spectral(iters=2000, polish=8): ...
     """
-    _check_problem(problem, adjoint, x0)
+    if solver is None:
+        _check_problem(problem, adjoint, x0)
+    else:
+        check(problem, solver, adjoint, x0=x0)
     reached = tol
     if reached is None and solver is None:
         reached = 1e-6 if problem.y.dtype == torch.float64 else 1e-5
@@ -103,9 +107,9 @@ def solve(
     if reached is not None or callback is not None or verbose:
         _require_values(problem, x0)
     needed = torch.is_grad_enabled() and _differentiated(problem, x0)
-    used: Solver | Choice = (
-        choose(problem, differentiated=needed and not adjoint.of_minimizer) if solver is None else solver
-    )
+    # FISTA is chosen for callables, too: its iterates tell whether a problem without a matrix is unbounded.
+    unrolled = torch.is_grad_enabled() and not adjoint.of_minimizer and (needed or Parts.of(problem).opaque)
+    used: Solver | Choice = choose(problem, differentiated=unrolled) if solver is None else solver
     method = used.solver if isinstance(used, Choice) else used
     check(problem, method, adjoint, x0=x0, differentiated=needed)
     x0 = None if x0 is None else widened(x0)
@@ -122,7 +126,7 @@ def solve(
         )
         x, iterations = adjoint(run)
         x = problem.as_given(x).to(problem.y.dtype)
-        require_finite(f"the solution in {x.dtype}", x, "use step='auto', or a type with more range")
+        require_finite(f"the solution in {x.dtype}", x, "use step='auto' or rho='auto', or a type with more range")
         with torch.no_grad():
             objective, optimality, gap = watch.measured(prepared, x)
     converged = None if reached is None else watch.reached(gap, optimality)
@@ -212,10 +216,15 @@ def _require_values(problem: Problem, x0: Tensor | None) -> None:
 
 
 def _differentiated(problem: Problem, x0: Tensor | None) -> bool:
-    """Whether a gradient may be wanted: a tensor requires one, or a callable may capture one that does."""
+    """Whether a gradient may be wanted: a tensor requires one, or a callable captures one that does."""
     parts = Parts.of(problem)
-    return (
-        transformed()
-        or parts.opaque
-        or any(each.requires_grad for each in (*parts.tensors, *([] if x0 is None else [x0])))
-    )
+    if transformed() or any(each.requires_grad for each in (*parts.tensors, *([] if x0 is None else [x0]))):
+        return True
+    return parts.opaque and (is_traced(problem.y) or _captures(problem.working()))
+
+
+def _captures(problem: Problem) -> bool:
+    """Whether a proximal gradient step depends on a tensor that requires a gradient."""
+    with torch.autocast(problem.y.device.type, enabled=False):
+        linear = problem.linear()
+        return problem.prox(problem.descent(torch.zeros_like(linear), linear), 1.0).requires_grad

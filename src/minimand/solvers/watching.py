@@ -83,7 +83,7 @@ class Watch:
             return objective, problem.optimality(x), torch.full_like(objective, torch.inf)
         objective, gap = self.at(x)
         # In the type of the computation: x may be in half precision, in which a sum overflows.
-        return objective.sum().to(problem.y.dtype), problem.optimality(x), gap.sum()
+        return _rounded_down(objective.sum(), problem.y.dtype), problem.optimality(x), gap.sum()
 
     def at(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Objective and gap of each sample at x, or their sums; not measured again where x was the last point."""
@@ -124,3 +124,11 @@ class Watch:
                 return self.report(done, float(objective), float(gap), self.bound.problem.rows) or done_now
 
         return stop
+
+
+def _rounded_down(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The value in another type, never above: a gap that bounds it bounds what is returned, too."""
+    near = value.to(dtype)
+    if value.dtype == dtype:
+        return near
+    return torch.where(near > value, torch.nextafter(near, torch.full_like(near, -torch.inf)), near)
