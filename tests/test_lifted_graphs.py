@@ -377,6 +377,19 @@ def test_energy_is_the_loss_and_never_rises(name, loss):
     assert lpom.energy(x, y) == energies[-1]
 
 
+@pytest.mark.parametrize("scale", [1e-6, 1e3, 1e6])
+def test_energy_never_rises_whatever_the_scale_of_the_weights(scale):
+    """The gap of an output is a square, however large the numbers whose difference is squared."""
+    torch.manual_seed(2)
+    net, x, y = _Skip().double(), torch.randn(10, 6).double(), torch.arange(10) % 3
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(scale)
+    lpom = LPOM(net, loss="cross_entropy", example=x)
+    energies = [lpom.energy(x, y), *(lpom.step(x, y) for _ in range(12))]
+    assert all(after <= before + 1e-12 * abs(before) for before, after in itertools.pairwise(energies))
+
+
 class _Random(nn.Module):
     """A random acyclic graph: each node adds or concatenates linear maps of earlier nodes, then an activation."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minimand.norms import LipschitzTracker, certified_norm_sq, lipschitz, randomized_norm_sq
-from minimand.norms.spectral import certified_lambda_max
+from minimand.norms.spectral import certified_lambda_max, quick_norm_sq, strips_norm_sq
 from minimand.operators import Composed, Conv1d, Conv2d, Dense, Inpainting, LinearOperator, SubsampledFourier
 
 from .cases.operators import dense_matrix
@@ -67,6 +67,8 @@ MAKE: dict[str, tuple[Callable[[Tensor], LinearOperator], Tensor]] = {
 BOUNDS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor, Callable[[Tensor], LinearOperator]]] = {
     "certified": (certified_norm_sq, DENSE, Dense),
     "certified, small": (certified_norm_sq, SMALL, Dense),
+    "quick": (quick_norm_sq, DENSE, Dense),
+    "strips": (strips_norm_sq, DENSE, Dense),
     "spectrum": (lambda w: certified_norm_sq(w, rtol=0.0), DENSE, Dense),
     "randomized, formed": (_randomized, DENSE, Dense),
     "tracked": (_tracked, DENSE, Dense),

@@ -69,6 +69,9 @@ def test_a_damaged_state():
     for rank in (0, 1.5, True):
         with pytest.raises(MinimandError, match="rank of a CachedGram must be a whole number"):
             CachedGram(rank=rank)
+    for of in ("exact", CachedGram(), 3):
+        with pytest.raises(MinimandError, match="of= of a CachedGram must be ExactGram"):
+            CachedGram(of=of)
 
 
 class _Own(nn.Linear):

@@ -342,13 +342,23 @@ def test_layers_refuse_names_that_are_nearly_their_own(name: str) -> None:
         setattr(SolverLinear(3, 2), name, 0.5)
 
 
+@pytest.mark.parametrize("name", ["tol", "iterations", "tail"])
+def test_modules_refuse_names_of_arguments_of_their_methods(name: str) -> None:
+    with pytest.raises(ReadOnlyError, match=rf"^RidgeNet\.{name} would have no effect; it is an argument of \w+"):
+        setattr(CASES["RidgeNet"].build(), name, 1e-6)
+
+
 def test_a_subclass_of_the_users_sets_its_own_attributes() -> None:
     class Scaled(SolverLinear):
         def __init__(self) -> None:
             super().__init__(3, 4)
             self.scale = 2.0
 
+        def forward(self, y: Tensor, *, factor: float = 1.0) -> Tensor:
+            return factor * super().forward(y)
+
     layer = Scaled()
+    layer.factor = 3.0  # an argument of the user's own method
     with pytest.raises(ReadOnlyError):
         layer.in_features = 4
     assert layer.scale == 2.0

@@ -410,3 +410,40 @@ def test_bounds_follow_the_measurement(kind: str) -> None:
         rows = orthonormal_gaussian(8, 36)
         net.load_state_dict({n: rows if n.endswith("matrix") else t for n, t in net.state_dict().items()})
         assert net.fidelity(y).tight == pytest.approx(1.0)
+
+
+# The range of numbers
+
+
+@pytest.mark.parametrize("parameter", ["log_scale", "log_temperature", "log_homotopy"])
+@pytest.mark.parametrize("value", [-200.0, -60.0, 60.0, 200.0])
+def test_a_parameter_that_diverged_is_named(parameter: str, value: float) -> None:
+    net = _net("convergent", noise=0.05)
+    with torch.no_grad():
+        getattr(net, parameter).fill_(value)
+    y, _ = _measured(net)
+    for call in (net.train(), net.eval(), net.solve):
+        with pytest.raises(OptionError, match=rf"^exp\({parameter}.*\) = exp\(.*\) is out of range"):
+            call(y)
+
+
+@pytest.mark.parametrize("logarithm", [-40.0, 40.0])
+def test_gradients_at_the_ends_of_the_range_are_finite(logarithm: float) -> None:
+    net = _net("convergent", noise=0.05)
+    y, x = _measured(net)
+    with torch.no_grad():
+        net.float().log_scale.fill_(logarithm)
+    net.train().loss(y.float(), x.float()).backward()
+    assert all(bool(p.grad.isfinite().all()) for p in net.parameters() if p.grad is not None)
+
+
+def test_a_descent_that_rounding_ends_early_has_not_converged() -> None:
+    """In single precision the objective of measurements this large hides steps of a hundredth of the image."""
+    phi = orthonormal_gaussian(8, 25, generator=torch.Generator().manual_seed(0))
+    y = torch.rand(2, 25, generator=torch.Generator().manual_seed(1)) @ phi.mT
+    found = {}
+    for scale in (1.0, 1e6):
+        net = RidgeNet(scale * phi, 3, 8, 3, noise=0.05).eval()
+        found[scale] = net.solve(scale * y, tol=1e-6)
+    assert found[1.0].converged
+    assert not found[1e6].converged

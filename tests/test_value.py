@@ -168,3 +168,11 @@ def test_values_at_large_points_do_not_cancel(act: str) -> None:
     function = mf.from_activation(act)
     x = torch.tensor([1e3, 1e4])
     torch.testing.assert_close(function.value(x).double(), function.value(x.double()), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("function", [mf.Zero(), mf.NonNegative(), mf.Box(-1e12, 1e12)], ids=repr)
+@pytest.mark.parametrize("size", [1.0, 1e6, 1e9])
+def test_the_gap_of_large_numbers_is_that_of_their_difference(function: mf.Separable, size: float) -> None:
+    z = size * (1 + torch.rand(9, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    x = z + torch.linspace(-0.5, 0.5, 9, dtype=torch.float64)
+    assert torch.allclose(function.gap(x, z), 0.5 * (x - z).square(), rtol=1e-6, atol=0)

@@ -1,5 +1,6 @@
 """Law: a run goes on in somebody's folder, on a full disk or beside lost files to its numbers or to one sentence."""
 
+import io
 import json
 import os
 import pickle
@@ -22,6 +23,7 @@ from minimand_papers.context import Lab
 from minimand_papers.registry import find
 from minimand_papers.report.sections import Row, Section
 from minimand_papers.runner import RunSetting, run
+from minimand_papers.untrusted import saved_tensors
 from test_lab import numbers
 
 COMMITTED = Path(__file__).parents[1] / "results"
@@ -154,6 +156,55 @@ def test_a_hostile_checkpoint_is_a_sentence(
     assert "\n" not in str(caught.value)
     assert "weights_only" not in str(caught.value)
     assert not (tmp_path / "evil").exists()
+
+
+def archive_of(members: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", method) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return made.getvalue()
+
+
+def in_capitals(seen: dict[str, bytes], hidden: dict[str, bytes]) -> bytes:
+    """torch finds its pickle by a name in capitals, too."""
+    return archive_of({name.replace("data.pkl", "DATA.PKL"): content for name, content in hidden.items()})
+
+
+def two_tables(seen: dict[str, bytes], hidden: dict[str, bytes]) -> bytes:
+    """The table of contents that ends where the last record begins is Python's; torch's is where that record says."""
+    # Bytes after the end of a pickle make the hidden part the longer one.
+    longer = {name: content + os.urandom(1 << 14) * name.endswith("pkl") for name, content in hidden.items()}
+    first, second = archive_of(longer, zipfile.ZIP_DEFLATED), archive_of(seen)
+    (_, start), (size, begin) = (struct.unpack("<II", raw[-10:-2]) for raw in (first, second))
+    table, at = bytearray(second[:-22]), begin
+    while at < begin + size:
+        (place,) = struct.unpack_from("<I", table, at + 42)
+        # Python adds the length of what precedes its archive.
+        struct.pack_into("<I", table, at + 42, len(first) - 22 + place - begin - (len(first) - 22 - start))
+        at += 46 + sum(struct.unpack_from("<HHH", table, at + 28))
+    return first[:-22] + bytes(table) + first[-22:-10] + struct.pack("<II", size, start) + bytes(2)
+
+
+@pytest.mark.parametrize("disguise", [in_capitals, two_tables])
+def test_torch_reads_what_was_checked(tmp_path: Path, disguise: Callable[..., bytes]) -> None:
+    """A bytearray is what weights_only allows, and a few bytes make one of any length."""
+
+    class Hidden:
+        def __reduce__(self) -> tuple:
+            return (bytearray, (1 << 20,))
+
+    path, members = tmp_path / "checkpoint.pt", []
+    for value in ({"x": torch.ones(3)}, {"x": Hidden(), "y": torch.ones(3)}):
+        torch.save(value, path)
+        with zipfile.ZipFile(path) as archive:
+            members.append({info.filename: archive.read(info) for info in archive.infolist()})
+    path.write_bytes(disguise(*members))
+    try:
+        found = saved_tensors(path, torch.device("cpu"))
+    except ValueError:
+        return
+    assert not isinstance(found["x"], bytearray)
 
 
 def test_the_remedy_of_a_damaged_checkpoint_works(halfway: Path, whole: Path) -> None:

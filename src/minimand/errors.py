@@ -185,7 +185,8 @@ class Sealed:
 
     After construction a public attribute can be set if it is a property with a setter, one of ``_settable``, or a
     parameter, buffer or child of a module. Everything else raises :class:`ReadOnlyError`, except that modules take
-    names which are neither nearly their own, nor arguments of their constructor, nor options of a record they hold.
+    names which are neither nearly their own, nor arguments of their constructor, nor keywords of a method, nor options
+    of a record they hold.
     """
 
     _settable: ClassVar[tuple[str, ...]] = ()
@@ -209,6 +210,7 @@ class Sealed:
     def _require_settable(self, name: str) -> None:
         """Raise unless an assignment to this attribute has an effect, or concerns a name of the caller's own."""
         kind, module = type(self), self if isinstance(self, nn.Module) else None
+        label = kind.__name__.removeprefix("Parametrized")  # a class that torch derives
         # The Parameters of a replica for data parallelism are attributes.
         if name in self._settable or getattr(self, "_is_replica", False):
             return
@@ -220,14 +222,15 @@ class Sealed:
         known = (self._sealed or frozenset()).union(_options(vars(self).values()))
         free = {*self._settable, *(n for n, member in inspect.getmembers_static(kind) if _has_setter(member))}
         if module is not None and name not in known and not isinstance(member, property):
+            if methods := ", ".join(_methods_with(kind, name)):
+                raise ReadOnlyError(f"{label}.{name} would have no effect; it is an argument of {methods}")
             names = sorted(n for n in (*known, *free) if not n.startswith("_"))
             if near := difflib.get_close_matches(name, names, 1, _NEAR):
-                raise ReadOnlyError(f"{kind.__name__}.{name} would have no effect; did you mean {near[0]}?")
+                raise ReadOnlyError(f"{label}.{name} would have no effect; did you mean {near[0]}?")
             return
         can = ", ".join(sorted(n for n in free if not n.startswith("_")))
         raise ReadOnlyError(
-            f"{kind.__name__}.{name} cannot be set after construction; build another {kind.__name__}"
-            f"{can and ', or set one of: '}{can}"
+            f"{label}.{name} cannot be set after construction; build another {label}{can and ', or set one of: '}{can}"
         )
 
 
@@ -246,6 +249,15 @@ def _has_setter(member: object) -> bool:
     if isinstance(member, property):
         return member.fset is not None
     return hasattr(type(member), "__set__") and not inspect.isgetsetdescriptor(member)
+
+
+def _methods_with(kind: type, argument: str) -> Iterator[str]:
+    """The public methods of the library's that take this keyword."""
+    for name, member in inspect.getmembers_static(kind, inspect.isfunction):
+        if not name.startswith("_") and member.__module__.startswith(__package__):
+            given = inspect.signature(member).parameters.get(argument)
+            if given is not None and given.kind is given.KEYWORD_ONLY:
+                yield name
 
 
 def _options(values: Iterable[Any]) -> Iterator[str]:

@@ -214,16 +214,22 @@ def saved_tensors(path: Path, device: "torch.device") -> dict[str, Any]:
     """
     import torch
 
-    with zipfile.ZipFile(path) as archive:
+    # Readers differ about odd archives: with two tables of contents, or names in capitals. torch gets a plain copy of
+    # what was checked.
+    checked = io.BytesIO()
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(checked, "w") as copy:
         members = archive.infolist()
         # torch packs nothing. Packed members, or several with the same bytes, could become any amount of memory.
         if any(member.compress_type for member in members) or sum(m.file_size for m in members) > path.stat().st_size:
             raise ValueError("it is packed")
         for member in members:
-            if member.filename.endswith("data.pkl"):
-                _require_tensors(archive.read(member))
+            raw = archive.read(member)
+            if member.filename.lower().endswith("data.pkl"):
+                _require_tensors(raw)
+            copy.writestr(member.filename, raw)
+    checked.seek(0)
     try:
-        found = dict(torch.load(path, map_location=device, weights_only=True))
+        found = dict(torch.load(checked, map_location=device, weights_only=True))
     except Exception as error:  # torch's text recommends to load the file with code
         raise ValueError("it is cut short, or holds more than tensors and numbers") from error
     _require_whole(found)

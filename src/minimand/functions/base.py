@@ -145,7 +145,8 @@ class Separable(Function):
         r"""The Fenchel–Young gap :math:`\tilde f(x) + \tilde g(z) - xz \ge 0`, entry by entry.
 
         It vanishes exactly where :math:`x = \varphi(z)`. The equality holds at :math:`p = \varphi(z)`, so the gap is
-        :math:`\tilde f(x) - \tilde f(p) - z(x - p)`, which is exactly zero at ``p``, even in floating point.
+        :math:`\tilde f(x) - \tilde f(p) - z(x - p) = g(x) - g(p) + (x - p)(p - z) + \tfrac12(x - p)^2`. The last form
+        is exactly zero at ``p``, even in floating point, and subtracts no squares of large numbers.
 
         >>> from minimand.functions import NonNegative
         >>> NonNegative().gap(torch.tensor([0.0, 3.0, 3.0]), torch.tensor([-1.0, 3.0, 1.0]))
@@ -153,7 +154,8 @@ class Separable(Function):
         """
         x, z = widened(x), widened(z)
         p = self.prox(z)
-        return self._lifted(x) - self._lifted(p) - z * (x - p)
+        away = x - p
+        return self.values(x) - self.values(p) + away * (p - z + 0.5 * away)
 
     def _lifted(self, x: Tensor) -> Tensor:
         return self.values(x) + 0.5 * x * x

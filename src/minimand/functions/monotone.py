@@ -102,6 +102,12 @@ class Monotone(Separable):
         wide = x if x.device.type == "mps" else x.double()
         return (self._lifted(wide) - 0.5 * wide * wide).to(x.dtype)
 
+    def gap(self, x: Tensor, z: Tensor) -> Tensor:
+        """The Fenchel–Young gap, from the integral of the inverse, which is what is known here."""
+        x, z = widened(x), widened(z)
+        p = self.prox(z)
+        return self._lifted(x) - self._lifted(p) - z * (x - p)
+
     def _lifted(self, x: Tensor) -> Tensor:
         if self.inverse_integral is not None:
             return self.inverse_integral(x)

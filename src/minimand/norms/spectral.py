@@ -240,7 +240,8 @@ def quick_norm_sq(matrix: Tensor) -> Tensor:
     >>> bool(4 <= quick_norm_sq(torch.diag(torch.tensor([1.0, 2.0]))) <= 4.3)
     True
     """
-    matrix, scale = in_range(matrix.detach().float(), 16)
+    matrix, scale = in_range(matrix.detach(), 16)
+    matrix = matrix.float()
     single, terms = torch.finfo(torch.float32), min(COLUMNS, matrix.shape[-1])
     parts = (matrix[0] if matrix.dim() > 2 and len(matrix) == 1 else matrix).split(terms, -1)
     product = sum((to_float64(gram_matrix(part)) for part in parts[1:]), to_float64(gram_matrix(parts[0])))

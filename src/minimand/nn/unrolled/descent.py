@@ -24,7 +24,8 @@ class Descended(NamedTuple):
     #: R plus the data term after the first iteration, and at the end, in float64.
     start: Tensor
     objective: Tensor
-    #: The norm of the last gradient mapping step relative to that of the image.
+    #: The norm of the last gradient mapping step relative to that of the image; zero where rounding ended the descent.
+    #: Above ``tol``: the iterations were used up, or rounding hides a decrease by longer steps.
     change: Tensor
     iterations: Tensor
     #: The objective summed over the batch after each iteration.
@@ -94,12 +95,15 @@ def descend(
             following = torch.where(accepted, following, torch.ones_like(following))
         result.objective[rows], result.iterations[rows] = new.objective, k + 1
         size = _norms(new.x).clamp_min(torch.finfo(new.x.dtype).tiny)
-        result.change[rows] = torch.where(stuck, torch.zeros_like(moved), moved / size).double()
+        share = moved / size
+        # Rounding of the objective hides the effect of steps up to the root of a rounding unit, and not of longer ones.
+        hidden = stuck & (share <= torch.finfo(share.dtype).eps ** 0.5)
+        result.change[rows] = torch.where(hidden, torch.zeros_like(share), share).double()
         result.x[rows] = new.x
         if k == 0:
             result.start[rows] = now.objective
         result.history.append(float(result.objective.sum()))
-        done = result.change[rows] <= tol
+        done = stuck | (result.change[rows] <= tol)
         if bool(done.any()):
             left = torch.nonzero(~done).flatten()
             return _State(_rows(new, left), _rows(now, left), following[left], rows[left], result)

@@ -114,7 +114,7 @@ class _Gradient(torch.autograd.Function):
         for image, into, (u, log, share) in zip(padded, out, features.unbind(1), strict=True):
             for rows in strips(height, width, count):
                 given = matrix @ patches(image, rows, size)
-                logarithm = (given * inverse[:, None]).square_().log1p_()
+                logarithm = (given * inverse[:, None]).square_().clamp_(max=_LARGEST).log1p_()
                 slope = (logarithm * -exponent[:, None]).exp_()
                 for part, stored in zip((given, logarithm, slope), (u, log, share), strict=True):
                     stored[:, rows] = part.reshape(count, -1, width)
@@ -138,7 +138,7 @@ class _Gradient(torch.autograd.Function):
                 a = (matrix @ copies).mul_(slope)
                 au, value = a * u, u * slope
                 to_exponent.sub_((au * log).sum(1))
-                square = (u * inverse[:, None]).square_()
+                square = (u * inverse[:, None]).square_().clamp_(max=_LARGEST)
                 share = square.div_(square + 1).neg_()  # −t²/(1 + t²)
                 to_inverse.add_(au.mul_(share).sum(1))
                 change = share.mul_(2 * exponent[:, None]).add_(1).mul_(a)

@@ -28,6 +28,7 @@ from .ridgesetup import (
     check_sizes,
     cosines,
     exponent_range,
+    exponential,
     given_start,
     in_full_precision,
     refuse_exact,
@@ -185,15 +186,15 @@ class RidgeNet(Sealed, nn.Module):
 
     def regularizer(self) -> RidgeRegularizer:
         """R with the present parameters: filters of zero mean, scaled so that the norm of W is about one."""
-        filters, scale, exponent = (widened(each) for each in (self.filters, self.log_scale, self.exponent))
-        return RidgeRegularizer(normalized_bank(filters), scale.exp(), exponent)
+        scale = exponential("log_scale", self.log_scale)
+        return RidgeRegularizer(normalized_bank(widened(self.filters)), scale, widened(self.exponent))
 
     def data_weight(self) -> Tensor | None:
         r"""The weight :math:`\mu = T/\sigma^2` of the data term; None for exact measurements."""
         if self.noise is None:
             return None
         assert isinstance(self.log_temperature, Tensor)
-        return (widened(self.log_temperature) - 2 * math.log(self.noise)).exp()
+        return exponential("log_temperature", self.log_temperature, -2 * math.log(self.noise))
 
     def fidelity(self, y: Tensor) -> Fidelity:
         """The data term of these measurements, which are checked first."""
@@ -250,7 +251,8 @@ class RidgeNet(Sealed, nn.Module):
         """The last two points."""
         first = self._sensor.start(fidelity.operator, fidelity.y)
         first = first if fidelity.weight is not None else fidelity.step(first, 1.0)
-        steps, momenta, widths = self.step.unbind(), self.momentum.unbind(), self.log_homotopy.exp().unbind()
+        steps, momenta = self.step.unbind(), self.momentum.unbind()
+        widths = exponential("log_homotopy", self.log_homotopy).unbind()
 
         def phase(state: tuple[Tensor, Tensor], k: int) -> tuple[Tensor, Tensor]:
             x, before = state
@@ -292,8 +294,8 @@ class RidgeNet(Sealed, nn.Module):
         """The reconstruction: after the phases in training mode, to the tolerance in evaluation mode; ``(B, b²)`` for
         blocks ``(B, m)``, images otherwise."""
         if self.training:
-            return _shaped(self.unrolled(y), y, self._sensor)
-        return _shaped(self.descended(y, tol=tol).x, y, self._sensor)
+            return self._sensor.shaped(self.unrolled(y), y)
+        return self._sensor.shaped(self.descended(y, tol=tol).x, y)
 
     @in_full_precision
     @torch.no_grad()
@@ -335,7 +337,7 @@ class RidgeNet(Sealed, nn.Module):
         moved, half = fidelity.gradient_step(found.x, regularizer.gradient(found.x), smoothness)
         norms = 2 * half * torch.linalg.vector_norm(widened(moved - found.x).flatten(1), dim=1)
         return Solution(
-            x=_shaped(found.x, y, self._sensor),
+            x=self._sensor.shaped(found.x, y),
             objective=found.objective.sum(),
             optimality=norms.amax() if len(norms) else norms.sum(),
             iterations=int(found.iterations.max()) if len(norms) else 0,
@@ -393,8 +395,3 @@ class RidgeNet(Sealed, nn.Module):
         filters, _, size, _ = self.filters.shape
         data = "exact" if self.noise is None else f"noise={self.noise:g}"
         return f"phases={self.phases}, filters={filters}, size={size}, guarantee={self.guarantee!r}, {data}"
-
-
-def _shaped(x: Tensor, y: Tensor, sensor: Sensor) -> Tensor:
-    x = x.to(y.dtype)
-    return x.flatten(1) if sensor.matrix is not None and y.dim() == 2 else x

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from ...errors import CapabilityError, OptionError, ShapeError, require_finite, require_real
+from ...functions.base import widened
 from ...operators import LinearOperator
 from ...solvers import Datafit, Quadratic
 from ...solvers.base import require_count
@@ -24,12 +25,16 @@ __all__ = [
     "check_sizes",
     "cosines",
     "exponent_range",
+    "exponential",
     "given_start",
     "in_full_precision",
     "refuse_exact",
     "refuse_other_range",
     "refuse_traced",
 ]
+
+# Squares of e to this power, and of its inverse, are numbers of single precision.
+_FAR = 43.0
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -124,6 +129,20 @@ def in_full_precision(method: Callable[_P, _R]) -> Callable[_P, _R]:
             return method(*args, **kwargs)
 
     return call
+
+
+def exponential(name: str, logarithm: Tensor, shift: float = 0.0) -> Tensor:
+    """exp(logarithm + shift) of a learned logarithm; raises where squares of it leave the range of single precision."""
+    shifted = widened(logarithm) + shift
+    if not is_traced(shifted) and not shifted.is_meta:
+        require_finite(name, shifted)
+        far = shifted.detach()[shifted.detach().abs() > _FAR]
+        if far.numel():
+            raise OptionError(
+                f"exp({name}{f' {shift:+.3g}' if shift else ''}) = exp({float(far.flatten()[0]):.3g}) is out of range; "
+                f"the usual cause is a training run that diverged, at too high a learning rate"
+            )
+    return shifted.exp()
 
 
 def given_start(x0: Tensor, fidelity: Fidelity) -> Tensor:

@@ -157,6 +157,11 @@ class Sensor(nn.Module):
                 f"value, 255 for bytes, before measuring"
             )
 
+    def shaped(self, x: Tensor, y: Tensor) -> Tensor:
+        """Images in the type of the measurements; as rows if these are rows of blocks."""
+        x = x.to(y.dtype)
+        return x.flatten(1) if self.matrix is not None and y.dim() == 2 else x
+
     def start(self, operator: LinearOperator, y: Tensor) -> Tensor:
         r"""The linear start: :math:`Qy` with a matrix ``initial``, else the solution of
         :math:`\min_x \tfrac12\|\Phi x - y\|^2 + \tfrac\varepsilon2\|\Phi\|^2\|\nabla x\|^2`, by conjugate gradients."""

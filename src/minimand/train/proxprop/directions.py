@@ -27,6 +27,8 @@ __all__ = ["Attachment", "CallWatch", "GramCache", "RowAccumulator", "fingerprin
 
 # A system whose estimated rounding error exceeds this is formed and factored in float64: directions keep three digits.
 _ROUNDING = 1e-3
+# The damping outside of the span of cached rows is at least this many rounding units of the largest eigenvalue.
+_UNKNOWN = 100
 # Output units whose conjugate gradients run together; few enough that their vectors stay in the processor's cache.
 _UNITS = 256
 # Fingerprints that differ by fewer rounding units belong to equal gradients.
@@ -120,7 +122,9 @@ class _LowRank:
 
     def direction(self, gradient: list[Tensor], options: ProxPropOptions) -> list[Tensor]:
         """The direction of a gradient, in its memory."""
-        low, high = self.rest + self.shift, self.sizes + self.shift
+        # Of a gradient in the span of the rows, rounding leaves a part outside.
+        unknown = _UNKNOWN * torch.finfo(self.rows.dtype).eps * float(self.sizes.max()) if len(self.sizes) else 0.0
+        low, high = max(self.rest + self.shift, unknown), self.sizes + self.shift
         if options.method == "cg":
             scale = ((high - low) / self.sizes).to(self.rows)
             apply = lambda v: low * v + (v @ self.rows.mT * scale) @ self.rows  # noqa: E731

@@ -115,6 +115,8 @@ class CachedGram:
                 raise OptionError(f"{name} of a CachedGram must be a whole number ≥ 1, got {value!r}")
         if not 0 <= self.decay < 1:
             raise OptionError(f"the decay of a CachedGram must lie in [0, 1), got {self.decay}")
+        if not isinstance(self.of, ExactGram | SubsampledGram):
+            raise OptionError(f"of= of a CachedGram must be ExactGram() or SubsampledGram(…), got {self.of!r:.60}")
 
 
 GramRule = ExactGram | SubsampledGram | CachedGram
