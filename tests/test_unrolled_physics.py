@@ -13,7 +13,7 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from minimand.errors import CapabilityError, NonFiniteError, OperatorError, OptionError, ShapeError
-from minimand.nn import RidgeNet, RidgeTrainer, smooth_tv_reconstruction
+from minimand.nn import ADMMNet, FISTANet, ISTANet, RidgeNet, RidgeTrainer, smooth_tv_reconstruction
 from minimand.nn.unrolled import langevin
 from minimand.operators import (
     Inpainting,
@@ -131,6 +131,13 @@ def test_a_matrix_measures_images_of_the_shape_that_is_given(kind: str) -> None:
     y = image.flatten(1) @ matrix.mT
     assert net(y).shape == image.shape
     torch.testing.assert_close(net.fidelity(y).operator.apply(image), y)
+
+
+def test_the_networks_of_the_papers_take_a_matrix_for_images() -> None:
+    image = torch.rand(2, 1, 8, 9)
+    phi = as_operator(orthonormal_gaussian(30, 72), (1, 8, 9))
+    for kind in (ISTANet, FISTANet, ADMMNet):
+        assert kind(phi, 2)(phi.apply(image)).shape == image.shape
 
 
 def test_a_physics_takes_images_of_any_size() -> None:
