@@ -13,7 +13,7 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from minimand.errors import CapabilityError, NonFiniteError, OperatorError, OptionError, ShapeError
-from minimand.nn import RidgeNet, RidgeTrainer, smooth_tv_reconstruction
+from minimand.nn import ADMMNet, FISTANet, ISTANet, RidgeNet, RidgeTrainer, smooth_tv_reconstruction
 from minimand.nn.unrolled import langevin
 from minimand.operators import (
     Inpainting,
@@ -121,6 +121,23 @@ def test_a_short_training_beats_the_tuned_classical_control(name: str) -> None:
     assert learned < control
     history = net.descended(y).history
     assert all(after <= before for before, after in itertools.pairwise(history))
+
+
+@pytest.mark.parametrize("kind", ["matrix", "operator"])
+def test_a_matrix_measures_images_of_the_shape_that_is_given(kind: str) -> None:
+    matrix, image = torch.randn(20, 72), torch.rand(2, 2, 4, 9)
+    flat = matrix if kind == "matrix" else operator(lambda y: y @ matrix.mT, lambda x: x @ matrix, (72,), (20,))
+    net = RidgeNet(as_operator(flat, (2, 4, 9)), 2, 8, 3, noise=0.1).eval()
+    y = image.flatten(1) @ matrix.mT
+    assert net(y).shape == image.shape
+    torch.testing.assert_close(net.fidelity(y).operator.apply(image), y)
+
+
+def test_the_networks_of_the_papers_take_a_matrix_for_images() -> None:
+    image = torch.rand(2, 1, 8, 9)
+    phi = as_operator(orthonormal_gaussian(30, 72), (1, 8, 9))
+    for kind in (ISTANet, FISTANet, ADMMNet):
+        assert kind(phi, 2)(phi.apply(image)).shape == image.shape
 
 
 def test_a_physics_takes_images_of_any_size() -> None:
@@ -283,6 +300,13 @@ BAD = {
     "vectors": (lambda: RidgeNet(as_operator(scipy.sparse.eye(9)), 2), ShapeError, r"as_operator\(phi, input_shape"),
     "no operator": (lambda: RidgeNet("camera"), CapabilityError, "no linear operator"),
     "shape of a physics": (lambda: as_operator(Physics()), ShapeError, "input_shape is needed"),
+    "sizes of a matrix": (lambda: as_operator(torch.eye(9), (1, 2, 4)), ShapeError, "8 entries.*9 columns"),
+    "no transpose": (
+        lambda: RidgeNet(as_operator(scipy.sparse.linalg.LinearOperator((4, 9), lambda x: x[:4]), (1, 3, 3)), 2, 8, 3),
+        CapabilityError,
+        "those with its transpose need rmatvec",
+    ),
+    "frozen": (lambda: RidgeTrainer(_blocks().requires_grad_(False), 10), OptionError, "requires gradients"),
     "sizes": (lambda: as_operator(scipy.sparse.eye(9), (1, 2, 4)), ShapeError, "8 entries.*9 columns"),
     "start": (lambda: _blocks().solve(torch.ones(2, 8), x0=torch.ones(3)), ShapeError, "x0"),
     "target": (lambda: _blocks().loss(torch.ones(2, 8), torch.ones(2, 24)), ShapeError, "target"),

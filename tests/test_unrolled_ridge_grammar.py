@@ -62,12 +62,14 @@ def test_solve_finds_the_minimum_of_the_network(name: str, noise: float | None, 
     assert float(found.objective) == pytest.approx(float(ours.objective), rel=1e-5)
 
 
-@pytest.mark.parametrize("noise", [None, 0.05], ids=["exact", "noisy"])
-def test_solve_finds_the_minimum_in_single_precision(noise: float | None) -> None:
+@pytest.mark.parametrize("solver", [FISTA(2000), None], ids=["FISTA", "chosen"])
+@pytest.mark.parametrize(("name", "noise"), [("blocks", None), ("blocks", 0.05), ("blur", 0.05)])
+def test_solve_finds_the_minimum_in_single_precision(name: str, noise: float | None, solver: Solver | None) -> None:
     torch.manual_seed(0)
-    net = RidgeNet(orthonormal_gaussian(10, 25), 2, 8, 3, "convex", noise=noise).eval()
-    y = torch.rand(3, 10)
-    found, ours = solve(net.problem(y), FISTA(2000), tol=1e-4), net.solve(y, tol=1e-6, iterations=4000)
+    operator = orthonormal_gaussian(10, 25) if name == "blocks" else gaussian_blur((SIDE, SIDE), 1.0)
+    net = RidgeNet(operator, 2, 8, 3, "convex", noise=noise).eval()
+    y = torch.rand(3, 10) if name == "blocks" else torch.rand(3, 1, SIDE, SIDE)
+    found, ours = solve(net.problem(y), solver, tol=1e-4), net.solve(y, tol=1e-6, iterations=4000)
     assert float(found.objective) == pytest.approx(float(ours.objective), rel=1e-3)
 
 

@@ -129,6 +129,7 @@ MEASUREMENTS = [
     MeasurementCase("wavelet", lambda: Wavelet((7, 9), levels=2, family="db2", count=4)),
     MeasurementCase("haar", lambda: Wavelet((4, 6), levels=1, family="haar")),
     MeasurementCase("transposed dense", lambda: Transposed(Dense(torch.randn(3, 6)))),
+    MeasurementCase("matrix on images", lambda: as_operator(torch.randn(6, 12), (2, 3, 2), (3, 2))),
     MeasurementCase("transposed blocks", lambda: Transposed(_blocks((3, 6)))),
     MeasurementCase("sparse synthesis", lambda: Composed(BlockDCT((3, 6), block=3), Transposed(_blocks((3, 6))))),
 ]
@@ -222,6 +223,7 @@ USERS = [
     UserCase("tomography", lambda dtype: parallel_beam(5, [0.0, 0.4, 1.5], dtype=dtype)),
     UserCase("sparse", lambda dtype: as_operator(_SPARSE, (1, 3, 4), (2, 3), dtype=dtype)),
     UserCase("scipy", lambda dtype: as_operator(scipy.sparse.linalg.aslinearoperator(_ROWS), (1, 2, 3), dtype=dtype)),
+    UserCase("vectors as images", lambda dtype: as_operator(_differences(dtype), (3, 2), (5, 1))),
     UserCase("physics", lambda dtype: as_operator(_Physics(), (2, 4, 4), dtype=dtype)),
 ]
 

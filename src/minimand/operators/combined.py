@@ -1,4 +1,4 @@
-"""Operators made of other operators: transposes and products."""
+"""Operators made of other operators: transposes, products, and other shapes of samples."""
 
 from collections.abc import Sequence
 from typing import Self
@@ -10,7 +10,7 @@ from ..errors import OptionError, ShapeError
 from ..norms.spectral import product_of_bounds, round_up
 from .base import LinearOperator
 
-__all__ = ["Composed", "Transposed"]
+__all__ = ["Composed", "Reshaped", "Transposed"]
 
 
 @checked
@@ -122,3 +122,46 @@ class Composed(LinearOperator):
     def bound(self) -> Tensor:
         """The product of both bounds."""
         return round_up(product_of_bounds(self.outer.norm_sq().double(), self.inner.norm_sq().double()), self.dtype)
+
+
+@checked
+class Reshaped(LinearOperator):
+    """An operator whose samples have other shapes with as many entries, such as a matrix on images.
+
+    >>> import torch
+    >>> from minimand.operators import Dense
+    >>> total = Reshaped(Dense(torch.ones(1, 4)), (1, 2, 2), (1,))
+    >>> total.apply(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])), total.adjoint(torch.tensor([5.0])).shape
+    (tensor([10.]), torch.Size([1, 2, 2]))
+    """
+
+    _derived = True
+
+    def __init__(self, operator: LinearOperator, input_shape: Sequence[int], output_shape: Sequence[int]) -> None:
+        super().__init__(input_shape, output_shape)
+        self.operator = operator
+        self._weight, self._type = operator._weight, operator._type
+
+    def apply(self, y: Tensor) -> Tensor:
+        """``A y``."""
+        self.check_input(y)
+        batch, inner = y.shape[: y.dim() - len(self.input_shape)], self.operator
+        return inner.apply(y.reshape(*batch, *inner.input_shape)).reshape(*batch, *self.output_shape)
+
+    def adjoint(self, x: Tensor) -> Tensor:
+        """``Aᵀ x``."""
+        self.check_output(x)
+        batch, inner = x.shape[: x.dim() - len(self.output_shape)], self.operator
+        return inner.adjoint(x.reshape(*batch, *inner.output_shape)).reshape(*batch, *self.input_shape)
+
+    def with_weight(self, weight: Tensor) -> "Reshaped":
+        """The same shapes of the operator with another weight."""
+        return Reshaped(self.operator.with_weight(weight), self.input_shape, self.output_shape)
+
+    def of_samples(self, keep: Tensor) -> "Reshaped":
+        """The same shapes of the operator of some samples."""
+        return Reshaped(self.operator.of_samples(keep), self.input_shape, self.output_shape)
+
+    def bound(self) -> Tensor:
+        """That of the original."""
+        return self.operator.norm_sq()

@@ -16,6 +16,7 @@ from ..errors import CapabilityError, ShapeError, require_finite
 from ..tracing import is_compiled
 from .base import LinearOperator
 from .callables import operator
+from .combined import Reshaped
 from .dense import Dense
 
 __all__ = ["as_operator"]
@@ -42,7 +43,8 @@ def as_operator(
 ) -> LinearOperator:
     r"""The operator of an object of another library.
 
-    - An operator of this library is returned as it is.
+    - An operator of this library and a matrix of torch: with ``input_shape`` on images, whose sizes multiply to the
+      number of columns; else as they are.
     - An object with methods ``A`` and ``A_adjoint`` on batches, such as the physics of deepinv, needs ``input_shape``.
       ``output_shape`` is computed where it is not given.
     - A :class:`scipy.sparse.linalg.LinearOperator` and a sparse matrix of SciPy or torch act on flattened samples:
@@ -63,17 +65,20 @@ def as_operator(
     (tensor([5.]), tensor([[[2., 0.],
              [0., 2.]]]))
     """
-    if isinstance(source, LinearOperator):
-        return source
     if isinstance(source, Tensor) and source.layout is torch.strided:
-        return Dense(source)
+        source = Dense(source)
+    if isinstance(source, LinearOperator):
+        old = source.input_shape, source.output_shape
+        given = zip((input_shape, output_shape), old, ("columns", "rows"), strict=True)
+        new = [known if shape is None else _fitting(shape, math.prod(known), name) for shape, known, name in given]
+        return source if tuple(new) == old else Reshaped(source, *new)
     if hasattr(source, "A") and hasattr(source, "A_adjoint"):
         return _physics(source, input_shape, output_shape, dtype)
     products = _products(source)
     if products is None:
         raise CapabilityError(
-            f"a {type(source).__name__} is no linear operator; pass an object with A and A_adjoint, a "
-            f"scipy.sparse.linalg.LinearOperator, a sparse matrix, or operator(apply, adjoint, …)"
+            f"a {type(source).__name__} is no linear operator; pass a matrix of torch, an object with A and A_adjoint, "
+            f"a scipy.sparse.linalg.LinearOperator, a sparse matrix, or operator(apply, adjoint, …)"
         )
     forward, backward, (rows, columns) = products
     shapes = _fitting(input_shape, columns, "columns"), _fitting(output_shape, rows, "rows")
@@ -168,7 +173,11 @@ def _gathered(matrix: Any, rows: Tensor) -> Tensor:
 def _numpy(multiply: Callable[[Any], Any]) -> Product:
     def product(rows: Tensor) -> Tensor:
         widened = rows.detach().cpu().to(torch.promote_types(rows.dtype, torch.float32))
-        return torch.as_tensor(np.ascontiguousarray(multiply(widened.numpy().T).T)).to(rows)
+        try:
+            return torch.as_tensor(np.ascontiguousarray(multiply(widened.numpy().T).T)).to(rows)
+        except (NotImplementedError, TypeError) as error:  # SciPy's, without rmatvec
+            text = f"a product of the LinearOperator failed ({error!r}); those with its transpose need rmatvec"
+            raise CapabilityError(text) from error
 
     return product
 

@@ -129,7 +129,7 @@ class Spectral(Solver):
 
 def _towards(problem: Problem, state: SpectralState, aim: Tensor, *, sure: bool = True) -> SpectralState:
     """A point between x and ``aim``, by the bound of the objective; ``sure`` for a proximal gradient step, along
-    which the bound decreases by at least ‖d‖²/s at first, whatever rounding says."""
+    which the bound decreases by at least ‖d‖²/s at first, whatever rounding says. Functions may sum in float64."""
     x, image, descent, value, step, gram = state
     dims = problem.output_dims
     d = aim if x is None else aim - x
@@ -139,13 +139,13 @@ def _towards(problem: Problem, state: SpectralState, aim: Tensor, *, sure: bool 
         slope = torch.maximum(slope, _inner(problem, d, d / spread(problem, step)))
     if problem.is_quadratic:
         product = _curved(problem, None, d, gram)
-        alpha = _closed(slope.detach(), _inner(problem, d, product).detach())
+        alpha = _closed(slope.detach(), _inner(problem, d, product).detach()).to(d.dtype)
         share = spread(problem, alpha)
         moved, descent = _moved(x, share * d), descent - share * product
     else:
         shadow = problem.operator.adjoint(d)
         image = torch.zeros_like(problem.y) if image is None else image
-        alpha = _searched(problem, d, _Line(image, shadow, slope))
+        alpha = _searched(problem, d, _Line(image, shadow, slope)).to(d.dtype)
         share = spread(problem, alpha)
         moved, image = _moved(x, share * d), image + _spread_inputs(problem, alpha) * shadow
         residual = problem.datafit.residual(image, problem.y)

@@ -169,7 +169,7 @@ class UnrolledNet(Sealed, nn.Module, abc.ABC):
                     f"for whole images; got {tuple(y.shape)}"
                 )
             y = y[:, :, None, None]
-        elif not whole or tuple(y.shape[1:]) != shape:
+        elif tuple(y.shape[1:]) != shape:
             raise ShapeError(
                 f"this network takes measurements of shape (B, {', '.join(map(str, shape))}), got {tuple(y.shape)}"
             )
@@ -242,7 +242,7 @@ class UnrolledNet(Sealed, nn.Module, abc.ABC):
     def forward(self, y: Tensor) -> Tensor:
         """The reconstruction: ``(B, b²)`` for blocks ``(B, m)``, images otherwise."""
         x = self.trajectory(y)[-1].x
-        return x.flatten(1) if y.dim() == 2 else x
+        return x.flatten(1) if y.dim() == 2 and self._operator is None else x
 
     def loss(self, y: Tensor, target: Tensor, *, symmetry: float = 0.01) -> Tensor:
         r"""The mean squared error, plus ``symmetry`` times the mean of :math:`|\tilde{\mathcal{F}}\mathcal{F}(r) -

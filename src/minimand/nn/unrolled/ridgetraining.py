@@ -49,6 +49,8 @@ class RidgeTrainer(Sealed):
             raise OptionError(f"rate={rate:g} exceeds the range of float32; it is a factor of learning rates")
         self.net, self.steps = net, steps
         groups = [{"params": [p], "lr": rate * _rate(name)} for name, p in net.named_parameters() if p.requires_grad]
+        if not groups:
+            raise OptionError("no parameter of the network requires gradients; call net.requires_grad_(True)")
         self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
         warm = max(1, min(_WARM_UP, steps // 4))
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
