@@ -101,10 +101,8 @@ class LayerParallel(Sealed):
         An error leaves the weights as they were before. If one process stops, the others notice when it ends, and stop.
 
         Raises:
-            OptionError: If the loader holds no batch, or is an iterator and there is more than one epoch, or if the
-                processes iterate different batches.
-            NonFiniteError: If the loss, a weight or its update is not finite.
-            MinimandError: If another process has stopped.
+            OptionError: If the loader holds no batch, is an iterator for several epochs, or differs between processes.
+            MinimandError: If a number is not finite, or if another process has stopped.
         """
         check_loader(loader, epochs)
         self.method._require_trained()
@@ -149,8 +147,8 @@ class LayerParallel(Sealed):
             mean = torch.tensor([total / samples], dtype=torch.float64)
             _transfer(dist.broadcast, mean, self._global(len(self.parts) - 1), group=self.group)
             if not math.isfinite(float(mean)):
-                why = f"the loss of epoch {number} is {float(mean)}, and the weights are those from before"
-                raise NonFiniteError(f"training diverged: {why}; lower the rate or raise the damping of the recipe")
+                why = f"the loss of epoch {number} is {float(mean)}; lower the rate or raise the damping of the recipe"
+                raise NonFiniteError(f"training diverged, and the weights are those from before: {why}")
             history.append(Epoch(number, float(mean), time.perf_counter() - begin))
         if self._gathers:
             self.gather()
@@ -171,12 +169,12 @@ class LayerParallel(Sealed):
         mine = torch.tensor(sums, dtype=torch.float64).to(self._device())
         found = [torch.empty_like(mine) for _ in self.parts]
         _transfer(dist.all_gather, found, mine, group=self.group)
-        other = next((rank for rank, numbers in enumerate(found) if not torch.equal(numbers, found[0])), None)
-        if other is not None:
-            raise OptionError(
-                f"rank 0 and rank {other} iterate different batches, so inputs and targets would not belong together; "
-                f"shuffle with a generator of the same seed in every process"
-            )
+        for rank, numbers in enumerate(found):
+            if not torch.equal(numbers, found[0]):
+                remedy = "shuffle with a generator of the same seed in every process"
+                raise OptionError(
+                    f"rank 0 and rank {rank} iterate different batches, so targets would be mixed; {remedy}"
+                )
 
     def _forward(self, x: Tensor, y: Tensor) -> tuple[LPOMVariables, float]:
         """This process's part of the forward pass, and the loss (0 except in the process with the output)."""
@@ -267,11 +265,8 @@ def _transfer(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
     try:
         return call(*args, **options)
     except RuntimeError as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise MinimandError(
-            f"another process of the group has stopped, and its own error says why; this one stops with the weights "
-            f"from before ({reason[:200]})"
-        ) from None
+        why = f"its own error says why; this one stops with the weights from before ({str(error)[:200]})"
+        raise MinimandError(f"another process of the group has stopped, and {why}") from None
 
 
 def _held(layer: LiftedLayer) -> list[tuple[dict[str, Any], str, Tensor]]:
@@ -342,7 +337,6 @@ class _InFlight:
         while (buffer := self.requests.get()) is not None:
             try:
                 _transfer(dist.recv, buffer, self.parallel.above, group=self.parallel.group, tag=_DOWN)
+                self.arrived.put(buffer)
             except MinimandError as error:
                 self.arrived.put(error)
-                return
-            self.arrived.put(buffer)

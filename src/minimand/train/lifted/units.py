@@ -221,10 +221,8 @@ def _steepest(path: str, module: nn.Module) -> float:
     else:
         steepest = max(fine, last)
         return 1.01 * steepest if steepest > 1 + 1e-9 else 1.0
-    raise NotProximal(
-        f"{path} ({type(module).__name__}) cannot be lifted: {reason}, and the majorised step needs a bound; use a "
-        f"piecewise linear approximation of it"
-    )
+    remedy = "and the majorised step needs a bound; use a piecewise linear approximation of it"
+    raise NotProximal(f"{path} ({type(module).__name__}) cannot be lifted: {reason}, {remedy}")
 
 
 def _secant(module: nn.Module, grid: Tensor) -> float:
