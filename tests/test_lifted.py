@@ -346,22 +346,32 @@ def test_beats_random_features_by_eight_points(name):
     assert _accuracy(net, x_test, y_test) >= control + 8
 
 
-@pytest.mark.parametrize("hidden", [(30,), (30, 30)])
+@pytest.mark.parametrize("hidden", [(30,), (30, 30), (30, 30, 30)])
 def test_steps_of_the_split_methods_reach_those_of_mac(hidden):
-    """26 steps at the defaults on 500 digits; μ = 1 everywhere gave 77 % of them with one hidden layer.
+    """26 steps at the defaults on 500 digits, from four starts.
 
-    With multipliers on all constraints five points are allowed; μ = 1 at the output lost ten.
+    μ = 1 everywhere gave 77 % of them with one hidden layer, and weights without a ridge lost 20 points from one start.
     """
     x, y, x_test, y_test = _digits()
     x, y, reached = x[:500], y[:500], []
     for method in (MAC, BlockPenalty, SplitADMM, functools.partial(SplitADMM, splitting="all")):
-        net = _net(nn.ReLU, sizes=(64, *hidden, 10)).float()
-        trained = method(net)
-        for _ in range(26):
-            trained.step(x, y)
-        reached.append((_accuracy(net, x, y), _accuracy(net, x_test, y_test)))
-    for split, slack in zip(reached[1:], (3, 3, 5), strict=True):
-        assert all(ours >= theirs - slack for ours, theirs in zip(split, reached[0], strict=True))
+        found = []
+        for seed in range(4):
+            torch.manual_seed(seed)
+            trained = method(_plain(64, *hidden, 10))
+            for _ in range(26):
+                trained.step(x, y)
+            found.append((_accuracy(trained.model, x, y), _accuracy(trained.model, x_test, y_test)))
+        reached.append(torch.tensor(found))
+    for split in reached[1:]:
+        assert bool((split.mean(0) >= reached[0].mean(0) - 1).all())
+        assert bool((split.amin(0) >= reached[0].amin(0) - 2).all())
+
+
+def _plain(*sizes):
+    """With PyTorch's initial weights."""
+    layers = [part for a, b in itertools.pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
 
 
 @pytest.mark.parametrize("name", [*ACTIVATIONS, "selu"])

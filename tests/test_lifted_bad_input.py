@@ -18,6 +18,7 @@ from minimand.errors import (
 )
 from minimand.train.lifted import LPOM, MAC, BlockPenalty, LiftedReLU, Recipe, SplitADMM
 from minimand.train.lifted.chain import parse
+from minimand.train.lifted.units import unit_of
 from tests.test_lifted import METHODS, _batch, _loss, _net
 
 
@@ -25,6 +26,34 @@ from tests.test_lifted import METHODS, _batch, _loss, _net
 def test_refuses_what_is_not_monotone(activation):
     with pytest.raises(NotProximal, match="1 "):
         LPOM(_net(activation))
+
+
+@pytest.mark.parametrize("phi", [torch.exp, lambda z: torch.relu(z) ** 2, torch.sinh, lambda z: z**3])
+def test_refuses_slopes_that_grow_forever(phi):
+    """Such an activation was taken with its largest slope on [−20, 20], and no step was safe beyond."""
+    with pytest.raises(NotProximal, match="slope is not bounded"):
+        LPOM(_net(lambda: _Own(phi)))
+
+
+@pytest.mark.parametrize(
+    ("phi", "slope"),
+    [
+        (lambda z: torch.relu(z) + 5 * torch.relu(z - 100), 6),  # a kink far out
+        (lambda z: torch.log1p(torch.exp(z)), 1),  # overflows far out
+        (torch.asinh, 1),
+    ],
+)
+def test_slopes_of_own_activations_bound_them_far_out(phi, slope):
+    assert slope <= unit_of("1", _Own(phi)).slope <= 1.02 * slope
+
+
+class _Own(nn.Module):
+    def __init__(self, phi):
+        super().__init__()
+        self.phi = phi
+
+    def forward(self, z):
+        return self.phi(z)
 
 
 class _Skip(nn.Module):

@@ -1,15 +1,18 @@
 """Laws: layers on two or three ranks train like one process; asynchronous ranks reach its accuracy."""
 
 import itertools
+import os
 import statistics
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from minimand.errors import CapabilityError, MinimandError, OptionError, ReadOnlyError, ShapeError
+from minimand.errors import CapabilityError, MinimandError, NonFiniteError, OptionError, ReadOnlyError, ShapeError
 from minimand.train.lifted import LPOM, LayerParallel, layer_stages
 from minimand.train.lifted.chain import parse
 from minimand.train.lifted.stages import cheapest_cuts, partition_layers
@@ -98,7 +101,16 @@ def _refusals(parallel, batches):
     for bad in ((x * float("nan"), y), (x, y + 100), (x, torch.full((len(x), 10), torch.nan)), (x.float(), y)):
         with pytest.raises(MinimandError):
             parallel.fit([bad], 1)
-    model = parallel.method.model.requires_grad_(False)
+    rank = dist.get_rank()
+    with pytest.raises(OptionError, match="rank 0 and rank 1 iterate different batches"):
+        parallel.fit([(x.flip(0), y.flip(0)), (x, y)][:: 1 - 2 * (rank == 1)], 1)
+    model, last = parallel.method.model, parallel.method.chain.layers[-1]
+    weight = float(last.weight[0, 0])
+    last.weight.data[0, 0] = torch.nan
+    with pytest.raises(NonFiniteError, match=f"weight and bias of {last.path}"):
+        parallel.fit([(x, y)], 1)
+    last.weight.data[0, 0] = weight
+    model.requires_grad_(False)
     with pytest.raises(OptionError, match="every layer is frozen"):
         parallel.fit([(x, y)], 1)
     model.requires_grad_(True)
@@ -129,6 +141,30 @@ def test_ranks_equal_one_process(world):
     assert all(seen == late for _, seen in found)
     # In the mean over the seeds, it loses no more than the seeds differ by.
     assert statistics.fmean(late) >= statistics.fmean(accuracies) - (max(accuracies) - min(accuracies))
+
+
+def _left_alone(rank, meeting, asynchronous):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+    train, _ = _data()
+    net = _net()
+    kept = [p.detach().clone() for p in net.parameters()]
+
+    def batches():
+        yield from _batches(*train)[:3]
+        if rank == 1:
+            os._exit(0)
+        yield from _batches(*train)[3:]
+
+    with pytest.raises(MinimandError, match="another process of the group has stopped"):
+        LayerParallel(LPOM(net), asynchronous=asynchronous).fit(batches(), 1)
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), kept, strict=True))
+    os._exit(0)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_process_that_is_left_alone_stops_with_its_weights(asynchronous, tmp_path):
+    mp.spawn(_left_alone, args=((tmp_path / "meeting").as_uri(), asynchronous), nprocs=2)
 
 
 def test_layers_are_spread_evenly():

@@ -62,7 +62,7 @@ class SplitADMM(SplitLifted):
         model: A chain of Linear or Conv2d and monotone activations; trained in place.
         mu: As in :class:`LPOM`, but if it is None, :meth:`step` has :math:`\mu = 1` at the output and in every other
             layer a twentieth of the next layer's; with ``splitting="all"`` all are ten times as large. A step makes ten
-            sweeps.
+            sweeps; its weight steps are those of :class:`BlockPenalty`.
         loss: ``"squared"`` or ``"cross_entropy"``.
         splitting: ``"output"`` or ``"all"``.
         warm: The number of first steps on a batch during which the multipliers stay zero (Taylor et al. recommend a

@@ -34,8 +34,6 @@ from .weights import Direction, weight_directions
 __all__ = ["Lifted", "Variables", "plain_tensor"]
 
 MODES = ("fast", "monotone")
-#: The ridge of a full weight step, relative to the mean eigenvalue of the Gram matrix.
-RELATIVE_RIDGE = 1e-6
 
 V = TypeVar("V", bound=Variables)
 
@@ -53,6 +51,8 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
     default_damping: ClassVar[tuple[float, float]] = (5.0, 3.0)
     #: μ of the output layer in :meth:`step`, the factor from one layer's μ to the next layer's, and the sweeps.
     step_output, step_ratio, step_sweeps = 1.0, 1.0, 1
+    #: The ridge of the weight step in :meth:`step`, relative to the mean eigenvalue of the Gram matrix.
+    step_ridge = 1e-6
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -149,7 +149,7 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
 
     def _move_weights(self, v: V) -> None:
         """Minimise the energy, or its majoriser, over the weights of every layer."""
-        ridges = (RELATIVE_RIDGE,) * len(v.maps)
+        ridges = (self.step_ridge,) * len(v.maps)
         for affine, direction in zip(v.maps, self._directions(v, ridges, None), strict=True):
             if direction is not None:
                 affine.layer.assign(affine.layer.parameters() + direction.dense())

@@ -17,7 +17,7 @@ from ...errors import (
     require_finite,
 )
 from ...network.nested import replace
-from .base import RELATIVE_RIDGE, Lifted, plain_tensor
+from .base import Lifted, plain_tensor
 from .blocks import GraphBlocks
 from .chain import LayerChain, check_modules, parse
 from .gradient import LiftedGraph, update_statistics
@@ -322,7 +322,7 @@ class LPOM(Lifted[LPOMVariables]):
         for k, affine in enumerate(v.maps):
             unit = affine.layer.unit
             residual = unit.residual(v.xs[k + 1], v.zs[k]) / unit.slope
-            found = None if affine.layer.frozen else affine.norm_direction(v.xs[k], residual, RELATIVE_RIDGE)
+            found = None if affine.layer.frozen else affine.norm_direction(v.xs[k], residual, self.step_ridge)
             if found is None:
                 continue
             for parameter, change in zip(affine.layer.norm_parameters(), found, strict=True):
@@ -345,7 +345,7 @@ class LPOM(Lifted[LPOMVariables]):
         affine = v.maps[k]
         unit = affine.layer.unit
         residual = unit.residual(v.xs[k + 1], z) / unit.slope
-        direction = weight_direction(affine, v.xs[k], residual, RELATIVE_RIDGE)
+        direction = weight_direction(affine, v.xs[k], residual, self.step_ridge)
         affine.layer.assign(affine.layer.parameters() + direction.dense())
 
     def _minibatch(self, v: LPOMVariables, damping: Sequence[float]) -> list[Direction | None]:

@@ -5,14 +5,14 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sized
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...errors import CapabilityError, NonFiniteError, OptionError, Sealed, ShapeError, require_finite
+from ...errors import CapabilityError, MinimandError, NonFiniteError, OptionError, Sealed, ShapeError, require_finite
 from .base import plain_tensor
 from .chain import LayerChain
 from .losses import LOSSES, SquaredError, encode_targets
@@ -47,9 +47,10 @@ class LayerParallel(Sealed):
 
     Each process computes with its layers, and holds momentum and variables for them only. The function
     :func:`~minimand.train.lifted.layer_stages` estimates what a number of processes gains. Every process builds the
-    same model and iterates the same batches. After :meth:`fit` each process holds all weights. With ``gather=False`` a
-    process has the weights of its own ``layers`` only. Those of others are then tensors on the device "meta", without
-    memory, from the first fit on, and may be so before it. :meth:`gather` brings all weights to every process.
+    same model and iterates the same batches, which is checked once an epoch. After :meth:`fit` each process holds all
+    weights. With ``gather=False`` a process has the weights of its own ``layers`` only. Those of others are then
+    tensors on the device "meta", without memory, from the first fit on, and may be so before it. :meth:`gather` brings
+    all weights to every process.
 
     Args:
         method: The LPOM whose model is trained; its recipe and loss are used.
@@ -97,64 +98,97 @@ class LayerParallel(Sealed):
     def fit(self, loader: Iterable[tuple[Tensor, Tensor]], epochs: int) -> list[Epoch]:
         """Train; every process returns the same history.
 
+        An error leaves the weights as they were before. If one process stops, the others notice when it ends, and stop.
+
         Raises:
-            OptionError: If the loader holds no batch, or is an iterator and there is more than one epoch.
+            OptionError: If the loader holds no batch, is an iterator for several epochs, or differs between processes.
+            MinimandError: If a number is not finite, or if another process has stopped.
         """
         check_loader(loader, epochs)
         self.method._require_trained()
+        for layer in self.method.chain.layers:
+            if not layer.weight.is_meta:
+                require_finite(f"the weight and bias of {layer.path}", layer.parameters())
         self.dual.reset()
         self._momentum = MomentumUpdate(self.layers, self.method.recipe.momentum)
         self._input = self._shape = None
         if not self._gathers:
             self._release()
-        history = []
         with without_autograd():
-            for number in range(1, epochs + 1):
-                begin, total, samples = time.perf_counter(), 0.0, 0
-                run = _InFlight(self) if self.asynchronous else None
-                for x, y, share in batches(loader, number, epochs):
-                    rate = self.method.recipe.rate_at(share)
-                    v, value = self._forward(x, y)
-                    total, samples = total + value, samples + len(x)
-                    if run is None:
-                        self.dual.run(v, self.method._minibatch_mu(), "jacobi", self.method.recipe.sweeps, self)
-                        self._move(v, rate)
-                    else:
-                        run.push(v, rate)
-                if run is not None:
-                    run.drain()
+            kept = [(tensor, tensor.clone()) for layer in self.layers for *_, tensor in _held(layer)]
+            try:
+                return self._train(loader, epochs)
+            except Exception:
+                for tensor, old in kept:
+                    tensor.copy_(old)
+                raise
+
+    def _train(self, loader: Iterable[tuple[Tensor, Tensor]], epochs: int) -> list[Epoch]:
+        history = []
+        for number in range(1, epochs + 1):
+            begin, total, samples = time.perf_counter(), 0.0, 0
+            run = _InFlight(self) if self.asynchronous else None
+            for x, y, share in batches(loader, number, epochs):
+                rate = self.method.recipe.rate_at(share)
+                encoded = self._targets(x, y)
                 if samples == 0:
-                    raise OptionError(NO_BATCH)
-                mean = torch.tensor([total / samples], dtype=torch.float64)
-                dist.broadcast(mean, self._global(len(self.parts) - 1), group=self.group)
-                if not math.isfinite(float(mean)):
-                    why = f"the loss of epoch {number} is {float(mean)}, and the weights are not restored"
-                    raise NonFiniteError(f"training diverged: {why}; lower the rate or raise the damping of the recipe")
-                history.append(Epoch(number, float(mean), time.perf_counter() - begin))
-            if self._gathers:
-                self.gather()
+                    self._require_same(x, encoded, len(loader) if isinstance(loader, Sized) else 0)
+                v, value = self._forward(plain_tensor(x), encoded)
+                total, samples = total + value, samples + len(x)
+                if run is None:
+                    self.dual.run(v, self.method._minibatch_mu(), "jacobi", self.method.recipe.sweeps, self)
+                    self._move(v, rate)
+                else:
+                    run.push(v, rate)
+            if run is not None:
+                run.drain()
+            if samples == 0:
+                raise OptionError(NO_BATCH)
+            mean = torch.tensor([total / samples], dtype=torch.float64)
+            _transfer(dist.broadcast, mean, self._global(len(self.parts) - 1), group=self.group)
+            if not math.isfinite(float(mean)):
+                why = f"the loss of epoch {number} is {float(mean)}; lower the rate or raise the damping of the recipe"
+                raise NonFiniteError(f"training diverged, and the weights are those from before: {why}")
+            history.append(Epoch(number, float(mean), time.perf_counter() - begin))
+        if self._gathers:
+            self.gather()
         return history
 
-    def _forward(self, x: Tensor, y: Tensor) -> tuple[LPOMVariables, float]:
-        """This process's part of the forward pass, and the loss (0 except in the process with the output)."""
-        # Every process checks the whole batch, so that a bad one stops them all.
+    def _targets(self, x: Tensor, y: Tensor) -> Tensor:
+        """The encoded targets; every process checks the whole batch, so that a bad one stops them all."""
         self.method._check_batch(x, check=False, layers=self.layers)
         require_finite("the input x", x)
         if self._input is not None and x.shape[1:] != self._input:
             raise ShapeError(f"x has samples of shape {tuple(x.shape[1:])}, those before had {tuple(self._input)}")
-        first, self._input, x = self._input is None, x.shape[1:], plain_tensor(x)
         outputs = x.new_empty((len(x), self.method.chain.layers[-1].weight.shape[0]))
-        y = encode_targets(plain_tensor(y), outputs, self.method.loss)
+        return encode_targets(plain_tensor(y), outputs, self.method.loss)
+
+    def _require_same(self, x: Tensor, y: Tensor, count: int) -> None:
+        """Raise in every process if the first batch of an epoch or the number of batches is not the same in all."""
+        sums = [len(x), count, *(float(part.double().sum()) for part in (x, x[0], y, y[0]))]
+        mine = torch.tensor(sums, dtype=torch.float64).to(self._device())
+        found = [torch.empty_like(mine) for _ in self.parts]
+        _transfer(dist.all_gather, found, mine, group=self.group)
+        for rank, numbers in enumerate(found):
+            if not torch.equal(numbers, found[0]):
+                remedy = "shuffle with a generator of the same seed in every process"
+                raise OptionError(
+                    f"rank 0 and rank {rank} iterate different batches, so targets would be mixed; {remedy}"
+                )
+
+    def _forward(self, x: Tensor, y: Tensor) -> tuple[LPOMVariables, float]:
+        """This process's part of the forward pass, and the loss (0 except in the process with the output)."""
+        first, self._input = self._input is None, x.shape[1:]
         if self.below is not None:
             if first:
                 self._shape = self._receive_shape()
             x = x.new_empty((len(x), *(self._shape or ())))
-            dist.recv(x, self.below, group=self.group, tag=_UP)
+            _transfer(dist.recv, x, self.below, group=self.group, tag=_UP)
         xs, zs, maps = LayerChain(self.layers).forward(x)
         if self.above is not None:
             if first:
                 self._send_shape(xs[-1].shape[1:])
-            dist.send(xs[-1].contiguous(), self.above, group=self.group, tag=_UP)
+            _transfer(dist.send, xs[-1].contiguous(), self.above, group=self.group, tag=_UP)
             return LPOMVariables(xs, maps, SquaredError(xs[-1]), zs), 0.0
         loss = LOSSES[self.method.loss](y)
         return LPOMVariables(xs, maps, loss, zs), float(loss.value(xs[-1]))
@@ -179,25 +213,25 @@ class LayerParallel(Sealed):
     ) -> Tensor | None:
         sent = None
         if to is not None and message is not None:
-            sent = dist.isend(message.contiguous(), to, group=self.group, tag=tag)
+            sent = _transfer(dist.isend, message.contiguous(), to, group=self.group, tag=tag)
         received = None
         if source is not None:
             received = torch.empty_like(like)
-            dist.recv(received, source, group=self.group, tag=tag)
+            _transfer(dist.recv, received, source, group=self.group, tag=tag)
         if sent is not None:
-            sent.wait()
+            _transfer(sent.wait)
         return received
 
     def _send_shape(self, shape: torch.Size) -> None:
         """Tell the process above the shape of a sample of what it will receive."""
         assert self.above is not None
         padded = torch.tensor([len(shape), *shape, *[0] * (_MOST_DIMS - len(shape))], device=self._device())
-        dist.send(padded, self.above, group=self.group, tag=_UP)
+        _transfer(dist.send, padded, self.above, group=self.group, tag=_UP)
 
     def _receive_shape(self) -> torch.Size:
         assert self.below is not None
         padded = torch.empty(_MOST_DIMS + 1, dtype=torch.long, device=self._device())
-        dist.recv(padded, self.below, group=self.group, tag=_UP)
+        _transfer(dist.recv, padded, self.below, group=self.group, tag=_UP)
         count, *sizes = padded.tolist()
         return torch.Size(sizes[:count])
 
@@ -210,7 +244,7 @@ class LayerParallel(Sealed):
                     for table, name, tensor in _held(layer):
                         if tensor.is_meta:
                             tensor = table[name] = _like(tensor, device)
-                        dist.broadcast(tensor.detach(), self._global(rank), group=self.group)
+                        _transfer(dist.broadcast, tensor.detach(), self._global(rank), group=self.group)
 
     def _release(self) -> None:
         """Drop the weights and normalisations of the other processes' layers."""
@@ -224,6 +258,15 @@ class LayerParallel(Sealed):
 
     def _global(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+def _transfer(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """A transfer to or from another process; it fails if that process has ended."""
+    try:
+        return call(*args, **options)
+    except RuntimeError as error:
+        why = f"its own error says why; this one stops with the weights from before ({str(error)[:200]})"
+        raise MinimandError(f"another process of the group has stopped, and {why}") from None
 
 
 def _held(layer: LiftedLayer) -> list[tuple[dict[str, Any], str, Tensor]]:
@@ -245,7 +288,7 @@ class _InFlight:
     def __init__(self, parallel: LayerParallel) -> None:
         self.parallel = parallel
         self.waiting: deque[tuple[LPOMVariables, float]] = deque()
-        self.arrived: queue.Queue[Tensor] = queue.Queue()
+        self.arrived: queue.Queue[Tensor | MinimandError] = queue.Queue()
         self.requests: queue.Queue[Tensor | None] = queue.Queue()
         self.thread: threading.Thread | None = None
         if parallel.above is not None:
@@ -273,6 +316,8 @@ class _InFlight:
 
     def _next(self) -> None:
         residual = self.arrived.get()
+        if isinstance(residual, MinimandError):
+            raise residual
         v, rate = self.waiting.popleft()
         v.xs[-1] = self.parallel.dual.moved_activation(v, self.parallel.method._minibatch_mu(), len(v.maps), residual)
         self._finish(v, rate)
@@ -284,11 +329,14 @@ class _InFlight:
         dual.downwards(v, mu)
         if parallel.below is not None:
             residual = v.maps[0].adjoint(dual.estimate(v, mu, 0, None))
-            dist.send(residual.contiguous(), parallel.below, group=parallel.group, tag=_DOWN)
+            _transfer(dist.send, residual.contiguous(), parallel.below, group=parallel.group, tag=_DOWN)
         parallel._move(v, rate)
 
     def _listen(self) -> None:
         assert self.parallel.above is not None
         while (buffer := self.requests.get()) is not None:
-            dist.recv(buffer, self.parallel.above, group=self.parallel.group, tag=_DOWN)
-            self.arrived.put(buffer)
+            try:
+                _transfer(dist.recv, buffer, self.parallel.above, group=self.parallel.group, tag=_DOWN)
+                self.arrived.put(buffer)
+            except MinimandError as error:
+                self.arrived.put(error)

@@ -13,10 +13,11 @@ class BlockPenalty(SplitLifted):
         \min_{W, X, U}\; \ell(U_n, Y) + \sum_k \frac{\mu_k}{2} \bigl( \|U_{k+1} - A_kX_k - b_k\|^2 +
         \|X_{k+1} - \varphi_k(U_{k+1})\|^2 \bigr)
 
-    **Blocks.** Each block is minimised: :math:`U_n` by the prox of the loss, :math:`X_k` and the weights by ridge
-    regressions, and each entry of :math:`U_k` as a problem in one variable. That problem has a closed form for ReLU and
-    leaky ReLU; otherwise a refined grid minimises it to within a thousandth of its value. So :meth:`step` never raises
-    the objective. The problem in :math:`U` is not convex.
+    **Blocks.** The blocks of variables are minimised: :math:`U_n` by the prox of the loss, :math:`X_k` by a ridge
+    regression, and each entry of :math:`U_k` as a problem in one variable. That problem has a closed form for ReLU and
+    leaky ReLU; otherwise a refined grid minimises it to within a thousandth of its value. The
+    weights take a proximal step: their change has a ridge of a tenth of the mean diagonal of the Gram matrix. So
+    :meth:`step` never raises the objective. The problem in :math:`U` is not convex.
 
     **Optimality conditions**: :math:`(A_kX_k + b_k - U_{k+1})X_k^\top = 0` and
     :math:`U_{k+1} - A_kX_k - b_k = \varphi'(U_{k+1}) \circ (X_{k+1} - \varphi(U_{k+1}))`.

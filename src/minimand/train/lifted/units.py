@@ -18,6 +18,8 @@ __all__ = ["LINEAR", "Unit", "unit_of"]
 
 _SELU_SCALE = 1.0507009873554804934193349852946
 _SELU_ALPHA = 1.6732632423543772848170429916717
+#: Half the lengths of the grids on which the slope of a user's activation may grow no more.
+_TAILS = (40.0, 80.0, 160.0, 320.0, 640.0, 1280.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,19 +209,27 @@ def _own(path: str, module: nn.Module) -> Unit:
 
 
 def _steepest(path: str, module: nn.Module) -> float:
-    """A bound on the slope of a user's activation from secants on two grids over [−20, 20]."""
-    found = []
+    """A bound on the slope of a user's activation, from secants on two grids over [−20, 20] and on longer ones."""
     with torch.no_grad():
-        for count in (20_001, 200_001):
-            grid = torch.linspace(-20.0, 20.0, count, dtype=torch.float64)
-            found.append(float((module(grid).diff() / grid.diff()).max()))
-    coarse, fine = found
+        coarse, fine = (_secant(module, torch.linspace(-20.0, 20.0, count)) for count in (20_001, 200_001))
+        tails = [_secant(module, torch.linspace(-end, end, 2_001)) for end in _TAILS]
+    before, last = [math.inf, math.inf, *(slope for slope in tails if slope < math.inf)][-2:]
     if not fine < math.inf or fine > 2 * max(coarse, 1.0):
-        raise NotProximal(
-            f"{path} ({type(module).__name__}) cannot be lifted: it jumps or its slope is not bounded (secants reach "
-            f"{fine:.3g}), and the majorised step needs a bound; use a piecewise linear approximation of it"
-        )
-    return 1.01 * fine if fine > 1 + 1e-9 else 1.0
+        reason = f"it jumps or its slope is not bounded (secants reach {fine:.3g})"
+    elif not last <= 1.05 * before < math.inf:
+        reason = f"its slope is not bounded (secants reach {fine:.3g} within [-20, 20] and {last:.3g} outside)"
+    else:
+        steepest = max(fine, last)
+        return 1.01 * steepest if steepest > 1 + 1e-9 else 1.0
+    remedy = "and the majorised step needs a bound; use a piecewise linear approximation of it"
+    raise NotProximal(f"{path} ({type(module).__name__}) cannot be lifted: {reason}, {remedy}")
+
+
+def _secant(module: nn.Module, grid: Tensor) -> float:
+    """The largest slope of secants on a grid; infinite where a value overflows."""
+    grid = grid.double()
+    slopes = module(grid).diff() / grid.diff()
+    return float(slopes.max()) if bool(torch.isfinite(slopes).all()) else math.inf
 
 
 def _without_derivative(function: Separable) -> Separable:
