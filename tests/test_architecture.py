@@ -135,7 +135,7 @@ def test_the_library_and_its_tests_do_not_use_the_papers() -> None:
 
 def test_the_wheel_is_small() -> None:
     # 0.2.0 had 27,000 lines. A capability that needs more raises this limit together with an entry in the changelog.
-    assert sum(len(path.read_text().splitlines()) for path in _files("src/minimand")) < 43_500
+    assert sum(len(path.read_text().splitlines()) for path in _files("src/minimand")) < 44_000
 
 
 def test_files_are_short() -> None:
