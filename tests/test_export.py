@@ -96,6 +96,17 @@ def test_activations_in_double_precision_export_to_onnx(tmp_path: Path, strict: 
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_activations_have_the_derivatives_of_torch(strict: bool) -> None:
+    """At zero, too, where the pre-activation of zero padding or of a zero bias is."""
+    z, found = torch.tensor([-torch.inf, -2.0, 0.0, 2.0, 40.0], dtype=torch.float64), []
+    for model in (_Curves(), torch.export.export(_Curves(), (z,), strict=strict).module()):
+        leaf = z.clone().requires_grad_()
+        out = model(leaf)
+        found.append((out, *(torch.autograd.grad(row.sum(), leaf, retain_graph=True)[0] for row in out)))
+    torch.testing.assert_close(*found)
+
+
 def _network() -> nn.Module:
     parts = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1)
     network = nn.Sequential(*parts, nn.Flatten(), nn.Dropout(), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))

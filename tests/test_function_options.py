@@ -150,3 +150,5 @@ def test_gaps_of_tiny_weights():
 def test_weights_are_numbers_or_tensors(weight):
     with pytest.raises(OptionError, match=r"weight must be a number or a tensor, .* pass torch.as_tensor\(weight\)"):
         mf.L1(weight)
+    with pytest.raises(OptionError, match=r"weight must be a number, got 'auto'$"):
+        mf.L1("auto")

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from minimand.errors import (
     CapabilityError,
@@ -134,6 +135,15 @@ def test_refuses_targets_and_inputs_that_do_not_fit():
         LPOM(_net(nn.ReLU), loss="hinge")
     with pytest.raises(TypeError, match="ReLU only"):
         LiftedReLU(_net(nn.Tanh))
+
+
+class _Stream(IterableDataset):
+    def __iter__(self):
+        return iter(zip(*_batch(), strict=True))
+
+
+def test_takes_a_loader_of_unknown_length():
+    assert len(LPOM(_net(nn.ReLU)).fit(DataLoader(_Stream(), 10), 2)) == 2
 
 
 def test_a_diverged_fit_names_the_layer_and_keeps_the_last_good_weights():

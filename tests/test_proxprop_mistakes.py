@@ -59,6 +59,15 @@ def test_a_gradient_is_not_added_to_the_direction_of_the_last_step(fused):
     prox.detach()
 
 
+def test_the_own_state_is_loaded_whatever_the_last_layer_is():
+    """A pattern that only the explicit last layer matches is accepted at first; so it is in a state."""
+    net = _net()
+    prox = ProxProp(net, tau_theta={"0": 0.5, "4": 0.1})
+    assert prox.layers[-1] != "4"
+    prox.load_state_dict(prox.state_dict())
+    assert prox.tau_theta == {"0": 0.5, "4": 0.1}
+
+
 def test_a_damaged_state():
     state = ProxProp(_net()).state_dict()
     for key, value in (("turn", {}), ("turn", "x"), ("grams", {"0": 3}), ("grams", {"0": ("x", 3)})):

@@ -427,6 +427,13 @@ def test_a_parameter_that_diverged_is_named(parameter: str, value: float) -> Non
             call(y)
 
 
+def test_a_noise_level_in_other_units_is_named() -> None:
+    net = _net("convergent", noise=0.05)
+    y, _ = _measured(net)
+    with pytest.raises(OptionError, match="usual cause is a noise level in other units, or a training run"):
+        net.using(net._sensor.matrix, noise=1e-14)(y)
+
+
 @pytest.mark.parametrize("logarithm", [-40.0, 40.0])
 def test_gradients_at_the_ends_of_the_range_are_finite(logarithm: float) -> None:
     net = _net("convergent", noise=0.05)

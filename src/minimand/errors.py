@@ -222,7 +222,7 @@ class Sealed:
         known = (self._sealed or frozenset()).union(_options(vars(self).values()))
         free = {*self._settable, *(n for n, member in inspect.getmembers_static(kind) if _has_setter(member))}
         if module is not None and name not in known and not isinstance(member, property):
-            if methods := ", ".join(_methods_with(kind, name)):
+            if methods := _methods_with(kind, name):  # type: ignore[arg-type]
                 raise ReadOnlyError(f"{label}.{name} would have no effect; it is an argument of {methods}")
             names = sorted(n for n in (*known, *free) if not n.startswith("_"))
             if near := difflib.get_close_matches(name, names, 1, _NEAR):
@@ -251,13 +251,16 @@ def _has_setter(member: object) -> bool:
     return hasattr(type(member), "__set__") and not inspect.isgetsetdescriptor(member)
 
 
-def _methods_with(kind: type, argument: str) -> Iterator[str]:
+@functools.lru_cache  # a forward pass may set attributes
+def _methods_with(kind: type, argument: str) -> str:
     """The public methods of the library's that take this keyword."""
+    found = []
     for name, member in inspect.getmembers_static(kind, inspect.isfunction):
         if not name.startswith("_") and member.__module__.startswith(__package__):
             given = inspect.signature(member).parameters.get(argument)
             if given is not None and given.kind is given.KEYWORD_ONLY:
-                yield name
+                found.append(name)
+    return ", ".join(found)
 
 
 def _options(values: Iterable[Any]) -> Iterator[str]:

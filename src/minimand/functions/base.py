@@ -2,7 +2,6 @@
 
 import abc
 import math
-from collections.abc import Sequence
 from numbers import Real
 from typing import ClassVar
 
@@ -186,7 +185,7 @@ def indicator_of_all(inside: Tensor, x: Tensor) -> Tensor:
 
 def require_weight(name: str, weight: float | Tensor) -> None:
     """Raise unless a weight is a number ≥ 0, or a tensor of them."""
-    if isinstance(weight, Sequence | np.ndarray):
+    if isinstance(weight, list | tuple | np.ndarray):
         raise OptionError(f"{name} must be a number or a tensor, got {weight!r:.60}; pass torch.as_tensor({name})")
     if not isinstance(weight, Tensor) or weight.numel() == 1:
         require_positive(name, weight, zero=True)  # type: ignore[arg-type]

@@ -45,7 +45,8 @@ def elu(z: Tensor, alpha: float) -> Tensor:
 def softplus(z: Tensor, beta: float, threshold: float) -> Tensor:
     """torch's softplus."""
     if is_exporting():
-        return z.clamp_min(0) + torch.log1p(torch.exp(-beta * z.abs())) / beta
+        # Its derivative at zero is 1/2, as that of torch is; that of a clamp is 1.
+        return torch.maximum(z, torch.zeros_like(z)) + torch.log1p(torch.exp(-beta * z.abs())) / beta
     return F.softplus(z, beta, threshold)
 
 

@@ -138,9 +138,10 @@ def exponential(name: str, logarithm: Tensor, shift: float = 0.0) -> Tensor:
         require_finite(name, shifted)
         far = shifted.detach()[shifted.detach().abs() > _FAR]
         if far.numel():
+            added, cause = (f" {shift:+.3g}", "a noise level in other units, or ") if shift else ("", "")
             raise OptionError(
-                f"exp({name}{f' {shift:+.3g}' if shift else ''}) = exp({float(far.flatten()[0]):.3g}) is out of range; "
-                f"the usual cause is a training run that diverged, at too high a learning rate"
+                f"exp({name}{added}) = exp({float(far.flatten()[0]):.3g}) is out of range; the usual cause is {cause}"
+                f"a training run that diverged, at too high a learning rate"
             )
     return shifted.exp()
 

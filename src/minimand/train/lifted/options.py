@@ -88,13 +88,21 @@ def check_loader(loader: Iterable[Any], epochs: int) -> None:
         raise OptionError(f"{_PAIRS}, got a {type(loader).__name__}")
     if epochs > 1 and iter(loader) is loader:
         raise OptionError("loader is an iterator, which is exhausted after one epoch; pass a list or a DataLoader")
-    if isinstance(loader, Sized) and len(loader) == 0:
+    if length(loader) == 0:
         raise OptionError(NO_BATCH)
+
+
+def length(loader: Iterable[Any]) -> int | None:
+    """The number of batches; None if it is not known before they are iterated."""
+    try:
+        return len(loader) if isinstance(loader, Sized) else None
+    except TypeError:  # a DataLoader of a stream
+        return None
 
 
 def batches(loader: Iterable[Any], epoch: int, epochs: int) -> Iterator[tuple[Tensor, Tensor, float]]:
     """The batches of an epoch, each checked to be a pair, with the fraction of the training that has passed."""
-    size = len(loader) if isinstance(loader, Sized) else None
+    size = length(loader)
     for index, batch in enumerate(loader):
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             held = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""

@@ -211,8 +211,8 @@ def _own(path: str, module: nn.Module) -> Unit:
 def _steepest(path: str, module: nn.Module) -> float:
     """A bound on the slope of a user's activation, from secants on two grids over [−20, 20] and on longer ones."""
     with torch.no_grad():
-        coarse, fine = (_secant(module, torch.linspace(-20.0, 20.0, count)) for count in (20_001, 200_001))
-        tails = [_secant(module, torch.linspace(-end, end, 2_001)) for end in _TAILS]
+        coarse, fine = (_secant(module, 20.0, count) for count in (20_001, 200_001))
+        tails = [_secant(module, end, 2_001) for end in _TAILS]
     before, last = [math.inf, math.inf, *(slope for slope in tails if slope < math.inf)][-2:]
     if not fine < math.inf or fine > 2 * max(coarse, 1.0):
         reason = f"it jumps or its slope is not bounded (secants reach {fine:.3g})"
@@ -225,9 +225,9 @@ def _steepest(path: str, module: nn.Module) -> float:
     raise NotProximal(f"{path} ({type(module).__name__}) cannot be lifted: {reason}, {remedy}")
 
 
-def _secant(module: nn.Module, grid: Tensor) -> float:
-    """The largest slope of secants on a grid; infinite where a value overflows."""
-    grid = grid.double()
+def _secant(module: nn.Module, end: float, count: int) -> float:
+    """The largest slope of secants on a grid over [−end, end]; infinite where a value overflows."""
+    grid = torch.linspace(-end, end, count, dtype=torch.float64)
     slopes = module(grid).diff() / grid.diff()
     return float(slopes.max()) if bool(torch.isfinite(slopes).all()) else math.inf
 

@@ -148,7 +148,8 @@ class ProxProp(Sealed):
     @tau_theta.setter
     def tau_theta(self, value: Tau | Mapping[str, Tau]) -> None:
         if isinstance(value, Mapping):
-            match(value, self._paths())
+            last = self._found.last
+            match(value, [*self._paths(), *self._found.others, *([] if last is None else [last])])
         self._shared.tau.replace(dataclasses.replace(self._shared.options, tau_theta=value).tau_theta)
 
     def tau_schedule(self) -> TauSchedule:
