@@ -275,8 +275,8 @@ def test_bad_data_are_refused_before_any_work():
             solve(Problem(A, NonNegative(), data, datafit=datafit), FISTA())
     with pytest.raises(CapabilityError, match="datafit"):
         solve(Problem(A, NonNegative(), y, datafit="logistic"), FISTA())
-    for make in (lambda: Huber(0.0), lambda: Poisson(-1.0)):
-        with pytest.raises(OptionError, match="must be a finite number > 0"):
+    for make, least in ((lambda: Huber(0.0), "> 0"), (lambda: Poisson(-1.0), "≥ 0")):
+        with pytest.raises(OptionError, match=f"must be a finite number {least}"):
             make()
 
 
