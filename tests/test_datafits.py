@@ -40,7 +40,7 @@ OTHERS = [case for case in datafits.ALL if not isinstance(case.datafit, Quadrati
 other = pytest.mark.parametrize("case", OTHERS, ids=[case.id for case in OTHERS])
 
 
-@every
+@pytest.mark.parametrize("case", datafits.ALL + datafits.WITHOUT_BOUND, ids=lambda case: case.id)
 def test_a_datafit_passes_its_own_check(case):
     check_datafit(case.datafit, case.data(4, 5))
 
@@ -275,11 +275,9 @@ def test_bad_data_are_refused_before_any_work():
             solve(Problem(A, NonNegative(), data, datafit=datafit), FISTA())
     with pytest.raises(CapabilityError, match="datafit"):
         solve(Problem(A, NonNegative(), y, datafit="logistic"), FISTA())
-    for make in (lambda: Huber(0.0), lambda: Poisson(-1.0)):
-        with pytest.raises(OptionError, match="must be a finite number > 0"):
+    for make, least in ((lambda: Huber(0.0), "> 0"), (lambda: Poisson(-1.0), "≥ 0")):
+        with pytest.raises(OptionError, match=f"must be a finite number {least}"):
             make()
-    with pytest.raises(OptionError, match="curvature y/t² has no bound"):
-        Poisson(0.0)
 
 
 @dataclasses.dataclass(frozen=True)

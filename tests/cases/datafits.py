@@ -38,7 +38,8 @@ class DatafitCase:
 
     @property
     def id(self) -> str:
-        return type(self.datafit).__name__
+        name = type(self.datafit).__name__
+        return name if self in ALL else f"{name}-without-a-bound"
 
     def data(self, *shape: int, seed: int = 0) -> Tensor:
         g = torch.Generator().manual_seed(seed)
@@ -79,3 +80,5 @@ ALL = [
     DatafitCase(Pinball(), conjugate=False),
 ]
 IDS = [case.id for case in ALL]
+# Solved by line searches and proxes only.
+WITHOUT_BOUND = [DatafitCase(Poisson(), "counts")]

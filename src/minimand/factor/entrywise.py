@@ -48,6 +48,8 @@ class Entrywise(DenseLoss):
             raise OptionError(
                 f"a loss of factors must never be negative, but {self.datafit!r} is for some of these data"
             )
+        if not self.datafit._has_bound(self.Y):
+            raise OptionError(f"a loss of factors needs a bound on its curvature, which {self.datafit!r} lacks")
 
     @property
     def curvature(self) -> float:

@@ -207,7 +207,8 @@ class JacobianFree(Adjoint):
         """The forward pass records nothing."""
         with constant():
             x, done = run.forward()
-            solution, step = run.solution(x), _step(run.problem)
+            solution = run.solution(x)
+            step = _step(run.problem, solution)
         if not torch.is_grad_enabled() and not transformed():
             return x, done
         parts = Parts.of(run.ending or run.problem)
@@ -267,7 +268,8 @@ class Implicit(Adjoint):
         """The forward pass records nothing; the backward pass solves a linear system."""
         with constant():
             x, done = run.forward()
-            solution, step = run.solution(x), _step(run.problem)
+            solution = run.solution(x)
+            step = _step(run.problem, solution)
         if is_compiled(x) and (torch.compiler.is_exporting() or not torch.is_grad_enabled()):
             return x, done  # the graph has no backward pass
         solution = self._attached(run.problem, step, solution)
@@ -340,8 +342,8 @@ class _FixedPoint(Equation):
         return problem.contraction(x, step), derivative
 
 
-def _step(problem: Problem) -> float | Tensor:
-    return as_number(reciprocal(problem.smoothness()))
+def _step(problem: Problem, x: Tensor) -> float | Tensor:
+    return as_number(reciprocal(problem.smoothness(x)))
 
 
 def _forward_backward(problem: Problem, x: Tensor, step: float | Tensor) -> Tensor:

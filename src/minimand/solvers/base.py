@@ -36,11 +36,13 @@ class Solver(abc.ABC):
         stochastic: Whether it draws random samples, which only an operator with ``sampled = True`` allows.
         needs_separable: Whether it updates single entries, which only a separable function allows.
         updates_some: Whether an iteration leaves some entries as they are.
+        needs_curvature: Whether it takes its steps from a bound on the curvature of the datafit.
     """
 
     stochastic: ClassVar[bool] = False
     needs_separable: ClassVar[bool] = False
     updates_some: ClassVar[bool] = False
+    needs_curvature: ClassVar[bool] = True
 
     @property
     def checked_every(self) -> int:

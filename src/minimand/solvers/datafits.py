@@ -55,7 +55,7 @@ class Datafit(abc.ABC):
 
     @abc.abstractmethod
     def curvature(self, y: Tensor) -> float | Tensor:
-        r"""One number :math:`\kappa`, never below the largest second derivative."""
+        r"""One number :math:`\kappa`, never below the largest second derivative; infinite where there is no bound."""
 
     def second(self, t: Tensor, y: Tensor) -> Tensor:
         """f″ of each entry; differentiable."""
@@ -84,6 +84,11 @@ class Datafit(abc.ABC):
         """:meth:`curvature` for a step or penalty, which is a constant of every derivative."""
         with constant():
             return self.curvature(y)
+
+    def _has_bound(self, y: Tensor) -> bool:
+        """Whether :meth:`curvature` is finite, as far as Python can know."""
+        kappa = self.curvature(y)
+        return isinstance(kappa, Tensor) or kappa < math.inf
 
     def check(self, y: Tensor) -> None:  # noqa: B027 -- most datafits take every y
         """Raise for data that the loss is not defined for."""
@@ -247,40 +252,55 @@ class Poisson(Datafit):
     Below zero it continues as its Taylor polynomial of degree two at zero, so that it is convex and smooth everywhere;
     :math:`\kappa = \max y/\beta^2`. Where :math:`A^\top x \ge 0`, as for non-negative A and x, this is never used.
 
+    Without a background :math:`f(t; y) = t - y\log t`, with :math:`0\log 0 = 0`, is infinite for t < 0, and at t = 0
+    unless y = 0. Its curvature :math:`y/t^2` has no bound: ``Spectral`` and ``ADMM`` solve such problems, methods with
+    steps from the bound do not. A run starts at a multiple of :math:`A\mathbf 1`, unless x0 is given.
+
     Args:
-        background: :math:`\beta`. Without one the curvature has no bound.
+        background: :math:`\beta`; a tensor of one number > 0 is differentiated.
 
     >>> Poisson(1.0).residual(None, torch.tensor([3.0, 0.0]))
     tensor([ 2., -1.])
+    >>> Poisson().values(torch.tensor([1.0, 0.0, 0.0, -1.0]), torch.tensor([2.0, 0.0, 1.0, 0.0]))
+    tensor([1., 0., inf, inf])
     """
 
-    background: float | Tensor = 1.0
+    background: float | Tensor = 0.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.background, Tensor) and self.background == 0:
-            raise OptionError(
-                "Poisson needs a background > 0: without one the curvature y/t² has no bound near t = 0, where every "
-                "solver starts, and no step is short enough; use a small share of the mean count"
-            )
-        require_positive("background", self.background)  # type: ignore[arg-type]
+        require_positive("background", self.background, zero=not isinstance(self.background, Tensor))  # type: ignore[arg-type]
+
+    @property
+    def _bare(self) -> bool:
+        return not isinstance(self.background, Tensor) and self.background == 0
+
+    def _shifted(self, t: Tensor, y: Tensor) -> Tensor:
+        """t + β where t ≥ 0, β below; one in the place of a zero that belongs to no count."""
+        return torch.where((t > 0) | (y > 0), t.clamp_min(0), 1.0) if self._bare else t.clamp_min(0) + self.background
 
     def values(self, t: Tensor, y: Tensor) -> Tensor:
         """The negative log-likelihood up to a constant; its Taylor polynomial below zero."""
-        s, below, b = t.clamp_min(0) + self.background, t.clamp_max(0), self.background
+        if self._bare:
+            return torch.where(_below(t), math.inf, t - torch.xlogy(y, self._shifted(t, y)))
+        s, below, b = self._shifted(t, y), t.clamp_max(0), self.background
         return s - torch.xlogy(y, s) + below * ((1 - y / b) + 0.5 * below * y / (b * b))
 
     def gradient(self, t: Tensor, y: Tensor) -> Tensor:
         """1 − y/(t + β)."""
-        return 1 - y / (t.clamp_min(0) + self.background) + t.clamp_max(0) * y / (self.background * self.background)
+        if self._bare:
+            return torch.where(_below(t), -math.inf, 1 - y / self._shifted(t, y))
+        return 1 - y / self._shifted(t, y) + t.clamp_max(0) * y / (self.background * self.background)
 
-    def curvature(self, y: Tensor) -> Tensor:
+    def curvature(self, y: Tensor) -> float | Tensor:
         """The largest count over β²."""
+        if self._bare:
+            return math.inf
         largest = y.detach().amax() if y.numel() else y.new_zeros(())
         return largest / (self.background * self.background)
 
     def second(self, t: Tensor, y: Tensor) -> Tensor:
         """y/(t + β)²."""
-        return y / (t.clamp_min(0) + self.background).square()
+        return y / self._shifted(t, y).square()
 
     def conjugate(self, u: Tensor, y: Tensor) -> Tensor:
         """y log(y/(1 − u)) − y + β(1 − u) − β where t ≥ 0, that is u ≥ 1 − y/β; of the polynomial below."""
@@ -289,6 +309,8 @@ class Poisson(Datafit):
         above = torch.xlogy(y, y / rest.clamp_min(torch.finfo(u.dtype).tiny)) - y - b * u
         outside = (rest < 0) | ((rest <= 0) & (y > 0))
         above = torch.where(outside, math.inf, above)
+        if self._bare:
+            return above
         move = u - (1 - y / b)
         none = y == 0
         taylor = move.square() * b * b / (2 * torch.where(none, 1.0, y)) - (
@@ -301,6 +323,11 @@ class Poisson(Datafit):
         """The positive root of a quadratic equation; of a linear one below zero."""
         b = self.background
         c = v + b - step
+        if self._bare:
+            # The same root where c > 0; the other form loses no digits where c < 0.
+            square = c * c + 4 * step * y
+            root = torch.where(square > 0, square, 1.0).sqrt()
+            return torch.where(c > 0, 0.5 * (c + root), 2 * step * y / (root - c.clamp_max(0)))
         s = 0.5 * (c + (c * c + 4 * step * y).sqrt())
         line = (v - step * (1 - y / b)) / (1 + step * y / (b * b))
         return torch.where(line < 0, line, s - b)
@@ -310,6 +337,11 @@ class Poisson(Datafit):
         _require(
             y, y >= 0, "Poisson takes counts y ≥ 0", "the problem has no minimum otherwise; use Quadratic() or Huber()"
         )
+
+
+def _below(t: Tensor) -> Tensor:
+    """Where predictions are negative by more than the rounding error of the largest."""
+    return t < -32 * torch.finfo(t.dtype).eps * t.abs().amax() if t.numel() else t < 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,7 +55,7 @@ class GapBound:
     @functools.cached_property
     def known(self) -> bool:
         """Whether there is a finite bound near the solution."""
-        return self._conjugate is not None or self.problem.ridge > 0 or self._convexity > 0
+        return self._dual is not None or self.problem.ridge > 0 or self._convexity > 0
 
     @functools.cached_property
     def _wide(self) -> Problem:
@@ -71,8 +71,9 @@ class GapBound:
         return dataclasses.replace(problem, operator=operator, y=problem.y.double(), bias=bias, affine=None)
 
     @functools.cached_property
-    def _conjugate(self) -> Function | None:
-        """g* where its domain contains the multiples of its points: the functions are norms, or finite everywhere."""
+    def _dual(self) -> tuple[Function, Tensor | None] | None:
+        r"""g* where its domain contains the multiples of its points: the functions are norms, or finite everywhere.
+        With a datafit of unbounded curvature also where :math:`b - A\mathbf 1` lies in its interior, and this point."""
         try:
             conjugate = self.problem.function.conjugate()
         except CapabilityError:
@@ -82,7 +83,11 @@ class GapBound:
         # Above the tolerance of indicators, within which a point outside of the polar would count as inside.
         near = torch.full_like(zeros, 32 * torch.finfo(zeros.dtype).eps)
         finite = all(holds(torch.isfinite(conjugate.value(near * sign))) for sign in (1, -1))
-        return conjugate if finite else None
+        if finite or self.problem.is_smooth:
+            return (conjugate, None) if finite else None
+        dims, ones = self.problem.output_dims, torch.ones_like(self._wide.y)
+        inside = self._slope(self._wide.operator.apply(ones)).expand_as(zeros)
+        return (conjugate, inside) if holds(_charge(conjugate, inside, inside, dims).isfinite()) else None
 
     @functools.cached_property
     def _convexity(self) -> float:
@@ -144,9 +149,9 @@ class GapBound:
         if problem.ridge > 0:
             slope = self._slope(pull)
             gap = self._rounded(objective, self._samples(data - t * u) - self._ridged(slope))
-        elif self._conjugate is not None:
-            dual, share = self._scaled(t, u, data, pull)
-            slope = self._slope(self._spread(share, pull) * pull)
+        elif self._dual is not None:
+            dual, share = self._scaled(t, u, data, pull, *self._dual)
+            slope = self._slope(self._spread(share, pull) * pull) if self._dual[1] is None else None
             gap = self._rounded(objective, dual)
         if problem.ridge == 0 and not holds(gap.isfinite()) and self._convexity > 0:
             gap, slope = torch.minimum(gap, self._strong(x, pull, smooth, objective)), None
@@ -178,15 +183,22 @@ class GapBound:
         p = problem.function.prox(s / problem.ridge, 1 / problem.ridge)
         return self._outputs(p * (s - 0.5 * problem.ridge * p)) - problem.function.sums(p, problem.output_dims)
 
-    def _scaled(self, t: Tensor, u: Tensor, data: Tensor, pull: Tensor) -> tuple[Tensor, Tensor]:
-        """The dual value at the largest multiple of u that is feasible, and the multiple."""
-        problem, conjugate = self._wide, self._conjugate
-        assert conjugate is not None
-        dims = problem.output_dims
-        charge = lambda c: conjugate.sums(self._slope(self._spread(c, pull) * pull), dims)  # noqa: E731
+    def _scaled(
+        self, t: Tensor, u: Tensor, data: Tensor, pull: Tensor, conjugate: Function, inside: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        r"""The dual value at the largest multiple of u that is feasible, and the multiple; with ``inside``, at the
+        point nearest to u on the way to :math:`\mathbf 1`."""
+        problem, dims = self._wide, self.problem.output_dims
+
+        def charge(c: Tensor) -> Tensor:
+            c = self._spread(c, pull)
+            if inside is None:
+                return conjugate.sums(self._slope(c * pull), dims)
+            return _charge(conjugate, (1 - c) * inside + c * self._slope(pull), inside, dims)
+
         one = torch.ones_like(self._samples(u))
         # The reach has no tolerance, which would be too large for small weights.
-        reach = conjugate.reach(-pull, dims) if problem.bias is None else None
+        reach = conjugate.reach(-pull, dims) if problem.bias is None and inside is None else None
         whole = charge(one) if reach is None else torch.where(reach >= 1, charge(one), torch.inf)
         if holds(whole.isfinite()):
             return self._samples(data - t * u) - whole, one
@@ -203,7 +215,8 @@ class GapBound:
             # The best multiple is not the largest where x is far from the solution.
             c = torch.minimum(c, (-self._samples(u * problem.y) / self._samples(u * u).clamp_min(1e-300)).clamp_min(0))
         try:
-            scaled = problem.datafit.conjugate(self._spread(c, u, inputs=True) * u, problem.y)
+            share, centre = self._spread(c, u, inputs=True), 0.0 if inside is None else 1.0
+            scaled = problem.datafit.conjugate(centre + share * (u - centre), problem.y)
         except CapabilityError:
             return torch.where(whole.isfinite(), self._samples(data - t * u) - whole, -torch.inf), one
         return -self._samples(scaled) - charge(c), c
@@ -232,3 +245,9 @@ class GapBound:
     def _spread(self, c: Tensor, like: Tensor, inputs: bool = False) -> Tensor:
         dims = self.problem.input_dims if inputs else self.problem.output_dims
         return c.reshape(*c.shape, *(1,) * dims)
+
+
+def _charge(conjugate: Function, slope: Tensor, inside: Tensor, dims: int) -> Tensor:
+    """g*, from above, without the tolerance of indicators: by convexity it is the larger of the values beside."""
+    near = 8 * torch.finfo(slope.dtype).eps * (inside != 0)
+    return torch.maximum(*(conjugate.sums(slope + side, dims) for side in (near, -near)))

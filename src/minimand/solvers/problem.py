@@ -22,7 +22,7 @@ from ..linalg import accumulate
 from ..norms.kernel import Bounds
 from ..operators.base import LinearOperator, Selected
 from ..operators.dense import Dense
-from ..tracing import is_traced
+from ..tracing import constant, is_traced
 from .datafits import Datafit, Quadratic
 from .sampling import Sample
 
@@ -108,6 +108,11 @@ class Problem:
         """Whether the datafit is the square, whose gradient is affine."""
         return isinstance(self.datafit, Quadratic)
 
+    @property
+    def is_smooth(self) -> bool:
+        """Whether the curvature of the datafit has a bound."""
+        return self.is_quadratic or self.datafit._has_bound(self.y)
+
     def linear(self) -> Tensor:
         """``A y + b``, the plain layer before its activation, in the type of y also where autocast multiplies; with
         −f′(0; y) in place of y for other datafits."""
@@ -115,23 +120,28 @@ class Problem:
             return _alike(self.affine, self.y)
         return _alike(self.operator.affine(self.datafit.residual(None, self.y), self.bias), self.y)
 
-    def smoothness(self) -> Tensor:
+    def smoothness(self, x: Tensor | None = None) -> Tensor:
         r""":math:`\kappa L + \lambda`, with L never below :math:`\|A\|^2` and the curvature :math:`\kappa` of f."""
         bound = self.operator.norm_sq()
         # In double precision, so that rounding does not make the step longer than the bound allows.
-        return self.curved(bound if bound.device.type == "mps" else bound.double()) + self.ridge
+        return self.curved(bound if bound.device.type == "mps" else bound.double(), x) + self.ridge
 
-    def scale(self) -> Tensor:
+    def scale(self, x: Tensor | None = None) -> Tensor:
         """:meth:`smoothness` where a bound on the norm is at hand or costs little, and a looser one otherwise."""
         operator = self.operator
         if not isinstance(operator, Dense) or operator._bounds is not None or is_traced(operator.weight):
-            return self.smoothness()
+            return self.smoothness(x)
         loose = torch.linalg.vector_norm(operator.weight.detach(), dim=(-2, -1)).amax().double().square()
-        return self.curved(1.001 * loose) + self.ridge
+        return self.curved(1.001 * loose, x) + self.ridge
 
-    def curved(self, bound: Tensor) -> Tensor:
-        r""":math:`\kappa` times a bound on a squared norm of A: a bound on the curvature along the same directions."""
-        return bound if self.is_quadratic else bound * self.datafit._constant_curvature(self.y)
+    def curved(self, bound: Tensor, x: Tensor | None = None) -> Tensor:
+        r""":math:`\kappa` times a bound on a squared norm of A: a bound on the curvature along the same directions. The
+        largest curvature at x where f has no bound :math:`\kappa`."""
+        if x is None or self.is_smooth:
+            return bound if self.is_quadratic else bound * self.datafit._constant_curvature(self.y)
+        with constant():
+            largest = self.datafit.second(self.operator.adjoint(x), self.y).amax()
+        return bound * torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
 
     def descent(self, x: Tensor | None, linear: Tensor) -> Tensor:
         r"""The negative gradient of the smooth part, :math:`b - Af'(A^\top x; y) - \lambda x`, given :meth:`linear`."""
@@ -216,8 +226,10 @@ class Problem:
     def gradient_mapping(self, x: Tensor) -> Tensor:
         r""":math:`\ell\,(x - \operatorname{prox}_{g/\ell}(x - \nabla f(x)/\ell))`, zero at the minimiser only."""
         problem, x = self.working(), widened(x)
-        step = as_number(reciprocal(problem.scale()))
-        return (x - problem.prox(x + step * problem.descent(x, problem.linear()), step)) / step
+        step = as_number(reciprocal(problem.scale(x)))
+        mapping = (x - problem.prox(x + step * problem.descent(x, problem.linear()), step)) / step
+        # Outside of the domain of f nothing is optimal.
+        return mapping if problem.is_smooth else torch.where(mapping.isnan(), math.inf, mapping)
 
     def as_given(self, x: Tensor) -> Tensor:
         """``x`` in the memory format that torch would give it: channels last only where the input or the weight is. A

@@ -6,7 +6,7 @@ from torch import Tensor
 from ..errors import OptionError
 from ..functions.separable import Zero
 from ..operators.dense import Dense
-from ..tracing import is_traced
+from ..tracing import holds, is_traced
 from .gap import GapBound
 from .problem import Problem
 
@@ -44,14 +44,19 @@ def require_minimum(bound: GapBound, x: Tensor) -> None:
     problem, dims = bound.problem, bound.problem.output_dims
     if problem.ridge > 0 or is_traced(x) or not x.numel():
         return
+    scale = problem.scale(x.detach().to(problem.y.dtype)).double()
     x, begin = x.detach().double(), problem.linear().detach().double()
+    if not problem.is_smooth:
+        begin = bound.certificate(x).descent  # at zero the loss may be infinite
+        if not holds(begin.isfinite()):
+            return
     norm = lambda v: v.flatten(-dims).norm(dim=-1).reshape(*v.shape[:-dims], *(1,) * dims)  # noqa: E731
     steep = norm(begin)
     sloping = (steep > 0).reshape(steep.shape[: steep.dim() - dims])
     if not bool(sloping.any()):
         return  # the smooth part is least at zero
     steep = torch.where(steep > 0, steep, 1.0)
-    far = torch.maximum(_FAR * steep / problem.scale().double(), 10 * norm(x))
+    far = torch.maximum(_FAR * steep / scale, 10 * norm(x))
     start, descent = bound.objectives(x), bound.certificate(x).descent
     long = 1e6 * far / steep
     for way in (x, problem.function.prox(x + long * descent, long) - x):

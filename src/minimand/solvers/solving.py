@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import checked
-from ..errors import CapabilityError, ShapeError, require_finite, require_positive, require_real
+from ..errors import CapabilityError, OptionError, ShapeError, require_finite, require_positive, require_real
 from ..functions.base import widened
 from ..tracing import holds, is_traced, unwrapped
 from .adjoints import Adjoint, Run, Unroll
@@ -19,6 +19,7 @@ from .implicit import Parts, transformed
 from .problem import Problem
 from .recession import require_minimum, require_range
 from .rows import stop_rows
+from .spectral import spread
 from .watching import Progress, Watch
 
 __all__ = ["Solution", "Trace", "solve", "trace"]
@@ -112,7 +113,7 @@ def solve(
     used: Solver | Choice = choose(problem, differentiated=unrolled) if solver is None else solver
     method = used.solver if isinstance(used, Choice) else used
     check(problem, method, adjoint, x0=x0, differentiated=needed)
-    x0 = None if x0 is None else widened(x0)
+    x0 = _start(problem, x0)
     with torch.autocast(problem.y.device.type, enabled=False), torch.set_grad_enabled(needed):
         prepared = method.prepare(problem.working())
         watch = Watch(GapBound(problem.working()), x0, reached, callback, verbose)
@@ -167,7 +168,7 @@ def trace(
         rows.append((prepared.objective(state.x), prepared.optimality(state.x)))
         return False
 
-    x0 = None if x0 is None else widened(x0)
+    x0 = _start(problem, x0)
     with torch.no_grad(), torch.autocast(problem.y.device.type, enabled=False):
         prepared = solver.prepare(problem.working())
         Run(prepared, solver, x0, generator, record).forward()
@@ -183,6 +184,11 @@ def check(
         raise CapabilityError(f"solve takes a solver such as ProxGD() and an adjoint such as Unroll(), got {solver!r}")
     _check_problem(problem, adjoint, x0)
     solver.check(problem.operator, problem.function)
+    if solver.needs_curvature and not problem.is_smooth:
+        raise CapabilityError(
+            f"{type(solver).__name__} takes its steps from a bound on the curvature of f, which {problem.datafit!r} "
+            f"lacks; use Spectral(), or ADMM(), or a background > 0 for Poisson's loss"
+        )
     adjoint.check(solver)
     if differentiated and not adjoint.of_minimizer and not solver.unrolls:
         raise CapabilityError(
@@ -203,6 +209,27 @@ def _check_problem(problem: Problem, adjoint: Adjoint, x0: Tensor | None) -> Non
             raise ShapeError(f"x0 has shape {tuple(x0.shape)}, but the problem's x has {tuple(problem.shape)}")
         problem.check_dtype("x0", x0)
         require_finite("x0", x0)
+
+
+def _start(problem: Problem, x0: Tensor | None) -> Tensor | None:
+    """The start in the precision of the computation; where f may be infinite at zero, a multiple of A1 instead."""
+    x0 = None if x0 is None else widened(x0)
+    if problem.is_smooth:
+        return x0
+    with torch.no_grad(), torch.autocast(problem.y.device.type, enabled=False):
+        problem = problem.working()
+        given, dims = x0 is not None, problem.input_dims
+        if x0 is None:
+            back = problem.operator.apply(torch.ones_like(problem.y))
+            image, counts = (v.flatten(-dims).sum(-1) for v in (problem.operator.adjoint(back), problem.y))
+            # The multiple is the best one.
+            x0 = problem.function.prox(spread(problem, counts / torch.where(image > 0, image, 1.0)) * back, 1e-16)
+        if not is_traced(x0) and not holds(GapBound(problem).objectives(x0).isfinite()):
+            raise OptionError(
+                f"the objective is infinite at {'x0' if given else 'the start'}; pass an x0 in the domain of g with "
+                f"Aᵀx0 > 0 where counts are, or a background > 0; where there is no such x0, the problem is infeasible"
+            )
+    return x0
 
 
 def _require_values(problem: Problem, x0: Tensor | None) -> None:

@@ -2,7 +2,7 @@ r"""Proximal gradient steps of Barzilai and Borwein's length, with a line search
 active set."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,6 +71,8 @@ class Spectral(Solver):
     >>> solve(Problem(Dense(A), NonNegative(), y), Spectral(iters=30)).x
     tensor([[2., 0.]])
     """
+
+    needs_curvature: ClassVar[bool] = False
 
     iters: int = 10
     polish: int | None = None
@@ -252,7 +254,8 @@ def _searched(problem: Problem, d: Tensor, line: _Line) -> Tensor:
         # The left end decreases the bound in any case; a full step from outside of the domain. Near the solution the
         # change is smaller than its rounding error, and the slopes decide.
         fall, room = change(alpha)
-        alpha = torch.where(fall <= room, alpha, low)
+        inside = fall < torch.inf
+        alpha = torch.where((fall <= room) & inside, alpha, low)
         further = (_BEYOND * alpha).clamp_max(1.0)
-        alpha = torch.where(change(further)[0] <= 0.1 * fall, further, alpha)
+        alpha = torch.where((change(further)[0] <= 0.1 * fall) & inside, further, alpha)
         return torch.where(line.slope == torch.inf, torch.ones_like(alpha), alpha)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,6 +51,10 @@ class Prediction(NamedTuple):
             return None
         t = torch.zeros_like(problem.y) if x0 is None else problem.operator.adjoint(x0)
         curvature = problem.datafit._constant_curvature(problem.y)
+        if not problem.is_smooth:
+            # Without a bound, the curvature along the prediction at the start.
+            square = t.detach().square()
+            curvature = (square * problem.datafit.second(t.detach(), problem.y.detach())).sum() / square.sum()
         penalty = torch.where(curvature > 0, curvature, 1.0) if isinstance(curvature, Tensor) else curvature or 1.0
         # The multiplier σw is the derivative of f, so that the first system has the plain layer on its right-hand side.
         return cls(t, problem.datafit.gradient(t, problem.y) / penalty, penalty)
@@ -171,6 +175,8 @@ class ADMM(Solver):
     tensor([[2., 0.]])
     """
 
+    needs_curvature: ClassVar[bool] = False
+
     iters: int = 10
     rho: float | Tensor | Literal["auto"] = 1.0
     cg_iters: int = dataclasses.field(default=10, kw_only=True)
@@ -200,21 +206,22 @@ class ADMM(Solver):
 
     def init(self, problem: Problem, x0: Tensor | None) -> SplitState:
         """``A y + b`` and the factor, once."""
-        matrix, predicted, rho = problem.operator.matrix, Prediction.of(problem, x0), self._penalty(problem)
+        matrix, predicted = problem.operator.matrix, Prediction.of(problem, x0)
+        rho = self._penalty(problem, predicted)
         factor = None if matrix is None else ridge_factor(matrix, _shift(problem, rho, predicted))
         return SplitState(x0, x0, None, problem.linear(), factor, predicted, rho)
 
-    def _penalty(self, problem: Problem) -> float | Tensor:
+    def _penalty(self, problem: Problem, predicted: Prediction | None) -> float | Tensor:
         if not isinstance(self.rho, str):
             return self.rho
-        mean = problem.curved(problem.operator.output_norms_sq().mean().double())
+        mean = problem.operator.output_norms_sq().mean().double() * (1.0 if predicted is None else predicted.penalty)
         return as_number(torch.where(mean > 0, mean, 1.0))
 
     def start(self, problem: Problem, preactivation: Tensor) -> SplitState:
         """The multiplier is the subgradient of g that belongs to the pre-activation."""
         x = problem.function.prox(preactivation)
         state = self.init(problem, x)
-        return state._replace(multiplier=(preactivation - x) / self._penalty(problem))
+        return state._replace(multiplier=(preactivation - x) / self._penalty(problem, state.predicted))
 
     def weakened(self, strength: float | Tensor) -> "ADMM":
         """The same method with ``strength`` times its relaxation."""
@@ -223,7 +230,7 @@ class ADMM(Solver):
     def advance(self, problem: Problem, state: SplitState, k: int, generator: torch.Generator | None) -> SplitState:
         """Linear solve, prox, multiplier."""
         x, smooth, multiplier, target, factor, predicted, given = state
-        rho = self._penalty(problem) if given is None else given
+        rho = self._penalty(problem, predicted) if given is None else given
         if predicted is not None:
             pull = predicted.penalty * (predicted.t - predicted.multiplier)
             target = problem.operator.affine(pull, problem.bias)

@@ -100,6 +100,8 @@ def check_datafit_option(datafit: Datafit, noise: float | None) -> None:
         raise OptionError(f"datafit must be a datafit such as Huber(0.1), got a {type(datafit).__name__}")
     if noise is None and not isinstance(datafit, Quadratic):
         raise OptionError(f"{datafit!r} needs a noise level, by which its weight is set; give noise=σ")
+    if not datafit._has_bound(torch.ones(1)):
+        raise OptionError(f"steps need a bound on the curvature, which {datafit!r} lacks; give a background")
 
 
 def refuse_exact(operator: LinearOperator) -> None:
