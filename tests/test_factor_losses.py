@@ -112,7 +112,7 @@ def test_bad_losses():
     with pytest.raises(ValueError, match="labels 1 and -1"):
         factorize(Y, lam=1.0, loss=Logistic())
     with pytest.raises(ValueError, match=r"never be negative, but Poisson"):
-        factorize(COUNTS, lam=1.0, loss=Poisson())
+        factorize(COUNTS, lam=1.0, loss=Poisson(0.0))
     with pytest.raises(ValueError, match="gamma"):
         factorize(Y, lam=1.0, loss=partial(HuberLoss, gamma=-1.0))
     with pytest.raises(ValueError, match="mask needs the squared loss"):

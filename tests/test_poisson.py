@@ -33,7 +33,7 @@ def _problem(function: Function | None = None, *, ridge: float = 0.0, bias: bool
     # With x of both signs a count of zero would be a constraint.
     y = y + 1 if isinstance(function, L1 | GroupL2) else y
     b = 0.1 * torch.randn(6, generator=g, dtype=torch.float64) if bias else None
-    return Problem(Dense(A), NonNegative() if function is None else function, y, b, ridge, Poisson())
+    return Problem(Dense(A), NonNegative() if function is None else function, y, b, ridge, Poisson(0.0))
 
 
 def _minimum(problem: Problem) -> float:
@@ -56,15 +56,15 @@ def test_the_domain():
     y = torch.tensor([4.0, 0.0, 0.0, 1.0, 0.0, 2.0], dtype=torch.float64)
     inf = float("inf")
     values = torch.tensor([2 - 4 * np.log(2), 0.0, 3.0, inf, inf, inf], dtype=torch.float64)
-    torch.testing.assert_close(Poisson().values(t, y), values)
+    torch.testing.assert_close(Poisson(0.0).values(t, y), values)
     gradient = torch.tensor([-1.0, 1.0, 1.0, -inf, -inf, -inf], dtype=torch.float64)
     torch.testing.assert_close(Poisson(0).gradient(t, y), gradient)
     assert Poisson(background=0).curvature(y) == inf
     y = torch.tensor([0.0, 3.0, 0.0, 3.0, 0.0, 1.0], dtype=torch.float64)
     u = torch.tensor([0.5, 0.5, 1.0, 1.0, 1.1, -50.0], dtype=torch.float64)
     grid = torch.logspace(-6, 6, 200001, dtype=torch.float64)[:, None]
-    sup = (u * grid - Poisson().values(grid, y)).amax(0)
-    conjugate = Poisson().conjugate(u, y)
+    sup = (u * grid - Poisson(0.0).values(grid, y)).amax(0)
+    conjugate = Poisson(0.0).conjugate(u, y)
     torch.testing.assert_close(conjugate[[0, 1, 2, 5]], sup[[0, 1, 2, 5]], atol=2e-6, rtol=1e-7)
     assert conjugate[[3, 4]].tolist() == [inf, inf]
 
@@ -73,7 +73,7 @@ def test_the_domain():
 def test_the_prox_solves_its_equation_at_every_scale(dtype):
     size = torch.logspace(-6, 6, 13, dtype=dtype)
     v, step, y = torch.meshgrid(torch.cat([-size, size]), size, torch.cat([torch.zeros(1), size]), indexing="ij")
-    t = Poisson().prox(v, step, y)
+    t = Poisson(0.0).prox(v, step, y)
     assert bool((t[y > 0] > 0).all())
     torch.testing.assert_close(t[y == 0], (v - step).clamp_min(0)[y == 0])
     left, right = t * t + step * t, v * t + step * y
@@ -82,7 +82,7 @@ def test_the_prox_solves_its_equation_at_every_scale(dtype):
     leaves = [each.flatten()[7::97].double().requires_grad_() for each in (v, step, y)]
     moderate = (each.detach().clamp(-10, 10).requires_grad_() for each in leaves[:1])
     steps, counts = (each.detach().clamp(0.3, 10).requires_grad_() for each in leaves[1:])
-    assert torch.autograd.gradcheck(lambda v, s, y: Poisson().prox(v, s, y), (*moderate, steps, counts))
+    assert torch.autograd.gradcheck(lambda v, s, y: Poisson(0.0).prox(v, s, y), (*moderate, steps, counts))
 
 
 @pytest.mark.parametrize("solver", [None, Spectral(2000), ADMM(3000, "auto")], ids=str)
@@ -220,8 +220,8 @@ def test_no_counts_at_all():
 
 def test_factors_and_networks_need_a_bound():
     with pytest.raises(OptionError, match="needs a bound on its curvature"):
-        factorize(np.ones((4, 3)), lam=0.1, loss=Poisson())
+        factorize(np.ones((4, 3)), lam=0.1, loss=Poisson(0.0))
     with pytest.raises(OptionError, match="need a bound on the curvature"):
-        RidgeNet(torch.rand(8, 25), 2, 8, 3, noise=1.0, datafit=Poisson())
+        RidgeNet(torch.rand(8, 25), 2, 8, 3, noise=1.0, datafit=Poisson(0.0))
     with pytest.raises(OptionError, match="background must be a finite number > 0"):
         Poisson(torch.zeros(()))

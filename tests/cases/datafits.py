@@ -81,4 +81,4 @@ ALL = [
 ]
 IDS = [case.id for case in ALL]
 # Solved by line searches and proxes only.
-WITHOUT_BOUND = [DatafitCase(Poisson(), "counts")]
+WITHOUT_BOUND = [DatafitCase(Poisson(0.0), "counts")]

@@ -261,11 +261,11 @@ class Poisson(Datafit):
 
     >>> Poisson(1.0).residual(None, torch.tensor([3.0, 0.0]))
     tensor([ 2., -1.])
-    >>> Poisson().values(torch.tensor([1.0, 0.0, 0.0, -1.0]), torch.tensor([2.0, 0.0, 1.0, 0.0]))
+    >>> Poisson(0.0).values(torch.tensor([1.0, 0.0, 0.0, -1.0]), torch.tensor([2.0, 0.0, 1.0, 0.0]))
     tensor([1., 0., inf, inf])
     """
 
-    background: float | Tensor = 0.0
+    background: float | Tensor = 1.0
 
     def __post_init__(self) -> None:
         require_positive("background", self.background, zero=not isinstance(self.background, Tensor))  # type: ignore[arg-type]
