@@ -14,6 +14,7 @@ from ..arguments import checked
 from ..errors import OptionError, ShapeError, require_finite
 from ..linalg import gram
 from ..solvers.iterate import iterate
+from ..tracing import without_autocast
 from .bounds import Bound, gram_bound
 from .certificate import conclude
 from .inputs import leveled, real, refuse_masked, require_number, working
@@ -44,6 +45,7 @@ Modes = tuple[Tensor, ...]  # (A, B, C, …), vectors as rows: r × size of the 
 
 
 @checked
+@without_autocast()
 def certify_tensor(Y: Any, factors: Any, *, lam: float, tol: float = 1e-3) -> Certificate:
     r"""An upper bound on the distance of given factors to the global minimum of the CP problem over all sizes,
 

@@ -12,6 +12,7 @@ from ..errors import NonFiniteError, OptionError
 from ..functions import Function, NonNegative
 from ..operators import Dense
 from ..solvers import FISTA, Problem, solve
+from ..tracing import without_autocast
 from .checking import WeightedRows
 from .divergence import KullbackLeiblerLoss, divergence_codes, fit_divergence
 from .groups import RowGroups
@@ -144,6 +145,7 @@ class NMF(WeightedRows, GrownFactorization):
         return U, V
 
     @available_if(lambda self: self.loss != DIVERGENCE)
+    @without_autocast()
     def partial_fit(self, Y: Any, y: Any = None) -> Self:
         """Update the components with a mini-batch of rows; each row should be given once. For squares only.
 
