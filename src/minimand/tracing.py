@@ -121,16 +121,6 @@ def constant() -> Iterator[None]:
             _BLOCKS.depth -= 1
 
 
-@contextlib.contextmanager
-def without_autocast() -> Iterator[None]:
-    """A block, or as a decorator a function, whose products have the types of their factors on every device."""
-    with contextlib.ExitStack() as stack:
-        for kind in ("cpu", "cuda", "mps", "xpu"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
-
-
 def is_constant() -> bool:
     """Whether this call is inside of a block of constants, in this thread."""
     return getattr(_BLOCKS, "depth", 0) > 0

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..arguments import checked
 from ..errors import OptionError, ShapeError, require_positive
-from ..tracing import without_autocast
+from ..linalg import without_autocast
 from .bounds import BUDGET, CALLS, Bound
 from .entrywise import LossMaker, loss_from
 from .inputs import given_matrix, leveled, unmasked

@@ -11,7 +11,7 @@ from sklearn.utils.validation import validate_data
 from torch import Tensor
 
 from ..errors import OptionError, ShapeError, require_values
-from ..tracing import without_autocast
+from ..linalg import without_autocast
 from .inputs import APART, Units, middle, working
 from .losses import Squared
 from .problem import Stop

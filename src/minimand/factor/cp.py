@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ..arguments import checked
 from ..errors import OptionError, ShapeError, require_finite
-from ..linalg import gram
+from ..linalg import gram, without_autocast
 from ..solvers.iterate import iterate
-from ..tracing import without_autocast
 from .bounds import Bound, gram_bound
 from .certificate import conclude
 from .inputs import leveled, real, refuse_masked, require_number, working

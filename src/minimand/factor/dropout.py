@@ -22,9 +22,9 @@ from torch import Tensor
 from ..arguments import checked
 from ..errors import CapabilityError, NonFiniteError, OptionError, ShapeError, require_finite, require_real
 from ..functions.base import widened
-from ..linalg import gram
+from ..linalg import gram, without_autocast
 from ..norms.tracker import LipschitzTracker
-from ..tracing import is_traced, without_autocast
+from ..tracing import is_traced
 from .inputs import leveled, middle, raised, real, require_whole, shifted
 from .losses import Squared
 from .sparse import SparseData

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from ..arguments import checked
 from ..errors import ShapeError, require_finite
-from ..tracing import without_autocast
+from ..linalg import without_autocast
 from .entrywise import LossMaker, loss_from
 from .growth import grow
 from .inputs import real, refuse_masked, require_lam, require_number, same_kind, seeded_generator, working

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..errors import NonFiniteError, OptionError
 from ..functions import Function, NonNegative
+from ..linalg import without_autocast
 from ..operators import Dense
 from ..solvers import FISTA, Problem, solve
-from ..tracing import without_autocast
 from .checking import WeightedRows
 from .divergence import KullbackLeiblerLoss, divergence_codes, fit_divergence
 from .groups import RowGroups

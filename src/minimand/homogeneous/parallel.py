@@ -13,9 +13,9 @@ from ..arguments import checked
 from ..errors import OptionError, Sealed, require_positive
 from ..factor.inputs import Units, middle, raised, shifted
 from ..factor.problem import INTERRUPTED, Certificate, Status
+from ..linalg import without_autocast
 from ..solvers.base import require_count
 from ..solvers.iterate import iterate
-from ..tracing import without_autocast
 from .bound import NO_BOUND, chain_bound, chain_gain, chain_layers
 from .certificate import NEAR_ONE, judge_residual
 from .degree import probe_input, require_homogeneous, require_mode_independent

@@ -9,8 +9,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from ...linalg import without_autocast
 from ...network.nested import tensors
-from ...tracing import without_autocast
 from .losses import Loss
 from .maps import AffineMap
 
