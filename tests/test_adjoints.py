@@ -11,7 +11,7 @@ from minimand.functions import L1, GroupL2, NonNegative, Simplex, SquaredHinge, 
 from minimand.nn.explain import held_bytes
 from minimand.norms.kernel import Bounds
 from minimand.operators import Conv2d, Dense
-from minimand.solvers import FISTA, Problem, ProxGD, solve
+from minimand.solvers import ADMM, FISTA, RCD, Problem, ProxGD, solve
 
 from .cases import problems, solvers
 
@@ -163,3 +163,27 @@ def test_a_checkpointed_run_stops_at_its_tolerance(every):
     checkpointed = solve(problem, FISTA(iters=1000), tol=1e-6, adjoint=Checkpoint(every=every))
     assert checkpointed.converged
     assert checkpointed.iterations <= plain.iterations + 2 * every
+
+
+@pytest.mark.parametrize("adjoint", [Unroll(), Checkpoint(2)], ids=str)
+@pytest.mark.parametrize(
+    "make", [lambda r: ADMM(3, rho=r), lambda r: ADMM(3, relaxation=r), lambda r: RCD(3, relaxation=r)]
+)
+def test_gradients_reach_the_solvers_numbers_where_nothing_else_requires_one(make, adjoint):
+    generator = torch.Generator().manual_seed(0)
+    problem = Problem(
+        Dense(torch.randn(4, 6, generator=generator).double()),
+        NonNegative(),
+        torch.randn(2, 6, generator=generator).double(),
+    )
+
+    def value(number):
+        found = solve(problem, make(number), adjoint=adjoint, generator=torch.Generator().manual_seed(0))
+        return found.x.square().sum()
+
+    number = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(value(number), number)
+    with torch.no_grad():
+        slope = (value(number + 1e-6) - value(number - 1e-6)) / 2e-6
+    assert abs(gradient - slope) <= 1e-6 * abs(slope)
+    assert slope != 0

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from minimand.errors import ShapeError
 from minimand.factor import CPTensor, Status, certify_tensor, cp
 from minimand.factor.cp import ascend, unfolding_bound
 
@@ -63,3 +64,16 @@ def test_an_interrupted_cp_fit_leaves_the_factors_of_its_last_sweep(monkeypatch)
     assert model.certificate_.status is Status.UNDECIDED
     assert 0 < model.objective_ < 0.5 * np.square(Y).sum()
     assert model.inverse_transform(model.factors_[0]).shape == Y.shape
+
+
+@pytest.mark.parametrize("scale", [1e-100, 1.0, 1e100])
+def test_the_certificate_of_fitted_components(scale):
+    """``certify`` is the certificate of the components with the best codes, which are nearly those of the fit."""
+    Y = scale * np.einsum("ir,jr,kr->ijk", *(np.random.default_rng(k).random((n, 2)) for k, n in enumerate((7, 5, 4))))
+    model = CPTensor("5%", tol=1.0, random_state=0).fit(Y)
+    found, tensor = model.certify(Y), model.certify(torch.from_numpy(Y))
+    factors = (model.transform(Y), *model.factors_[1:])
+    assert found == tensor == certify_tensor(Y, factors, lam=model.lam_, tol=1.0)
+    assert found.relative_gap == pytest.approx(model.certificate_.relative_gap, abs=0.01)
+    with pytest.raises(ShapeError, match="slices have shape"):
+        model.certify(Y[:, :3])

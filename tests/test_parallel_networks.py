@@ -369,3 +369,12 @@ def test_bad_input_is_one_sentence() -> None:
 
     with pytest.raises(OptionError, match="layer of zeros"):
         ParallelNetwork(zeros, 0.1).fit(torch.randn(4, 3), torch.randn(4, 2))
+
+
+def test_a_warning_names_the_callers_line():
+    torch.manual_seed(0)
+    net = ParallelNetwork(lambda: _chain(nn.Linear(2, 1, bias=False), nn.ReLU(), *_linear(1, 1)), 0.01, max_networks=1)
+    x = torch.randn(20, 2)
+    with pytest.warns(UserWarning, match="stopped before its certificate") as caught:
+        net.fit(x, x.relu() @ torch.tensor([[1.0], [-1.0]]))
+    assert caught[0].filename == __file__

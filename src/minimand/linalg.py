@@ -1,6 +1,7 @@
 """Gram matrices and weighted sums of tensors, with cheap derivatives."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from .tracing import forward_rule, in_transform, is_compiled, is_traced
 
-__all__ = ["Weight", "accumulate", "gram", "is_zero"]
+__all__ = ["Weight", "accumulate", "gram", "is_zero", "without_autocast"]
 
 #: The coefficient of a term: a number, or a tensor that broadcasts against it.
 Weight = float | Tensor
@@ -149,3 +150,13 @@ def mixed_precision(y: Tensor) -> tuple[AbstractContextManager[Any], torch.dtype
         return nullcontext(), y.dtype
     dtype = torch.get_autocast_dtype(kind)
     return (torch.autocast(kind, enabled=False) if dtype == torch.float16 else nullcontext()), dtype
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """A block, or as a decorator a function, whose products have the types of their factors on every device."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda", "mps", "xpu"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

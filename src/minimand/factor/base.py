@@ -20,7 +20,7 @@ from ..errors import MissingExtra, OptionError, ShapeError, require_finite, requ
 from ..solvers.linear import ridge_factor
 from .bounds import largest_singular
 from .certificate import certify_factors
-from .checking import HELD, REMEDIES, Path, explained_variance, in_range, require_2d, validated
+from .checking import HELD, REMEDIES, FullPrecision, Path, explained_variance, in_range, require_2d, validated
 from .inputs import (
     Share,
     Units,
@@ -55,7 +55,7 @@ _MISSING = "fill them, or complete them with MatrixCompletion"
 
 
 @dataclass(eq=False, repr=False)
-class Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator, abc.ABC):
+class Factorization(FullPrecision, ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator, abc.ABC):
     r"""Base of the estimators.
 
     An estimator checks its input, builds a problem, solves it and stores the result in its fitted attributes. Its

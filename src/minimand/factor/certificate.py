@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..arguments import checked
 from ..errors import OptionError, ShapeError, require_positive
+from ..linalg import without_autocast
 from .bounds import BUDGET, CALLS, Bound
 from .entrywise import LossMaker, loss_from
 from .inputs import given_matrix, leveled, unmasked
@@ -164,6 +165,7 @@ def postponed(
     """
     state = generator.get_state()
 
+    @without_autocast()
     def later() -> Certificate:
         found = certify_factors(problem, U, V, generator=torch.Generator().set_state(state), **options)
         noise = 1e-11 * (objective + problem.loss.size() ** 2)

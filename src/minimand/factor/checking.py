@@ -1,6 +1,7 @@
 """Helpers of the estimators: scikit-learn's checks of data, starts in range, scores, and paths over λ."""
 
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,36 @@ from sklearn.utils.validation import validate_data
 from torch import Tensor
 
 from ..errors import OptionError, ShapeError, require_values
+from ..linalg import without_autocast
 from .inputs import APART, Units, middle, working
 from .losses import Squared
 from .problem import Stop
 from .sparse import SparseData
 
-__all__ = ["HELD", "REMEDIES", "Path", "WeightedRows", "explained_variance", "in_range", "require_2d", "validated"]
+__all__ = [
+    "HELD",
+    "REMEDIES",
+    "FullPrecision",
+    "Path",
+    "WeightedRows",
+    "explained_variance",
+    "in_range",
+    "require_2d",
+    "validated",
+]
 
 FLOATS = [np.float64, np.float32]
+_COMPUTING = {
+    "_encoded",
+    "_fit",
+    "_score",
+    "_validated",
+    "certify",
+    "inverse_transform",
+    "lambda_max",
+    "partial_fit",
+    "score",
+}
 #: What an interrupted fit raises again.
 HELD = "{} holds the result of its last iteration; interrupted_ is True"
 #: What to do if a fit stopped before its certificate.
@@ -27,6 +50,16 @@ REMEDIES = {
     Stop.SEARCH_ENDED: "its search ended too early; continue from its factors with start=…, or try another "
     "random_state",
 }
+
+
+class FullPrecision:
+    """A class whose computations have the precision of their data also under autocast."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in _COMPUTING & vars(cls).keys():
+            if isinstance(method := vars(cls)[name], FunctionType):
+                setattr(cls, name, without_autocast()(method))
 
 
 class WeightedRows(TransformerMixin):

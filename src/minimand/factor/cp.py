@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..arguments import checked
 from ..errors import OptionError, ShapeError, require_finite
-from ..linalg import gram
+from ..linalg import gram, without_autocast
 from ..solvers.iterate import iterate
 from .bounds import Bound, gram_bound
 from .certificate import conclude
@@ -44,6 +44,7 @@ Modes = tuple[Tensor, ...]  # (A, B, C, …), vectors as rows: r × size of the 
 
 
 @checked
+@without_autocast()
 def certify_tensor(Y: Any, factors: Any, *, lam: float, tol: float = 1e-3) -> Certificate:
     r"""An upper bound on the distance of given factors to the global minimum of the CP problem over all sizes,
 

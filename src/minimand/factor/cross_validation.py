@@ -29,6 +29,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from ..errors import MissingExtra, NonFiniteError, OptionError, ShapeError
 from .base import Factorization
+from .checking import FullPrecision
 from .completion import MatrixCompletion
 from .folds import Fold, block_fold, entry_fold, variance
 from .inputs import Share, lam_grid, require_number, require_whole, seeded_generator
@@ -45,7 +46,7 @@ FITTED = ("components_", "n_components_", "objective_", "certificate_", "history
 
 
 @dataclass(eq=False, repr=False)
-class _CrossValidated(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator, abc.ABC):
+class _CrossValidated(FullPrecision, ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator, abc.ABC):
     """Base of the estimators that choose λ; their fitted attributes are those of the fit at ``lam_`` to all data."""
 
     lams: Sequence[float | Share | str] | None = None

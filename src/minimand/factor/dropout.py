@@ -22,7 +22,7 @@ from torch import Tensor
 from ..arguments import checked
 from ..errors import CapabilityError, NonFiniteError, OptionError, ShapeError, require_finite, require_real
 from ..functions.base import widened
-from ..linalg import gram
+from ..linalg import gram, without_autocast
 from ..norms.tracker import LipschitzTracker
 from ..tracing import is_traced
 from .inputs import leveled, middle, raised, real, require_whole, shifted
@@ -132,6 +132,7 @@ def sample_smoothness(V: Tensor, mask: Tensor) -> Tensor:
 
 
 @checked
+@without_autocast()
 def dropout_optimum(Y: Any, rank: int, p: float) -> tuple[Any, float, int]:
     r"""The global minimum of matrix factorisation with dropout, for a fixed number r of terms.
 
@@ -244,6 +245,7 @@ def nuclear_squared(X: Any) -> Any:
 
 
 @checked
+@without_autocast()
 def equalize(U: Any, V: Any) -> tuple[Any, Any]:
     r"""Other factors of the same product, whose terms all have the same norm.
 

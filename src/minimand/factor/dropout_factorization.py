@@ -18,7 +18,7 @@ from ..solvers.base import require_count
 from ..solvers.iterate import iterate
 from ..solvers.linear import ridge_factor
 from ..solvers.steps import Schedule, check_step_size
-from .checking import HELD, explained_variance, require_2d, validated
+from .checking import HELD, FullPrecision, explained_variance, require_2d, validated
 from .dropout import (
     block_smoothness,
     closed_form,
@@ -56,7 +56,7 @@ class _DropoutState(NamedTuple):
 
 
 @dataclass(eq=False, repr=False)
-class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
+class DropoutFactorization(FullPrecision, ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     r"""Factorise a matrix with dropout on its terms, or with the regularizer that equals dropout in expectation.
 
     .. math::
@@ -120,12 +120,12 @@ class DropoutFactorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
 
     def fit(self, X: Any, y: Any = None) -> "DropoutFactorization":
         """Find the factors of X, n_samples × n_features."""
-        self._fit(X, 3)
+        self._fit(X, 4)
         return self
 
     def fit_transform(self, X: Any, y: Any = None) -> np.ndarray:
         """Find the factors of X and return U."""
-        return self._fit(X, 4).numpy()  # one level more: scikit-learn's set_output wraps this method
+        return self._fit(X, 5).numpy()  # one level more: scikit-learn's set_output wraps this method
 
     def transform(self, X: Any) -> np.ndarray:
         r"""The best U for given V, row by row: :math:`\min_u \|x - uV^\top\|^2 + \lambda\sum_i u_i^2\|V_i\|^2`."""

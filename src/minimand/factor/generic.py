@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 from ..arguments import checked
 from ..errors import ShapeError, require_finite
+from ..linalg import without_autocast
 from .entrywise import LossMaker, loss_from
 from .growth import grow
 from .inputs import real, refuse_masked, require_lam, require_number, same_kind, seeded_generator, working
@@ -25,6 +26,7 @@ class FactorizeResult(NamedTuple):
 
 
 @checked
+@without_autocast()
 def factorize(
     Y: Any,
     *,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import NonFiniteError, OptionError
 from ..functions import Function, NonNegative
+from ..linalg import without_autocast
 from ..operators import Dense
 from ..solvers import FISTA, Problem, solve
 from .checking import WeightedRows
@@ -144,6 +145,7 @@ class NMF(WeightedRows, GrownFactorization):
         return U, V
 
     @available_if(lambda self: self.loss != DIVERGENCE)
+    @without_autocast()
     def partial_fit(self, Y: Any, y: Any = None) -> Self:
         """Update the components with a mini-batch of rows; each row should be given once. For squares only.
 

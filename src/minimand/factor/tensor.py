@@ -9,10 +9,21 @@ from torch import Tensor
 
 from ..errors import OptionError, ShapeError
 from .checking import in_range
-from .cp import Modes, ascend, balanced_modes, grow_tensor, is_cp, modes_from, modes_from_codes, require_tensor, shares
+from .cp import (
+    Modes,
+    ascend,
+    balanced_modes,
+    certify_tensor,
+    grow_tensor,
+    is_cp,
+    modes_from,
+    modes_from_codes,
+    require_tensor,
+    shares,
+)
 from .grown import GrownFactorization
 from .inputs import Units, same_kind
-from .problem import Factors, Report
+from .problem import Certificate, Factors, Report
 
 __all__ = ["CPTensor"]
 
@@ -87,6 +98,13 @@ class CPTensor(GrownFactorization):
         super()._store(found, data, like)
         assert found.modes is not None
         self.factors_ = tuple(same_kind(x.contiguous(), like) for x in found.modes)
+
+    def certify(self, Y: Any) -> Certificate:
+        """The certificate of the fitted components with the codes of the slices of Y; see ``certify_tensor``."""
+        check_is_fitted(self)
+        data = self._checked(Y, reset=False)[1]
+        codes = self._encoded(data, self._right(data))[0]
+        return certify_tensor(data, (codes, *self.factors_[1:]), lam=self.lam_, tol=self.tol)
 
     def inverse_transform(self, U: Any) -> Any:
         """The tensor of codes U."""

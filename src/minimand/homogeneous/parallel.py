@@ -13,6 +13,7 @@ from ..arguments import checked
 from ..errors import OptionError, Sealed, require_positive
 from ..factor.inputs import Units, middle, raised, shifted
 from ..factor.problem import INTERRUPTED, Certificate, Status
+from ..linalg import without_autocast
 from ..solvers.base import require_count
 from ..solvers.iterate import iterate
 from .bound import NO_BOUND, chain_bound, chain_gain, chain_layers
@@ -120,9 +121,7 @@ class ParallelNetwork(Sealed, nn.Module):
         if batch_size is not None:
             require_count("batch_size", batch_size)
         if isinstance(initial, bool) or not isinstance(initial, int) or not 0 <= initial <= max_networks:
-            raise OptionError(
-                f"initial must be a whole number from 0 to max_networks = {max_networks}, got {initial!r}"
-            )
+            raise OptionError(f"initial must be a whole number from 0 to {max_networks = }, got {initial!r}")
         self.make_subnetwork = make_subnetwork
         self.lam, self.tol = lam, tol
         self._lam = lam  # in the units of a fit
@@ -182,6 +181,7 @@ class ParallelNetwork(Sealed, nn.Module):
         return self._ell.value(found, self._ell.targets(y, found)) + self.penalty(x)
 
     @checked
+    @without_autocast()
     def fit(self, x: Tensor, y: Tensor) -> "ParallelNetwork":
         """Grow from ``initial`` random subnetworks until a search finds no improvement or the result is certified; it
         warns if a search has found an improvement that was not used."""
@@ -232,7 +232,7 @@ class ParallelNetwork(Sealed, nn.Module):
         if self.certificate_.status is Status.IMPROVABLE:
             full = "max_networks" if len(self.subnetworks) >= self.max_networks else "descent, restarts"
             text = self.certificate_.shortfall("ParallelNetwork", self.tol, f"raise {full}, lam or tol")
-            warnings.warn(text, stacklevel=3)
+            warnings.warn(text, stacklevel=5)
 
     def _make(self, like: Tensor) -> nn.Module:
         """A new subnetwork with the dtype and device of ``like``."""

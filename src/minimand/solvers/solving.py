@@ -107,7 +107,7 @@ def solve(
         raise CapabilityError(f"generator must be a torch.Generator or None, got {generator!r}")
     if reached is not None or callback is not None or verbose:
         _require_values(problem, x0)
-    needed = torch.is_grad_enabled() and _differentiated(problem, x0)
+    needed = torch.is_grad_enabled() and _differentiated(problem, x0, solver)
     # FISTA is chosen for callables, too: its iterates tell whether a problem without a matrix is unbounded.
     unrolled = torch.is_grad_enabled() and not adjoint.of_minimizer and (needed or Parts.of(problem).opaque)
     used: Solver | Choice = choose(problem, differentiated=unrolled) if solver is None else solver
@@ -242,10 +242,10 @@ def _require_values(problem: Problem, x0: Tensor | None) -> None:
         )
 
 
-def _differentiated(problem: Problem, x0: Tensor | None) -> bool:
+def _differentiated(problem: Problem, x0: Tensor | None, solver: Solver | None) -> bool:
     """Whether a gradient may be wanted: a tensor requires one, or a callable captures one that does."""
     parts = Parts.of(problem)
-    if transformed() or any(each.requires_grad for each in (*parts.tensors, *([] if x0 is None else [x0]))):
+    if transformed() or any(each.requires_grad for each in Parts.of((problem, x0, solver)).tensors):
         return True
     return parts.opaque and (is_traced(problem.y) or _captures(problem.working()))
 

@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from ...linalg import without_autocast
 from ...network.nested import tensors
 from .losses import Loss
 from .maps import AffineMap
@@ -22,12 +23,7 @@ R = TypeVar("R")
 @contextlib.contextmanager
 def without_autograd() -> Iterator[None]:
     """No autograd, no inference mode, and no autocast: what is computed has the type of the parameters."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        for kind in ("cpu", "cuda", "mps", "xpu"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+    with torch.inference_mode(False), torch.no_grad(), without_autocast():
         yield
 
 
