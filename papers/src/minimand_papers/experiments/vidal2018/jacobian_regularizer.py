@@ -173,7 +173,13 @@ def findings(results: Results[JacobianRegularizerOptions]) -> Sequence[str | Dif
 def claims(results: Results[JacobianRegularizerOptions]) -> list[Claim]:
     """The Jacobian regulariser above weight decay and above none, cell by cell."""
     chosen = results.chosen(results.options.groups())
-    found = []
+    options, found = results.options, []
+    sizes_of = (
+        ("loss", "losses", options.losses),
+        ("depth", "depths", options.layers),
+        ("size", "sizes", options.counts),
+    )
+    words = ", ".join(f"{len(cases)} {one if len(cases) == 1 else many}" for one, many, cases in sizes_of)
     for place, (method, title) in enumerate((("none", "no regulariser"), ("WD", "weight decay"))):
         gains, sizes = [], []
         for loss, layers, count, other in cells(results.options):
@@ -184,7 +190,7 @@ def claims(results: Results[JacobianRegularizerOptions]) -> list[Claim]:
                 sizes.append(row[METHODS.index("LM")] - row[place])
         found.append(
             Claim(
-                f"Few samples: the Jacobian regulariser beats {title} (2 losses, 2 depths, 3 sample sizes)",
+                f"Few samples: the Jacobian regulariser beats {title} ({words})",
                 span(sizes, " points", plus=True),
                 span([mean_std(values)[0] for values in gains if values], " points", plus=True),
                 scale(results, "MNIST", f"{results.options.network} networks", f"{results.options.epochs} epochs"),
