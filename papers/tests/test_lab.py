@@ -124,6 +124,54 @@ def test_seeds_are_added_and_other_options_refused_on_resuming(tmp_path: Path) -
         run(RunSetting(FILE, "smoke", other, (0,), tmp_path, jobs=1, resume=True))
 
 
+def test_finished_parts_of_a_result_file_do_not_run_again(tmp_path: Path, uninterrupted: Path) -> None:
+    """Their records, times and versions are those of the file; seeds that it lacks run as ever."""
+    stored = read_json(uninterrupted / "result.json")
+    other = {**stored, "seeds": [0], "versions": {**stored["versions"], "minimand": "0.0.1"}}
+    other["records"] = {part: {"0": seeds["0"]} for part, seeds in stored["records"].items()}
+    file = tmp_path / "other.json"
+    file.write_text(json.dumps(other))
+    setting = RunSetting(FILE, "smoke", None, (0, 1), tmp_path, continue_from=file, jobs=1)
+    found = read_json(run(setting))
+    assert found["complete"]
+    assert {part: seeds["0"] for part, seeds in found["records"].items()} == {
+        part: seeds["0"] for part, seeds in stored["records"].items()
+    }
+    assert (
+        numbers(uninterrupted)["seed-1/second/metrics.jsonl"]
+        == numbers(tmp_path)["user-made/smoke/seed-1/second/metrics.jsonl"]
+    )
+    assert found["versions"]["minimand"] == f"0.0.1, {stored['versions']['minimand']}"
+    assert not (tmp_path / "user-made" / "smoke" / "seed-0" / "first" / "model.safetensors").exists()
+
+
+def test_a_part_whose_tensors_are_needed_runs_although_a_result_file_has_its_records(
+    tmp_path: Path, uninterrupted: Path
+) -> None:
+    stored = read_json(uninterrupted / "result.json")
+    del stored["records"]["second"]
+    file = tmp_path / "other.json"
+    file.write_text(json.dumps({**stored, "complete": False}))
+    path = run(RunSetting(FILE, "smoke", None, (0, 1), tmp_path, continue_from=file, jobs=1))
+    assert numbers(path.parent) == numbers(uninterrupted)
+
+
+def test_results_of_another_kind_are_not_continued(tmp_path: Path, uninterrupted: Path) -> None:
+    file = tmp_path / "other.json"
+    stored = read_json(uninterrupted / "result.json")
+    for change, error, says in (
+        ({"experiment": "else"}, OptionError, "is a result of else, not of user-made"),
+        ({"options": {**stored["options"], "epochs": 7}}, OptionError, "epochs=7 there, 4 now"),
+        ({"records": {"first": {"x": []}}}, DataError, "records of another shape"),
+        ({"records": []}, DataError, "a list instead of a dict"),
+    ):
+        file.write_text(json.dumps({**stored, **change}))
+        with pytest.raises(error, match=says):
+            run(RunSetting(FILE, "smoke", None, (0,), tmp_path, continue_from=file, jobs=1))
+    with pytest.raises(DataError, match="cannot be read"):
+        run(RunSetting(FILE, "smoke", None, (0,), tmp_path, continue_from=tmp_path / "none.json", jobs=1))
+
+
 @pytest.mark.parametrize("resume", [False, True])
 def test_two_runs_do_not_share_a_directory(tmp_path: Path, resume: bool) -> None:
     process = subprocess.Popen(command(tmp_path, "--jobs", "1"), stdout=subprocess.DEVNULL)

@@ -45,6 +45,8 @@ class Arguments:
         seed: One or more seeds.
         resume: Continue an interrupted run; the numbers are those of an uninterrupted one. Without this option an
             earlier run is moved aside.
+        continue_from: A result file of the same experiment and options; the parts that are finished there are taken
+            from it and do not run again.
         jobs: Number of parallel processes (default: one per core).
         threads: Threads of each process.
         download: Download missing datasets.
@@ -56,6 +58,7 @@ class Arguments:
     out: Path = Path("runs")
     seed: tuple[int, ...] = (0,)
     resume: bool = False
+    continue_from: Path | None = None
     jobs: int | None = None
     threads: int = 1
     download: bool = False

@@ -28,7 +28,7 @@ from .experiment import Metrics
 from .progress import Display, Event
 from .registry import find
 from .setting import Job, RunSetting, device_of, options_of
-from .store import read_json, write_json, writing
+from .store import read_json, versions, write_json, writing
 
 __all__ = ["execute", "in_parallel", "in_turn"]
 
@@ -72,7 +72,8 @@ def _run(
             log(record)
             notify(Event(job.part.name, job.seed, metrics=record))
     if rank == 0:
-        write_json(lab.directory / "done.json", {"seconds": round(lab.seconds, 2), "records": lab.recorded})
+        ended = {"seconds": round(lab.seconds, 2), "records": lab.recorded, "versions": versions()}
+        write_json(lab.directory / "done.json", ended)
 
 
 def _copy(directory: Path, job: Job, seed: int) -> None:

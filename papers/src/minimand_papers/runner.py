@@ -17,8 +17,8 @@ from .experiment import Experiment, Part
 from .jobs import in_parallel, in_turn
 from .progress import Display, Event
 from .registry import find
-from .results import RESULT, read_results, write_result
-from .setting import Job, RunSetting, default_jobs, directory_of, is_done, options_of
+from .results import RESULT, read_results, take_finished, write_result
+from .setting import Job, RunSetting, default_jobs, directory_of, is_done, options_of, require_same_options
 from .store import read_json, slug, sweep, write_json, writing
 
 __all__ = ["RunSetting", "directory_of", "read_results", "run"]
@@ -55,6 +55,8 @@ def run(setting: RunSetting, display: Display | None = None) -> Path:
             Job(part, seed, None if part.seeded or seed == first else first) for seed in setting.seeds for part in parts
         ]
         with display.of(experiment, len(jobs)):
+            if rank == 0 and setting.continue_from is not None:
+                take_finished(experiment, setting, directory, jobs)
             for job in _undone(jobs, directory, display):
                 _forget_unresumable(directory / job.folder)
             waiting = [job for job in jobs if not is_done(directory, job)]
@@ -102,16 +104,8 @@ def _prepare(experiment: Experiment[Any], setting: RunSetting, directory: Path) 
     sweep(directory)
     if path.is_file() and setting.resume:
         stored = read_json(path, {"options": dict, "seeds": list})
-        if stored["options"] != options:
-            different = [
-                f"{key}={stored['options'].get(key)!r} there, {value!r} now"
-                for key, value in options.items()
-                if stored["options"].get(key) != value
-            ]
-            raise OptionError(
-                f"the run in {directory} has other options ({'; '.join(different)}): give the same options, or "
-                f"leave out --resume to start again"
-            )
+        remedy = "give the same options, or leave out --resume to start again"
+        require_same_options(directory, stored["options"], options, remedy)
         setting = dataclasses.replace(setting, seeds=(*stored["seeds"], *setting.seeds))
         _check(setting)
         setting = dataclasses.replace(setting, seeds=tuple(dict.fromkeys(setting.seeds or ())))

@@ -7,10 +7,21 @@ from typing import Any, NamedTuple
 
 import torch
 
+from minimand.errors import OptionError
+
 from .experiment import Experiment, Part
 from .store import slug
 
-__all__ = ["Job", "RunSetting", "default_jobs", "device_of", "directory_of", "is_done", "options_of"]
+__all__ = [
+    "Job",
+    "RunSetting",
+    "default_jobs",
+    "device_of",
+    "directory_of",
+    "is_done",
+    "options_of",
+    "require_same_options",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +37,7 @@ class RunSetting:
         data_dir: The directory of the datasets; None: ``MINIMAND_DATA`` or the user's cache directory.
         download: Whether missing datasets may be downloaded.
         resume: Whether to continue an earlier run; otherwise it is moved aside.
+        continue_from: A result file of the same experiment and options, whose finished parts are taken; None: none.
         jobs: Number of parallel processes; None: one per core.
         threads: Threads of each process.
         tensorboard: Whether to write TensorBoard logs.
@@ -39,6 +51,7 @@ class RunSetting:
     data_dir: Path | None = None
     download: bool = False
     resume: bool = False
+    continue_from: Path | None = None
     jobs: int | None = None
     threads: int = 1
     tensorboard: bool = False
@@ -70,6 +83,15 @@ def options_of(setting: RunSetting) -> dict[str, Any]:
         key: list(value) if isinstance(value, tuple) else value
         for key, value in dataclasses.asdict(setting.options).items()
     }
+
+
+def require_same_options(where: Path, stored: dict[str, Any], options: dict[str, Any], remedy: str) -> None:
+    """Refuse to continue a run of other options."""
+    different = [
+        f"{key}={stored.get(key)!r} there, {value!r} now" for key, value in options.items() if stored.get(key) != value
+    ]
+    if stored != options:
+        raise OptionError(f"the run in {where} has other options ({'; '.join(different)}): {remedy}")
 
 
 def is_done(directory: Path, job: Job) -> bool:
