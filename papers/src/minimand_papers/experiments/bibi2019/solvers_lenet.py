@@ -80,9 +80,12 @@ class LeNetRow:
 
 
 def parts(options: SolversLeNetOptions) -> list[Part]:
-    """Both columns of the table, two controls that the paper does not have, and D-D with both kinds of steps."""
-    table = [Part(f"{variant} {method}") for variant in VARIANTS for method in ("baseline", "Prox-SG")]
-    return [*table, Part(CONTROL), Part(DETERMINISTIC), *map(Part, others(options))]
+    """Both columns of the table, two controls that the paper does not have, and D-D with both kinds of steps.
+
+    The two controls come after the first row, so that a run that is not complete has a comparison.
+    """
+    first, *rest = [[f"{variant} {method}" for method in ("baseline", "Prox-SG")] for variant in VARIANTS]
+    return [Part(name) for row in (first, controls(), *rest, others(options)) for name in row]
 
 
 def others(options: SolversLeNetOptions) -> list[str]:
