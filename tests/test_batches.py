@@ -1,14 +1,16 @@
 """Law: a batch of problems, each with its own matrix, weights or λ, has the solutions of the problems one by one."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from minimand import solve
 from minimand.adjoints import Implicit
 from minimand.errors import CapabilityError, ShapeError
-from minimand.functions import L1, Box, ElasticNet, GroupL2, NonNegative
-from minimand.operators import Dense, check_operator
-from minimand.solvers import ADMM, FISTA, HeavyBall, Logistic, Problem, ProxGD, ProxSG, Spectral
+from minimand.functions import L1, Box, Charbonnier, ElasticNet, GroupL2, NonNegative
+from minimand.operators import Conv1d, Dense, check_operator
+from minimand.solvers import ADMM, FISTA, Datafit, HeavyBall, Logistic, Problem, ProxGD, ProxSG, Spectral
 
 
 @pytest.fixture
@@ -83,6 +85,47 @@ def test_weights_per_feature(batch):
         return solve(Problem(Dense(A), L1(w), y, ridge=0.1), tol=1e-15, adjoint=Implicit()).x
 
     assert torch.autograd.gradcheck(run, (weights.clone().requires_grad_(),), eps=1e-4, atol=1e-4)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weighted(Datafit):
+    weight: torch.Tensor
+
+    def values(self, t, y):
+        return 0.5 * self.weight * (t - y) ** 2
+
+    def gradient(self, t, y):
+        return self.weight * (t - y)
+
+    def curvature(self, y):
+        return self.weight.amax()
+
+
+CHANNELS = torch.tensor([[0.05], [1.0], [5.0]], dtype=torch.float64)
+OWN = {  # the problem of some samples: the function and the datafit, for each sample its own or for all the same
+    "channels": lambda keep: (L1(CHANNELS), {}),
+    "box of channels": lambda keep: (Box(-CHANNELS, CHANNELS), {}),
+    "potentials of samples": lambda keep: (Charbonnier(CHANNELS[keep, None], 0.3), {}),
+    "weights of samples": lambda keep: (L1(CHANNELS[keep, None]), {}),
+    "losses of samples": lambda keep: (L1(0.1), {"datafit": _Weighted(CHANNELS[keep, None].expand(-1, 2, 6))}),
+    "losses of positions": lambda keep: (L1(0.1), {"datafit": _Weighted(torch.arange(1.0, 7.0, dtype=torch.float64))}),
+}
+
+
+@pytest.mark.parametrize("solver", [FISTA(3000), Spectral(2000)], ids=str)
+@pytest.mark.parametrize("name", OWN)
+def test_samples_that_stop_early_leave_the_others_their_own_numbers(generator, name, solver):
+    """There are as many samples as channels, and they converge at different times."""
+    weight, y = (torch.randn(3, 2, n, generator=generator, dtype=torch.float64) for n in (3, 6))
+    y = y * torch.tensor([0.1, 1.0, 10.0], dtype=torch.float64)[:, None, None]
+
+    def solved(keep):
+        function, options = OWN[name](keep)
+        return solve(Problem(Conv1d(weight, 6), function, y[keep], ridge=0.5, **options), solver, tol=1e-12).x
+
+    alone = torch.cat([solved(slice(k, k + 1)) for k in range(3)])
+    away = (solved(slice(None)) - alone).norm(dim=(1, 2))
+    assert (away <= 1e-2 * alone.norm(dim=(1, 2))).all(), away
 
 
 def test_groups_by_index(batch):

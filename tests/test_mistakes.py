@@ -165,6 +165,11 @@ def test_a_mistake_is_answered_by_a_sentence(name):
     assert "\n" not in message
 
 
+def test_an_unknown_option_is_named_with_the_class():
+    with pytest.raises(TypeError, match=r"SolverLinear\.__init__\(\) got an unexpected keyword argument 'start'"):
+        SolverLinear(4, 3, start="plain")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_what_autocast_takes_is_not_refused(dtype):
     plain = _net()

@@ -392,7 +392,7 @@ def test_weights_of_groups_and_rows_are_those_of_each() -> None:
     assert torch.allclose(both.prox(x, 0.7), parts, atol=1e-14)
     assert float(both.value(x)) == pytest.approx(total)
     kept = torch.tensor([True, False, True])
-    assert torch.allclose(both.of_samples(kept, 3).prox(x[kept], 0.7), parts[kept], atol=1e-14)
+    assert torch.allclose(both.of_samples(kept, (3, 5)).prox(x[kept], 0.7), parts[kept], atol=1e-14)
     positive = weight + 0.05
     assert torch.autograd.gradcheck(lambda w: mf.GroupL2(w, both.groups).prox(x, 0.7), (positive.requires_grad_(),))
     for wrong in (torch.ones(3), torch.ones(4, 1), torch.ones(2, 2)):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minimand.errors import OptionError
-from minimand.functions import L1, Ball, Box, GroupL2, NonNegative, Simplex, TotalVariation, Zero
+from minimand.functions import L1, Ball, Box, GroupL2, NonNegative, Simplex, SquaredHinge, TotalVariation, Zero
 from minimand.operators import Dense, operator
 from minimand.solvers import FISTA, Huber, Logistic, Problem, ProxGD, Spectral, SquaredHingeLoss, solve
 
@@ -32,6 +32,11 @@ UNBOUNDED = {
     "logistic": Problem(Dense(SQUARE), L1(0.1), Y.sign(), BIAS, datafit=Logistic()),
     "hinge": Problem(Dense(WIDE), L1(0.1), NARROW.sign(), BIAS, datafit=SquaredHingeLoss()),
     "huber": Problem(Dense(WIDE), NonNegative(), NARROW, BIAS, datafit=Huber(0.1)),
+    "steps that reach 1e199": Problem(
+        *(Dense(torch.tensor([[-1.042], [1.2454]]).double()), SquaredHinge(0.5, 0.2), torch.ones(1, 1).double()),
+        *(torch.tensor([1.6912, -0.3061]).double(),),
+        datafit=Logistic(),
+    ),
 }
 
 

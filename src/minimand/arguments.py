@@ -66,7 +66,8 @@ def _flagged(function: Callable[..., Any], signature: inspect.Signature, flags: 
 
     @functools.wraps(function)
     def checking(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
+        # Not bound: a call with other arguments than the function's gets Python's error, which names the function.
+        given = dict(zip(signature.parameters, args, strict=False)) | kwargs
         for name in flags:
             _require_flag(function, args, name, given.get(name, False))
         return function(*args, **kwargs)

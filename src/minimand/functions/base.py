@@ -1,9 +1,11 @@
 """The base classes of functions."""
 
 import abc
+import dataclasses
 import math
+from collections.abc import Callable
 from numbers import Real
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +19,8 @@ __all__ = ["Function", "Separable", "Step"]
 
 #: A step size: a number, or a tensor that broadcasts against the point.
 Step = float | Tensor
+
+R = TypeVar("R")
 
 
 class Function(abc.ABC):
@@ -68,11 +72,11 @@ class Function(abc.ABC):
 
     def of_outputs(self, index: Tensor, outputs: int) -> "Function":
         """The function of some entries of a sample, where options hold one number per entry."""
-        return self
+        return changed(self, lambda w: w[..., index] if w.dim() and w.shape[-1] == outputs > 1 else w)
 
-    def of_samples(self, keep: Tensor, samples: int) -> "Function":
-        """The function of some samples, given by a mask, where options hold one number per sample."""
-        return self
+    def of_samples(self, keep: Tensor, shape: tuple[int, ...]) -> "Function":
+        """The function of some samples of points of ``shape``, where options hold one number per sample."""
+        return of_samples(self, keep, shape)
 
     @abc.abstractmethod
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
@@ -202,16 +206,19 @@ def require_broadcast(name: str, weight: float | Tensor, shape: tuple[int, ...])
         )
 
 
-def of_rows(weight: float | Tensor, keep: Tensor, samples: int) -> float | Tensor:
-    """The numbers of some samples, where a weight has one per sample in its first dimension."""
-    own = isinstance(weight, Tensor) and weight.dim() > 1 and weight.shape[0] == samples
-    return weight[keep] if own and isinstance(weight, Tensor) else weight
+def changed(record: R, change: Callable[[Tensor], Tensor]) -> R:
+    """The record, if it is a frozen dataclass, with other tensors in its fields."""
+    fields = dataclasses.fields(record) if dataclasses.is_dataclass(record) else ()
+    given = {field.name: getattr(record, field.name) for field in fields}
+    new = {name: change(each) for name, each in given.items() if isinstance(each, Tensor)}
+    new = {name: each for name, each in new.items() if each is not given[name]}
+    return dataclasses.replace(record, **new) if new else record  # type: ignore[type-var]
 
 
-def of_entries(weight: float | Tensor, index: Tensor, entries: int) -> float | Tensor:
-    """The numbers of some entries, where a weight has one per entry of the last dimension."""
-    own = isinstance(weight, Tensor) and weight.dim() > 0 and weight.shape[-1] == entries > 1
-    return weight[..., index] if own and isinstance(weight, Tensor) else weight
+def of_samples(record: R, keep: Tensor, shape: tuple[int, ...]) -> R:
+    """The record of some samples, given by a mask of the first dimension of ``shape``. A tensor with fewer dimensions,
+    such as a number per channel, is the same for all samples."""
+    return changed(record, lambda w: w[keep] if w.dim() == len(shape) and len(w) == shape[0] else w)
 
 
 def scaled(step: Step, weight: float | Tensor, x: Tensor) -> Step:

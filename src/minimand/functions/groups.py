@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError, ShapeError
-from .base import Function, Step, broadcasts_to, check_step, indicator_of_all, of_rows, require_weight, scaled
+from .base import Function, Step, broadcasts_to, check_step, indicator_of_all, require_weight, scaled
 from .structured import require_common_step, require_vectors
 
 __all__ = ["Ball", "GroupL2"]
@@ -44,10 +44,6 @@ class GroupL2(Function):
         """Raise unless there is a group for each entry and the weight has a number for each group or row."""
         _require_groups(self.groups, shape)
         _require_per_group("weight", self.weight, self.groups, shape)
-
-    def of_samples(self, keep: Tensor, samples: int) -> "GroupL2":
-        """With the weights of some rows."""
-        return GroupL2(of_rows(self.weight, keep, samples), self.groups)
 
     def value(self, x: Tensor) -> Tensor:
         """The weighted norms, summed over the batch."""
@@ -104,10 +100,6 @@ class Ball(Function):
         """Raise unless there is a group for each entry and the radius has a number for each group or row."""
         _require_groups(self.groups, shape)
         _require_per_group("radius", self.radius, self.groups, shape)
-
-    def of_samples(self, keep: Tensor, samples: int) -> "Ball":
-        """With the radii of some rows."""
-        return Ball(of_rows(self.radius, keep, samples), self.groups)
 
     def value(self, x: Tensor) -> Tensor:
         """Zero where every last dimension lies in the ball, +inf otherwise."""

@@ -16,8 +16,6 @@ from .base import (
     Step,
     check_step,
     indicator,
-    of_entries,
-    of_rows,
     require_broadcast,
     require_weight,
     scaled,
@@ -49,14 +47,6 @@ class L1(Separable):
     def check_shape(self, shape: tuple[int, ...]) -> None:
         """Raise unless the weight broadcasts to ``shape``."""
         require_broadcast("weight", self.weight, shape)
-
-    def of_samples(self, keep: Tensor, samples: int) -> "L1":
-        """With the weights of some rows."""
-        return L1(of_rows(self.weight, keep, samples))
-
-    def of_outputs(self, index: Tensor, outputs: int) -> "L1":
-        """With the weights of some features."""
-        return L1(of_entries(self.weight, index, outputs))
 
     def values(self, x: Tensor) -> Tensor:
         """The weighted absolute values."""
@@ -141,14 +131,6 @@ class ElasticNet(Separable):
     def check_shape(self, shape: tuple[int, ...]) -> None:
         """Raise unless the weight broadcasts to ``shape``."""
         require_broadcast("weight", self.weight, shape)
-
-    def of_samples(self, keep: Tensor, samples: int) -> "ElasticNet":
-        """With the weights of some rows."""
-        return ElasticNet(of_rows(self.weight, keep, samples), self.curvature)
-
-    def of_outputs(self, index: Tensor, outputs: int) -> "ElasticNet":
-        """With the weights of some features."""
-        return ElasticNet(of_entries(self.weight, index, outputs), self.curvature)
 
     def values(self, x: Tensor) -> Tensor:
         """The absolute value and the square."""
@@ -241,14 +223,6 @@ class Box(Separable):
         """Raise unless both ends broadcast to ``shape``."""
         require_broadcast("low", self.low, shape)
         require_broadcast("high", self.high, shape)
-
-    def of_samples(self, keep: Tensor, samples: int) -> "Box":
-        """With the ends of some rows."""
-        return Box(of_rows(self.low, keep, samples), of_rows(self.high, keep, samples))
-
-    def of_outputs(self, index: Tensor, outputs: int) -> "Box":
-        """With the ends of some features."""
-        return Box(of_entries(self.low, index, outputs), of_entries(self.high, index, outputs))
 
     def prox(self, x: Tensor, step: Step = 1.0) -> Tensor:
         """``x`` clipped to the box."""

@@ -56,6 +56,10 @@ def require_minimum(bound: GapBound, x: Tensor) -> None:
     if not bool(sloping.any()):
         return  # the smooth part is least at zero
     steep = torch.where(steep > 0, steep, 1.0)
+    # Steps that grow without end pass the numbers whose squares exist; the direction is what counts.
+    largest = x.abs().flatten(-dims).amax(-1).reshape(steep.shape)
+    if bool((largest > _BEYOND * steep / scale).any()):
+        x = problem.function.prox(x * (_BEYOND * steep / scale / largest).clamp_max(1.0), _TINY)
     far = torch.maximum(_FAR * steep / scale, 10 * norm(x))
     start, descent = bound.objectives(x), bound.certificate(x).descent
     long = 1e6 * far / steep

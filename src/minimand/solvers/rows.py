@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..functions.base import of_samples
 from .adjoints import Run
 from .iterate import iterate
 from .problem import DescentMap, GradientMap, Problem
@@ -102,9 +103,10 @@ def some_samples(problem: Problem, keep: Tensor) -> Problem:
     return dataclasses.replace(
         problem,
         operator=problem.operator.of_samples(keep),
-        function=problem.function.of_samples(keep, len(keep)),
+        function=problem.function.of_samples(keep, problem.shape),
         y=problem.y[keep],
         bias=bias,
+        datafit=of_samples(problem.datafit, keep, problem.y.shape),
         affine=None if affine is None else affine[keep],
     )
 

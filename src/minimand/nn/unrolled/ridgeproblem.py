@@ -65,7 +65,7 @@ class DataTerm(Function):
         kind = self.fidelity.y.dtype
         return self.fidelity.step(x.to(kind), size.to(kind) if isinstance(size, Tensor) else size).to(x.dtype)
 
-    def of_samples(self, keep: Tensor, samples: int) -> "DataTerm":
+    def of_samples(self, keep: Tensor, shape: tuple[int, ...]) -> "DataTerm":
         """The data term of some samples."""
         return DataTerm(self.fidelity.rows(keep))
 
