@@ -225,7 +225,7 @@ class RidgeNet(Sealed, nn.Module):
         return problem_of(self.regularizer(), self.fidelity(y))
 
     def _tightness(self, operator: LinearOperator) -> float | None:
-        key = self._sensor.changes() if self._sensor.fixed is not None else operator.input_shape
+        key = self._sensor.changes(), operator.input_shape if self._sensor.fixed is None else None
         if key not in self._tight:
             self._tight[key] = tight_constant(operator)
             if self.noise is None and self._tight[key] is None:
