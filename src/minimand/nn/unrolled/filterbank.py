@@ -1,9 +1,7 @@
 """A bank of convolutions and its adjoint between images of few channels and many features, fast on a CPU.
 
-The bank is :class:`~minimand.operators.Conv2d` with zero padding that keeps the size. Convolution libraries are slow
-with one input or one output channel. Here the bank is a matrix product with shifted copies of the image, strip by strip
-so that everything stays in the cache. Its adjoint is a product with the transposed matrix, whose rows are added with
-the same shifts. On one core both take a fifth to a half of the time of torch's convolutions.
+The bank, a :class:`~minimand.operators.Conv2d` with zero padding, is a matrix product with shifted copies of the image,
+strip by strip so that everything stays in the cache. On one core it takes a fifth to a half of the time of torch.
 """
 
 from collections.abc import Iterator
