@@ -30,7 +30,7 @@ def check_operator(
     .. math:: |\langle Ay, x\rangle - \langle y, A^\top x\rangle|
               \le \mathrm{tol}\,\bigl(\|Ay\|\|x\| + \|y\|\|A^\top x\|\bigr) .
 
-    It fails for maps that are not linear, too. The bound is compared with a Lanczos estimate from below.
+    It fails for maps that are not linear, and for those that mix samples. The bound is compared with one from below.
 
     Args:
         operator: Any operator.
