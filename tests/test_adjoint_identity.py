@@ -237,3 +237,22 @@ def test_even_kernels_are_padded_as_torch_does_without_its_warning(kernel: tuple
     finally:
         torch.set_warn_always(False)
     assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("padding", [0, 2, (3, 0), "same"], ids=str)
+@pytest.mark.parametrize(("kernel", "dilation"), [((3, 5), 1), ((4, 2), 2)], ids=str)
+def test_a_convolution_of_one_channel_has_torchs_derivatives(kernel: Any, dilation: int, padding: Any) -> None:
+    """Its adjoint and its derivatives take a path of their own; the oracle is the matrix of torch's convolution."""
+    torch.manual_seed(0)
+    weight = torch.randn(1, 1, *kernel, dtype=torch.float64)
+    A = Conv2d(weight, (9, 8), padding=padding, dilation=dilation)
+    unit = torch.eye(72, dtype=torch.float64).reshape(72, 1, 9, 8)
+    matrix = A.apply(unit).flatten(1)
+    x = torch.randn(2, *A.input_shape, dtype=torch.float64, requires_grad=True)
+    u = torch.randn(2, *A.output_shape, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(A.adjoint(u).flatten(1), u.flatten(1) @ matrix.mT)
+    for f, point in ((A.apply, x), (A.adjoint, u)):
+        assert torch.autograd.gradcheck(lambda z, f=f: f(z).square(), point, check_batched_grad=True)
+        assert torch.autograd.gradgradcheck(lambda z, f=f: f(z).square(), point)
+    learned = weight.clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda w: A.with_weight(w).adjoint(u.detach()), learned)

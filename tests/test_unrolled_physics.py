@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import scipy.sparse.linalg
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from scipy.optimize import minimize
 from torch import Tensor
@@ -147,6 +148,73 @@ def test_a_physics_takes_images_of_any_size() -> None:
         assert net(Physics().A(x)).shape == x.shape
 
 
+class Module(torch.nn.Module):
+    """A physics that is a module, as deepinv's are."""
+
+    def __init__(self, trained: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("gains", torch.linspace(0.5, 1, 12))
+        self.shift = torch.nn.Parameter(torch.ones(()), requires_grad=trained)
+
+    def A(self, x: Tensor) -> Tensor:
+        return x * self.gains
+
+    A_adjoint = A
+
+
+def test_a_physics_is_not_part_of_the_network() -> None:
+    """It is neither trained nor converted nor saved, and its bounds follow its values."""
+    physics, x = Module(), torch.rand(2, 1, 12, 12)
+    net = RidgeNet(physics, 2, 8, 3, noise=0.1).eval()
+    known = set(RidgeNet(Physics(), 2, 8, 3, noise=0.1).state_dict())
+    assert set(net.state_dict()) == known
+    net.double()(physics.A(x).double())
+    assert physics.gains.dtype == torch.float32
+    net.float()
+    for change in (lambda: physics.gains.mul_(3), lambda: setattr(physics, "gains", torch.full((12,), 7.0))):
+        net(physics.A(x))
+        change()
+        assert net.fidelity(physics.A(x)).norm_sq >= float(physics.gains.max()) ** 2
+    assert net.fidelity(physics.A(x)).tight == pytest.approx(49)  # and so do closed forms
+
+
+class ByNumpy(Physics):
+    """Products whose derivatives torch does not see."""
+
+    def A(self, x: Tensor) -> Tensor:
+        return torch.from_numpy(super().A(x.detach()).double().numpy())
+
+    def A_adjoint(self, y: Tensor) -> Tensor:
+        return torch.from_numpy(super().A_adjoint(y.detach()).double().numpy())
+
+
+def test_a_physics_that_hides_its_derivative_is_differentiated_by_its_adjoint() -> None:
+    x, found = torch.rand(2, 1, 9, 8, dtype=torch.float64), []
+    for physics in (Physics(), ByNumpy()):
+        torch.manual_seed(0)
+        net = RidgeNet(physics, 2, 8, 3, noise=0.1).double()
+        loss = net.loss(physics.A(x), x)
+        found.append(torch.autograd.grad(loss, list(net.parameters()), allow_unused=True, create_graph=True))
+    torch.testing.assert_close(found[1], found[0])
+    A = as_operator(ByNumpy(), (1, 4, 5))
+    point, tangent = torch.rand(2, 2, 1, 4, 5, dtype=torch.float64)
+    assert torch.autograd.gradgradcheck(lambda x: A.apply(x).square(), point.requires_grad_())
+    with forward_ad.dual_level():
+        image = A.apply(forward_ad.make_dual(point.detach(), tangent))
+        torch.testing.assert_close(forward_ad.unpack_dual(image).tangent, A.apply(tangent))
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_a_physics_computes_in_the_type_of_the_measurements_or_a_wider_one(kind: torch.dtype) -> None:
+    for physics in (Physics(), ByNumpy()):
+        x = torch.rand(2, 1, 9, 8)
+        net = RidgeNet(physics, 2, 8, 3, noise=0.1).eval()
+        wide = net(physics.A(x).float())
+        half = net.to(kind)(physics.A(x).to(kind))
+        assert half.dtype == kind
+        torch.testing.assert_close(half.float(), wide, atol=0.05, rtol=0)
+
+
 def test_the_control_reaches_the_optimum_of_cvxpy() -> None:
     import cvxpy as cp
 
@@ -246,7 +314,32 @@ class Wrong(Physics):
         return 1.1 * super().A_adjoint(y)
 
 
+class InPlace(Physics):
+    def A(self, x: Tensor) -> Tensor:
+        return x.mul_(0.5)
+
+
+class Coupled(Physics):
+    def A(self, x: Tensor) -> Tensor:
+        return x - x.mean(0, keepdim=True)
+
+    A_adjoint = A
+
+
+class Complex(Physics):
+    def A(self, x: Tensor) -> Tensor:
+        return torch.fft.fft2(x)
+
+
+def _by_physics(physics: object) -> object:
+    return RidgeNet(physics, 2, 8, 3, noise=0.1)(torch.rand(2, 1, 9, 9))
+
+
 BAD = {
+    "in place": (lambda: _by_physics(InPlace()), OperatorError, "arguments in place"),
+    "samples together": (lambda: _by_physics(Coupled()), OperatorError, "independently of each other"),
+    "complex products": (lambda: _by_physics(Complex()), CapabilityError, "apply .* complex numbers.*view_as_real"),
+    "learned physics": (lambda: RidgeNet(Module(True), noise=0.1), CapabilityError, "parameter of phi .*gradients"),
     "adjoint": (
         lambda: RidgeNet(as_operator(Wrong(), (1, 9, 9)), 2, 8, 3, noise=0.1),
         OperatorError,

@@ -15,7 +15,6 @@ from minimand.nn import RidgeNet, RidgeTrainer, diagnose
 from minimand.nn.unrolled import filterbank
 from minimand.nn.unrolled.descent import descend
 from minimand.nn.unrolled.fidelity import Fidelity, tightness
-from minimand.nn.unrolled.filterbank import analysis, synthesis
 from minimand.nn.unrolled.regularizer import RidgeRegularizer, bank_norm_sq, normalized_bank
 from minimand.operators import BlockSensing, Conv2d, Inpainting, gaussian_blur, orthonormal_gaussian
 
@@ -56,12 +55,14 @@ def _measured(net: RidgeNet, batch: int = 3, seed: int = 1) -> tuple[Tensor, Ten
     size=st.sampled_from([1, 3, 5, 7]),
 )
 def test_the_fast_bank_is_the_convolution_and_its_adjoint(height: int, width: int, channels: int, size: int) -> None:
+    """With exponents of zero the potentials are squares: R is half the energy of the features, its gradient WᵀWx."""
     torch.manual_seed(0)
     weight = torch.randn(5, channels, size, size, dtype=torch.float64)
     x = torch.randn(2, channels, height, width, dtype=torch.float64)
-    features = analysis(x, weight)
-    torch.testing.assert_close(features, F.conv2d(x, weight, padding=size // 2))
-    torch.testing.assert_close(synthesis(features, weight), F.conv_transpose2d(features, weight, padding=size // 2))
+    features = F.conv2d(x, weight, padding=size // 2)
+    value, slope = RidgeRegularizer(weight, torch.ones(5).double(), torch.zeros(5).double()).evaluated(x)
+    torch.testing.assert_close(value, features.square().flatten(1).sum(1) / 2)
+    torch.testing.assert_close(slope, F.conv_transpose2d(features, weight, padding=size // 2))
 
 
 @pytest.mark.parametrize("channels", [1, 2])
@@ -203,7 +204,8 @@ def test_the_minimum_of_a_square_is_the_linear_solution() -> None:
     y, _ = _measured(net, 1)
     fidelity, R = net.fidelity(y), net.regularizer()
     identity = torch.eye(SIDE * SIDE, dtype=torch.float64).reshape(-1, 1, SIDE, SIDE)
-    W, phi = analysis(identity, R.weight.detach()).flatten(1), fidelity.operator.apply(identity).flatten(1)
+    W = R.operator((SIDE, SIDE)).apply(identity).detach().flatten(1)
+    phi = fidelity.operator.apply(identity).flatten(1)
     mu = float(fidelity.weight.detach())
     dense = torch.linalg.solve(W @ W.mT + mu * phi @ phi.mT, mu * phi @ y.flatten())
     found = net.solve(y, tol=1e-10, iterations=8000).x

@@ -10,9 +10,10 @@ from ..arguments import checked
 from ..errors import CapabilityError, ShapeError, require_positive
 from ..norms import randomized_norm_sq
 from ..norms.randomized import Map
+from ..tracing import is_traced, varies
 from .base import LinearOperator
 
-__all__ = ["CallableOperator", "operator"]
+__all__ = ["CallableOperator", "LinearMap", "operator", "real"]
 
 Norm = float | Tensor | Callable[[], float | Tensor]
 
@@ -33,7 +34,8 @@ def operator(
 ) -> "CallableOperator":
     r"""The linear operator :math:`A` of a map and its adjoint.
 
-    Gradients reach the tensors that the callables capture. :func:`~minimand.operators.check_operator` tests whether
+    Gradients reach the tensors that the callables capture. A callable that hides its derivative, such as one that calls
+    NumPy, is differentiated by the other one. :func:`~minimand.operators.check_operator` tests whether
     ``adjoint`` is the adjoint of ``apply``.
 
     Args:
@@ -91,12 +93,32 @@ class CallableOperator(LinearOperator):
     def apply(self, y: Tensor) -> Tensor:
         """``A y``."""
         self.check_input(y)
-        return _on_batch(self._apply, y, self.input_shape, self.output_shape, "apply")
+        return self._product("apply", y)
 
     def adjoint(self, x: Tensor) -> Tensor:
         """``Aᵀ x``."""
         self.check_output(x)
-        return _on_batch(self._adjoint, x, self.output_shape, self.input_shape, "adjoint")
+        return self._product("adjoint", x)
+
+    def _product(self, name: str, x: Tensor) -> Tensor:
+        """The product with leading dimensions flattened to one, in the type of ``x``. Where the callable hides its
+        derivative, as one that NumPy computes, this is the other map."""
+        maps, shapes = [(self._apply, self.apply), (self._adjoint, self.adjoint)], [self.input_shape, self.output_shape]
+        if name == "adjoint":
+            maps, shapes = maps[::-1], shapes[::-1]
+        (product, again), (_, back) = maps
+        lead = x.shape[: x.dim() - len(shapes[0])]
+        result = real(f"{name} of this operator", product(x.reshape(-1, *shapes[0])))
+        if result.shape != (lead.numel(), *shapes[1]):
+            raise ShapeError(
+                f"{name} of this operator returned shape {tuple(result.shape)} for a batch of {lead.numel()} samples; "
+                f"expected {(lead.numel(), *shapes[1])}"
+            )
+        result = result.to(x.dtype).reshape(*lead, *shapes[1])
+        if is_traced(x) or not varies(x) or varies(result):
+            return result
+        found: Tensor = LinearMap.apply(x, lambda _: result.clone(), again, back)
+        return found
 
     def bound(self) -> Tensor | float:
         r"""The given bound on :math:`\|A\|^2`, else the randomised one."""
@@ -128,13 +150,42 @@ def _value(norm: Norm | None) -> float | Tensor | None:
     return norm() if callable(norm) else norm
 
 
-def _on_batch(product: Map, x: Tensor, given: tuple[int, ...], wanted: tuple[int, ...], name: str) -> Tensor:
-    """The product with leading dimensions flattened to one."""
-    lead = x.shape[: x.dim() - len(given)]
-    result = product(x.reshape(-1, *given))
-    if result.shape != (lead.numel(), *wanted):
-        raise ShapeError(
-            f"{name} of this operator returned shape {tuple(result.shape)} for a batch of {lead.numel()} samples; "
-            f"expected {(lead.numel(), *wanted)}"
-        )
-    return result.reshape(*lead, *wanted)
+def real(name: str, result: Any) -> Tensor:
+    """The result of a user's map, or an error if it is no real tensor."""
+    if isinstance(result, Tensor) and not result.is_complex():
+        return result
+    kind = "complex numbers" if isinstance(result, Tensor) else f"a {type(result).__name__}"
+    raise CapabilityError(
+        f"{name} returns {kind}, but samples are real tensors; return real and imaginary parts as channels "
+        f"(torch.view_as_real)"
+    )
+
+
+class LinearMap(torch.autograd.Function):
+    """The linear map ``eager`` of batches; its derivatives are ``again``, the same map, and ``back``, its adjoint."""
+
+    @staticmethod
+    def forward(x: Tensor, eager: Map, again: Map, back: Map) -> Tensor:
+        """The product."""
+        return eager(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep the maps."""
+        ctx.maps = inputs[2:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """The adjoint."""
+        return ctx.maps[1](grad), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        """The map of the tangent."""
+        return ctx.maps[0](tangent)
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[int | None, ...], x: Tensor, eager: Map, again: Map, back: Map) -> Any:
+        """Batches of batches as one."""
+        lead = x.movedim(dims[0] or 0, 0)
+        return again(lead.flatten(0, 1)).unflatten(0, lead.shape[:2]), 0

@@ -30,7 +30,7 @@ def check_operator(
     .. math:: |\langle Ay, x\rangle - \langle y, A^\top x\rangle|
               \le \mathrm{tol}\,\bigl(\|Ay\|\|x\| + \|y\|\|A^\top x\|\bigr) .
 
-    It fails for maps that are not linear, too. The bound is compared with a Lanczos estimate from below.
+    It fails for maps that are not linear, and for those that mix samples. The bound is compared with one from below.
 
     Args:
         operator: Any operator.
@@ -64,7 +64,10 @@ def check_operator(
 
 
 def _check_pair(operator: LinearOperator, y: Tensor, x: Tensor, tol: float, trial: int) -> None:
+    given = y.clone(), x.clone()
     image, back = operator.apply(y), operator.adjoint(x)
+    if not torch.equal(given[0], y) or not torch.equal(given[1], x):
+        raise OperatorError(f"{type(operator).__name__} changes its arguments in place; let it return new tensors")
     for name, got, like in (("apply", image, x), ("adjoint", back, y)):
         if got.shape != like.shape:
             raise ShapeError(
@@ -81,6 +84,12 @@ def _check_pair(operator: LinearOperator, y: Tensor, x: Tensor, tol: float, tria
             f"adjoint of {type(operator).__name__} is not the adjoint of apply: on random probe {trial} "
             f"⟨Ay, x⟩ = {float(left):.6g} but ⟨y, Aᵀx⟩ = {float(right):.6g}, a relative "
             f"mismatch of {relative:.2g} where {tol:.2g} is allowed; check the callables, and that apply is linear"
+        )
+    alone = to_float64(operator.apply(given[0][:1]))
+    if not float((alone - image[:1]).norm()) <= tol * float(image.norm()):
+        raise OperatorError(
+            f"apply of {type(operator).__name__} gives a sample another image alone than in a batch; it must treat "
+            f"samples independently of each other"
         )
 
 

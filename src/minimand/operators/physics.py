@@ -15,7 +15,7 @@ from ..arguments import checked
 from ..errors import CapabilityError, ShapeError, require_finite
 from ..tracing import is_compiled
 from .base import LinearOperator
-from .callables import operator
+from .callables import LinearMap, operator, real
 from .combined import Reshaped
 from .dense import Dense
 
@@ -100,13 +100,7 @@ def _physics(source: Any, given: Any, measured: Any, dtype: torch.dtype | None) 
         )
     if measured is None:
         with torch.no_grad():
-            image = source.A(torch.zeros(1, *given, dtype=dtype))
-        if not isinstance(image, Tensor) or image.is_complex():
-            kind = "complex numbers" if isinstance(image, Tensor) else f"a {type(image).__name__}"
-            raise CapabilityError(
-                f"A of this {type(source).__name__} returns {kind}, but measurements are real tensors; return real and "
-                f"imaginary parts as channels (torch.view_as_real)"
-            )
+            image = real(f"A of this {type(source).__name__}", source.A(torch.zeros(1, *given, dtype=dtype)))
         measured = image.shape[1:]
     return operator(source.A, source.A_adjoint, given, measured, dtype=dtype)
 
@@ -189,38 +183,13 @@ def _refused(rows: Tensor) -> Tensor:
     )
 
 
-class _Product(torch.autograd.Function):
-    """A linear map of rows, whose derivative is its transpose."""
-
-    @staticmethod
-    def forward(rows: Tensor, forward: _Rows, backward: _Rows) -> Tensor:
-        return forward.eager(rows)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.maps = inputs[1:]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        forward, backward = ctx.maps
-        return _product(grad, backward, forward), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
-        return _product(tangent, *ctx.maps)
-
-    @staticmethod
-    def vmap(info: Any, dims: tuple[int | None, ...], rows: Tensor, forward: _Rows, backward: _Rows) -> Any:
-        lead = rows.movedim(dims[0] or 0, 0)
-        return _product(lead.flatten(0, 1), forward, backward).unflatten(0, lead.shape[:2]), 0
-
-
 @torch.compiler.disable
 def _product(rows: Tensor, forward: _Rows, backward: _Rows) -> Tensor:
     """The product; a compiled graph breaks here."""
     if is_compiled(rows) or torch._C._functorch.is_legacy_batchedtensor(rows):
         return forward.traced(rows)
-    found: Tensor = _Product.apply(rows, forward, backward)
+    again, back = (lambda t: _product(t, forward, backward)), (lambda grad: _product(grad, backward, forward))
+    found: Tensor = LinearMap.apply(rows, forward.eager, again, back)
     return found
 
 

@@ -50,7 +50,14 @@ class _State(NamedTuple):
 
 @torch.no_grad()
 def descend(
-    regularizer: RidgeRegularizer, fidelity: Fidelity, x: Tensor, smoothness: float, iterations: int, tol: float
+    regularizer: RidgeRegularizer,
+    fidelity: Fidelity,
+    x: Tensor,
+    smoothness: float,
+    iterations: int,
+    tol: float,
+    before: Tensor | None = None,
+    weight: float = 1.0,
 ) -> Descended:
     r"""Minimise :math:`F(x) = R(x) + f(x)` from a point that satisfies the constraint of the data term f.
 
@@ -61,6 +68,8 @@ def descend(
     at least :math:`\tfrac L2\|z - x\|^2`, as R is L-smooth and f is convex. So F never rises, and
     :math:`\sum_k\|x_{k+1} - x_k\|^2 \le (F(x_0) - \inf F)/\delta`. A sample ends when the step
     :math:`\|z - v\| \le \mathrm{tol}\,\|z\|`, or when rounding hides every decrease.
+
+    ``before`` and the Nesterov ``weight`` continue the momentum of earlier iterations.
 
     R and its gradient are evaluated together, at the iterates only: g is :math:`\nabla R(v)` for a quadratic R, and the
     proof holds for every candidate z.
@@ -114,7 +123,8 @@ def descend(
         x.clone(), first.objective.clone(), first.objective.clone(), double + torch.inf, double.long(), []
     )
     rows = torch.arange(len(x), device=x.device)
-    state = _State(first, first, torch.ones(len(x), device=x.device), rows, result)
+    previous = first if before is None else first._replace(x=before)
+    state = _State(first, previous, torch.full((len(x),), weight, device=x.device), rows, result)
     return iterate(step, state, iterations if len(x) else 0, until=lambda s, _: not len(s.rows))[0].result
 
 

@@ -1,19 +1,14 @@
 """A bank of convolutions and its adjoint between images of few channels and many features, fast on a CPU.
 
-The bank is :class:`~minimand.operators.Conv2d` with zero padding that keeps the size. Convolution libraries are slow
-with one input or one output channel. Here the bank is a matrix product with shifted copies of the image, strip by strip
-so that everything stays in the cache. Its adjoint is a product with the transposed matrix, whose rows are added with
-the same shifts. On one core both take a fifth to a half of the time of torch's convolutions.
+The bank, a :class:`~minimand.operators.Conv2d` with zero padding, is a matrix product with shifted copies of the image,
+strip by strip so that everything stays in the cache. On one core it takes a fifth to a half of the time of torch.
 """
 
 from collections.abc import Iterator
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from ...tracing import is_traced
-
-__all__ = ["analysis", "inner", "patches", "scatter", "strips", "synthesis"]
+__all__ = ["inner", "patches", "scatter", "strips"]
 
 # Numbers in the features of one strip: few enough for the cache, and enough to hide the overhead of the calls.
 _STRIP = 1 << 18
@@ -42,33 +37,6 @@ def scatter(columns: Tensor, into: Tensor, rows: slice, size: int) -> None:
         across[..., j : j + wide - size + 1] += copies[:, :, j]
     for i in range(size):
         into[:, rows.start + i : rows.stop + i] += across[:, i]
-
-
-def analysis(x: Tensor, weight: Tensor) -> Tensor:
-    """The features (B, F, H, W) of images (B, C, H, W); ``conv2d`` with zero padding."""
-    size, edge = weight.shape[-1], weight.shape[-1] // 2
-    if is_traced(x) or x.device.type != "cpu":
-        return F.conv2d(x, weight, padding=edge)
-    matrix, padded = weight.reshape(len(weight), -1), F.pad(x, (edge,) * 4)
-    (batch, _, height, width), features = x.shape, len(weight)
-    out = x.new_empty(batch, features, height, width)
-    for image, into in zip(padded, out, strict=True):
-        for rows in strips(height, width, features):
-            into[:, rows] = (matrix @ patches(image, rows, size)).reshape(features, -1, width)
-    return out
-
-
-def synthesis(features: Tensor, weight: Tensor) -> Tensor:
-    """The adjoint of :func:`analysis`; ``conv_transpose2d``."""
-    count, channels, size, _ = weight.shape
-    if is_traced(features) or features.device.type != "cpu":
-        return F.conv_transpose2d(features, weight, padding=size // 2)
-    matrix, (batch, _, height, width) = weight.reshape(count, -1).mT.contiguous(), features.shape
-    out = features.new_zeros(batch, channels, height + size - 1, width + size - 1)
-    for given, into in zip(features, out, strict=True):
-        for rows in strips(height, width, count):
-            scatter(matrix @ given[:, rows].reshape(count, -1), into, rows, size)
-    return inner(out, size)
 
 
 def inner(padded: Tensor, size: int) -> Tensor:

@@ -162,8 +162,6 @@ class RidgeNet(Sealed, nn.Module):
         self._bounds: dict[Any, Any] = {}
         self.register_load_state_dict_pre_hook(refuse_other_range)
 
-    # The objective
-
     @property
     def injective(self) -> bool:
         r"""Whether :math:`\ker W = 0` on images of every size: the filters span all filters of zero mean.
@@ -225,7 +223,7 @@ class RidgeNet(Sealed, nn.Module):
         return problem_of(self.regularizer(), self.fidelity(y))
 
     def _tightness(self, operator: LinearOperator) -> float | None:
-        key = self._sensor.changes() if self._sensor.fixed is not None else operator.input_shape
+        key = self._sensor.changes(), operator.input_shape if self._sensor.fixed is None else None
         if key not in self._tight:
             self._tight[key] = tight_constant(operator)
             if self.noise is None and self._tight[key] is None:
@@ -239,8 +237,6 @@ class RidgeNet(Sealed, nn.Module):
             check_operator(fixed, trials=2)
         self._tightness(fixed)
         self._sensor.norm_sq(fixed)  # known before a graph is exported
-
-    # Phases
 
     @in_full_precision
     def unrolled(self, y: Tensor) -> Tensor:
@@ -288,8 +284,6 @@ class RidgeNet(Sealed, nn.Module):
             raise ShapeError(f"the target has shape {tuple(target.shape)}, but the reconstruction {tuple(x.shape)}")
         return F.mse_loss(x, widened(target).reshape(x.shape))
 
-    # Reconstruction
-
     def forward(self, y: Tensor, *, tol: float = 1e-4) -> Tensor:
         """The reconstruction: after the phases in training mode, to the tolerance in evaluation mode; ``(B, b²)`` for
         blocks ``(B, m)``, images otherwise."""
@@ -320,9 +314,10 @@ class RidgeNet(Sealed, nn.Module):
         require_count("iterations", iterations)
         fidelity, regularizer = self.fidelity(y), self.regularizer()
         refuse_traced(y)
-        x = self._phases(fidelity, regularizer)[0] if x0 is None else given_start(x0, fidelity)
         bound = self.smoothness(fidelity.operator, regularizer)
-        return descend(regularizer, fidelity, x, bound, iterations, tol), fidelity, regularizer
+        x, before = self._phases(fidelity, regularizer) if x0 is None else (given_start(x0, fidelity), None)
+        weight = max(1.0, self.phases / 2)  # Nesterov's after as many iterations: the momentum of the phases continues
+        return descend(regularizer, fidelity, x, bound, iterations, tol, before, weight), fidelity, regularizer
 
     @in_full_precision
     @torch.no_grad()
@@ -356,11 +351,7 @@ class RidgeNet(Sealed, nn.Module):
         return float(known[1])
 
     def using(self, phi: Any, *, noise: float | None = None, initial: Tensor | None = None) -> "RidgeNet":
-        """The same prior with another operator or noise, without training; the parameters are shared.
-
-        A network that was trained as a denoiser reconstructs from any measurement. An operator for a larger image makes
-        a network for crops one for whole images.
-        """
+        """The same prior with another operator, image size or noise, without training; the parameters are shared."""
         _, _, size, _ = self.filters.shape
         other = RidgeNet(
             phi,

@@ -43,6 +43,7 @@ class Sensor(nn.Module):
         self._given: Any = None
         self._known: dict[tuple[Any, ...], tuple[LinearOperator, float]] = {}
         self._seen: Tensor | None = None
+        self._held: list[tuple[Tensor, int]] = []
         self._changes = 0
         if matrix is not None:
             require_real("phi", matrix)
@@ -57,7 +58,10 @@ class Sensor(nn.Module):
         elif isinstance(phi, LinearOperator) or not (hasattr(phi, "A") and hasattr(phi, "A_adjoint")):
             self._given = _on_images(phi if isinstance(phi, LinearOperator) else as_operator(phi))
         else:
-            self._given = phi
+            for parameter in phi.parameters() if isinstance(phi, nn.Module) else ():
+                require_constant("a parameter of phi", parameter)
+            # Not a submodule: a user's object is not trained, converted or saved with the network.
+            object.__setattr__(self, "_given", phi)
         self.register_buffer("matrix", None if matrix is None else matrix.detach().clone())
         self.register_buffer("initial", None if initial is None else self._checked_initial(initial))
 
@@ -85,11 +89,16 @@ class Sensor(nn.Module):
             if self._given.has_weight and self._given.device != y.device:
                 self._given = self._given.with_weight(self._given.weight.to(y.device))
             return self._given
-        key = (tuple(y.shape[1:]), y.dtype)
+        physics, probe = self._given, widened(y[:1])
+        tensors = [*physics.parameters(), *physics.buffers()] if isinstance(physics, nn.Module) else []
+        held = [(each, each._version) for each in tensors]
+        if [(id(each), version) for each, version in held] != [(id(each), version) for each, version in self._held]:
+            self._held, self._known, self._changes = held, {}, self._changes + 1
+        key = (tuple(y.shape[1:]), probe.dtype)
         if key not in self._known:
             with torch.no_grad():
-                back = self._given.A_adjoint(y[:1])
-            found = _on_images(as_operator(self._given, back.shape[1:], y.shape[1:], dtype=y.dtype))
+                back = physics.A_adjoint(probe)
+            found = _on_images(as_operator(physics, back.shape[1:], y.shape[1:], dtype=probe.dtype))
             check_operator(found, trials=1)
             self._known[key] = (found, float(found.norm_sq()))
         return self._known[key][0]
