@@ -54,6 +54,13 @@ def _factor(matrix: Callable[[bool], Tensor], shift: float) -> RidgeFactor:
     return gram_factor(matrix(True), shift) if single and (factor.damping or factor.rounding() > _ROUNDING) else factor
 
 
+def _times_inverse(rows: Tensor, factor: RidgeFactor, inverse: Callable[[], Tensor]) -> Tensor:
+    """The rows times the inverse; of many rows one product is faster than two triangular solves."""
+    if rows.shape[-2] < 1.5 * rows.shape[-1]:
+        return factor.solve(rows)
+    return (rows.to(factor.factor.dtype) @ inverse()).to(rows.dtype)
+
+
 def _shift(tau: Tau, diagonal: Callable[[], float]) -> float:
     """The ridge 1/τθ of the linear solves; ``diagonal`` is the mean diagonal of the Gram matrix."""
     # A Gram matrix of zeros has a gradient of zeros, for which any ridge gives the direction.
@@ -66,11 +73,10 @@ def _conjugate(apply: Callable[[Tensor], Tensor], target: Tensor, options: ProxP
 
 @dataclass(frozen=True)
 class _Metric:
-    """A Gram matrix (groups × n × n) plus a ridge; factored once, on the first use. ``kept``: used for many steps."""
+    """A Gram matrix (groups × n × n) plus a ridge; factored once, on the first use."""
 
     gram: Tensor
     tau: Tau
-    kept: bool = False
 
     @functools.cached_property
     def shift(self) -> float:
@@ -96,9 +102,7 @@ class _Metric:
         """The direction of a gradient, groups × outputs × n."""
         if options.method == "cg":
             return _conjugate(lambda v: v @ self.gram.to(v.dtype) + self.shift * v, gradient, options)
-        if not self.kept and gradient.shape[-2] < 1.5 * gradient.shape[-1]:
-            return self._factor.solve(gradient)
-        return (gradient.to(self._inverse.dtype) @ self._inverse).to(gradient.dtype)
+        return _times_inverse(gradient, self._factor, lambda: self._inverse)
 
 
 @dataclass(frozen=True)
@@ -339,9 +343,7 @@ class RowAccumulator:
     def _solve(self, target: Tensor, tau: Tau) -> Tensor:
         """Multiply by (AAᵀ + I/τθ)⁻¹ from the right."""
         factor = _factor(lambda double: gram(self.a.double() if double else self.a, half=True), self._ridge(tau))
-        # With many rows one product with the inverse is faster than two triangular solves.
-        many = target.shape[-2] >= 1.5 * target.shape[-1]
-        return target @ factor.inverse().to(target.dtype) if many else factor.solve(target)
+        return _times_inverse(target, factor, factor.inverse)
 
     def _dual_conjugate(self, target: Tensor, tau: Tau) -> Tensor:
         """Coefficients c of the last conjugate gradient iterate cA, outputs × rows."""
@@ -376,7 +378,7 @@ class RowAccumulator:
         assert mean is not None
         if metric is None or cache.rows != self.count or metric.tau != tau:
             low = mean.dim() == 2
-            metric = _LowRank(mean * count**0.5, rest * count, tau) if low else _Metric(mean * count, tau, kept=True)
+            metric = _LowRank(mean * count**0.5, rest * count, tau) if low else _Metric(mean * count, tau)
         self.renewed = {"mean": mean, "rest": rest, "metric": metric, "rows": self.count}
         return metric
 
