@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from minimand.errors import MinimandError
-from minimand.train import ProxProp
+from minimand.train import ProxProp, Relative
 from tests.test_proxprop_training import _batch, _expected, _grads, _loss, _net, _start
 
 
@@ -80,3 +80,26 @@ def test_gradients_that_no_backward_pass_filled_are_logged(caplog):
 def test_available_layers_are_listed_once():
     with pytest.raises(MinimandError, match=r"no layer matches 9; available: '0', '2', '4'$"):
         ProxProp(_net()).tau_theta = {"9": 1.0}
+
+
+def test_tensors_are_no_factor():
+    with pytest.raises(MinimandError, match="the factor of Relative must be a number, got a tensor"):
+        Relative(torch.tensor(3.0))
+
+
+def test_no_pattern_leaves_the_default():
+    net = _net()
+    prox = ProxProp(net, tau_theta={})
+    assert prox.tau_theta == 1.0
+    prox.tau_theta = {"0": 0.5}
+    prox.tau_theta = {}
+    assert prox.tau_theta == 1.0
+
+
+def test_finite_inputs_that_overflow_are_not_called_infinite():
+    net, x = _net().float(), _batch()[0].float()
+    prox, optimizer = _start(net)
+    (1e-30 * net(1e25 * x).sum()).backward()
+    with pytest.warns(RuntimeWarning, match="the Gram matrix of layer '0' holds NaN or Inf"):
+        optimizer.step()
+    prox.detach()

@@ -97,13 +97,14 @@ class WeightUnit:
     @property
     def trained(self) -> dict[str, Tensor]:
         """The parameters that currently require a gradient."""
-        own, module = self.module._parameters, self.module
-        made = [name for name in self._names.values() if name not in own and getattr(module, name, None) is not None]
-        if made:
-            why = f"its {made[0]} is not a parameter any more (pruned or parametrised); detach, then attach again"
-            raise CapabilityError(f"layer '{self.path}': {why}")
-        both = [(kind, own.get(name)) for kind, name in self._names.items()]
-        return {kind: p for kind, p in both if p is not None and p.requires_grad}
+        own, found = self.module._parameters, {}
+        for kind, name in self._names.items():
+            if name not in own and getattr(self.module, name, None) is not None:
+                why = f"its {name} is not a parameter any more (pruned or parametrised); detach, then attach again"
+                raise CapabilityError(f"layer '{self.path}': {why}")
+            if own.get(name) is not None and own[name].requires_grad:
+                found[kind] = own[name]
+        return found
 
     @property
     def held(self) -> dict[str, Tensor]:

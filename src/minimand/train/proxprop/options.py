@@ -60,7 +60,7 @@ class Relative:
     factor: float
 
     def __post_init__(self) -> None:
-        require_positive("the factor of Relative", self.factor)
+        require_tau("the factor of Relative", self.factor)
 
 
 # An optimizer's checkpoint may hold one in a parameter group; torch.load accepts only classes that it is told of.
@@ -136,7 +136,7 @@ def match(patterns: Iterable[str], paths: Iterable[str]) -> set[str]:
 def require_tau(name: str, value: Any) -> None:
     """Raise OptionError unless the value is a positive number or a Relative."""
     if isinstance(value, Tensor):
-        raise OptionError(f"{name} must be a number or Relative(…), got a tensor; use float(…)")
+        raise OptionError(f"{name} must be a number, got a tensor; use float(…)")
     if not isinstance(value, Relative):
         require_positive(name, value)
 
@@ -158,7 +158,7 @@ class ProxPropOptions:
 
     def __post_init__(self) -> None:
         if isinstance(self.tau_theta, Mapping):
-            object.__setattr__(self, "tau_theta", dict(self.tau_theta))
+            object.__setattr__(self, "tau_theta", dict(self.tau_theta) or 1.0)
         for pattern, tau in self.tau_theta.items() if isinstance(self.tau_theta, dict) else [("", self.tau_theta)]:
             if not isinstance(pattern, str):
                 raise OptionError(f"the keys of tau_theta are patterns of paths, such as '0', got {pattern!r}")

@@ -306,7 +306,7 @@ class ProxProp(Sealed):
                 if not origin and unit.rows and unit.rows.count:
                     unit.precondition()
             except NonFiniteError:
-                origin = f"the input of {_named(unit.path)}"
+                origin = f"the Gram matrix of {_named(unit.path)}"
         if origin:
             why = f"{origin} holds NaN or Inf; lower the learning rate or clean the data"
             warnings.warn(f"ProxProp skips this step: {why}", RuntimeWarning, stacklevel=2)
