@@ -41,10 +41,13 @@ def to_working_precision(tensor: Tensor) -> Tensor:
 
 
 def fingerprint(gradient: list[Tensor]) -> Tensor:
-    """The product of a gradient with a fixed random vector: one number per output unit."""
-    sizes = [part.shape[1] for part in gradient]
-    vector = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(0)).to(gradient[0])
-    return torch.stack([part @ v for part, v in zip(gradient, vector.split(sizes), strict=True)]).sum(0)
+    """The products of some columns each of a gradient with fixed random vectors: a few numbers per output unit.
+
+    One number of a layer with one output could not tell an edit from a scale.
+    """
+    parts = [some for part in gradient for some in part.chunk(2, 1)]
+    random = torch.Generator().manual_seed(0)
+    return torch.stack([some @ torch.randn(some.shape[1], generator=random).to(some) for some in parts], 1)
 
 
 def _factor(matrix: Callable[[bool], Tensor], shift: float) -> RidgeFactor:
@@ -309,10 +312,10 @@ class RowAccumulator:
         Woodbury identity :math:`\tau_\theta(E - EA^\top(AA^\top + I/\tau_\theta)^{-1}A)` gives its direction.
         """
         found, own, a, shift = fingerprint(gradient), self.mark, self.a, self._ridge(tau)
-        scale = float(torch.nan_to_num((found.double() @ own.double()) / own.double().square().sum()))
+        scale = float(torch.nan_to_num((found.double() * own).sum() / own.double().square().sum()))
         apart, unit, small = (found - scale * own).abs(), _EQUAL * torch.finfo(found.dtype).eps, found.abs()
         # Gradients that nobody touched pass the first test, which needs no norms.
-        sizes = (lambda: small, lambda: small + torch.linalg.vector_norm(gradient[0], dim=1))
+        sizes = (lambda: small, lambda: small + torch.linalg.vector_norm(gradient[0], dim=1, keepdim=True))
         if any(bool((apart <= unit * size()).all()) for size in sizes):
             return self._dual(scale, tau, gradient)
         whole = torch.cat(gradient, 1)

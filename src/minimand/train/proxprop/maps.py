@@ -122,7 +122,8 @@ class DirectMap(WeightMap):
         padding = [before for before, _ in g.padding]
         shape = (g.stride, padding, g.dilation, False, [0] * len(g.kernel), g.groups)
         found: Any = torch.ops.aten.convolution_backward(delta, x, weight, [self.outputs], *shape, needed)
-        return tuple(found)
+        # It may compute more than it was asked for.
+        return tuple(one if asked else None for one, asked in zip(found, needed, strict=True))  # type: ignore[return-value]
 
 
 class ProductMap(WeightMap):
