@@ -82,6 +82,28 @@ def test_available_layers_are_listed_once():
         ProxProp(_net()).tau_theta = {"9": 1.0}
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_zeroed_through_data_are_zero(fused):
+    net, (x, y) = _net(), _batch()
+    prox, optimizer = _start(net, fused=fused)
+    for _ in range(3):
+        expected = _expected(net, x, y)
+        _loss(net, x, y).backward()
+        optimizer.step()
+        torch.testing.assert_close(_grads(net), expected)
+        for parameter in net.parameters():
+            parameter.grad.data.zero_()
+    prox.detach()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_attached_network_can_be_traced():
+    net, (x, _) = _net(), _batch()
+    prox, _ = _start(net)
+    torch.testing.assert_close(torch.jit.trace(net, x)(x), net(x), rtol=0, atol=0)
+    prox.detach()
+
+
 def test_tensors_are_no_factor():
     with pytest.raises(MinimandError, match="the factor of Relative must be a number, got a tensor"):
         Relative(torch.tensor(3.0))

@@ -31,8 +31,8 @@ def _plain_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 def _wrapped(tensors: list[Tensor]) -> bool:
-    """Whether a transform of ``torch.func`` works on one of the tensors."""
-    return any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
+    """Whether a transform of ``torch.func`` works on one of the tensors, or ``torch.jit`` traces the pass."""
+    return torch.jit.is_tracing() or any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
 
 
 class _HookedLayer(torch.autograd.Function):
@@ -150,7 +150,7 @@ class WeightUnit:
         now = self.stamps()
         left, old = (any(now.get(key) == at for key, at in some.items()) for some in (self.unused, self.used))
         self.unused, self.used = {}, {}
-        if left or old:
+        if (left or old) and self.filled():  # .grad.data.zero_() leaves no trace
             why = "another optimizer has used a part of its direction; step all of them, or call zero_grad()"
             why = why if left else ".grad holds the direction of the last step; call zero_grad() after it"
             self.spoiled = f"a backward pass adds a gradient to a direction: {why}"
@@ -171,11 +171,11 @@ class WeightUnit:
 
     def _accumulated(self, parameter: Tensor) -> None:
         """Add the rows, now that their gradient is in ``.grad``."""
+        run = torch._C._current_graph_task_id()
         with self._lock:
-            self._add(torch._C._current_graph_task_id())
+            self._add(run, self._pending.get(run, []))
 
-    def _add(self, run: int) -> None:
-        calls = self._pending.get(run, [])
+    def _add(self, run: int, calls: list[Any]) -> None:
         if calls and isinstance(calls[0], RowAccumulator):
             if self.rows is not None:
                 why = ".grad already holds a direction; call zero_grad() or step() in between, or use fused=False"

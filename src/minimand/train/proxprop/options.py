@@ -284,9 +284,8 @@ def check_optimizers(owners: Sequence[Optimizer], layers: Iterable[Any]) -> None
         raise OptionError(f"{who} not own {', '.join(missing)}; {remedy}")
 
 
-def check_keys(optimizers: Iterable[Optimizer], layers: Mapping[str, Iterable[Tensor]]) -> None:
-    """Raise for keys of parameter groups that ProxProp would ignore; ``layers`` has the parameters of each layer."""
-    owned = {id(p): path for path, parameters in layers.items() for p in parameters}
+def check_keys(optimizers: Iterable[Optimizer], owned: Mapping[int, str]) -> None:
+    """Raise for keys of parameter groups that ProxProp would ignore; ``owned`` has the layers' paths by parameter."""
     options = {field.name for field in dataclasses.fields(ProxPropOptions)} - {"tau_theta"}
     found: dict[str, Any] = {}
     for optimizer, group in [(o, group) for o in optimizers for group in o.param_groups]:

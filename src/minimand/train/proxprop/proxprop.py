@@ -251,12 +251,8 @@ class ProxProp(Sealed):
             self._hooks.append(GraphHooks(path, module, units, type(module) in shared.options.maps))
 
     def _check_groups(self, owners: tuple[Optimizer, ...]) -> None:
-        layers: dict[str, list[Tensor]] = {}
-        for layer in self._weights.values():
-            layers.setdefault(layer.path, []).extend(layer.parameters.values())
-        for unit in self._units.values():
-            layers[unit.path] += list(unit.sharded.values())
-        check_keys(owners, layers)
+        owned = {id(p): layer.path for layer in self._weights.values() for p in layer.parameters.values()}
+        check_keys(owners, owned | {id(p): unit.path for unit in self._units.values() for p in unit.sharded.values()})
 
     def detach(self) -> None:
         """Remove all hooks. In fused mode ``.grad`` keeps a direction that it holds."""
