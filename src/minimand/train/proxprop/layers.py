@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.jit._trace import is_tracing
 from torch.utils._pytree import tree_leaves
 
 from ...errors import CapabilityError, NonFiniteError, require_fitting, require_strided
@@ -32,7 +33,7 @@ def _plain_forward(module: nn.Module) -> Callable[..., Any]:
 
 def _wrapped(tensors: list[Tensor]) -> bool:
     """Whether a transform of ``torch.func`` works on one of the tensors, or ``torch.jit`` traces the pass."""
-    return torch.jit.is_tracing() or any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
+    return is_tracing() or any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
 
 
 class _HookedLayer(torch.autograd.Function):
