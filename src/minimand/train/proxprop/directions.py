@@ -8,6 +8,7 @@ Source: [Frerix2018], Proposition 2, eqs. 13–16 and 44.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -131,13 +132,16 @@ class _LowRank:
         """The direction of a gradient, in its memory."""
         # Of a gradient in the span of the rows, rounding leaves a part outside.
         unknown = _UNKNOWN * torch.finfo(self.rows.dtype).eps * float(self.sizes.max()) if len(self.sizes) else 0.0
-        low, high = max(self.rest + self.shift, unknown), self.sizes + self.shift
+        low, high, widths = (
+            max(self.rest + self.shift, unknown),
+            self.sizes + self.shift,
+            [g.shape[1] for g in gradient],
+        )
         if options.method == "cg":
             scale = ((high - low) / self.sizes).to(self.rows)
             apply = lambda v: low * v + (v @ self.rows.mT * scale) @ self.rows  # noqa: E731
-            parts = _conjugate(apply, torch.cat(gradient, 1), options).split([part.shape[1] for part in gradient], 1)
-            return list(parts)
-        parts = self.rows.split([part.shape[1] for part in gradient], 1)
+            return list(_conjugate(apply, torch.cat(gradient, 1), options).split(widths, 1))
+        parts = self.rows.split(widths, 1)
         along = sum(part @ rows.mT for part, rows in zip(gradient, parts, strict=True))
         along = along * ((1 / high - 1 / low) / self.sizes).to(self.rows)
         return [part.addmm_(along, rows, beta=1 / low) for part, rows in zip(gradient, parts, strict=True)]
@@ -300,8 +304,7 @@ class RowAccumulator:
             return [self.delta.mT @ part for part in metric.direction(list(rows.split(self.sizes, 1)), options)]
         assert gradient is not None
         whole = torch.cat(gradient, 1) if len(gradient) > 1 else gradient[0]
-        whole = whole.unflatten(0, (self.map.groups, -1))
-        made = metric.direction(whole, options)
+        made = metric.direction(whole.unflatten(0, (self.map.groups, -1)), options)
         return list(made.flatten(0, 1).split(self.sizes, 1))
 
     def _received(self, gradient: list[Tensor], tau: Tau) -> list[Tensor]:
@@ -350,14 +353,17 @@ class RowAccumulator:
 
     def _dual_conjugate(self, target: Tensor, tau: Tau) -> Tensor:
         """Coefficients c of the last conjugate gradient iterate cA, outputs × rows."""
-        kernel, shift = gram(self.a), self._ridge(tau)
+        kernel, shift, calls = gram(self.a), self._ridge(tau), itertools.count(1)
 
-        # A vector cA is stored as (c, cK) with K = AAᵀ. Its inner product with dA is ⟨c, dK⟩.
+        # A vector cA is stored as (c, cK) with K = AAᵀ. Its inner product with dA is ⟨cK, d⟩.
         def apply(v: Tensor) -> Tensor:
             c, image = v.unbind(-2)
-            return torch.stack([image + shift * c, torch.addmm(image, image, kernel, beta=shift)], -2)
+            # The last residual is not used, and the length of the last step does not need its product with K.
+            needed = next(calls) % self.options.cg_iters or self.options.cg_tol is not None
+            after = torch.addmm(image, image, kernel, beta=shift) if needed else image
+            return torch.stack([image + shift * c, after], -2)
 
-        how: Any = {"sample_dims": 2, "inner": lambda u, v: (u[:, 0] * v[:, 1]).sum(-1)[:, None, None]}
+        how: Any = {"sample_dims": 2, "inner": lambda u, v: (u[:, 1] * v[:, 0]).sum(-1)[:, None, None]}
         pairs = (torch.stack([units, units @ kernel], -2) for units in target.split(_UNITS))
         return torch.cat([_conjugate(apply, some, self.options, **how)[:, 0] for some in pairs])
 
