@@ -132,11 +132,8 @@ class _LowRank:
         """The direction of a gradient, in its memory."""
         # Of a gradient in the span of the rows, rounding leaves a part outside.
         unknown = _UNKNOWN * torch.finfo(self.rows.dtype).eps * float(self.sizes.max()) if len(self.sizes) else 0.0
-        low, high, widths = (
-            max(self.rest + self.shift, unknown),
-            self.sizes + self.shift,
-            [g.shape[1] for g in gradient],
-        )
+        low, high = max(self.rest + self.shift, unknown), self.sizes + self.shift
+        widths = [part.shape[1] for part in gradient]
         if options.method == "cg":
             scale = ((high - low) / self.sizes).to(self.rows)
             apply = lambda v: low * v + (v @ self.rows.mT * scale) @ self.rows  # noqa: E731
