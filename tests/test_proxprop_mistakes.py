@@ -42,6 +42,11 @@ def test_fused_does_not_add_a_direction_to_a_gradient():
     prox.detach()
 
 
+def _pass_and_step(net, x, y, optimizer):
+    _loss(net, x, y).backward()
+    optimizer.step()
+
+
 @BOTH
 def test_a_gradient_is_not_added_to_the_direction_of_the_last_step(fused):
     net, (x, y) = _net(), _batch()
@@ -49,7 +54,7 @@ def test_a_gradient_is_not_added_to_the_direction_of_the_last_step(fused):
     _loss(net, x, y).backward()
     optimizer.step()
     with pytest.raises(MinimandError, match=r"holds the direction of the last step; call zero_grad\(\) after it"):
-        _loss(net, x, y).backward()
+        _pass_and_step(net, x, y, optimizer)
     for to_none in (True, False):
         optimizer.zero_grad(set_to_none=to_none)
         expected = _expected(net, x, y)

@@ -82,8 +82,9 @@ def test_one_of_two_optimizers_alone_is_one_sentence():
     _loss(net, x, y).backward()
     pair[0].step()
     pair[0].zero_grad()
+    _loss(net, x, y).backward()
     with pytest.raises(MinimandError, match="another optimizer has used a part of its direction; step all of them"):
-        _loss(net, x, y).backward()
+        pair[0].step()
     net.zero_grad()
     _loss(net, x, y).backward()
     expected = _expected(net, x, y)

@@ -8,6 +8,7 @@ Source: [Frerix2018], Proposition 2, eqs. 13–16 and 44.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -41,10 +42,13 @@ def to_working_precision(tensor: Tensor) -> Tensor:
 
 
 def fingerprint(gradient: list[Tensor]) -> Tensor:
-    """The product of a gradient with a fixed random vector: one number per output unit."""
-    sizes = [part.shape[1] for part in gradient]
-    vector = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(0)).to(gradient[0])
-    return torch.stack([part @ v for part, v in zip(gradient, vector.split(sizes), strict=True)]).sum(0)
+    """The products of some columns each of a gradient with fixed random vectors: a few numbers per output unit.
+
+    One number of a layer with one output could not tell an edit from a scale.
+    """
+    parts = [some for part in gradient for some in part.chunk(2, 1)]
+    random = torch.Generator().manual_seed(0)
+    return torch.stack([some @ torch.randn(some.shape[1], generator=random).to(some) for some in parts], 1)
 
 
 def _factor(matrix: Callable[[bool], Tensor], shift: float) -> RidgeFactor:
@@ -52,6 +56,13 @@ def _factor(matrix: Callable[[bool], Tensor], shift: float) -> RidgeFactor:
     factor = gram_factor(matrix(False), shift)
     single = factor.factor.dtype == torch.float32
     return gram_factor(matrix(True), shift) if single and (factor.damping or factor.rounding() > _ROUNDING) else factor
+
+
+def _times_inverse(rows: Tensor, factor: RidgeFactor, inverse: Callable[[], Tensor]) -> Tensor:
+    """The rows times the inverse; of many rows one product is faster than two triangular solves."""
+    if rows.shape[-2] < 1.5 * rows.shape[-1]:
+        return factor.solve(rows)
+    return (rows.to(factor.factor.dtype) @ inverse()).to(rows.dtype)
 
 
 def _shift(tau: Tau, diagonal: Callable[[], float]) -> float:
@@ -66,11 +77,10 @@ def _conjugate(apply: Callable[[Tensor], Tensor], target: Tensor, options: ProxP
 
 @dataclass(frozen=True)
 class _Metric:
-    """A Gram matrix (groups × n × n) plus a ridge; factored once, on the first use. ``kept``: used for many steps."""
+    """A Gram matrix (groups × n × n) plus a ridge; factored once, on the first use."""
 
     gram: Tensor
     tau: Tau
-    kept: bool = False
 
     @functools.cached_property
     def shift(self) -> float:
@@ -96,9 +106,7 @@ class _Metric:
         """The direction of a gradient, groups × outputs × n."""
         if options.method == "cg":
             return _conjugate(lambda v: v @ self.gram.to(v.dtype) + self.shift * v, gradient, options)
-        if not self.kept and gradient.shape[-2] < 1.5 * gradient.shape[-1]:
-            return self._factor.solve(gradient)
-        return (gradient.to(self._inverse.dtype) @ self._inverse).to(gradient.dtype)
+        return _times_inverse(gradient, self._factor, lambda: self._inverse)
 
 
 @dataclass(frozen=True)
@@ -125,12 +133,12 @@ class _LowRank:
         # Of a gradient in the span of the rows, rounding leaves a part outside.
         unknown = _UNKNOWN * torch.finfo(self.rows.dtype).eps * float(self.sizes.max()) if len(self.sizes) else 0.0
         low, high = max(self.rest + self.shift, unknown), self.sizes + self.shift
+        widths = [part.shape[1] for part in gradient]
         if options.method == "cg":
             scale = ((high - low) / self.sizes).to(self.rows)
             apply = lambda v: low * v + (v @ self.rows.mT * scale) @ self.rows  # noqa: E731
-            parts = _conjugate(apply, torch.cat(gradient, 1), options).split([part.shape[1] for part in gradient], 1)
-            return list(parts)
-        parts = self.rows.split([part.shape[1] for part in gradient], 1)
+            return list(_conjugate(apply, torch.cat(gradient, 1), options).split(widths, 1))
+        parts = self.rows.split(widths, 1)
         along = sum(part @ rows.mT for part, rows in zip(gradient, parts, strict=True))
         along = along * ((1 / high - 1 / low) / self.sizes).to(self.rows)
         return [part.addmm_(along, rows, beta=1 / low) for part, rows in zip(gradient, parts, strict=True)]
@@ -293,8 +301,7 @@ class RowAccumulator:
             return [self.delta.mT @ part for part in metric.direction(list(rows.split(self.sizes, 1)), options)]
         assert gradient is not None
         whole = torch.cat(gradient, 1) if len(gradient) > 1 else gradient[0]
-        whole = whole.unflatten(0, (self.map.groups, -1))
-        made = metric.direction(whole, options)
+        made = metric.direction(whole.unflatten(0, (self.map.groups, -1)), options)
         return list(made.flatten(0, 1).split(self.sizes, 1))
 
     def _received(self, gradient: list[Tensor], tau: Tau) -> list[Tensor]:
@@ -305,10 +312,10 @@ class RowAccumulator:
         Woodbury identity :math:`\tau_\theta(E - EA^\top(AA^\top + I/\tau_\theta)^{-1}A)` gives its direction.
         """
         found, own, a, shift = fingerprint(gradient), self.mark, self.a, self._ridge(tau)
-        scale = float(torch.nan_to_num((found.double() @ own.double()) / own.double().square().sum()))
+        scale = float(torch.nan_to_num((found.double() * own).sum() / own.double().square().sum()))
         apart, unit, small = (found - scale * own).abs(), _EQUAL * torch.finfo(found.dtype).eps, found.abs()
         # Gradients that nobody touched pass the first test, which needs no norms.
-        sizes = (lambda: small, lambda: small + torch.linalg.vector_norm(gradient[0], dim=1))
+        sizes = (lambda: small, lambda: small + torch.linalg.vector_norm(gradient[0], dim=1, keepdim=True))
         if any(bool((apart <= unit * size()).all()) for size in sizes):
             return self._dual(scale, tau, gradient)
         whole = torch.cat(gradient, 1)
@@ -339,20 +346,21 @@ class RowAccumulator:
     def _solve(self, target: Tensor, tau: Tau) -> Tensor:
         """Multiply by (AAᵀ + I/τθ)⁻¹ from the right."""
         factor = _factor(lambda double: gram(self.a.double() if double else self.a, half=True), self._ridge(tau))
-        # With many rows one product with the inverse is faster than two triangular solves.
-        many = target.shape[-2] >= 1.5 * target.shape[-1]
-        return target @ factor.inverse().to(target.dtype) if many else factor.solve(target)
+        return _times_inverse(target, factor, factor.inverse)
 
     def _dual_conjugate(self, target: Tensor, tau: Tau) -> Tensor:
         """Coefficients c of the last conjugate gradient iterate cA, outputs × rows."""
-        kernel, shift = gram(self.a), self._ridge(tau)
+        kernel, shift, calls = gram(self.a), self._ridge(tau), itertools.count(1)
 
-        # A vector cA is stored as (c, cK) with K = AAᵀ. Its inner product with dA is ⟨c, dK⟩.
+        # A vector cA is stored as (c, cK) with K = AAᵀ. Its inner product with dA is ⟨cK, d⟩.
         def apply(v: Tensor) -> Tensor:
             c, image = v.unbind(-2)
-            return torch.stack([image + shift * c, torch.addmm(image, image, kernel, beta=shift)], -2)
+            # The last residual is not used, and the length of the last step does not need its product with K.
+            needed = next(calls) % self.options.cg_iters or self.options.cg_tol is not None
+            after = torch.addmm(image, image, kernel, beta=shift) if needed else image
+            return torch.stack([image + shift * c, after], -2)
 
-        how: Any = {"sample_dims": 2, "inner": lambda u, v: (u[:, 0] * v[:, 1]).sum(-1)[:, None, None]}
+        how: Any = {"sample_dims": 2, "inner": lambda u, v: (u[:, 1] * v[:, 0]).sum(-1)[:, None, None]}
         pairs = (torch.stack([units, units @ kernel], -2) for units in target.split(_UNITS))
         return torch.cat([_conjugate(apply, some, self.options, **how)[:, 0] for some in pairs])
 
@@ -376,7 +384,7 @@ class RowAccumulator:
         assert mean is not None
         if metric is None or cache.rows != self.count or metric.tau != tau:
             low = mean.dim() == 2
-            metric = _LowRank(mean * count**0.5, rest * count, tau) if low else _Metric(mean * count, tau, kept=True)
+            metric = _LowRank(mean * count**0.5, rest * count, tau) if low else _Metric(mean * count, tau)
         self.renewed = {"mean": mean, "rest": rest, "metric": metric, "rows": self.count}
         return metric
 

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.jit._trace import is_tracing
 from torch.utils._pytree import tree_leaves
 
 from ...errors import CapabilityError, NonFiniteError, require_fitting, require_strided
 from ...network.state import is_dtensor
 from ...network.uses import Use, uses
 from .directions import Attachment, GramCache, RowAccumulator, fingerprint, to_working_precision
-from .maps import DirectMap, ProductMap, TransposedConvMap, WeightMap
+from .maps import Candidate, DirectMap, ProductMap, TransposedConvMap
 from .options import Tau, require_tau
 
 __all__ = ["GraphHooks", "LayerHooks", "WeightUnit", "local"]
@@ -31,8 +32,8 @@ def _plain_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 def _wrapped(tensors: list[Tensor]) -> bool:
-    """Whether a transform of ``torch.func`` works on one of the tensors."""
-    return any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
+    """Whether a transform of ``torch.func`` works on one of the tensors, or ``torch.jit`` traces the pass."""
+    return is_tracing() or any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
 
 
 class _HookedLayer(torch.autograd.Function):
@@ -53,32 +54,13 @@ class _HookedLayer(torch.autograd.Function):
 
 
 class WeightUnit:
-    """A weight with its bias, or some of their rows, that is one linear system; and the rows in their ``.grad``.
+    """One linear system of a ProxProp, with the rows that are in the ``.grad`` of its parameters."""
 
-    Args:
-        path, module: The module that has the parameters.
-        map: The linear map; None: it is found at the first call.
-        shared: The state of the ProxProp.
-        cache: The kept Gram matrix.
-        names: The names of weight and bias in the module.
-        spans: The rows (start, stop) of weight and bias that belong to the unit; None: all.
-    """
-
-    def __init__(
-        self,
-        path: str,
-        module: nn.Module,
-        map: WeightMap | None,
-        shared: Attachment,
-        cache: GramCache,
-        names: tuple[str, str | None] = ("weight", "bias"),
-        spans: tuple[Any, Any] = (None, None),
-    ) -> None:
-        self.path, self.map, self.shared, self.cache, self.spans = path, map, shared, cache, spans
-        self.paths = [path]
-        self.module: Any = module
+    def __init__(self, layer: Candidate, shared: Attachment, cache: GramCache) -> None:
+        self.path, self.module, names, self.spans, self.map = layer
+        self.paths, self.shared, self.cache = [self.path], shared, cache
         self._names = {kind: name for kind, name in zip(("weight", "bias"), names, strict=True) if name is not None}
-        parameters = {kind: getattr(module, name) for kind, name in self._names.items()}
+        parameters = {kind: getattr(self.module, name) for kind, name in self._names.items()}
         # FSDP replaces the parameters during a pass; the optimizer owns those that it found.
         self.sharded = {
             kind: p for kind, p in parameters.items() if p is not None and is_dtensor(p) and p.requires_grad
@@ -99,6 +81,7 @@ class WeightUnit:
     def forget(self) -> None:
         """Discard the accumulated rows."""
         self.rows: RowAccumulator | None = None
+        self.spoiled = ""  # why .grad is no gradient
         # By run of the autograd engine: the calls whose gradient is not yet accumulated.
         self._pending: dict[int, list[Any]] = {}
         self._stamps: dict[int, tuple[int, int]] = {}
@@ -115,8 +98,14 @@ class WeightUnit:
     @property
     def trained(self) -> dict[str, Tensor]:
         """The parameters that currently require a gradient."""
-        both = [(kind, self.module._parameters.get(name)) for kind, name in self._names.items()]
-        return {kind: p for kind, p in both if p is not None and p.requires_grad}
+        own, found = self.module._parameters, {}
+        for kind, name in self._names.items():
+            if name not in own and getattr(self.module, name, None) is not None:
+                why = f"its {name} is not a parameter any more (pruned or parametrised); detach, then attach again"
+                raise CapabilityError(f"layer '{self.path}': {why}")
+            if own.get(name) is not None and own[name].requires_grad:
+                found[kind] = own[name]
+        return found
 
     @property
     def held(self) -> dict[str, Tensor]:
@@ -152,36 +141,42 @@ class WeightUnit:
         if run not in self._pending:
             with self._lock:
                 self.drop_stale()
-                self._require_empty()
+                self._note_direction()
             self._pending[run] = []
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._pending.pop(run, None))  # type: ignore[arg-type]
         return self._pending[run]
 
-    def _require_empty(self) -> None:
-        """Raise if ``.grad`` holds a direction, or in fused mode anything, to which this pass would add."""
+    def _note_direction(self) -> None:
+        """Note if ``.grad`` holds a direction to which this pass adds; in fused mode, raise if it holds anything."""
         now = self.stamps()
         left, old = (any(now.get(key) == at for key, at in some.items()) for some in (self.unused, self.used))
-        self.unused, self.used, why = {}, {}, ""
-        if left or old:
+        self.unused, self.used = {}, {}
+        if (left or old) and self.filled():  # .grad.data.zero_() leaves no trace
             why = "another optimizer has used a part of its direction; step all of them, or call zero_grad()"
             why = why if left else ".grad holds the direction of the last step; call zero_grad() after it"
-            why = f"a backward pass would add a gradient to a direction: {why}"
-        elif self.shared.options.fused and self.rows is None and any(bool(grad.any()) for grad in self._grads()):
-            why = ".grad holds a gradient from before; call zero_grad(), or use fused=False"
-            why = f"fused=True takes one backward pass per step: {why}"
-        if why:
-            raise CapabilityError(f"layer '{self.path}': {why}")
+            self.spoiled = f"a backward pass adds a gradient to a direction: {why}"
+        if self.shared.options.fused:
+            self.require_gradient()
+            if self.rows is None and self.filled():
+                why = ".grad holds a gradient from before; call zero_grad(), or use fused=False"
+                raise CapabilityError(f"layer '{self.path}': fused=True takes one backward pass per step: {why}")
 
-    def _grads(self) -> list[Tensor]:
-        return [local(p.grad) for p in self.held.values() if p.grad is not None]
+    def require_gradient(self) -> None:
+        """Raise if ``.grad`` is the sum of a direction and a gradient."""
+        if self.spoiled:
+            raise CapabilityError(f"layer '{self.path}': {self.spoiled}")
+
+    def filled(self) -> bool:
+        """Whether ``.grad`` is not zero."""
+        return any(bool(local(p.grad).any()) for p in self.held.values() if p.grad is not None)
 
     def _accumulated(self, parameter: Tensor) -> None:
         """Add the rows, now that their gradient is in ``.grad``."""
+        run = torch._C._current_graph_task_id()
         with self._lock:
-            self._add(torch._C._current_graph_task_id())
+            self._add(run, self._pending.get(run, []))
 
-    def _add(self, run: int) -> None:
-        calls = self._pending.get(run, [])
+    def _add(self, run: int, calls: list[Any]) -> None:
         if calls and isinstance(calls[0], RowAccumulator):
             if self.rows is not None:
                 why = ".grad already holds a direction; call zero_grad() or step() in between, or use fused=False"
@@ -207,11 +202,10 @@ class WeightUnit:
 
     def drop_stale(self) -> None:
         """Discard the rows if ``.grad`` was removed or zeroed since they contributed to it."""
-        grads = self._grads()
         # A gradient that was zero when it was accumulated has rows. A shard may be zero while others are not.
-        unseen = not self.sharded and self.stamps() != self._stamps
-        if not grads or (unseen and not any(bool(grad.any()) for grad in grads)):
-            self.rows = None
+        now = self.stamps()
+        if not now or (not self.sharded and now != self._stamps and not self.filled()):
+            self.rows, self.spoiled = None, ""
 
     def matrices(self, *parts: Tensor | None) -> list[Tensor]:
         """The parts of weight and bias that are trained, as outputs × columns."""

@@ -29,8 +29,6 @@ __all__ = [
     "discover",
     "is_hooked",
     "is_trained",
-    "unit_key",
-    "units_of",
 ]
 
 
@@ -47,10 +45,6 @@ class WeightMap:
     transposed: bool = False
     geometry: ConvGeometry | None = None
     dual: bool = False
-
-    def same(self, other: Any) -> bool:
-        """Whether two layers that share their parameters have the same map, so that their rows can be stacked."""
-        return type(other) is type(self) and vars(other) == vars(self)
 
     def count(self, delta: Tensor) -> int:
         """The number of rows of a call with these output gradients."""
@@ -128,7 +122,8 @@ class DirectMap(WeightMap):
         padding = [before for before, _ in g.padding]
         shape = (g.stride, padding, g.dilation, False, [0] * len(g.kernel), g.groups)
         found: Any = torch.ops.aten.convolution_backward(delta, x, weight, [self.outputs], *shape, needed)
-        return tuple(found)
+        # It may compute more than it was asked for.
+        return tuple(one if asked else None for one, asked in zip(found, needed, strict=True))  # type: ignore[return-value]
 
 
 class ProductMap(WeightMap):
@@ -192,12 +187,34 @@ def direct_map(module: nn.Module) -> DirectMap | None:
 
 
 class Candidate(NamedTuple):
-    """Weights of a module that one call multiplies rows by: owner's path, names of weight and bias, their rows."""
+    """A weight that one call multiplies rows by, with its bias, or some of their rows: one linear system.
+
+    ``path`` and ``module`` are those of the owner. ``spans`` are the rows (start, stop) of weight and bias; None: all.
+    ``map`` is None if the first call shows it.
+    """
 
     path: str
-    names: tuple[str, str | None]
+    module: Any
+    names: tuple[str, str | None] = ("weight", "bias")
     spans: tuple[tuple[int, int] | None, tuple[int, int] | None] = (None, None)
     map: WeightMap | None = None
+
+    @property
+    def key(self) -> str:
+        """Its name: the path of a module with one weight, else with the weight's name and first row."""
+        own = self.path if self.names[0] == "weight" else f"{self.path}.{self.names[0]}".lstrip(".")
+        return own if self.spans[0] is None else f"{own}[{self.spans[0][0]}:{self.spans[0][1]}]"
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """By their paths: the weight, and the bias if there is one."""
+        both = {f"{self.path}.{n}".lstrip("."): getattr(self.module, n) for n in self.names if n is not None}
+        return {path: parameter for path, parameter in both.items() if parameter is not None}
+
+    @property
+    def weight(self) -> Tensor:
+        """The whole weight of the module."""
+        return next(iter(self.parameters.values()))
 
 
 class Discovery(NamedTuple):
@@ -208,40 +225,44 @@ class Discovery(NamedTuple):
     ``layers`` and ``others`` is last.
     """
 
-    layers: dict[str, tuple[nn.Module, DirectMap]]
+    layers: dict[str, Candidate]
     graphs: dict[str, list[Candidate]]
     last: str | None
     called: set[str] | None
     others: dict[str, nn.Module]
 
+    @property
+    def units(self) -> dict[str, Candidate]:
+        """All weights, by their keys."""
+        return {one.key: one for some in (self.layers.values(), *self.graphs.values()) for one in some}
+
 
 def candidates(path: str, module: nn.Module, maps: Mapping[type, Mapping[str, str | None]]) -> list[Candidate]:
     """The weights of a module other than a Linear or convolution that multiply rows; empty if there are none."""
-    kind, inner = type(module), f"{path}." if path else ""
+    kind = type(module)
     if kind in maps:
         missing = [n for pair in maps[kind].items() for n in pair if n is not None and not hasattr(module, n)]
         if missing:
             own = ", ".join(module._parameters)
             raise OptionError(f"maps names {', '.join(missing)} of {kind.__name__}, but layer '{path}' has {own}")
-        found = [Candidate(path, pair) for pair in maps[kind].items()]
+        found = [Candidate(path, module, pair) for pair in maps[kind].items()]
     elif isinstance(module, nn.MultiheadAttention) and kind.forward is nn.MultiheadAttention.forward:
         e, packed = module.embed_dim, module.in_proj_weight is not None
         thirds = [(0, e), (e, 2 * e), (2 * e, 3 * e)]
         names = ["in_proj_weight"] * 3 if packed else [f"{name}_proj_weight" for name in "qkv"]
-        pairs = zip(names, thirds, strict=True)
-        found = [Candidate(path, (name, "in_proj_bias"), (third if packed else None, third)) for name, third in pairs]
-        found.append(Candidate(f"{inner}out_proj", ("weight", "bias")))
+        bias, spans = "in_proj_bias", [(third if packed else None, third) for third in thirds]
+        found = [Candidate(path, module, (name, bias), span) for name, span in zip(names, spans, strict=True)]
+        found.append(Candidate(f"{path}.out_proj".lstrip("."), module.out_proj))
     elif isinstance(module, nn.LSTM | nn.GRU | nn.RNN | nn.RNNCellBase) and kind.forward in _RECURRENT:
         names = [name for name in module._parameters if name.startswith("weight")]
-        found = [Candidate(path, (n, b if hasattr(module, b := n.replace("weight", "bias")) else None)) for n in names]
+        pairs = ((n, b if hasattr(module, b := n.replace("weight", "bias")) else None) for n in names)
+        found = [Candidate(path, module, pair) for pair in pairs]
     elif isinstance(module, _TRANSPOSED) and kind.forward in [known.forward for known in _TRANSPOSED]:
-        found = [Candidate(path, ("weight", "bias"), map=TransposedConvMap(module))]
+        found = [Candidate(path, module, map=TransposedConvMap(module))]
     else:
-        return []
+        found = []
     # A parametrisation computes a weight from other parameters.
-    root = len(inner)
-    owners = [module.get_submodule(found.path[root:]) if found.path != path else module for found in found]
-    return [c for c, owner in zip(found, owners, strict=True) if c.names[0] in owner._parameters]
+    return [candidate for candidate in found if candidate.names[0] in candidate.module._parameters]
 
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -255,16 +276,17 @@ def discover(model: nn.Module, options: ProxPropOptions) -> Discovery:
     """
     graphs = {p: some for p, m in model.named_modules() if (some := candidates(p, m, options.maps))}
     inside = {c.path for some in graphs.values() for c in some}
-    direct = {p: (m, known) for p, m in model.named_modules() if (known := direct_map(m)) and p not in inside}
+    mapped = ((p, m, direct_map(m)) for p, m in model.named_modules() if p not in inside)
+    direct = {path: Candidate(path, module, map=known) for path, module, known in mapped if known}
     if options.fused:
         graphs, inside = {}, set()
-    modules = {path: module for path, (module, _) in direct.items()}
+    modules = {path: layer.module for path, layer in direct.items()}
     order, elsewhere = _forward_pass(model, modules, graphs)
     foreign = (m for p, m in model.named_modules() if p not in direct and p not in inside)
     tied = {id(p) for module in foreign for p in module._parameters.values() if p is not None}
-    elsewhere |= {path for path, (m, _) in direct.items() if any(id(p) in tied for p in m._parameters.values())}
+    elsewhere |= {path for path, m in modules.items() if any(id(p) in tied for p in m._parameters.values())}
     # A parametrisation computes weight or bias from other parameters.
-    own = [p for p, (m, _) in direct.items() if p not in elsewhere and {"weight", "bias"} <= m._parameters.keys()]
+    own = [p for p, m in modules.items() if p not in elsewhere and {"weight", "bias"} <= m._parameters.keys()]
     listed = [path for path, _ in model.named_modules() if path in inside.union(own)]
     given = (["*"] if options.include is None else options.include, options.exclude or [])
     include, exclude = (match([some] if isinstance(some, str) else some, listed) for some in given)
@@ -274,12 +296,11 @@ def discover(model: nn.Module, options: ProxPropOptions) -> Discovery:
     last = order[-1] if options.skip_last and order and order[-1] in kept else None
     found = {path: direct[path] for path in own if path in kept - {last}}
     graphs = {p: left for p, some in graphs.items() if (left := [c for c in some if c.path in kept - {last}])}
-    checked = {path: module for path, (module, _) in found.items()}
-    checked |= {path: model.get_submodule(path) for path in graphs}
-    problems = [f"layer '{p}' {why}" for p, m in checked.items() for why in _problems(model, m, p in graphs, direct)]
+    checked = [*found, *graphs]
+    problems = [f"layer '{path}' {why}" for path in checked for why in _problems(model, path, path in graphs, direct)]
     if problems:
         raise CapabilityError("ProxProp cannot take this model: " + "; ".join(problems))
-    others = {path: module for path, (module, _) in direct.items() if path not in found}
+    others = {path: module for path, module in modules.items() if path not in found}
     alone = options.skip_last and not order and len(found) == 1 and not others and not graphs
     if (not found and not graphs) or alone:
         last = next(iter(found), last)
@@ -327,17 +348,15 @@ def is_hooked(module: nn.Module) -> bool:
     return getattr(module.__dict__.get("forward"), "of_proxprop", False)
 
 
-def _problems(
-    model: nn.Module, module: nn.Module, graph: bool, direct: Mapping[str, tuple[nn.Module, DirectMap]]
-) -> list[str]:
+def _problems(model: nn.Module, path: str, graph: bool, direct: Mapping[str, Candidate]) -> list[str]:
     """What keeps a layer from proximal steps: shared or missing parameters, several devices, another forward."""
-    problems = []
+    problems, module = [], model.get_submodule(path)
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
     devices = {p.device.type for p in parameters.values()}
     for name, parameter in parameters.items():
         modules = model.named_modules()
         holders = [(path, n) for path, m in modules for n, p in m._parameters.items() if p is parameter]
-        if len(holders) > 1 and not _stackable(module, holders, direct):
+        if len(holders) > 1 and not _stackable([direct.get(where) for where, _ in holders]):
             where = ", ".join(f"{path}.{n}" for path, n in holders)
             problems.append(f"shares its {name} ({where}) with a layer of another kind; exclude both, or untie them")
     if "meta" in devices or any(isinstance(p, UninitializedParameter) for p in parameters.values()):
@@ -364,37 +383,12 @@ def _problems(
     return problems
 
 
-def _stackable(
-    module: nn.Module, holders: list[tuple[str, str]], direct: Mapping[str, tuple[nn.Module, DirectMap]]
-) -> bool:
-    """Whether all modules that hold a parameter are the same map with the same weight and bias."""
-    pairs = [direct.get(path) for path, _ in holders]
-    return all(
-        pair is not None
-        and pair[1].same(direct_map(module))
-        and all(pair[0]._parameters.get(n) is module._parameters.get(n) for n in ("weight", "bias"))
-        for pair in pairs
-    )
+def _stackable(holders: list[Candidate | None]) -> bool:
+    """Whether all layers that hold a parameter are the same map with the same weight and bias."""
+    keys = [one and (vars(one.map), [id(one.module._parameters.get(n)) for n in one.names]) for one in holders]
+    return None not in keys and all(key == keys[0] for key in keys)
 
 
 def is_trained(module: nn.Module) -> bool:
     """Whether a parameter of the module itself requires a gradient."""
     return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-
-
-def unit_key(candidate: Candidate) -> str:
-    """The name of a unit: the path of a module with one weight, else with the weight's name and first row."""
-    path, name, span = candidate.path, candidate.names[0], candidate.spans[0]
-    own = path if name == "weight" else f"{path}.{name}".lstrip(".")
-    return own if span is None else f"{own}[{span[0]}:{span[1]}]"
-
-
-def units_of(model: nn.Module, found: Discovery) -> dict[str, tuple[Any, ...]]:
-    """For each unit: the path and module of its owner, the names of weight and bias, their rows, the map."""
-    units: dict[str, tuple[Any, ...]] = {
-        path: (path, module, ("weight", "bias"), (None, None), map) for path, (module, map) in found.layers.items()
-    }
-    for some in found.graphs.values():
-        for one in some:
-            units[unit_key(one)] = (one.path, model.get_submodule(one.path), one.names, one.spans, one.map)
-    return units

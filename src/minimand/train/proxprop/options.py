@@ -60,7 +60,7 @@ class Relative:
     factor: float
 
     def __post_init__(self) -> None:
-        require_positive("the factor of Relative", self.factor)
+        require_tau("the factor of Relative", self.factor)
 
 
 # An optimizer's checkpoint may hold one in a parameter group; torch.load accepts only classes that it is told of.
@@ -126,7 +126,7 @@ _NAMED: dict[str, GramRule] = {"exact": ExactGram(), "subsampled": SubsampledGra
 
 def match(patterns: Iterable[str], paths: Iterable[str]) -> set[str]:
     """The paths that match a pattern; a pattern that matches none raises an error, unless there is no path."""
-    listed, asked = list(paths), list(patterns)
+    listed, asked = list(dict.fromkeys(paths)), list(patterns)
     unknown = [pattern for pattern in asked if listed and not fnmatch.filter(listed, pattern)]
     if unknown:
         raise OptionError(f"no layer matches {', '.join(unknown)}; available: {', '.join(map(repr, listed))}")
@@ -136,7 +136,7 @@ def match(patterns: Iterable[str], paths: Iterable[str]) -> set[str]:
 def require_tau(name: str, value: Any) -> None:
     """Raise OptionError unless the value is a positive number or a Relative."""
     if isinstance(value, Tensor):
-        raise OptionError(f"{name} must be a number or Relative(…), got a tensor; use float(…)")
+        raise OptionError(f"{name} must be a number, got a tensor; use float(…)")
     if not isinstance(value, Relative):
         require_positive(name, value)
 
@@ -158,7 +158,7 @@ class ProxPropOptions:
 
     def __post_init__(self) -> None:
         if isinstance(self.tau_theta, Mapping):
-            object.__setattr__(self, "tau_theta", dict(self.tau_theta))
+            object.__setattr__(self, "tau_theta", dict(self.tau_theta) or 1.0)
         for pattern, tau in self.tau_theta.items() if isinstance(self.tau_theta, dict) else [("", self.tau_theta)]:
             if not isinstance(pattern, str):
                 raise OptionError(f"the keys of tau_theta are patterns of paths, such as '0', got {pattern!r}")
@@ -259,19 +259,13 @@ def unwrapped(optimizer: Any) -> Optimizer:
     return optimizer
 
 
-def check_optimizers(owners: Sequence[Optimizer], units: Iterable[tuple[str, Any, tuple[str | None, ...]]]) -> None:
+def check_optimizers(owners: Sequence[Optimizer], layers: Iterable[Any]) -> None:
     """Raise unless the optimizers own all parameters of the layers, each some of them, and step after backward."""
     if not owners:
         raise OptionError("attach needs the optimizer of the layers; pass one or several")
     if len(set(map(id, owners))) < len(owners):
         raise OptionError("attach got an optimizer twice")
-    named = {
-        f"{path}.{name}".lstrip("."): getattr(module, name)
-        for path, module, names in units
-        for name in names
-        if name is not None
-    }
-    trained = {name: p for name, p in named.items() if p is not None and p.requires_grad}
+    trained = {name: p for layer in layers for name, p in layer.parameters.items() if p.requires_grad}
     every = parameters_of(*owners)
     for optimizer in owners:
         if any(
@@ -290,9 +284,8 @@ def check_optimizers(owners: Sequence[Optimizer], units: Iterable[tuple[str, Any
         raise OptionError(f"{who} not own {', '.join(missing)}; {remedy}")
 
 
-def check_keys(optimizers: Iterable[Optimizer], layers: Mapping[str, Iterable[Tensor | None]]) -> None:
-    """Raise for keys of parameter groups that ProxProp would ignore; ``layers`` has the parameters of each layer."""
-    owned = {id(p): path for path, parameters in layers.items() for p in parameters if p is not None}
+def check_keys(optimizers: Iterable[Optimizer], owned: Mapping[int, str]) -> None:
+    """Raise for keys of parameter groups that ProxProp would ignore; ``owned`` has the layers' paths by parameter."""
     options = {field.name for field in dataclasses.fields(ProxPropOptions)} - {"tau_theta"}
     found: dict[str, Any] = {}
     for optimizer, group in [(o, group) for o in optimizers for group in o.param_groups]:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ...errors import CapabilityError, NonFiniteError, OptionError, Sealed, ShapeError
 from .directions import Attachment, CallWatch, GramCache
 from .layers import GraphHooks, LayerHooks, WeightUnit, local
-from .maps import discover, is_trained, unit_key, units_of
+from .maps import discover, is_trained
 from .options import (
     IN_BACKWARD,
     GramRule,
@@ -115,11 +115,8 @@ class ProxProp(Sealed):
             raise OptionError(f'process_group must be "auto", None or a process group, got {process_group!r}')
         if not isinstance(model, nn.Module):
             raise CapabilityError(f"ProxProp takes an nn.Module, got {type(model).__name__}")
-        self._model, self._alone, self._shared = (
-            model,
-            process_group is None,
-            Attachment(options, TauSchedule(options.tau_theta)),
-        )
+        self._model, self._alone = model, process_group is None
+        self._shared = Attachment(options, TauSchedule(options.tau_theta))
         self._group = None if isinstance(process_group, str) else process_group
         self._caches: dict[str, GramCache] = {}
         self._units: dict[str, WeightUnit] = {}
@@ -132,7 +129,7 @@ class ProxProp(Sealed):
         self._found = found = discover(self._model, self._shared.options)
         self._shared.last, self._shared.latest, self._stepped = found.last, None, False
         self._shared.undecided = self._shared.options.skip_last and found.called is None
-        self._weights = units_of(self._model, found)
+        self._weights = found.units
         self._caches = {key: self._caches.get(key, GramCache()) for key in self._weights}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -212,7 +209,7 @@ class ProxProp(Sealed):
             raise OptionError("this ProxProp is attached already; call detach() before attaching it again")
         owners = tuple(map(unwrapped, optimizers))
         self._discover()
-        check_optimizers(owners, [unit[:3] for unit in self._weights.values()])
+        check_optimizers(owners, self._weights.values())
         self._check_groups(owners)
         several = not self._alone and dist.is_available() and dist.is_initialized()
         shared.distributed, shared.optimizers = several and dist.get_world_size(self._group) > 1, owners
@@ -238,28 +235,24 @@ class ProxProp(Sealed):
     def _hook(self) -> None:
         """Replace the layers' forward passes."""
         found, shared, by_weight = self._found, self._shared, dict[int, WeightUnit]()
-        for key, (path, module, names, spans, map) in self._weights.items():
-            weight = getattr(module, names[0])
-            if path in found.layers and id(weight) in by_weight:
+        for key, layer in self._weights.items():
+            path = layer.path
+            if path in found.layers and id(layer.weight) in by_weight:
                 # Layers that share weight and bias stack their rows.
-                unit = by_weight[id(weight)]
+                unit = by_weight[id(layer.weight)]
                 unit.paths.append(path)
             else:
-                unit = WeightUnit(path, module, map, shared, self._caches[key], names, spans)
-                by_weight[id(weight)] = self._units[key] = unit
+                unit = WeightUnit(layer, shared, self._caches[key])
+                by_weight[id(layer.weight)] = self._units[key] = unit
             if path in found.layers:
-                self._hooks.append(LayerHooks(path, module, unit))
+                self._hooks.append(LayerHooks(path, layer.module, unit))
         for path, some in found.graphs.items():
-            module, units = self._model.get_submodule(path), [self._units[unit_key(c)] for c in some]
+            module, units = self._model.get_submodule(path), [self._units[layer.key] for layer in some]
             self._hooks.append(GraphHooks(path, module, units, type(module) in shared.options.maps))
 
     def _check_groups(self, owners: tuple[Optimizer, ...]) -> None:
-        layers: dict[str, list[Tensor | None]] = {}
-        for path, module, names, _, _ in self._weights.values():
-            layers.setdefault(path, []).extend(getattr(module, name) for name in names if name is not None)
-        for unit in self._units.values():
-            layers[unit.path] += list(unit.sharded.values())
-        check_keys(owners, layers)
+        owned = {id(p): layer.path for layer in self._weights.values() for p in layer.parameters.values()}
+        check_keys(owners, owned | {id(p): unit.path for unit in self._units.values() for p in unit.sharded.values()})
 
     def detach(self) -> None:
         """Remove all hooks. In fused mode ``.grad`` keeps a direction that it holds."""
@@ -298,21 +291,18 @@ class ProxProp(Sealed):
         active = [unit for unit in self._of(optimizer) if not unit.is_last and not unit.unused and unit.stamps()]
         for unit in active:
             unit.drop_stale()
+            unit.require_gradient()
             if self._shared.distributed and unit.map is not None:
                 unit.rows = unit.rows or unit.new_rows()
                 unit.rows.reduce(next(iter(unit.held.values())).device, self._group)
-        unseen = {unit.path for unit in active if unit.rows is None and not unit.called} - self._warned
-        self._warned |= unseen
-        if unseen:
-            listed = ", ".join(path or "the model" for path in sorted(unseen))
-            _log.warning("ProxProp: plain gradients for %s, whose forward is never called", listed)
+        self._warn([unit for unit in active if unit.rows is None])
         origin = self._bad_origin(active)
         for unit in active:
             try:
                 if not origin and unit.rows and unit.rows.count:
                     unit.precondition()
             except NonFiniteError:
-                origin = f"the input of {_named(unit.path)}"
+                origin = f"the Gram matrix of {_named(unit.path)}"
         if origin:
             why = f"{origin} holds NaN or Inf; lower the learning rate or clean the data"
             warnings.warn(f"ProxProp skips this step: {why}", RuntimeWarning, stacklevel=2)
@@ -320,6 +310,15 @@ class ProxProp(Sealed):
             for parameter in parameters_of(optimizer).values():
                 self._skipped_grads += [] if parameter.grad is None else [(parameter, parameter.grad)]
                 parameter.grad = None
+
+    def _warn(self, units: list[WeightUnit]) -> None:
+        """Log once which layers keep plain gradients because no rows of theirs are known."""
+        for called, why in ((False, "forward is never called"), (True, ".grad was not filled by a backward pass")):
+            unseen = {unit.path for unit in units if unit.called == called and unit.filled()} - self._warned
+            self._warned |= unseen
+            if unseen:
+                listed = ", ".join(path or "the model" for path in sorted(unseen))
+                _log.warning("ProxProp: plain gradients for %s, whose %s", listed, why)
 
     def _bad_origin(self, active: list[WeightUnit]) -> str:
         """Where the first NaN or Inf is, in words; empty if all gradients are finite."""
@@ -371,7 +370,7 @@ class ProxProp(Sealed):
 
     def _shapes(self) -> dict[str, list[int]]:
         """The shapes of the layers' weights, by which a saved state is matched to its network."""
-        return {key: list(getattr(module, names[0]).shape) for key, (_, module, names, _, _) in self._weights.items()}
+        return {key: list(layer.weight.shape) for key, layer in self._weights.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state from :meth:`state_dict`, including τθ."""
@@ -383,8 +382,7 @@ class ProxProp(Sealed):
             raise ShapeError(f"the saved state is from another network: its weights are {saved}, here they are {own}")
         self.tau_theta = state["tau_theta"]
         for key, cache in self._caches.items():
-            _, module, names, _, map = self._weights[key]
-            cache.load(key, state, getattr(module, names[0]).device, map)
+            cache.load(key, state, self._weights[key].weight.device, self._weights[key].map)
 
     def _load_with(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         if _KEY in state:

@@ -102,10 +102,16 @@ def _trials(name: str, method: str) -> tuple[str, ...]:
 
 
 def parts(options: ProxPropAutoencoderOptions) -> list[Part]:
-    """Every network by every method: six short runs, then one at the setting with the lowest validation error."""
-    pairs = [(name, method) for name in ARCHITECTURES for method in options.methods if _installed(method)]
-    trials = [Part(trial) for pair in pairs for trial in _trials(*pair)]
-    return [*trials, *(Part(_part(*pair), _trials(*pair)) for pair in pairs)]
+    """Every network by every method: six short runs, then one at the setting with the lowest validation error.
+
+    Networks follow one another, so that a result that is not complete compares all methods on some of them.
+    """
+    found = []
+    for name in ARCHITECTURES:
+        methods = [method for method in options.methods if _installed(method)]
+        found += [Part(trial) for method in methods for trial in _trials(name, method)]
+        found += [Part(_part(name, method), _trials(name, method)) for method in methods]
+    return found
 
 
 def _optimizer(method: str, model: nn.Sequential, rate: float, tau_theta: float) -> Any:
