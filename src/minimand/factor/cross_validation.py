@@ -64,10 +64,6 @@ class _CrossValidated(FullPrecision, ClassNamePrefixFeaturesOutMixin, Transforme
     def _model(self, lam: float) -> Factorization:
         """The estimator at one λ."""
 
-    @abc.abstractmethod
-    def _folds(self, model: Factorization, data: Any, generator: torch.Generator) -> list[Fold]:
-        """For each fold a function from shares, in falling order, to the errors and ranks at each."""
-
     # -- scikit-learn's methods ------------------------------------------------------------------------------------
 
     def __sklearn_tags__(self) -> Any:
@@ -204,8 +200,8 @@ class _CrossValidated(FullPrecision, ClassNamePrefixFeaturesOutMixin, Transforme
             task = bar.add_task(f"{type(self).__name__}: folds", total=folds)
             yield lambda: bar.update(task, advance=1)
 
-    def _blocks(self, model: Factorization, data: Any, generator: torch.Generator) -> list[Fold]:
-        """Folds that hold out blocks of rows and columns."""
+    def _folds(self, model: Factorization, data: Any, generator: torch.Generator) -> list[Fold]:
+        """For each fold, a block of rows and columns, a function from falling shares to errors and ranks."""
         n, m = data.shape
         count = min(self.cv, n, m)
         if count < 2:
@@ -269,9 +265,6 @@ class NMFCV(_CrossValidated):
             lam, tol=self.tol, max_iter=self.max_iter, r_max=self.r_max, random_state=self.random_state, effort=0.2
         )
 
-    def _folds(self, model: Factorization, data: Any, generator: torch.Generator) -> list[Fold]:
-        return self._blocks(model, data, generator)
-
 
 @dataclass(eq=False, repr=False)
 class LowRankCV(_CrossValidated):
@@ -300,9 +293,6 @@ class LowRankCV(_CrossValidated):
 
     def _model(self, lam: float) -> LowRank:
         return LowRank(lam, tol=self.tol, max_iter=self.max_iter, random_state=self.random_state)
-
-    def _folds(self, model: Factorization, data: Any, generator: torch.Generator) -> list[Fold]:
-        return self._blocks(model, data, generator)
 
 
 @dataclass(eq=False, repr=False)
