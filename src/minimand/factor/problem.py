@@ -64,7 +64,8 @@ class FactorProblem:
 
     def penalty(self, U: Tensor, V: Tensor) -> float:
         """Σ θ of factors with vectors as columns, in float64."""
-        return float(self.regularizer.values(*(X.mT.to(torch.float64) for X in (U, V)), self.rows).sum())
+        left, right = (X.mT.to(torch.float64) for X in (U, V))
+        return float(self.regularizer.values(left, right, self.rows).sum())
 
     def objective(self, U: Tensor, V: Tensor) -> float:
         """The objective of factors with vectors as columns, in float64."""
