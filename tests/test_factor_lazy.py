@@ -20,6 +20,9 @@ MODELS = [
     (SparseDictionary(0.3, 0.1, n_components=3, random_state=0), Y),
     (MatrixCompletion(0.3, n_components=3, random_state=0), HALF),
     (NMF(0.3e-80, n_components=3, random_state=0), 1e-80 * Y),
+    (NMF(0.3, n_components=3, random_state=0), Y.astype(np.float32)),
+    (SparseDictionary(0.3, 0.1, n_components=3, random_state=0), Y.astype(np.float32)),
+    (MatrixCompletion(0.3, n_components=3, random_state=0), HALF.astype(np.float32)),
 ]
 cases = pytest.mark.parametrize(("model", "data"), MODELS, ids=lambda x: type(x).__name__)
 

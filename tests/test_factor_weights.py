@@ -58,6 +58,18 @@ def test_weights_are_repeated_rows(model, data):
     np.testing.assert_allclose(norms, np.linalg.norm(one.components_, axis=1), rtol=1e-4)
 
 
+@pytest.mark.parametrize("seed", [1, 4])
+def test_a_fit_that_grows_takes_the_steps_of_repeated_rows(seed):
+    rng = np.random.default_rng(100 + seed)
+    data = rng.random((400, 8)) @ rng.random((8, 60)) + 0.1 * rng.random((400, 60))
+    counts = rng.integers(0, 4, 400)
+    one = NMF("3%", random_state=0).fit(data, sample_weight=counts)
+    other = NMF("3%", random_state=0).fit(data[np.arange(400).repeat(counts)])
+    assert one.n_iter_ == other.n_iter_
+    assert one.objective_ == pytest.approx(other.objective_, rel=1e-10)
+    np.testing.assert_allclose(one.components_, other.components_, atol=1e-6)
+
+
 @pytest.mark.parametrize("make", [FIXED, KL, LowRank(0.3), MatrixCompletion(0.3, random_state=0)], ids=str)
 def test_the_gap_is_never_understated(make):
     """No factors of any size, start or number of sweeps lie below the objective minus the gap."""

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -322,6 +323,35 @@ def test_precision_follows_the_inputs(dtype: torch.dtype) -> None:
     net.fit(x, y)
     assert {p.dtype for p in net.parameters()} == {dtype} == {p.dtype for p in net.direction_.parameters()}
     assert net.predict(x).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("exponents", [(36, 0), (-36, 0), (24, -24)])
+@pytest.mark.parametrize("regularizer", ["product", "weight_decay"])
+@pytest.mark.parametrize("layers", [2, 3])
+def test_the_scale_of_the_data_does_not_matter(layers: int, regularizer: Any, exponents: Any, dtype: Any) -> None:
+    """(2^e X, 2^t Y, 2^(e+t) λ) has the solution of (X, Y, λ), with scaled outputs, to the last digit."""
+    x, y = torch.tensor([[1.0, 0.5], [-1.0, 2.0], [0.5, -1.5], [2.0, 1.0]], dtype=dtype), torch.eye(4, 1, dtype=dtype)
+
+    def fitted(e: int, t: int) -> ParallelNetwork:
+        torch.manual_seed(0)
+        net = ParallelNetwork(
+            lambda: _chain(*[part for layer in _linear(*[2] * layers, 1) for part in (layer, nn.ReLU())][:-1]),
+            lam=0.1 * 2.0 ** (e + t if regularizer == "product" else 2 * t - 2 * (t - e) / layers),
+            regularizer=regularizer,
+            initial=1,
+            restarts=2,
+            descent=30,
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return net.fit(2.0**e * x, 2.0**t * y)
+
+    (e, t), plain = exponents, fitted(0, 0)
+    scaled = fitted(e, t)
+    assert [2.0 ** (-2 * t) * value for value in scaled.history_] == plain.history_
+    assert scaled.certificate_.relative_gap == plain.certificate_.relative_gap
+    assert torch.equal(scaled.predict(2.0**e * x) * 2.0**-t, plain.predict(x))
 
 
 def test_a_grown_state_is_loaded_into_a_fresh_network() -> None:

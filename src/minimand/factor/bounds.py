@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..functions import L1
 from ..linalg import gram
-from ..norms.spectral import EPS, certified_lambda_max, lanczos, start_vector
+from ..norms.spectral import EPS, SPECTRUM, certified_lambda_max, lanczos, start_vector
 from ..solvers.iterate import iterate
 from .matrices import DualMatrix, leading_singular
 
@@ -174,9 +174,9 @@ def gram_bound(product: Tensor, level: float, rtol: float = 5e-5) -> float:
     A computed product differs from the exact one by at most :math:`\gamma_n \|Z\|_F^2`, which its trace bounds.
     """
     # The level is tried first only if it is near the norm: a needlessly high bound scales the dual point down, and the
-    # factorisation at a level below an estimate, which is a lower bound, fails.
+    # factorisation at a level below an estimate, which is a lower bound, fails. Small matrices get their spectrum.
     near, floor = level * level * (1 + 1e-9), 0.0
-    if near > 0:
+    if near > 0 and product.numel() > SPECTRUM:
         estimate = float(lanczos(lambda v: product @ v, start_vector((len(product),), product), 12)[0])
         floor = near if 0.9 * near < estimate <= near * (1 + 1e-9) else 0.0
     return max(0.0, float(certified_lambda_max(product, rtol=rtol, floor=floor))) + _product_error(product)

@@ -265,8 +265,10 @@ class SquaredDescent(LocalDescent):
 
     @cached_property
     def inner(self) -> int:
-        """Sweeps over the columns for one product with Y: more where the product costs more."""
-        return min(INNER_SWEEPS, 3 + int(self.loss.Y.numel() ** 0.5 / 60))
+        """Sweeps over the columns for one product with Y: more where the product costs more. Rows count by weight."""
+        (rows, columns), roots = self.loss.Y.shape, self.loss.roots
+        rows = rows if roots is None else float(roots.square().sum())
+        return min(INNER_SWEEPS, 3 + int((rows * columns) ** 0.5 / 60))
 
     def work(self, rank: int) -> float:
         """Two products with Y, and the calls of the column updates."""

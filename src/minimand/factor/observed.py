@@ -238,11 +238,11 @@ def masked(Y: Tensor, mask: Any) -> Observed:
 
 
 def _products(U: Tensor, V: Tensor, index: tuple[Tensor, Tensor]) -> Tensor:
-    """(UVᵀ)ᵢⱼ at the entries of ``index``, in blocks that fit into memory."""
+    """(UVᵀ)ᵢⱼ at the entries of ``index``, in blocks that fit into cache."""
     row, column = index
     out = torch.empty(len(row), dtype=U.dtype, device=U.device)
-    for part in row_blocks(len(row), max(U.shape[1], 1)):
-        out[part] = (U[row[part]] * V[column[part]]).sum(-1)
+    for part in row_blocks(len(row), max(U.shape[1], 1), cached=True):
+        out[part] = (U.index_select(0, row[part]) * V.index_select(0, column[part])).sum(-1)
     return out
 
 
@@ -307,8 +307,8 @@ class ObservedDescent(LocalDescent):
         row, column = self.loss.index
         product = left.new_zeros(pairs.rank, pairs.rank)
         linear = left.new_zeros(1, pairs.rank)
-        for part in row_blocks(len(row), pairs.rank):
-            atoms = left[row[part]] * right[column[part]]
+        for part in row_blocks(len(row), pairs.rank, cached=True):
+            atoms = left.index_select(0, row[part]) * right.index_select(0, column[part])
             product += atoms.mT @ atoms
             linear += self.loss.values[part].to(torch.float64) @ atoms
         product, linear = self.rows.sum(product), self.rows.sum(linear)

@@ -63,8 +63,9 @@ class FactorProblem:
         return FactorProblem(loss, self.regularizer, units.weight(self.lam, largest)), units
 
     def penalty(self, U: Tensor, V: Tensor) -> float:
-        """Σ θ of factors with vectors as columns."""
-        return float(self.regularizer.values(U.mT, V.mT, self.rows).to(torch.float64).sum())
+        """Σ θ of factors with vectors as columns, in float64."""
+        left, right = (X.mT.to(torch.float64) for X in (U, V))
+        return float(self.regularizer.values(left, right, self.rows).sum())
 
     def objective(self, U: Tensor, V: Tensor) -> float:
         """The objective of factors with vectors as columns, in float64."""

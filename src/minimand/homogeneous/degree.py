@@ -126,6 +126,14 @@ def _require_each(module: nn.Module, x: Tensor) -> None:
             )
 
 
+@torch.no_grad()
+def scales_with_inputs(module: nn.Module, x: Tensor) -> bool:
+    """Whether the output doubles, to the last digit, when the inputs do, at random parameters: not with a bias."""
+    x = x.detach().double()
+    found = _live_probe(module, x)
+    return found is not None and torch.equal(found[0](2 * x), 2 * found[1])
+
+
 def _live_probe(module: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor] | None:
     """A copy with random parameters and a non-zero output, and that output; None if all draws give zero."""
     for seed in range(_DRAWS):

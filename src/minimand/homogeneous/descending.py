@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CapabilityError, OptionError, ShapeError, require_finite, require_real
-from ..factor.inputs import middle
+from ..factor.inputs import Units, middle
+from .certificate import NEAR_ONE
+from .degree import scales_with_inputs
 
-__all__ = ["minimize", "minimize_batches", "outputs", "require_data", "resize_for_checkpoint"]
+__all__ = ["data_units", "minimize", "minimize_batches", "outputs", "require_data", "resize_for_checkpoint"]
 
 # Binary exponents of the largest input, beyond which its powers leave the range.
 _INPUTS = {torch.float32: 40, torch.float64: 320}
@@ -31,6 +33,20 @@ def require_data(x: Tensor, y: Tensor, *, labels: bool) -> None:
         raise OptionError(f"x is empty, or its powers leave the range of {x.dtype}: scale its entries to near one")
     if not y.dim() or len(x) != len(y):
         raise ShapeError(f"x has {len(x)} samples, but y has shape {tuple(y.shape)}")
+
+
+def data_units(net: nn.Module, x: Tensor, y: Tensor, degree: int, penalty: int, *, squared: bool) -> tuple[Units, int]:
+    """The units in which data far from one are fitted, because the tolerances of L-BFGS are not relative, and the
+    exponent e of the inputs; e = 0 unless the outputs scale with them.
+
+    With targets of exponent t, the parameters of a network of degree K scale by :math:`2^{(t-e)/K}`, its outputs by
+    :math:`2^t`, and θ, of degree ``penalty``, by :math:`2^{(t-e)/K}` to that power.
+    """
+    scales = (y, squared), (x, scales_with_inputs(net, x[:8]))
+    exponents = [middle(float(data.abs().max()), limit=NEAR_ONE) if free else 0 for data, free in scales]
+    target, inputs = (exponent - exponent % degree for exponent in exponents)
+    product = (target - inputs) // degree * penalty
+    return Units(2 * target - product, 2 * target), inputs
 
 
 @torch.no_grad()

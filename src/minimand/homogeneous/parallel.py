@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from ..arguments import checked
 from ..errors import OptionError, Sealed, require_positive
-from ..factor.inputs import Units, middle, raised, shifted
+from ..factor.inputs import Units, raised, shifted
 from ..factor.problem import INTERRUPTED, Certificate, Status
 from ..linalg import without_autocast
 from ..solvers.base import require_count
 from ..solvers.iterate import iterate
 from .bound import NO_BOUND, chain_bound, chain_gain, chain_layers
-from .certificate import NEAR_ONE, judge_residual
+from .certificate import judge_residual
 from .degree import probe_input, require_homogeneous, require_mode_independent
-from .descending import minimize, minimize_batches, outputs, require_data, resize_for_checkpoint
+from .descending import data_units, minimize, minimize_batches, outputs, require_data, resize_for_checkpoint
 from .losses import LOSSES
 from .regularizers import balance, factor_norms, path_norm, product_of_norms, smooth_surrogate, weight_decay
 
@@ -186,10 +186,11 @@ class ParallelNetwork(Sealed, nn.Module):
         """Grow from ``initial`` random subnetworks until a search finds no improvement or the result is certified; it
         warns if a search has found an improvement that was not used."""
         x, y = self._checked(x, y)
-        units, halted, self._found = self._units(y), False, None
+        degrees, halted, self._found = (self._degree or 1, self._penalty_degree), False, None
+        units, inputs = data_units(self._pattern[0], x, y, *degrees, squared=self.loss == "squared")
         try:
             self._lam = units.weight(self.lam, float(y.abs().max()))
-            self._fit(x, shifted(y, -units.objective // 2))
+            self._fit(shifted(x, -inputs), shifted(y, -units.objective // 2))
         except KeyboardInterrupt:
             self.certificate_, halted = INTERRUPTED, True
         finally:
@@ -208,24 +209,18 @@ class ParallelNetwork(Sealed, nn.Module):
         if self._degrees_match():
             iterate(lambda state, k: self._grow(x, y), True, self.max_networks, until=lambda state, k: not state)
 
-    def _units(self, y: Tensor) -> Units:
-        """The units in which targets far from one are fitted, because the tolerances of L-BFGS are not relative.
-
-        The parameters of a network of degree K scale by :math:`2^{e/K}`, its outputs by :math:`2^e`, θ by its degree.
-        """
+    @property
+    def _penalty_degree(self) -> int:
+        """The degree of θ."""
         assert self._degree is not None
-        exponent = middle(float(y.abs().max()), limit=NEAR_ONE) if self.loss == "squared" else 0
-        exponent -= exponent % self._degree
-        degree = 2 if self.regularizer == "weight_decay" else self._degree
-        return Units(2 * exponent - exponent // self._degree * degree, 2 * exponent)
+        return 2 if self.regularizer == "weight_decay" else self._degree
 
     def _finish(self, units: Units) -> None:
         """Return from the units of the fit; warn if it ended although a known subnetwork lowers the objective."""
         assert self.certificate_ is not None
-        assert self._degree is not None
         with torch.no_grad():
             for parameter in self.subnetworks.parameters():
-                parameter.copy_(shifted(parameter, units.objective // 2 // self._degree))
+                parameter.copy_(shifted(parameter, units.product // self._penalty_degree))
         self.certificate_ = self.certificate_.in_units(units)
         self.history_ = [raised(value, units.objective) for value in self.history_]
         self._found = self._found and (self._found[0], raised(self._found[1], units.polar))
@@ -253,7 +248,7 @@ class ParallelNetwork(Sealed, nn.Module):
 
     def _degrees_match(self) -> bool:
         """Whether the regulariser has the network's degree."""
-        return self.regularizer != "weight_decay" or self._degree == 2
+        return self._penalty_degree == self._degree
 
     def _checked(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Check the data and return x and y in the dtype and on the device of x."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from minimand.factor import DropoutFactorization
+from minimand.solvers import Exponential
 
 from ...claims import combine, judge_bound, scale
 from ...comparing import mean_std
@@ -30,12 +31,14 @@ class DropoutVariableRateOptions(MatrixOptions):
         p: The drop rate; for a variable rate, the rate with a single term.
         sizes: Numbers of terms.
         iterations: Iterations of dropout.
+        last: The step of the last iteration relative to that of the first; it falls exponentially.
     """
 
     rank: int = 10
     p: float = 0.01
     sizes: tuple[int, ...] = (10, 20, 40, 80, 160)
-    iterations: int = 1500
+    iterations: int = 4000
+    last: float = 2e-3
 
 
 def parts(options: DropoutVariableRateOptions) -> list[Part]:
@@ -53,6 +56,7 @@ def run(options: DropoutVariableRateOptions, part: str, lab: Lab) -> Iterator[Me
             rate="fixed" if part.endswith(FIXED) else "variable",
             method="closed_form" if part in CLOSED.values() else "dropout",
             max_iter=options.iterations,
+            decay=Exponential(options.last ** (1 / options.iterations)),
             random_state=lab.seed,
         )
         X = model.fit_transform(Y) @ model.components_
@@ -164,7 +168,7 @@ experiment = Experiment(
         "smoke": Preset(
             DropoutVariableRateOptions(rows=14, columns=12, rank=3, sizes=(3, 6, 12), iterations=150), (0,), 0.03
         ),
-        "laptop": Preset(DropoutVariableRateOptions(), (0, 1), 2),
+        "laptop": Preset(DropoutVariableRateOptions(), (0, 1, 2, 3, 4), 4),
         "paper": Preset(DropoutVariableRateOptions(iterations=10_000), (0, 1, 2), 15),
     },
     parts=parts,
