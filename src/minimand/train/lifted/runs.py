@@ -167,9 +167,10 @@ class MiniBatchRun:
         if not math.isfinite(value):
             require_finite("the input x", x)
             after = "the weight update" if self.updated else "the forward pass"
+            held = after if self.updated else "the weight or bias"
             try:
                 for layer in self.layers:
-                    require_finite(f"{after} of {layer.path}", layer.parameters())
+                    require_finite(f"{held} of {layer.path}", layer.parameters())
                 for layer, activation in zip(self.layers, v.xs[1:], strict=True):
                     require_finite(f"{after} of {layer.path} overflows: its activation", activation)
                 raise NonFiniteError(f"{after} of {self.layers[-1].path} makes the loss {value}")
@@ -179,12 +180,7 @@ class MiniBatchRun:
         return v, value
 
     def _stop(self, error: Exception, v: Any = None) -> NoReturn:
-        reason = error
-        if v is not None:
-            try:
-                self.method._require_finite(v)
-            except NonFiniteError as earlier:
-                reason = earlier
+        reason = error if v is None else self.method._cause(v, error)
         raise NonFiniteError(
             f"fit stopped and kept the last good weights: {reason}; lower Recipe.rate or raise Recipe.damping"
         ) from None
