@@ -87,7 +87,7 @@ def run(options: LPOMParallelOptions, part: str, lab: Lab) -> Iterator[Metrics]:
 
     if part in OTHERS:
         for record in tuned(options, part, build, data, lab):
-            yield record | ({PROCESSOR: record[CLOCK]} if CLOCK in record else {})
+            yield {**record, **({PROCESSOR: record[CLOCK]} if CLOCK in record else {})}
         return
     model, batches = build(), data.restarted(lab)
     if part == MODEL:
