@@ -174,7 +174,7 @@ def test_a_step_whose_forward_pass_overflows_names_the_layer(name):
         for parameter in net.parameters():
             parameter.mul_(1e20)
     x, y = _batch()
-    with pytest.raises(NonFiniteError, match="of 2|of 4"):
+    with pytest.raises(NonFiniteError, match=r"of 2|of 4"):
         METHODS[name](net).step(x.float(), y)
 
 

@@ -27,7 +27,7 @@ from .gradient import RATIO, REDUCTIONS
 from .losses import LOSSES, Loss, encode_targets
 from .maps import AffineMap, LiftedLayer, update_running_statistics
 from .options import NO_BATCH, Epoch, Recipe, batches, check_loader, weights_per_layer
-from .runs import MiniBatchRun, MonotoneRun, OptimizerRun, Run, check_optimizer
+from .runs import MiniBatchRun, MonotoneRun, OptimizerRun, Run, cause, check_optimizer
 from .variables import Variables, batch_size, plain_tensor, plainly, stamp
 from .weights import Direction, weight_directions
 
@@ -202,7 +202,7 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
         except (MinimandError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
             for parameter, old in zip(self.model.parameters(), kept, strict=True):
                 parameter.data.copy_(old)
-            reason = self._cause(v, error)
+            reason = cause(self, v, error)
             raise NonFiniteError(f"step stopped and restored the weights from before it: {reason}") from None
         if fresh:
             update_running_statistics(v.maps)
@@ -388,14 +388,6 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
     def _require_finite(self, v: V) -> None:
         for layer, x in zip(self.chain.layers, v.xs[1:], strict=True):
             require_finite(f"the activation update of {layer.path}", x)
-
-    def _cause(self, v: V, error: Exception) -> Exception:
-        """The error of the first layer whose activation is not finite, from which other errors follow."""
-        try:
-            self._require_finite(v)
-        except NonFiniteError as earlier:
-            return earlier
-        return error
 
     def _raise_nonfinite(self, v: V, energy: float) -> None:
         """Raise an error that names the layer and the update that made the energy infinite or NaN."""

@@ -15,7 +15,7 @@ from .weights import MomentumUpdate
 if TYPE_CHECKING:
     from .base import Lifted
 
-__all__ = ["MiniBatchRun", "MonotoneRun", "OptimizerRun", "Run", "check_optimizer"]
+__all__ = ["MiniBatchRun", "MonotoneRun", "OptimizerRun", "Run", "cause", "check_optimizer"]
 
 #: Steps that are tried with growing μ before a batch is left as it is.
 _TRIES = 40
@@ -39,6 +39,15 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, mode: st
             "the optimizer owns no trained parameter of the model, so nothing would move; build it on "
             "model.parameters() after the model is on its device"
         )
+
+
+def cause(method: "Lifted[Any]", v: Any, error: Exception) -> Exception:
+    """The error of the first layer whose activation is not finite, from which other errors follow."""
+    try:
+        method._require_finite(v)
+    except NonFiniteError as earlier:
+        return earlier
+    return error
 
 
 class MonotoneRun:
@@ -180,7 +189,7 @@ class MiniBatchRun:
         return v, value
 
     def _stop(self, error: Exception, v: Any = None) -> NoReturn:
-        reason = error if v is None else self.method._cause(v, error)
+        reason = error if v is None else cause(self.method, v, error)
         raise NonFiniteError(
             f"fit stopped and kept the last good weights: {reason}; lower Recipe.rate or raise Recipe.damping"
         ) from None
