@@ -167,6 +167,17 @@ def test_a_step_that_is_not_finite_leaves_the_weights(name):
     torch.testing.assert_close([p.detach() for p in net.parameters()], [p.detach() for p in kept])
 
 
+@pytest.mark.parametrize("name", list(METHODS))
+def test_a_step_whose_forward_pass_overflows_names_the_layer(name):
+    net = _net(nn.ReLU).float()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(1e20)
+    x, y = _batch()
+    with pytest.raises(NonFiniteError, match=r"of 2|of 4"):
+        METHODS[name](net).step(x.float(), y)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_inference_mode_trains_the_same_or_refuses(name):
     """In inference mode, and on tensors made there, the energies are the same. Weights made there are refused."""

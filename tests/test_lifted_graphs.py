@@ -534,9 +534,15 @@ def test_every_output_may_have_its_own_loss():
         LPOM(_dense(nn.Linear(6, 6), nn.ReLU()), loss=("squared", "squared"))
 
 
-def test_graphs_fit_without_an_optimizer():
-    net, x, y = _problem("resnet", "cross_entropy")
-    history = LPOM(net, loss="cross_entropy", example=x).fit([(x, y)] * 5, 6)
+@pytest.mark.parametrize("loss", ["squared", "cross_entropy"])
+@pytest.mark.parametrize("name", ["resnet", "unet"])
+def test_graphs_fit_without_an_optimizer(name, loss):
+    """Whatever the scale of the loss, which is summed over positions and features."""
+    net, x, y = _problem(name, loss)
+    if name == "unet":
+        x, y = (F.interpolate(part.double(), scale_factor=4).to(part.dtype) for part in (x, y.reshape(5, -1, 8, 8)))
+        y = y.squeeze(1)
+    history = LPOM(net, loss=loss, example=x).fit([(x, y)] * 5, 6)
     assert history[-1].loss < history[0].loss
 
 

@@ -3,6 +3,7 @@
 import itertools
 import os
 import statistics
+import time
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from minimand.errors import CapabilityError, MinimandError, NonFiniteError, OptionError, ReadOnlyError, ShapeError
-from minimand.train.lifted import LPOM, LayerParallel, layer_stages
+from minimand.solvers.linear import ridge_factor
+from minimand.train.lifted import LPOM, LayerParallel, layer_stages, sweeps
 from minimand.train.lifted.chain import parse
 from minimand.train.lifted.stages import cheapest_cuts, partition_layers
 
@@ -219,6 +221,25 @@ def test_stages_sum_to_one_process():
     graph = nn.Sequential(nn.Linear(64, 10), nn.LayerNorm(10), nn.ReLU(), nn.Linear(10, 10))
     with pytest.raises(CapabilityError, match="graph"):
         layer_stages(LPOM(graph), x[:64], y[:64], 1)
+
+
+def test_the_cost_model_counts_inverses_as_often_as_training_renews_them(monkeypatch):
+    spent, renewals = 0.02, []
+
+    def slow(*args):
+        renewals.append(begin := time.process_time())
+        while time.process_time() < begin + spent:
+            pass
+        return ridge_factor(*args)
+
+    (x, y), _ = _data()
+    method = LPOM(_net())
+    plain = layer_stages(method, x[:64], y[:64], 1).seconds
+    monkeypatch.setattr(sweeps, "ridge_factor", slow)
+    found = layer_stages(method, x[:64], y[:64], 1).seconds - plain
+    renewals.clear()
+    method.fit([(x[:64], y[:64])] * 16, 1)
+    assert found == pytest.approx(spent * len(renewals) / 16, rel=0.5)
 
 
 def test_needs_a_process_group():

@@ -53,8 +53,11 @@ class RidgeFactor:
 
     def inverse(self) -> Tensor:
         """(AAᵀ + sI)⁻¹; for many rows a product with it is faster than two triangular solves."""
-        unit = torch.eye(self.factor.shape[-1], dtype=self.factor.dtype, device=self.factor.device)
-        back = torch.cholesky_inverse(self.factor) if self.system is None else self._back(unit.expand_as(self.factor))
+        if self.system is None:
+            back = torch.cholesky_inverse(self.factor)
+        else:
+            unit = torch.eye(self.factor.shape[-1], dtype=self.factor.dtype, device=self.factor.device)
+            back = self._back(unit.expand_as(self.factor))
         if self.matrix is None:
             return back
         identity = torch.eye(self.matrix.shape[-2], dtype=back.dtype, device=back.device)

@@ -27,7 +27,7 @@ from .gradient import RATIO, REDUCTIONS
 from .losses import LOSSES, Loss, encode_targets
 from .maps import AffineMap, LiftedLayer, update_running_statistics
 from .options import NO_BATCH, Epoch, Recipe, batches, check_loader, weights_per_layer
-from .runs import MiniBatchRun, MonotoneRun, OptimizerRun, Run, check_optimizer
+from .runs import MiniBatchRun, MonotoneRun, OptimizerRun, Run, cause, check_optimizer
 from .variables import Variables, batch_size, plain_tensor, plainly, stamp
 from .weights import Direction, weight_directions
 
@@ -202,7 +202,8 @@ class Lifted(Sealed, abc.ABC, Generic[V]):
         except (MinimandError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
             for parameter, old in zip(self.model.parameters(), kept, strict=True):
                 parameter.data.copy_(old)
-            raise NonFiniteError(f"step stopped and restored the weights from before it: {error}") from None
+            reason = cause(self, v, error)
+            raise NonFiniteError(f"step stopped and restored the weights from before it: {reason}") from None
         if fresh:
             update_running_statistics(v.maps)
         self._variables = v

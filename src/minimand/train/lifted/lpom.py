@@ -32,8 +32,8 @@ from .weights import Direction, weight_direction
 __all__ = ["LPOM"]
 
 SWEEPS = ("gauss_seidel", "jacobi")
-#: Rate and momentum of the fast mode on networks that are not chains; the rate decays to zero.
-GRAPH_RATE, GRAPH_MOMENTUM = 0.05, 0.9
+#: Adam's rate in the fast mode on networks that are not chains; it decays to zero.
+GRAPH_RATE = 0.01
 
 
 class LPOM(Lifted[LPOMVariables]):
@@ -246,8 +246,8 @@ class LPOM(Lifted[LPOMVariables]):
             return super()._run(mode, optimizer)
         if mode != "fast":
             return MonotoneRun(self)
-        rate = GRAPH_RATE * self.recipe.rate
-        made = torch.optim.SGD(self.model.parameters(), lr=rate, momentum=GRAPH_MOMENTUM, nesterov=True)
+        # A loss is summed over positions and features, and Adam's steps do not depend on its scale.
+        made = torch.optim.Adam(self.model.parameters(), lr=GRAPH_RATE * self.recipe.rate)
         return OptimizerRun(self, made, decay=True)
 
     @plainly

@@ -15,7 +15,7 @@ from .weights import MomentumUpdate
 if TYPE_CHECKING:
     from .base import Lifted
 
-__all__ = ["MiniBatchRun", "MonotoneRun", "OptimizerRun", "Run", "check_optimizer"]
+__all__ = ["MiniBatchRun", "MonotoneRun", "OptimizerRun", "Run", "cause", "check_optimizer"]
 
 #: Steps that are tried with growing μ before a batch is left as it is.
 _TRIES = 40
@@ -39,6 +39,15 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, mode: st
             "the optimizer owns no trained parameter of the model, so nothing would move; build it on "
             "model.parameters() after the model is on its device"
         )
+
+
+def cause(method: "Lifted[Any]", v: Any, error: Exception) -> Exception:
+    """The error of the first layer whose activation is not finite, from which other errors follow."""
+    try:
+        method._require_finite(v)
+    except NonFiniteError as earlier:
+        return earlier
+    return error
 
 
 class MonotoneRun:
@@ -167,9 +176,10 @@ class MiniBatchRun:
         if not math.isfinite(value):
             require_finite("the input x", x)
             after = "the weight update" if self.updated else "the forward pass"
+            held = after if self.updated else "the weight or bias"
             try:
                 for layer in self.layers:
-                    require_finite(f"{after} of {layer.path}", layer.parameters())
+                    require_finite(f"{held} of {layer.path}", layer.parameters())
                 for layer, activation in zip(self.layers, v.xs[1:], strict=True):
                     require_finite(f"{after} of {layer.path} overflows: its activation", activation)
                 raise NonFiniteError(f"{after} of {self.layers[-1].path} makes the loss {value}")
@@ -179,12 +189,7 @@ class MiniBatchRun:
         return v, value
 
     def _stop(self, error: Exception, v: Any = None) -> NoReturn:
-        reason = error
-        if v is not None:
-            try:
-                self.method._require_finite(v)
-            except NonFiniteError as earlier:
-                reason = earlier
+        reason = error if v is None else cause(self.method, v, error)
         raise NonFiniteError(
             f"fit stopped and kept the last good weights: {reason}; lower Recipe.rate or raise Recipe.damping"
         ) from None

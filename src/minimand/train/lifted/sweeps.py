@@ -19,11 +19,11 @@ from .maps import AffineMap, LiftedLayer
 if TYPE_CHECKING:
     from .parallel import LayerParallel
 
-__all__ = ["DualSweep", "LPOMVariables"]
+__all__ = ["RENEW", "DualSweep", "LPOMVariables"]
 
 
-# The number of batches after which an inverse is recomputed.
-_RENEW = 8
+#: The number of batches after which an inverse is recomputed.
+RENEW = 8
 
 
 @dataclasses.dataclass
@@ -147,7 +147,7 @@ class DualSweep:
             change = length * _by_conjugate_gradient(affine, weight, e)
             return change if q is None else q + change
         kept = self._inverse.get(k)
-        if kept is None or kept.weight != weight or kept.age >= _RENEW:
+        if kept is None or kept.weight != weight or kept.age >= RENEW:
             try:
                 inverse = ridge_factor(matrix, 1.0 / weight).inverse().mul_(length / weight)
             except MinimandError as error:

@@ -137,7 +137,7 @@ def _by_blocks(tasks: Sequence[Regression], parts: int) -> list[Direction]:
     else:
         factors = [dataclasses.replace(factor, factor=each) for each in factor.factor]
         solved = [each.solve(target.mT).mT for each, target in zip(factors, targets, strict=True)]
-    lefts = [each.flatten(0, 1).mT.div(task.shift) for each, task in zip(solved, tasks, strict=True)]
+    lefts = [each.flatten(0, 1).mT.div_(task.shift) for each, task in zip(solved, tasks, strict=True)]
     return [Direction(left, task.rows, left.sum(1) if bias else None) for left, task in zip(lefts, tasks, strict=True)]
 
 
@@ -146,7 +146,8 @@ def ridge_shift(rows: Tensor, damping: float, bias: bool) -> float:
 
     So the damping does not depend on the number of rows, and without a bias not on their scale.
     """
-    mean = (float(rows.square().sum()) + bias * rows.shape[0]) / (rows.shape[1] + bias)
+    flat = rows.reshape(-1)
+    mean = (float(flat @ flat) + bias * rows.shape[0]) / (rows.shape[1] + bias)
     return max(damping * mean, torch.finfo(rows.dtype).tiny * 1e3)
 
 

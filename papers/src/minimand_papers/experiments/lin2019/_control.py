@@ -5,9 +5,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from minimand.train.lifted.chain import parse
 from minimand.train.lifted.losses import encode_targets
-from minimand.train.lifted.maps import update_running_statistics
 from minimand.train.lifted.weights import regress
 
 __all__ = ["ridge_control"]
@@ -19,8 +17,8 @@ def ridge_control(model: nn.Module, x: Tensor, y: Tensor, ridge: float = 1.0) ->
 
     .. math:: \min_W\; \tfrac12\|Y - H W^\top\|^2 + \tfrac\lambda2\|W\|^2
 
-    H holds the last hidden activations of the untrained network and a column of ones. A training method whose accuracy
-    does not exceed this control's gains nothing from its hidden layers.
+    H holds the inputs of the last linear layer of the untrained network, in training mode, and a column of ones. A
+    training method whose accuracy does not exceed this control's gains nothing from its hidden layers.
 
     >>> net = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))
     >>> x, y = torch.randn(32, 2), torch.randint(2, (32,))
@@ -28,10 +26,13 @@ def ridge_control(model: nn.Module, x: Tensor, y: Tensor, ridge: float = 1.0) ->
     >>> torch.equal(control[0].weight, net[0].weight)
     True
     """
-    model = copy.deepcopy(model)
-    xs, _, maps = parse(model).forward(x)
-    last = maps[-1].layer
-    update_running_statistics(maps)
-    direction = regress(maps[-1].rows(xs[-2]), encode_targets(y, xs[-1], "squared"), ridge, bias=last.bias is not None)
-    last.assign(direction.dense())
+    model, features = copy.deepcopy(model), []
+    last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
+    hook = last.register_forward_pre_hook(lambda _, inputs: features.append(inputs[0]))
+    output = model.train()(x)
+    hook.remove()
+    found = regress(features[0], encode_targets(y, output, "squared"), ridge, bias=last.bias is not None)
+    last.weight.copy_(found.dense()[:, : last.in_features])
+    if found.bias is not None:
+        last.bias.copy_(found.bias)
     return model

@@ -353,10 +353,9 @@ def error_dots(
     return dots(table, title=title, x="test error, %", log=True)
 
 
-def relative_time(results: Results[Any], ours: str, other: str, label: str) -> Comparison:
+def relative_time(results: Results[Any], ours: str, other: str, label: str, key: str = "epoch_seconds") -> Comparison:
     """The time of an epoch of one part over that of another, for each seed."""
-    mine, theirs = results.curve(ours, "epoch_seconds"), results.curve(other, "epoch_seconds")
+    mine, theirs = results.curve(ours, key), results.curve(other, key)
     ratios = [mine[seed][-1] / max(theirs[seed][-1], 1e-9) for seed in mine if mine[seed] and theirs.get(seed)]
-    return Comparison(
-        label, None, ratios, "×", note="median epoch without evaluation; depends on other load of the machine"
-    )
+    median = "median epoch without evaluation; depends on other load of the machine"
+    return Comparison(label, None, ratios, "×", note=median if key == "epoch_seconds" else "")

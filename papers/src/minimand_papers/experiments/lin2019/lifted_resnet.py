@@ -7,10 +7,10 @@ from ...comparing import Difference, difference
 from ...context import Lab
 from ...experiment import Comparison, Experiment, Metrics, Part, Plot, Preset, Results
 from ...zoo.plain import BasicResNet
-from ._lifted import error_dots, relative_time, tuned
+from ._lifted import CONTROL, error_dots, relative_time, tuned
 from .lifted_conv import LiftedConvOptions, images
 
-METHODS = ("LPOM-SGD", "LPOM-Adam", "SGD", "Adam")
+METHODS = ("LPOM-SGD", "LPOM-Adam", "SGD", "Adam", CONTROL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +57,8 @@ def plots(results: Results[LiftedResNetOptions]) -> list[Plot]:
 
 
 def findings(results: Results[LiftedResNetOptions]) -> Sequence[str | Difference]:
-    """LPOM's gradient against backpropagation's in the same optimizer."""
-    pairs = (("LPOM-SGD", "SGD"), ("LPOM-Adam", "Adam"))
+    """LPOM's gradient against backpropagation's in the same optimizer, and against random features."""
+    pairs = (("LPOM-SGD", "SGD"), ("LPOM-Adam", "Adam"), ("LPOM-SGD", CONTROL))
     return [difference(results, f"{d} {a}", f"{d} {b}") for d in results.options.datasets for a, b in pairs]
 
 
@@ -70,7 +70,8 @@ experiment = Experiment(
         "The source names arbitrary topology as future work. ResNet-20 with batch normalisation and additions is "
         "trained by SGD and by Adam, with LPOM's own gradient, which uses no derivative of the activations, and with "
         "backpropagation's. All have the same epochs, initial weights and batches, and two learning rates, of which "
-        "a tenth of the training images chooses one."
+        "a tenth of the training images chooses one. The control keeps every layer but the last random and fits that "
+        "one by a ridge regression."
     ),
     presets={
         "smoke": Preset(
