@@ -139,14 +139,15 @@ class WorkingSet(Solver):
         index = score.topk(size).indices
         part = _on_outputs(whole, index)
         begin, lasso = x[..., index], isinstance(whole.function, L1) and whole.is_quadratic
+        known = gap < torch.inf
         if lasso:
-            inside, held = _by_signs(part, begin, index, state.held, _ENOUGH * gap)
+            inside, held = _by_signs(part, begin, index, state.held, _ENOUGH * gap if known else 0.0)
         else:
-            inside, held = _by_steps(part, begin, _TIGHT * gap), None
+            inside, held = _by_steps(part, begin, _TIGHT * gap if known else 0.0), None
         x = torch.zeros_like(x).index_copy(-1, index, inside)
         new = GapBound(whole).certificate(x)
         # A Lasso is solved quickly for another set, which is larger only where this one did not help.
-        grown = size if lasso and float(new.gap.sum()) <= 0.9 * gap else 2 * size
+        grown = size if lasso and known and float(new.gap.sum()) <= 0.9 * gap else 2 * size
         if state.alive is not None:
             x = torch.zeros_like(state.x).index_copy(-1, state.alive, x)
         return state._replace(x=x, certificate=new, size=grown, held=held)
@@ -197,7 +198,7 @@ def _by_signs(part: Problem, x: Tensor, index: Tensor, held: Held | None, enough
     close = lambda point: float(bound(at(point))[1].sum()) <= enough  # noqa: E731
     point, descent, done = lasso.near(x.detach().reshape(-1).to(wide), close)
     keep = ((point != 0) | (descent.abs() >= _NEAR * lasso.weight)).nonzero().squeeze(-1)
-    if done or len(keep) > _DENSE:
+    if done or not 0 < len(keep) <= _DENSE:
         return at(point), held
     keep, gram = _gram(lasso, index, keep, held)
     found = sign_search(gram, linear[keep], lasso.weight[keep], point[keep])
