@@ -29,21 +29,18 @@ _ENOUGH = 0.1  # the gap of a working set's problem, as a share of that of the w
 _TIGHT = 0.01  # the same of other problems
 _NEAR = 0.95  # the share of its weight from which on the gradient of an entry at zero is near to it
 
-Held = tuple[Tensor, Tensor]
-
 
 class WorkingState(NamedTuple):
     """The point, what is known of it on the outputs that may be active, the norms of their rows of A, the number of
-    outputs in the next working set, the outputs that may be active with the problem on them (None: all), and the last
-    working set with its Gram matrix."""
+    outputs in the next working set, and the outputs that may be active (None: all) with the bound of the problem on
+    them."""
 
     x: Tensor
     certificate: PointCertificate
     norms: Tensor
     size: int
+    bound: GapBound
     alive: Tensor | None = None
-    part: Problem | None = None
-    held: Held | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,13 +120,14 @@ class WorkingSet(Solver):
         x = problem.y.new_zeros(problem.shape) if x0 is None else x0
         assert problem.operator.matrix is not None
         norms = torch.linalg.vector_norm(problem.operator.matrix.detach(), dim=-1).double()
-        return WorkingState(x, GapBound(problem).certificate(x), norms, _FIRST)
+        bound = GapBound(problem)
+        return WorkingState(x, bound.certificate(x), norms, _FIRST, bound)
 
     @torch.no_grad()
     def advance(self, problem: Problem, state: WorkingState, k: int, generator: torch.Generator | None) -> WorkingState:
         """The problem on a working set."""
-        state = _screened(problem, state)
-        whole = problem if state.part is None else state.part
+        state = _screened(state)
+        whole = state.bound.problem
         x = state.x if state.alive is None else state.x[..., state.alive]
         gap, outputs = float(state.certificate.gap.sum()), whole.operator.outputs
         size = min(max(state.size, 2 * int((x != 0).sum())), outputs)
@@ -138,19 +136,16 @@ class WorkingSet(Solver):
         score = (state.certificate.descent.abs() - weight).where(x == 0, torch.inf).flatten()
         index = score.topk(size).indices
         part = _on_outputs(whole, index)
-        begin, lasso = x[..., index], isinstance(whole.function, L1) and whole.is_quadratic
-        known = gap < torch.inf
-        if lasso:
-            inside, held = _by_signs(part, begin, index, state.held, _ENOUGH * gap if known else 0.0)
-        else:
-            inside, held = _by_steps(part, begin, _TIGHT * gap if known else 0.0), None
+        lasso, known = isinstance(whole.function, L1) and whole.is_quadratic, gap < torch.inf
+        solved, share = (_by_signs, _ENOUGH) if lasso else (_by_steps, _TIGHT)
+        inside = solved(part, x[..., index], share * gap if known else 0.0)
         x = torch.zeros_like(x).index_copy(-1, index, inside)
-        new = GapBound(whole).certificate(x)
+        new = state.bound.certificate(x)
         # A Lasso is solved quickly for another set, which is larger only where this one did not help.
         grown = size if lasso and known and float(new.gap.sum()) <= 0.9 * gap else 2 * size
         if state.alive is not None:
             x = torch.zeros_like(state.x).index_copy(-1, state.alive, x)
-        return state._replace(x=x, certificate=new, size=grown, held=held)
+        return state._replace(x=x, certificate=new, size=grown)
 
 
 def _on_outputs(problem: Problem, index: Tensor) -> Problem:
@@ -164,10 +159,10 @@ def _on_outputs(problem: Problem, index: Tensor) -> Problem:
     )
 
 
-def _screened(problem: Problem, state: WorkingState) -> WorkingState:
+def _screened(state: WorkingState) -> WorkingState:
     """The state without the outputs that the gap proves to be zero, where these are worth a copy of the others."""
     slope, gap = state.certificate.slope, state.certificate.gap
-    part = problem if state.part is None else state.part
+    part = state.bound.problem
     if slope is None or not bool(gap.isfinite().all()):
         return state
     # With room for the rounding of the norms.
@@ -179,10 +174,10 @@ def _screened(problem: Problem, state: WorkingState) -> WorkingState:
     alive = keep if state.alive is None else state.alive[keep]
     x = torch.zeros_like(state.x).index_copy(-1, alive, state.x[..., alive])
     known = state.certificate._replace(descent=state.certificate.descent[..., keep], slope=slope[..., keep])
-    return WorkingState(x, known, state.norms[keep], state.size, alive, _on_outputs(part, keep))
+    return WorkingState(x, known, state.norms[keep], state.size, GapBound(_on_outputs(part, keep)), alive)
 
 
-def _by_signs(part: Problem, x: Tensor, index: Tensor, held: Held | None, enough: float) -> tuple[Tensor, Held | None]:
+def _by_signs(part: Problem, x: Tensor, enough: float) -> Tensor:
     """A Lasso on a working set: spectral steps, and a search for the signs of the entries that are not zero or nearly
     not, where the gap is not small enough before."""
     assert isinstance(part.function, L1)
@@ -199,31 +194,11 @@ def _by_signs(part: Problem, x: Tensor, index: Tensor, held: Held | None, enough
     point, descent, done = lasso.near(x.detach().reshape(-1).to(wide), close)
     keep = ((point != 0) | (descent.abs() >= _NEAR * lasso.weight)).nonzero().squeeze(-1)
     if done or not 0 < len(keep) <= _DENSE:
-        return at(point), held
-    keep, gram = _gram(lasso, index, keep, held)
-    found = sign_search(gram, linear[keep], lasso.weight[keep], point[keep])
-    return at(point if found is None else torch.zeros_like(point).index_copy(0, keep, found)), (index[keep], gram)
-
-
-def _gram(lasso: Lasso, index: Tensor, keep: Tensor, held: Held | None) -> Held:
-    """Some entries of a working set, those of the last search first, and their Gram matrix."""
-    spot = keep[:0]
-    if held is not None:
-        place = index.new_full((int(torch.cat([index, held[0]]).max()) + 1,), -1)
-        place[held[0]] = torch.arange(len(held[0]), device=index.device)
-        spot = place[index[keep]]
-        keep, spot = torch.cat([keep[spot >= 0], keep[spot < 0]]), spot[spot >= 0]
-    count = len(spot)
-    if held is None or not count:
-        product = gram(lasso.matrix[keep])
-    else:
-        rows = lasso.matrix[keep]
-        product = rows.new_empty(len(keep), len(keep))
-        product[:count, :count] = held[1][spot][:, spot]
-        torch.mm(rows[count:], rows.mT, out=product[count:])
-        product[:count, count:] = product[count:, :count].mT
-    product.diagonal()[count:].add_(lasso.ridge)
-    return keep, product
+        return at(point)
+    product = gram(matrix[keep])
+    product.diagonal().add_(part.ridge)
+    found = sign_search(product, linear[keep], lasso.weight[keep], point[keep])
+    return at(point if found is None else torch.zeros_like(point).index_copy(0, keep, found))
 
 
 def _by_steps(part: Problem, x: Tensor, enough: float) -> Tensor:
