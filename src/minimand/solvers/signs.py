@@ -12,6 +12,9 @@ _STEPS, _BLOCK = 100, 20  # spectral steps before a search, at most, and between
 _SETTLED = 0.05  # the share of the entries that are not zero of which fewer may change in a block
 _POINTS = 8  # points on the way to an aim, at most
 
+#: Entries with a sign, the minimiser among points with these signs, were they free to change, and their Gram matrix.
+Aim = tuple[Tensor, Tensor, Tensor]
+
 
 class Lasso(NamedTuple):
     r""":math:`\tfrac12\|A^\top x\|^2 + \tfrac\lambda2\|x\|^2 - c^\top x + \sum_i w_i|x_i|`."""
@@ -91,17 +94,8 @@ def sign_search(gram: Tensor, linear: Tensor, weight: Tensor, x: Tensor) -> Tens
     return None
 
 
-class _Aim(NamedTuple):
-    """Entries with a sign, the minimiser among points with these signs, were they free to change, and their Gram
-    matrix."""
-
-    entries: Tensor
-    point: Tensor
-    gram: Tensor
-
-
-def _aim(gram: Tensor, linear: Tensor, weight: Tensor, x: Tensor, sign: Tensor) -> _Aim | None:
-    """The minimiser of some signs; None where the system is singular."""
+def _aim(gram: Tensor, linear: Tensor, weight: Tensor, x: Tensor, sign: Tensor) -> Aim | None:
+    """The aim of some signs; None where the system is singular."""
     index = sign.nonzero().squeeze(-1)
     while len(index):
         part, aim = gram.index_select(0, index).index_select(1, index), x[index]
@@ -118,12 +112,12 @@ def _aim(gram: Tensor, linear: Tensor, weight: Tensor, x: Tensor, sign: Tensor) 
             return None
         wrong = (x[index] == 0) & (aim * sign[index] <= 0)
         if not bool(wrong.any()):
-            return _Aim(index, aim, part)
+            return index, aim, part
         index = index[~wrong]
     return None
 
 
-def _towards(linear: Tensor, weight: Tensor, x: Tensor, aim: _Aim) -> tuple[Tensor, bool] | None:
+def _towards(linear: Tensor, weight: Tensor, x: Tensor, aim: Aim) -> tuple[Tensor, bool] | None:
     """The best point on the way to an aim, and whether it is the aim; None where the objective does not decrease."""
     index, point, gram = aim
     here = x[index]

@@ -190,7 +190,7 @@ def _by_signs(part: Problem, x: Tensor, enough: float) -> Tensor:
         linear = linear + part.bias.detach().reshape(-1).to(wide)
     lasso, bound = Lasso(matrix, part.ridge, linear, weight.reshape(-1)), GapBound(part)
     at = lambda point: point.reshape(x.shape).to(x.dtype)  # noqa: E731
-    close = lambda point: float(bound(at(point))[1].sum()) <= enough  # noqa: E731
+    close = lambda point: enough > 0 and float(bound(at(point))[1].sum()) <= enough  # noqa: E731
     point, descent, done = lasso.near(x.detach().reshape(-1).to(wide), close)
     keep = ((point != 0) | (descent.abs() >= _NEAR * lasso.weight)).nonzero().squeeze(-1)
     if done or not 0 < len(keep) <= _DENSE:
@@ -208,7 +208,7 @@ def _by_steps(part: Problem, x: Tensor, enough: float) -> Tensor:
 
     def close(state: SpectralState, done: int) -> bool:
         assert state.x is not None
-        return done % 6 == 0 and float(bound(state.x)[1].sum()) <= enough
+        return done % 6 == 0 and enough > 0 and float(bound(state.x)[1].sum()) <= enough
 
     begin = _INNER.init(inner, x)
     last = iterate(lambda s, j: _INNER.advance(inner, s, j, None), begin, _INNER.iterations, until=close)[0]
