@@ -51,7 +51,7 @@ class WorkingSet(Solver):
     the problem on them, and computes the whole gradient. On a working set a Lasso is solved by :class:`Spectral` steps
     until the entries that are not zero settle, and then exactly by a search for their signs; other problems by
     :class:`Spectral` steps with Newton steps on the active set. Working sets are left as soon as their gap is small
-    beside that of the whole problem. They double, for a Lasso only where the whole gap fell by less than a tenth. A
+    beside that of the whole problem. They double, for a Lasso only where the whole gap fell by less than half. A
     product with A and one with its transpose are made in an iteration; inner steps take rows of the working set.
 
     Outputs are screened by the duality gap. With the dual point :math:`\hat u` of the gap and its slopes
@@ -142,7 +142,7 @@ class WorkingSet(Solver):
         x = torch.zeros_like(x).index_copy(-1, index, inside)
         new = state.bound.certificate(x)
         # A Lasso is solved quickly for another set, which is larger only where this one did not help.
-        grown = size if lasso and known and float(new.gap.sum()) <= 0.9 * gap else 2 * size
+        grown = size if lasso and known and float(new.gap.sum()) <= 0.5 * gap else 2 * size
         if state.alive is not None:
             x = torch.zeros_like(state.x).index_copy(-1, state.alive, x)
         return state._replace(x=x, certificate=new, size=grown)
