@@ -4,11 +4,14 @@ import dataclasses
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minimand.errors import OptionError
 from minimand.functions import L1, Ball, Box, GroupL2, NonNegative, Simplex, SquaredHinge, TotalVariation, Zero
 from minimand.operators import Dense, operator
 from minimand.solvers import FISTA, Huber, Logistic, Problem, ProxGD, Spectral, SquaredHingeLoss, solve
+from minimand.solvers.gap import GapBound
+from minimand.solvers.recession import require_minimum
 
 
 def _normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -82,3 +85,26 @@ def test_a_problem_on_a_bounded_domain_is_not(function) -> None:
     problem = Problem(Dense(1e15 * WIDE), function, NARROW, 1e15 * BIAS)
     assert solve(problem, FISTA(5), tol=1e-9).converged is False
     assert solve(dataclasses.replace(problem, y=NARROW.sign(), datafit=Logistic()), tol=1e-6).x.isfinite().all()
+
+
+class _Sizes(TorchDispatchMode):
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for each in out if isinstance(out, tuple | list) else (out,):
+            self.largest = max(self.largest, each.numel() if isinstance(each, torch.Tensor) else 0)
+        return out
+
+
+@pytest.mark.parametrize("bias", [None, torch.full((300,), 1e-3, dtype=torch.float64)], ids=["no bias", "bias"])
+def test_the_question_takes_no_matrix_larger_than_that_of_the_problem(bias: torch.Tensor | None) -> None:
+    """With an entry without a penalty, whose gap is not known."""
+    weight = torch.ones(300, dtype=torch.float64).index_fill(0, torch.tensor([0]), 0.0)
+    if bias is not None:
+        bias = bias.index_fill(0, torch.tensor([0]), 0.0)
+    problem = Problem(Dense(_normal(300, 20)), L1(weight), _normal(1, 20, seed=1), bias)
+    x = solve(problem, tol=1e-6).x
+    with _Sizes() as sizes:
+        require_minimum(GapBound(problem), x)
+    assert sizes.largest <= 300 * 20

@@ -44,6 +44,44 @@ def test_signs_are_found_from_any_start(seed: int, correlation: float, share: fl
     assert bool(((descent - weight * x.sign())[x != 0].abs() <= room).all())
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_signs_are_found_from_more_entries_than_the_rank(seed: int) -> None:
+    matrix, y = _correlated(20, 60, 0.3, seed)
+    gram, linear = matrix @ matrix.mT, matrix @ y
+    weight = torch.full_like(linear, 0.05 * float(linear.abs().max()))
+    x = sign_search(gram, linear, weight, torch.linspace(-1, 1, 60, dtype=torch.float64))
+    assert x is not None
+    descent, room = linear - gram @ x, 1e-7 * linear.abs().max()
+    assert int((x != 0).sum()) <= 20
+    assert bool((descent.abs() <= weight + room).all())
+    assert bool(((descent - weight * x.sign())[x != 0].abs() <= room).all())
+
+
+@pytest.mark.parametrize("share", [0.1, 0.02])
+@pytest.mark.parametrize("correlation", [0.0, 0.95])
+def test_sets_grow_where_no_gap_is_known(correlation: float, share: float) -> None:
+    """An intercept is an entry without a penalty."""
+    matrix, y = _correlated(100, 900, correlation, seed=5)
+    matrix, y = matrix + 1, y + 5
+    weight = share * float((matrix @ (y - y.mean())).abs().max())
+    theirs = Lasso(weight / 100, tol=1e-10, max_iter=100_000).fit(matrix.mT.numpy(), y.numpy())
+    function = L1(torch.cat([torch.zeros(1), torch.full((900,), weight)]).double())
+    problem = Problem(Dense(torch.cat([torch.ones(1, 100), matrix])), function, y.unsqueeze(0))
+    found = solve(problem, WorkingSet(), tol=1e-10)
+    assert found.converged
+    np.testing.assert_allclose(found.x[0, 1:].numpy(), theirs.coef_, atol=1e-5)
+    np.testing.assert_allclose(float(found.x[0, 0]), theirs.intercept_, atol=1e-4)
+
+
+@pytest.mark.parametrize("share", [1.0, 20.0])
+def test_a_weight_above_the_gradient_gives_zero(share: float) -> None:
+    matrix, y = _correlated(40, 700, 0.5)
+    problem = Problem(Dense(matrix), L1(share * float((matrix @ y).abs().max()) * (1 + 1e-12)), y.unsqueeze(0))
+    found = solve(problem)
+    assert found.converged
+    assert not bool(found.x.any())
+
+
 def test_equal_columns_are_left_to_other_steps() -> None:
     """The search returns the solution or nothing, and the working sets converge either way."""
     matrix, y = _correlated(20, 40, 0.5)

@@ -112,9 +112,7 @@ class GapBound:
             if name in vars(self):
                 vars(other)[name] = vars(self)[name]
         if "_wide" in vars(self):
-            vars(other)["_wide"] = self._wide if self._wide is self.problem else some_samples(self._wide, keep)
-            if self._wide is self.problem:
-                vars(other)["_wide"] = other.problem
+            vars(other)["_wide"] = other.problem if self._wide is self.problem else some_samples(self._wide, keep)
         return other
 
     @torch.no_grad()

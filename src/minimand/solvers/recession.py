@@ -1,9 +1,12 @@
 """Problems without a minimum, because the objective falls forever along a direction."""
 
+from collections.abc import Callable
+from contextlib import suppress
+
 import torch
 from torch import Tensor
 
-from ..errors import OptionError
+from ..errors import CapabilityError, OptionError
 from ..functions.separable import Zero
 from ..operators.dense import Dense
 from ..tracing import holds, is_traced
@@ -28,8 +31,8 @@ def require_range(problem: Problem) -> None:
     A, b = matrix.detach().double(), problem.full_bias().detach().double()
     if is_traced(A) or is_traced(b):
         return
-    b = b.expand(*b.shape[:-1], A.shape[-2]).unsqueeze(-1)
-    outside = (b - _range(A) @ b).norm(dim=(-2, -1)) - 1e-6 * b.norm(dim=(-2, -1))
+    b = b.expand(*b.shape[:-1], A.shape[-2])
+    outside = _off_range(A)(b).norm(dim=-1) - 1e-6 * b.norm(dim=-1)
     if bool((outside > 0).any()):
         raise OptionError(
             f"the problem is unbounded: g = 0, there is no ridge, and the bias has a part of norm "
@@ -44,6 +47,14 @@ def require_minimum(bound: GapBound, x: Tensor) -> None:
     problem, dims = bound.problem, bound.problem.output_dims
     if problem.ridge > 0 or is_traced(x) or not x.numel():
         return
+    with suppress(CapabilityError):
+        # Without a bias squares are bounded from below, and so is g where g*(0) is finite.
+        if (
+            problem.is_quadratic
+            and problem.bias is None
+            and holds(problem.function.conjugate().value(0 * x) < torch.inf)
+        ):
+            return
     scale = problem.scale(x.detach().to(problem.y.dtype)).double()
     x, begin = x.detach().double(), problem.linear().detach().double()
     if not problem.is_smooth:
@@ -89,9 +100,9 @@ def _receding(problem: Problem, way: Tensor, far: Tensor) -> Tensor:
     if not problem.is_quadratic or matrix is None:
         return way
     A = matrix.detach().double()
-    project = torch.eye(A.shape[-2], dtype=A.dtype, device=A.device) - _range(A)
+    project = _off_range(A)
     for _ in range(_ROUNDS):
-        way = problem.function.prox(far * (project @ way.unsqueeze(-1)).squeeze(-1), _TINY) / far
+        way = problem.function.prox(far * project(way), _TINY) / far
     return way
 
 
@@ -101,6 +112,7 @@ def _matrices(problem: Problem) -> Tensor | None:
     return operator.weight if isinstance(operator, Dense) else operator.matrix
 
 
-def _range(A: Tensor) -> Tensor:
-    """The projection on the range of A."""
-    return A @ torch.linalg.pinv(A, rtol=_NULL)
+def _off_range(A: Tensor) -> Callable[[Tensor], Tensor]:
+    """The projection on the complement of the range of A."""
+    inverse = torch.linalg.pinv(A, rtol=_NULL)
+    return lambda v: v - (A @ (inverse @ v.unsqueeze(-1))).squeeze(-1)

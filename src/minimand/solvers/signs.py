@@ -1,13 +1,59 @@
 r"""The Lasso of a small Gram matrix, solved exactly by a search for the signs of the solution."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["sign_search"]
+__all__ = ["Lasso", "sign_search"]
 
+_STEPS, _BLOCK = 100, 20  # spectral steps before a search, at most, and between two looks at the point
+_SETTLED = 0.05  # the share of the entries that are not zero of which fewer may change in a block
 _POINTS = 8  # points on the way to an aim, at most
+
+#: Entries with a sign, the minimiser among points with these signs, were they free to change, and their Gram matrix.
+Aim = tuple[Tensor, Tensor, Tensor]
+
+
+class Lasso(NamedTuple):
+    r""":math:`\tfrac12\|A^\top x\|^2 + \tfrac\lambda2\|x\|^2 - c^\top x + \sum_i w_i|x_i|`."""
+
+    matrix: Tensor
+    ridge: float
+    linear: Tensor
+    weight: Tensor
+
+    def product(self, x: Tensor) -> Tensor:
+        """The Hessian times x."""
+        bent = self.matrix @ (x @ self.matrix)
+        return bent + self.ridge * x if self.ridge else bent
+
+    def near(self, x: Tensor, close: Callable[[Tensor], bool]) -> tuple[Tensor, Tensor, bool]:
+        """A point from which few signs change, its negative gradient, and whether it is ``close``: the steps of
+        :class:`~minimand.solvers.Spectral` for one sample, which end once a factorisation on the entries that are not
+        zero is cheaper, or these settle."""
+        descent, before = self.linear - self.product(x), x != 0
+        curved = float(descent @ self.product(descent))
+        step = float(descent @ descent) / curved if curved > 0 else 1.0
+        for k in range(1, _STEPS + 1):
+            aim, room = x + step * descent, step * self.weight
+            aim = aim - aim.clamp(-room, room)
+            move = aim - x
+            bent = self.product(move)
+            slope, curved = float(descent @ move + self.weight @ (x.abs() - aim.abs())), float(move @ bent)
+            if not (slope > 0 and curved > 0):
+                break
+            share = min(1.8 * slope / curved, 1.0)
+            x, descent, step = x + share * move, descent - share * bent, float(move @ move) / curved
+            if k % _BLOCK == 0:
+                if close(x):
+                    return x, descent, True
+                before, last = x != 0, before
+                count = int(before.sum())
+                if int((before ^ last).sum()) <= _SETTLED * count or count**3 <= 2 * k * self.matrix.numel():
+                    break
+        return x, descent, False
 
 
 @torch.no_grad()
@@ -48,35 +94,30 @@ def sign_search(gram: Tensor, linear: Tensor, weight: Tensor, x: Tensor) -> Tens
     return None
 
 
-class _Aim(NamedTuple):
-    """Entries with a sign, the minimiser among points with these signs, were they free to change, and their Gram
-    matrix."""
-
-    entries: Tensor
-    point: Tensor
-    gram: Tensor
-
-
-def _aim(gram: Tensor, linear: Tensor, weight: Tensor, x: Tensor, sign: Tensor) -> _Aim | None:
-    """The minimiser of some signs; None where the system is singular."""
+def _aim(gram: Tensor, linear: Tensor, weight: Tensor, x: Tensor, sign: Tensor) -> Aim | None:
+    """The aim of some signs; None where the system is singular."""
     index = sign.nonzero().squeeze(-1)
     while len(index):
-        part = gram.index_select(0, index).index_select(1, index)
-        factor, info = torch.linalg.cholesky_ex(part)
+        part, aim = gram.index_select(0, index).index_select(1, index), x[index]
+        # The share lets there be more entries than the rank; the second solve takes away its effect otherwise.
+        shifted = part.clone()
+        shifted.diagonal().mul_(1 + torch.finfo(part.dtype).eps ** (2 / 3))
+        factor, info = torch.linalg.cholesky_ex(shifted)
         if int(info):
             return None
         target = linear[index] - weight[index] * sign[index]
-        aim = torch.cholesky_solve(target.unsqueeze(-1), factor).squeeze(-1)
+        for _ in range(2):
+            aim = aim + torch.cholesky_solve((target - part @ aim).unsqueeze(-1), factor).squeeze(-1)
         if not bool(aim.isfinite().all()):
             return None
         wrong = (x[index] == 0) & (aim * sign[index] <= 0)
         if not bool(wrong.any()):
-            return _Aim(index, aim, part)
+            return index, aim, part
         index = index[~wrong]
     return None
 
 
-def _towards(linear: Tensor, weight: Tensor, x: Tensor, aim: _Aim) -> tuple[Tensor, bool] | None:
+def _towards(linear: Tensor, weight: Tensor, x: Tensor, aim: Aim) -> tuple[Tensor, bool] | None:
     """The best point on the way to an aim, and whether it is the aim; None where the objective does not decrease."""
     index, point, gram = aim
     here = x[index]

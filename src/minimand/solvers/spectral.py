@@ -112,9 +112,8 @@ class Spectral(Solver):
         point = torch.zeros_like(descent) if x0 is None else x0
         with torch.no_grad():
             unit = descent / spread(problem, _largest(problem, descent))
-            step = _length(
-                problem, unit, _curved(problem, image, unit, gram), torch.ones_like(_inner(problem, unit, unit))
-            )
+            square = _inner(problem, unit, unit)
+            step = _length(problem, unit, _curved(problem, image, unit, gram), square, torch.ones_like(square))
         return SpectralState(x0, image, descent, problem.function.sums(point, problem.output_dims), step, gram)
 
     def advance(
@@ -122,7 +121,7 @@ class Spectral(Solver):
     ) -> SpectralState:
         """A proximal gradient step, a line search, and the next length."""
         step = spread(problem, state.step)
-        aim = problem.function.prox(_moved(state.x, step * state.descent), step)
+        aim = problem.function.prox(_moved(state.x, state.descent, step), step)
         if self.polish is not None and k % self.polish == self.polish - 1:
             aim = active_step(problem, state, aim, cheap=k < _EARLY)
             return _towards(problem, state, aim, sure=False)
@@ -136,20 +135,20 @@ def _towards(problem: Problem, state: SpectralState, aim: Tensor, *, sure: bool 
     dims = problem.output_dims
     d = aim if x is None else aim - x
     after = problem.function.sums(aim, dims)
-    slope = _inner(problem, descent, d) + value - after
+    slope, square = _inner(problem, descent, d) + value - after, _inner(problem, d, d)
     if sure:
-        slope = torch.maximum(slope, _inner(problem, d, d / spread(problem, step)))
+        slope = torch.maximum(slope, square / step)
     if problem.is_quadratic:
         product = _curved(problem, None, d, gram)
         alpha = _closed(slope.detach(), _inner(problem, d, product).detach()).to(d.dtype)
         share = spread(problem, alpha)
-        moved, descent = _moved(x, share * d), descent - share * product
+        moved, descent = _moved(x, d, share), descent.addcmul(share, product, value=-1)
     else:
         shadow = problem.operator.adjoint(d)
         image = torch.zeros_like(problem.y) if image is None else image
         alpha = _searched(problem, d, _Line(image, shadow, slope)).to(d.dtype)
         share = spread(problem, alpha)
-        moved, image = _moved(x, share * d), image + _spread_inputs(problem, alpha) * shadow
+        moved, image = _moved(x, d, share), image.addcmul(_spread_inputs(problem, alpha), shadow)
         residual = problem.datafit.residual(image, problem.y)
         new = problem.less_ridge(problem.operator.affine(residual, problem.bias), moved)
         product = (descent - new) / torch.where(share > 0, share, 1.0)
@@ -157,7 +156,7 @@ def _towards(problem: Problem, state: SpectralState, aim: Tensor, *, sure: bool 
     with torch.no_grad():
         # A step from which no point of the line is better was too long.
         kept = torch.where(alpha > 0, step, 0.01 * step) if sure else step
-        step = torch.minimum(_length(problem, d, product, kept), _GROWTH * step)
+        step = torch.minimum(_length(problem, d, product, square, kept), _GROWTH * step)
     value = torch.where(alpha == 1, after, torch.where(alpha == 0, value, problem.function.sums(moved, dims)))
     return SpectralState(moved, image, descent, value, step, gram)
 
@@ -171,8 +170,8 @@ def _spread_inputs(problem: Problem, values: Tensor) -> Tensor:
     return values.reshape(*values.shape, *(1,) * problem.input_dims)
 
 
-def _moved(x: Tensor | None, d: Tensor) -> Tensor:
-    return d if x is None else x + d
+def _moved(x: Tensor | None, d: Tensor, share: Tensor) -> Tensor:
+    return share * d if x is None else x.addcmul(share, d)
 
 
 def _curved(problem: Problem, image: Tensor | None, d: Tensor, gram: Tensor | None) -> Tensor:
@@ -197,12 +196,15 @@ def _largest(problem: Problem, v: Tensor) -> Tensor:
     return torch.where(size > 0, size, 1.0)
 
 
-def _length(problem: Problem, d: Tensor, product: Tensor, before: Tensor) -> Tensor:
-    """‖d‖²/⟨d, Hd⟩ of each sample; a sample that has arrived keeps its step. Both vectors are divided by the largest
-    entry of d, because squares of large or small entries leave the range of single precision."""
-    size = spread(problem, _largest(problem, d))
-    d, product = d / size, product / size
-    square, curved = _inner(problem, d, d), _inner(problem, d, product)
+def _length(problem: Problem, d: Tensor, product: Tensor, square: Tensor, before: Tensor) -> Tensor:
+    """‖d‖²/⟨d, Hd⟩ of each sample; a sample that has arrived keeps its step. Where ‖d‖² is near the ends of the range,
+    both vectors are divided by the largest entry of d before they are multiplied."""
+    ends = torch.finfo(square.dtype)
+    if not holds((square > ends.tiny**0.7) & (square < ends.max**0.7)):
+        size = spread(problem, _largest(problem, d))
+        d, product = d / size, product / size
+        square = _inner(problem, d, d)
+    curved = _inner(problem, d, product)
     length = square / torch.where(curved > 0, curved, 1.0)
     return torch.where((curved > 0) & (length > 0) & length.isfinite(), length, before)
 

@@ -16,7 +16,7 @@ from .gap import GapBound, PointCertificate
 from .iterate import iterate
 from .newton import prox_slope
 from .problem import Problem
-from .signs import sign_search
+from .signs import Lasso, sign_search
 from .spectral import Spectral, SpectralState
 
 __all__ = ["WorkingSet"]
@@ -25,21 +25,22 @@ _FIRST = 100  # outputs of the first working set
 _INNER = Spectral(60, polish=6)
 _DENSE = 4096  # outputs of a working set whose Gram matrix is formed
 _WORTH = 0.7  # the share of outputs that may be active below which they are copied
-_ENOUGH = 0.01  # the gap of a working set's problem, as a share of that of the whole
+_ENOUGH = 0.1  # the gap of a working set's problem, as a share of that of the whole; of a Lasso
+_TIGHT = 0.01  # the same of other problems
+_NEAR = 0.95  # the share of its weight from which on the gradient of an entry at zero is near to it
 
 
 class WorkingState(NamedTuple):
     """The point, what is known of it on the outputs that may be active, the norms of their rows of A, the number of
-    outputs in the next working set, the outputs that may be active with the problem on them (None: all), and the last
-    working set with its Gram matrix."""
+    outputs in the next working set, and the outputs that may be active (None: all) with the bound of the problem on
+    them."""
 
     x: Tensor
     certificate: PointCertificate
     norms: Tensor
     size: int
+    bound: GapBound
     alive: Tensor | None = None
-    part: Problem | None = None
-    held: tuple[Tensor, Tensor] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +48,11 @@ class WorkingSet(Solver):
     r"""Problems on working sets of outputs, for one problem whose solution has few entries that are not zero.
 
     An iteration takes the outputs whose entry is not zero and those whose gradient is nearest to making it so, solves
-    the problem on them, and computes the whole gradient. A Lasso is solved exactly on its working set, by a search for
-    the signs of the solution; other problems by :class:`Spectral` steps with Newton steps on the active set. The
-    working set doubles, after an exact solution only where the gap fell by less than a tenth. A product with A and one
-    with its transpose are made in an iteration, and none in inner steps.
+    the problem on them, and computes the whole gradient. On a working set a Lasso is solved by :class:`Spectral` steps
+    until the entries that are not zero settle, and then exactly by a search for their signs; other problems by
+    :class:`Spectral` steps with Newton steps on the active set. Working sets are left as soon as their gap is small
+    beside that of the whole problem. They double, for a Lasso only where the whole gap fell by less than half. A
+    product with A and one with its transpose are made in an iteration; inner steps take rows of the working set.
 
     Outputs are screened by the duality gap. With the dual point :math:`\hat u` of the gap and its slopes
     :math:`s = b - A\hat u`, the slopes at the solution lie within :math:`\|a_j\|\sqrt{2\kappa\,\mathrm{gap}}` of s,
@@ -118,32 +120,32 @@ class WorkingSet(Solver):
         x = problem.y.new_zeros(problem.shape) if x0 is None else x0
         assert problem.operator.matrix is not None
         norms = torch.linalg.vector_norm(problem.operator.matrix.detach(), dim=-1).double()
-        return WorkingState(x, GapBound(problem).certificate(x), norms, _FIRST)
+        bound = GapBound(problem)
+        return WorkingState(x, bound.certificate(x), norms, _FIRST, bound)
 
     @torch.no_grad()
     def advance(self, problem: Problem, state: WorkingState, k: int, generator: torch.Generator | None) -> WorkingState:
         """The problem on a working set."""
-        state = _screened(problem, state)
-        whole = problem if state.part is None else state.part
+        state = _screened(state)
+        whole = state.bound.problem
         x = state.x if state.alive is None else state.x[..., state.alive]
         gap, outputs = float(state.certificate.gap.sum()), whole.operator.outputs
         size = min(max(state.size, 2 * int((x != 0).sum())), outputs)
         # Entries at zero are ordered by how far their gradient exceeds its weight.
         weight = whole.function.weight if isinstance(whole.function, L1) else 0.0
         score = (state.certificate.descent.abs() - weight).where(x == 0, torch.inf).flatten()
-        index, known = _ordered(score.topk(size).indices, state.held, outputs)
+        index = score.topk(size).indices
         part = _on_outputs(whole, index)
-        gram = _gram(part, known)
-        found = None if gram is None else _by_signs(part, x[..., index], gram)
-        inside = _by_steps(part, x[..., index], _ENOUGH * gap) if found is None else found
+        lasso, known = isinstance(whole.function, L1) and whole.is_quadratic, gap < torch.inf
+        solved, share = (_by_signs, _ENOUGH) if lasso else (_by_steps, _TIGHT)
+        inside = solved(part, x[..., index], share * gap if known else 0.0)
         x = torch.zeros_like(x).index_copy(-1, index, inside)
-        new = GapBound(whole).certificate(x)
-        # An exact solution on a set calls for another one, which is larger only where this one did not help.
-        grown = size if found is not None and float(new.gap.sum()) <= 0.9 * gap else 2 * size
+        new = state.bound.certificate(x)
+        # A Lasso is solved quickly for another set, which is larger only where this one did not help.
+        grown = size if lasso and known and float(new.gap.sum()) <= 0.5 * gap else 2 * size
         if state.alive is not None:
             x = torch.zeros_like(state.x).index_copy(-1, state.alive, x)
-        held = None if gram is None else (index, gram)
-        return state._replace(x=x, certificate=new, size=grown, held=held)
+        return state._replace(x=x, certificate=new, size=grown)
 
 
 def _on_outputs(problem: Problem, index: Tensor) -> Problem:
@@ -157,10 +159,10 @@ def _on_outputs(problem: Problem, index: Tensor) -> Problem:
     )
 
 
-def _screened(problem: Problem, state: WorkingState) -> WorkingState:
+def _screened(state: WorkingState) -> WorkingState:
     """The state without the outputs that the gap proves to be zero, where these are worth a copy of the others."""
     slope, gap = state.certificate.slope, state.certificate.gap
-    part = problem if state.part is None else state.part
+    part = state.bound.problem
     if slope is None or not bool(gap.isfinite().all()):
         return state
     # With room for the rounding of the norms.
@@ -172,51 +174,31 @@ def _screened(problem: Problem, state: WorkingState) -> WorkingState:
     alive = keep if state.alive is None else state.alive[keep]
     x = torch.zeros_like(state.x).index_copy(-1, alive, state.x[..., alive])
     known = state.certificate._replace(descent=state.certificate.descent[..., keep], slope=slope[..., keep])
-    return WorkingState(x, known, state.norms[keep], state.size, alive, _on_outputs(part, keep))
+    return WorkingState(x, known, state.norms[keep], state.size, GapBound(_on_outputs(part, keep)), alive)
 
 
-def _ordered(
-    index: Tensor, held: tuple[Tensor, Tensor] | None, outputs: int
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """A working set with the outputs of the last one first, and the part of its Gram matrix that both have."""
-    if held is None:
-        return index, None
-    place = index.new_full((outputs,), -1)
-    place[held[0]] = torch.arange(len(held[0]), device=index.device)
-    spot = place[index]
-    old = spot >= 0
-    return torch.cat([index[old], index[~old]]), (spot[old], held[1])
-
-
-def _gram(part: Problem, known: tuple[Tensor, Tensor] | None) -> Tensor | None:
-    """The Gram matrix of a Lasso on its working set, in double precision; None for other problems."""
-    matrix, outputs = part.operator.matrix, part.operator.outputs
-    if not isinstance(part.function, L1) or not part.is_quadratic or matrix is None or outputs > _DENSE:
-        return None
-    wide = matrix.detach() if matrix.device.type == "mps" else matrix.detach().double()
-    if known is None:
-        product = gram(wide)
-        product.diagonal().add_(part.ridge)
-        return product
-    spot, before = known
-    product, count = wide.new_empty(outputs, outputs), len(spot)
-    product[:count, :count] = before[spot][:, spot]
-    torch.mm(wide[count:], wide.mT, out=product[count:])
-    product[:count, count:] = product[count:, :count].mT
-    product.diagonal()[count:].add_(part.ridge)
-    return product
-
-
-def _by_signs(part: Problem, x: Tensor, gram: Tensor) -> Tensor | None:
-    """The exact solution of a Lasso on a working set; None where it is not found."""
+def _by_signs(part: Problem, x: Tensor, enough: float) -> Tensor:
+    """A Lasso on a working set: spectral steps, and a search for the signs of the entries that are not zero or nearly
+    not, where the gap is not small enough before."""
     assert isinstance(part.function, L1)
     assert part.operator.matrix is not None
-    weight = torch.as_tensor(part.function.weight, dtype=gram.dtype, device=gram.device).detach()
-    linear = part.operator.matrix.detach().to(gram.dtype) @ part.y.detach().reshape(-1).to(gram.dtype)
+    wide = torch.float32 if x.device.type == "mps" else torch.float64
+    matrix = part.operator.matrix.detach().to(wide)
+    weight = torch.as_tensor(part.function.weight, dtype=wide, device=x.device).detach().broadcast_to(x.shape)
+    linear = matrix @ part.y.detach().reshape(-1).to(wide)
     if part.bias is not None:
-        linear = linear + part.bias.detach().reshape(-1).to(gram.dtype)
-    found = sign_search(gram, linear, weight.broadcast_to(x.shape).reshape(-1), x.detach().reshape(-1).to(gram.dtype))
-    return None if found is None else found.reshape(x.shape).to(x.dtype)
+        linear = linear + part.bias.detach().reshape(-1).to(wide)
+    lasso, bound = Lasso(matrix, part.ridge, linear, weight.reshape(-1)), GapBound(part)
+    at = lambda point: point.reshape(x.shape).to(x.dtype)  # noqa: E731
+    close = lambda point: enough > 0 and float(bound(at(point))[1].sum()) <= enough  # noqa: E731
+    point, descent, done = lasso.near(x.detach().reshape(-1).to(wide), close)
+    keep = ((point != 0) | (descent.abs() >= _NEAR * lasso.weight)).nonzero().squeeze(-1)
+    if done or not 0 < len(keep) <= _DENSE:
+        return at(point)
+    product = gram(matrix[keep])
+    product.diagonal().add_(part.ridge)
+    found = sign_search(product, linear[keep], lasso.weight[keep], point[keep])
+    return at(point if found is None else torch.zeros_like(point).index_copy(0, keep, found))
 
 
 def _by_steps(part: Problem, x: Tensor, enough: float) -> Tensor:
@@ -226,7 +208,7 @@ def _by_steps(part: Problem, x: Tensor, enough: float) -> Tensor:
 
     def close(state: SpectralState, done: int) -> bool:
         assert state.x is not None
-        return done % 6 == 0 and float(bound(state.x)[1].sum()) <= enough
+        return done % 6 == 0 and enough > 0 and float(bound(state.x)[1].sum()) <= enough
 
     begin = _INNER.init(inner, x)
     last = iterate(lambda s, j: _INNER.advance(inner, s, j, None), begin, _INNER.iterations, until=close)[0]
