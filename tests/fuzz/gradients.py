@@ -284,7 +284,7 @@ def check(case: GradientCase) -> None:
         raise
     differences = (_slopes if case.transform in FIRST else _curvatures)(f)
     try:
-        found = float((FIRST | SECOND)[case.transform](f, f.point, f.along))
+        found = float(torch.as_tensor((FIRST | SECOND)[case.transform](f, f.point, f.along)).detach())
     except RuntimeError as error:
         # torch has no mixed second derivative of a transposed convolution with output_padding, and says so.
         assume("output_padding is not supported" not in str(error))

@@ -19,13 +19,7 @@ from torch import Tensor
 from ..errors import OptionError, require_positive
 from ..functions import L1, GroupL2
 from ..solvers.iterate import iterate
-from .bounds import (
-    DEFAULT,
-    Bound,
-    BoundOptions,
-    affordable_bound,
-    sparse_bound,
-)
+from .bounds import DEFAULT, Bound, BoundOptions, affordable_bound, sparse_bound
 from .matrices import DualMatrix, RowSharding, leading_singular
 from .nonnegative import doubly_nonnegative_bound
 

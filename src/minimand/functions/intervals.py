@@ -11,16 +11,7 @@ from torch import Tensor
 from ..arguments import checked
 from ..errors import OptionError, require_positive
 from ..tracing import in_transform, is_traced
-from .base import (
-    Separable,
-    Step,
-    check_step,
-    indicator,
-    require_broadcast,
-    require_weight,
-    scaled,
-    slack,
-)
+from .base import Separable, Step, check_step, indicator, require_broadcast, require_weight, scaled, slack
 
 __all__ = ["L1", "Box", "DeadZone", "ElasticNet", "Support"]
 

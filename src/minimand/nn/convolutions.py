@@ -74,11 +74,9 @@ class _SolverConv(_Convolutional):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        options = SolverOptions(solver, adjoint, ridge, eval_mode, shared_sample, mean_passes)
-        super().__init__(activation, options)
-        make = type(self)._plain
+        super().__init__(activation, SolverOptions(solver, adjoint, ridge, eval_mode, shared_sample, mean_passes))
         sizes = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode)
-        self._take(make(*sizes, device=device, dtype=dtype))
+        self._take(type(self)._plain(*sizes, device=device, dtype=dtype))
 
 
 class SolverConv2d(_SolverConv):
@@ -152,11 +150,9 @@ class _SolverConvTranspose(_Convolutional):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        options = SolverOptions(solver, adjoint, ridge, eval_mode, shared_sample, mean_passes)
-        super().__init__(activation, options)
-        make = type(self)._plain
+        super().__init__(activation, SolverOptions(solver, adjoint, ridge, eval_mode, shared_sample, mean_passes))
         sizes = (in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation)
-        self._take(make(*sizes, device=device, dtype=dtype))
+        self._take(type(self)._plain(*sizes, device=device, dtype=dtype))
 
 
 class SolverConvTranspose2d(_SolverConvTranspose):

@@ -391,8 +391,7 @@ class SolverLinear(SolverLayer):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        options = SolverOptions(solver, adjoint, ridge, eval_mode, shared_sample, mean_passes)
-        super().__init__(activation, options)
+        super().__init__(activation, SolverOptions(solver, adjoint, ridge, eval_mode, shared_sample, mean_passes))
         self._take(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype))
 
     def operator(self, y: Tensor | None = None) -> Dense:

@@ -168,16 +168,9 @@ class ConvTranspose1d(ConvTranspose):
     _convolution = Conv1d
 
 
-def _layer(kind: type[ConvTranspose], target: nn.Module, size: Size | None) -> tuple[ConvTranspose, float]:
-    names = ("stride", "padding", "output_padding", "groups", "dilation")
-    return kind(target.weight, size, *(getattr(target, name) for name in names)), 1.0  # type: ignore[arg-type]
-
-
-@majorant.register
+@majorant.register(nn.ConvTranspose1d)
+@majorant.register(nn.ConvTranspose2d)
 def _(target: nn.ConvTranspose1d, input_size: Size | None) -> tuple[ConvTranspose, float]:
-    return _layer(ConvTranspose1d, target, input_size)
-
-
-@majorant.register
-def _(target: nn.ConvTranspose2d, input_size: Size | None) -> tuple[ConvTranspose, float]:
-    return _layer(ConvTranspose2d, target, input_size)
+    kind = ConvTranspose1d if isinstance(target, nn.ConvTranspose1d) else ConvTranspose2d
+    names = ("stride", "padding", "output_padding", "groups", "dilation")
+    return kind(target.weight, input_size, *(getattr(target, name) for name in names)), 1.0

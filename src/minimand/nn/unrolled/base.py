@@ -20,6 +20,7 @@ from ...solvers.base import require_count
 from ...solvers.problem import Problem
 from ...tracing import is_traced
 from .parameters import assign
+from .start import checked_start
 from .transform import Architecture, Shrinkage, Transform
 
 __all__ = ["PhaseResult", "PhaseSetting", "UnrolledNet"]
@@ -102,7 +103,8 @@ class UnrolledNet(Sealed, nn.Module, abc.ABC):
                 f"the rows of phi are not orthonormal (‖Φ‖² ≤ {self.lipschitz:.4g}): the steps are scaled by 1/‖Φ‖²",
                 stacklevel=3,
             )
-        self.register_buffer("initial", None if initial is None else self._checked_initial(initial))
+        matrix = self.phi if self._operator is None else None
+        self.register_buffer("initial", checked_start(initial, matrix, "with an operator the network starts from Φᵀy"))
         self.transforms = nn.ModuleList(
             Transform(architecture, residual=residual) for _ in range(1 if shared else phases)
         )
@@ -142,20 +144,6 @@ class UnrolledNet(Sealed, nn.Module, abc.ABC):
 
     def _of_one_block(self) -> LinearOperator:
         return self.operator(self.phi)
-
-    def _checked_initial(self, initial: Tensor) -> Tensor:
-        require_real("initial", initial)
-        require_finite("initial", initial)
-        require_constant("initial", initial)
-        if self._operator is not None:
-            raise OptionError("initial needs a phi that is a matrix; with an operator the network starts from Φᵀy")
-        rows, columns = self.phi.shape
-        if initial.shape != (columns, rows):
-            raise ShapeError(
-                f"initial must be a matrix of {columns} × {rows}, from measurements to pixels, for a phi of "
-                f"{rows} × {columns}; got {tuple(initial.shape)}"
-            )
-        return initial.detach().clone().to(self.phi)
 
     def problem(self, y: Tensor) -> Problem:
         """The data term of these measurements, which are checked first."""

@@ -21,6 +21,7 @@ from ...operators import BlockSensing, Dense, LinearOperator, as_operator, check
 from ...solvers.linear import conjugate_gradient
 from ...tracing import is_traced
 from .base import _ENERGY_SLACK, _energy
+from .start import checked_start
 
 __all__ = ["Sensor"]
 
@@ -63,7 +64,9 @@ class Sensor(nn.Module):
             # Not a submodule: a user's object is not trained, converted or saved with the network.
             object.__setattr__(self, "_given", phi)
         self.register_buffer("matrix", None if matrix is None else matrix.detach().clone())
-        self.register_buffer("initial", None if initial is None else self._checked_initial(initial))
+        self.register_buffer(
+            "initial", checked_start(initial, self.matrix, "other operators have a start of their own")
+        )
 
     @property
     def channels(self) -> int | None:
@@ -183,20 +186,6 @@ class Sensor(nn.Module):
             return operator.adjoint(operator.apply(x)) + smooth * _laplacian(x)
 
         return conjugate_gradient(system, operator.adjoint(y), _ROUNDS, sample_dims=3)
-
-    def _checked_initial(self, initial: Tensor) -> Tensor:
-        require_real("initial", initial)
-        require_finite("initial", initial)
-        require_constant("initial", initial)
-        if self.matrix is None:
-            raise OptionError("initial needs a phi that is a matrix; other operators have a start of their own")
-        rows, columns = self.matrix.shape
-        if initial.shape != (columns, rows):
-            raise ShapeError(
-                f"initial must be a matrix of {columns} × {rows}, from measurements to pixels, for a phi of "
-                f"{rows} × {columns}; got {tuple(initial.shape)}"
-            )
-        return initial.detach().clone().to(self.matrix)
 
 
 def _on_images(operator: LinearOperator) -> LinearOperator:

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from ...arguments import checked
-from ...errors import ShapeError, require_positive
+from ...errors import OptionError, ShapeError, require_constant, require_finite, require_positive, require_real
 from ...solvers.linear import ridge_factor
 
-__all__ = ["least_squares_start"]
+__all__ = ["checked_start", "least_squares_start"]
 
 
 @checked
@@ -36,3 +36,21 @@ def least_squares_start(phi: Tensor, blocks: Tensor, *, ridge: float = 1e-6) -> 
     x = blocks.to(phi.device, torch.float64)
     y = x @ phi.to(torch.float64).mT
     return ridge_factor(y.mT, ridge * len(x)).solve(x.mT @ y).to(phi.dtype)
+
+
+def checked_start(initial: Tensor | None, matrix: Tensor | None, otherwise: str) -> Tensor | None:
+    """A copy of the matrix from measurements to pixels; ``otherwise`` says what starts a network without ``matrix``."""
+    if initial is None:
+        return None
+    require_real("initial", initial)
+    require_finite("initial", initial)
+    require_constant("initial", initial)
+    if matrix is None:
+        raise OptionError(f"initial needs a phi that is a matrix; {otherwise}")
+    rows, columns = matrix.shape
+    if initial.shape != (columns, rows):
+        raise ShapeError(
+            f"initial must be a matrix of {columns} × {rows}, from measurements to pixels, for a phi of "
+            f"{rows} × {columns}; got {tuple(initial.shape)}"
+        )
+    return initial.detach().clone().to(matrix)
