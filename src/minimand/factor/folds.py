@@ -66,7 +66,7 @@ def block_fold(model: Factorization, data: Any, rows: np.ndarray, columns: np.nd
             U, V = (torch.as_tensor(x) for x in (U, fitted.components_.T))
             start = (U, V) if fitted.n_components_ else None
             codes = fitted._encoded(below, V)[0]
-            other = fitted._encoded(_turned(beside), U)[0]
+            other = fitted._encoded(beside.mT if isinstance(beside, SparseData) else beside.mT.contiguous(), U)[0]
             errors.append(float((hidden - (codes @ other.mT).to(torch.float64)).square().sum()) / whole)
             ranks.append(fitted.n_components_)
         return errors, ranks
@@ -78,10 +78,6 @@ def _reference(hidden: Tensor, variance: float) -> float:
     """The error of the mean of hidden entries; of few or equal ones, that of as many with the variance of the data."""
     own, whole = float((hidden - hidden.mean()).square().sum()), variance * hidden.numel()
     return own if own > 0.1 * whole else whole
-
-
-def _turned(data: Any) -> Any:
-    return data.mT if isinstance(data, SparseData) else data.mT.contiguous()
 
 
 def _entries(data: Any) -> Tensor:

@@ -185,7 +185,8 @@ def _report(path: str, layer: SolverLayer, y: Tensor, skip: Tensor | None) -> La
         best = float(solve(problem, FISTA(_REFERENCE_ITERATIONS)).objective)
         x, plain = _solution(layer, problem, y, skip), problem.function.prox(problem.linear())
         if layer.start == "plain":
-            first, last, optimality = (float(v) for v in (problem.objective(plain), *_state(problem, x)))
+            found = problem.objective(plain), problem.objective(x), problem.optimality(x)
+            first, last, optimality = map(float, found)
         else:
             run = trace(problem, solver)
             first, last, optimality = float(run.objective[0]), float(run.objective[-1]), float(run.optimality[-1])
@@ -224,10 +225,6 @@ def _solution(layer: SolverLayer, problem: Problem, y: Tensor, skip: Tensor | No
     """The layer's output, after the activation that it may leave to the network."""
     out = layer.forward(y, skip)
     return problem.function.prox(out) if layer.returns == "preactivation" else out
-
-
-def _state(problem: Problem, x: Tensor) -> tuple[Tensor, Tensor]:
-    return problem.objective(x), problem.optimality(x)
 
 
 def _scale(x: Tensor, plain: Tensor) -> float:

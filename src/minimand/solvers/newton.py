@@ -135,7 +135,8 @@ def active_step(problem: Problem, state: "SpectralState", aim: Tensor, *, cheap:
         return aim
     safe = torch.where(active, step * slope, 1.0)
     extra = torch.where(active, (1 - slope) / safe, 0.0)
-    bend = None if problem.is_quadratic else problem.datafit.second(_image(problem, state), problem.y)
+    image = torch.zeros_like(problem.y) if state.image is None else state.image
+    bend = None if problem.is_quadratic else problem.datafit.second(image, problem.y)
     system = active_system(problem, active, extra, bend)
     if system is None:
         return aim
@@ -186,7 +187,3 @@ def solved_on_active_set(
     rest = torch.where(active, 0.0, b)
     target = b / safe + (contract(rest) - rest) / step
     return torch.where(active, system.solve(torch.where(active, target, 0.0)), b)
-
-
-def _image(problem: Problem, state: "SpectralState") -> Tensor:
-    return torch.zeros_like(problem.y) if state.image is None else state.image

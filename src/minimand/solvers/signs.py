@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .iterate import iterate
+
 __all__ = ["Lasso", "sign_search"]
 
 _STEPS, _BLOCK = 100, 20  # spectral steps before a search, at most, and between two looks at the point
@@ -33,27 +35,34 @@ class Lasso(NamedTuple):
         """A point from which few signs change, its negative gradient, and whether it is ``close``: the steps of
         :class:`~minimand.solvers.Spectral` for one sample, which end once a factorisation on the entries that are not
         zero is cheaper, or these settle."""
-        descent, before = self.linear - self.product(x), x != 0
+        descent, before, done = self.linear - self.product(x), x != 0, False
         curved = float(descent @ self.product(descent))
-        step = float(descent @ descent) / curved if curved > 0 else 1.0
-        for k in range(1, _STEPS + 1):
-            aim, room = x + step * descent, step * self.weight
-            aim = aim - aim.clamp(-room, room)
-            move = aim - x
-            bent = self.product(move)
-            slope, curved = float(descent @ move + self.weight @ (x.abs() - aim.abs())), float(move @ bent)
-            if not (slope > 0 and curved > 0):
-                break
-            share = min(1.8 * slope / curved, 1.0)
-            x, descent, step = x + share * move, descent - share * bent, float(move @ move) / curved
-            if k % _BLOCK == 0:
-                if close(x):
-                    return x, descent, True
-                before, last = x != 0, before
-                count = int(before.sum())
-                if int((before ^ last).sum()) <= _SETTLED * count or count**3 <= 2 * k * self.matrix.numel():
-                    break
-        return x, descent, False
+
+        def ended(state: tuple[Tensor, Tensor, float], k: int) -> bool:
+            nonlocal before, done
+            if state[2] == 0 or k % _BLOCK:
+                return state[2] == 0
+            before, last, done = state[0] != 0, before, close(state[0])
+            count = int(before.sum())
+            settled = int((before ^ last).sum()) <= _SETTLED * count
+            return done or settled or count**3 <= 2 * k * self.matrix.numel()
+
+        begin = x, descent, float(descent @ descent) / curved if curved > 0 else 1.0
+        x, descent, _ = iterate(self._stepped, begin, _STEPS, until=ended)[0]
+        return x, descent, done
+
+    def _stepped(self, state: tuple[Tensor, Tensor, float], k: int) -> tuple[Tensor, Tensor, float]:
+        """The next point, negative gradient and length; the length is 0 where no step lowers the objective."""
+        x, descent, step = state
+        aim, room = x + step * descent, step * self.weight
+        aim = aim - aim.clamp(-room, room)
+        move = aim - x
+        bent = self.product(move)
+        slope, curved = float(descent @ move + self.weight @ (x.abs() - aim.abs())), float(move @ bent)
+        if not (slope > 0 and curved > 0):
+            return x, descent, 0.0
+        share = min(1.8 * slope / curved, 1.0)
+        return x + share * move, descent - share * bent, float(move @ move) / curved
 
 
 @torch.no_grad()
