@@ -295,8 +295,8 @@ def check(case: GradientCase) -> None:
         seen.append((above + below) / 2)
         if abs(found - seen[-1]) <= 2e-6 * (abs(above) + abs(below)) + 2e-7:
             return
-    # Rounding: a difference over a tenth of the width has ten times the error, by which the one before is known.
-    if abs(found - seen[1]) <= 0.2 * abs(seen[2] - seen[1]):
+    # Rounding: a difference over a tenth of the width has ten times the error, by which those before are known.
+    if abs(found - seen[1]) <= max(0.2 * abs(seen[2] - seen[1]), 0.02 * abs(seen[3] - seen[2])):
         return
     # One-sided slopes differ at a kink, where there is no derivative to compare with.
     assume(abs(above - below) <= 1e-2 * (abs(above) + abs(below)) + 1e-5)

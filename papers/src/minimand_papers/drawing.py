@@ -1,5 +1,6 @@
 """Plots for the experiments, in colours that are safe for colour-blind readers."""
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -97,7 +98,7 @@ def bars(rows: Sequence[Comparison], *, title: str, y: str, groups: Mapping[str,
             sentences.append(f"{row.label} {mean:.{row.digits}f}{row.unit}")
         if row.paper is not None:
             axes.plot([row.paper] * 2, [number - 0.42, number + 0.42], color="#CC79A7", linewidth=2.5)
-    axes.set_yticks(range(len(rows)), [row.label for row in rows])
+    axes.set_yticks(range(len(rows)), [textwrap.fill(row.label, 48) for row in rows])
     axes.invert_yaxis()
     key = " (bars: measured; lines: the source)" if any(row.paper is not None for row in rows) else ""
     style(axes, f"{y}{key}", "", title)

@@ -199,7 +199,7 @@ experiment = Experiment(
             SolversLeNetOptions("digits", batch=50, limit=200, enlarge=4, epochs=2, iters=3, trials=3), (0, 1), 0.2
         ),
         "laptop": Preset(SolversLeNetOptions(), (0, 1, 2), 110),
-        "paper": Preset(SolversLeNetOptions(epochs=300, steps="source", both=(0.5, 0.95)), (0, 1, 2), 4000),
+        "paper": Preset(SolversLeNetOptions(epochs=300, steps="source", both=(0.5, 0.95)), (0, 1, 2), 1400),
     },
     parts=parts,
     run=run,

@@ -13,7 +13,7 @@ from torch.multiprocessing.spawn import spawn
 
 from minimand.train.lifted import LPOM, Epoch, LayerParallel, layer_stages
 
-from ...claims import combine, judge_bound, scale
+from ...claims import combine, judge_bound, not_run, scale
 from ...comparing import Difference, difference
 from ...context import Lab
 from ...drawing import bars, curves
@@ -27,6 +27,7 @@ MODEL = "cost model"
 #: LPOM in one process, and what every method is compared with, tuned on the validation images.
 ALONE, OTHERS = (SEIDEL, JACOBI, THREADS), ("SGD", "Adam", CONTROL)
 MODES = ("synchronous", "asynchronous")
+CLAIM = "Parallelizing LPOM: layers on several processes are faster than one process"
 CLOCK, PROCESSOR = "epoch_seconds", "processor_seconds"
 #: Below this share of a core the times by the clock are those of a busy machine.
 BUSY = 0.9
@@ -254,14 +255,14 @@ def _busy(results: Results[LPOMParallelOptions]) -> list[str]:
 def claims(results: Results[LPOMParallelOptions]) -> list[Claim]:
     """Layers on several processes save time over the best sweep of one process; not judged on a busy machine."""
     if _busy(results):
-        return []
+        return [not_run(CLAIM, "–", "the machine was busy")]
     count = results.options.processes[0]
     speed = {mode: _speed_ups(results, name(mode, count), SEIDEL, CLOCK) for mode in MODES}
     shown = ", ".join(f"{mode} {statistics.fmean(values):.2f}×" for mode, values in speed.items() if values)
     words = (f"{results.options.limit or 54_000:,} MNIST images", f"{results.options.epochs} epochs")
     return [
         Claim(
-            "Parallelizing LPOM: layers on several processes are faster than one process",
+            CLAIM,
             "–",
             f"{shown} the speed of one process (Gauss–Seidel), {count} processes" if shown else "–",
             scale(results, *words),
